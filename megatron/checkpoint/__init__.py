@@ -1,0 +1,1 @@
+"""Checkpoint formats, readable on one CPU process without the trainer."""

@@ -1,0 +1,33 @@
+"""Where to save and load, how often, and what."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import option
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints: where, how often, what."""
+
+    save: str | None = option(None)
+    """Folder to save checkpoints in."""
+    load: str | None = option(None)
+    """Folder to load the newest complete checkpoint from; training starts anew if it has none."""
+    load_tag: str | None = option(None)
+    """Load this checkpoint (for example global_step100) instead of the newest."""
+    save_interval: int | None = option(None)
+    """Steps between saves; the last step is always saved."""
+    finetune: bool = option(False)
+    """Load weights only and start at iteration 0."""
+    load_optim: bool = option(True, off="--no-load-optim")
+    """Do not load optimizer state."""
+    load_rng: bool = option(True, off="--no-load-rng")
+    """Do not load random state."""
+    save_optim: bool = option(True, off="--no-save-optim")
+    """Do not save optimizer state."""
+    save_rng: bool = option(True, off="--no-save-rng")
+    """Do not save random state."""
+    use_checkpoint_args: bool = option(False)
+    """Take the model and tokenizer values that no flag gives from the checkpoint at --load."""

@@ -1,0 +1,314 @@
+"""What is not given is derived, and what contradicts itself is refused. One function a concern."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.flags import ConfigError
+
+
+@dataclass
+class Draft:
+    """Values of a configuration under construction.
+
+    Attributes:
+        values: value of each field.
+        origins: where each value came from.
+        flags: the flag of each field, for messages.
+        notes: lines for the user.
+    """
+
+    values: dict[str, Any]
+    origins: dict[str, str]
+    flags: dict[str, str]
+    notes: list[str] = field(default_factory=list)
+
+    def __getitem__(self, name: str) -> Any:
+        return self.values[name]
+
+    def given(self, name: str) -> bool:
+        """Whether the value is no default."""
+        return self.origins[name] != "default"
+
+    def put(self, name: str, value: Any, how: str) -> None:
+        """Sets a derived value."""
+        self.values[name] = value
+        self.origins[name] = f"derived: {how}"
+
+    def fill(self, name: str, value: Any, how: str) -> None:
+        """Sets a derived value if there is none yet."""
+        if self.values[name] is None:
+            self.put(name, value, how)
+
+    def require(self, *names: str) -> None:
+        """Refuses a configuration that lacks one of the values."""
+        missing = [self.flags[name] for name in names if self.values[name] is None]
+        if missing:
+            raise ConfigError(f"missing {', '.join(missing)}")
+
+    def show(self, name: str) -> str:
+        """A value for a message: flag, value and where it came from."""
+        origin = self.origins[name]
+        flag = self.flags[name]
+        place = "" if origin == f"flag {flag}" else f" ({origin})"
+        return f"{flag} {self.values[name]}{place}"
+
+    def check(self, condition: bool, message: str) -> None:
+        """Raises ConfigError with ``message`` unless the condition holds."""
+        if not condition:
+            raise ConfigError(message)
+
+
+def derive(draft: Draft, world_size: int) -> None:
+    """Completes ``draft`` in place.
+
+    Raises:
+        ConfigError: naming flags, values and what would be right.
+    """
+    for step in (_model, _layout, _precision, _recompute, _batch, _length, _schedule, _data):
+        step(draft, world_size)
+
+
+def _positive(draft: Draft, *names: str) -> None:
+    for name in names:
+        value = draft[name]
+        draft.check(value is None or value > 0, f"{draft.show(name)} must be positive")
+
+
+def _divides(draft: Draft, divisor: str, whole: str) -> None:
+    draft.check(
+        draft[whole] % draft[divisor] == 0,
+        f"{draft.show(divisor)} must divide {draft.show(whole)}",
+    )
+
+
+def _model(draft: Draft, world_size: int) -> None:
+    draft.require("num_layers", "hidden_size", "num_attention_heads", "seq_length")
+    _positive(
+        draft, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "kv_channels",
+        "num_query_groups", "ffn_hidden_size", "make_vocab_size_divisible_by",
+    )  # fmt: skip
+    if draft["kv_channels"] is None:
+        _divides(draft, "num_attention_heads", "hidden_size")
+        draft.put(
+            "kv_channels",
+            draft["hidden_size"] // draft["num_attention_heads"],
+            "hidden-size / num-attention-heads",
+        )
+    if draft["num_query_groups"] is None:
+        shared = draft["group_query_attention"]
+        draft.put(
+            "num_query_groups",
+            1 if shared else draft["num_attention_heads"],
+            "--group-query-attention without --num-query-groups" if shared
+            else "num-attention-heads",
+        )  # fmt: skip
+    _divides(draft, "num_query_groups", "num_attention_heads")
+    draft.put(
+        "group_query_attention",
+        draft["num_query_groups"] < draft["num_attention_heads"],
+        "num-query-groups < num-attention-heads",
+    )
+    draft.check(
+        not (draft["swiglu"] and draft["squared_relu"]),
+        "--swiglu and --squared-relu are two activations; give one",
+    )
+    hidden = draft["hidden_size"]
+    if draft["swiglu"]:
+        draft.fill("ffn_hidden_size", int(hidden * 8 / 3) // 64 * 64 or hidden,
+                   "8/3 x hidden-size, down to a multiple of 64")  # fmt: skip
+    draft.fill("ffn_hidden_size", 4 * hidden, "4 x hidden-size")
+    if draft["use_rotary_position_embeddings"]:
+        draft.check(
+            not draft.given("position_embedding_type")
+            or draft["position_embedding_type"] == "rope",
+            f"--use-rotary-position-embeddings contradicts {draft.show('position_embedding_type')}",
+        )
+        draft.put("position_embedding_type", "rope", "--use-rotary-position-embeddings")
+    draft.fill("max_position_embeddings", draft["seq_length"], "seq-length")
+    draft.check(
+        draft["seq_length"] <= draft["max_position_embeddings"],
+        f"{draft.show('seq_length')} is longer than {draft.show('max_position_embeddings')}",
+    )
+    draft.check(
+        0 < draft["rotary_percent"] <= 1, f"{draft.show('rotary_percent')} must be in (0, 1]"
+    )
+    rotated = int(draft["kv_channels"] * draft["rotary_percent"])
+    draft.check(
+        draft["position_embedding_type"] != "rope" or (rotated > 0 and rotated % 2 == 0),
+        f"{draft.show('rotary_percent')} of {draft.show('kv_channels')} rotates {rotated} "
+        "channels; an even number is needed",
+    )
+    for name in ("attention_dropout", "hidden_dropout"):
+        draft.check(0 <= draft[name] < 1, f"{draft.show(name)} must be in [0, 1)")
+
+
+def _layout(draft: Draft, world_size: int) -> None:
+    tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
+    _positive(draft, tensor, pipeline, "distributed_timeout_minutes")
+    draft.check(
+        not (draft["no_pipeline_parallel"] and draft[pipeline] > 1),
+        f"--no-pipeline-parallel contradicts {draft.show(pipeline)}",
+    )
+    model_parallel = draft[tensor] * draft[pipeline]
+    draft.check(
+        world_size % model_parallel == 0,
+        f"{draft.show(tensor)} x {draft.show(pipeline)} must divide the {world_size} processes",
+    )
+    draft.put("world_size", world_size, "launcher")
+    draft.put("data_parallel_size", world_size // model_parallel, "processes / (tensor x pipeline)")
+    for name in ("num_attention_heads", "ffn_hidden_size"):
+        _divides(draft, tensor, name)
+    draft.check(
+        draft["num_query_groups"] % draft[tensor] == 0
+        or draft[tensor] % draft["num_query_groups"] == 0,
+        f"{draft.show('num_query_groups')} and {draft.show(tensor)}: one must divide the other",
+    )
+    draft.check(
+        not draft["sequence_parallel"] or draft[tensor] > 1,
+        f"--sequence-parallel needs --tensor-model-parallel-size above 1, not {draft[tensor]}",
+    )
+
+
+def _precision(draft: Draft, world_size: int) -> None:
+    draft.check(not (draft["fp16"] and draft["bf16"]), "--fp16 contradicts --bf16")
+    draft.check(
+        not (draft["fp16"] and draft["zero_stage"] == 0),
+        f"--fp16 needs --zero-stage 1, 2 or 3, not {draft.show('zero_stage')}: at stage 0 "
+        "DeepSpeed's fp16 optimizer divides gradients by a loss scale that the loss never got",
+    )
+    draft.check(
+        draft["loss_scale"] is None or draft["fp16"],
+        f"{draft.show('loss_scale')} has an effect with --fp16 only",
+    )
+    scale = draft["initial_loss_scale"]
+    draft.check(
+        scale >= 1 and math.log2(scale).is_integer(),
+        f"{draft.show('initial_loss_scale')} must be a power of two",
+    )
+    if draft["bf16"] and draft["zero_stage"] == 0:
+        draft.notes.append(
+            "bf16 at ZeRO stage 0 runs as autocast: float32 weights, bfloat16 matrix products"
+        )
+
+
+def _recompute(draft: Draft, world_size: int) -> None:
+    if draft["checkpoint_activations"]:
+        draft.check(
+            draft["recompute_granularity"] in (None, "full"),
+            f"--checkpoint-activations contradicts {draft.show('recompute_granularity')}",
+        )
+        draft.put("recompute_granularity", "full", "--checkpoint-activations")
+    if draft["recompute_activations"]:
+        draft.check(
+            draft["recompute_granularity"] in (None, "selective"),
+            f"--recompute-activations contradicts {draft.show('recompute_granularity')}",
+        )
+        draft.put("recompute_granularity", "selective", "--recompute-activations")
+    if draft["recompute_granularity"] == "full":
+        draft.fill("recompute_method", "uniform", "full recomputation")
+    draft.check(
+        draft["recompute_method"] is None or draft["recompute_granularity"] == "full",
+        f"{draft.show('recompute_method')} needs --recompute-granularity full",
+    )
+    _positive(draft, "recompute_num_layers")
+
+
+def _batch(draft: Draft, world_size: int) -> None:
+    draft.require("micro_batch_size")
+    _positive(draft, "micro_batch_size", "global_batch_size", "lr")
+    samples = draft["micro_batch_size"] * draft["data_parallel_size"]
+    draft.fill("global_batch_size", samples, "micro-batch-size x data-parallel size")
+    whole = draft["global_batch_size"]
+    if whole % samples:
+        lower, upper = whole // samples * samples, -(-whole // samples) * samples
+        raise ConfigError(
+            f"{draft.show('global_batch_size')} is not a multiple of "
+            f"{draft.show('micro_batch_size')} x {draft['data_parallel_size']} data-parallel "
+            f"processes = {samples}; the nearest "
+            f"{'are ' + str(lower) + ' and' if lower else 'is'} {upper}"
+        )
+
+
+_LENGTHS = {"train_iters": "iters", "train_samples": "samples", "train_tokens": "tokens"}
+
+
+def _length(draft: Draft, world_size: int) -> None:
+    given = [name for name in _LENGTHS if draft[name] is not None]
+    _positive(draft, *given)
+    if not draft["skip_train"]:
+        draft.check(
+            len(given) > 0, "missing the length of the run: --train-iters, --train-samples or "
+            "--train-tokens",
+        )  # fmt: skip
+    draft.check(
+        len(given) < 2,
+        " and ".join(draft.show(name) for name in given) + ": give one length of the run only",
+    )
+    for name in ("log_interval", "eval_interval", "save_interval", "exit_interval"):
+        _positive(draft, name)
+    draft.check(draft["eval_iters"] >= 0, f"{draft.show('eval_iters')} must not be negative")
+
+
+def _schedule(draft: Draft, world_size: int) -> None:
+    if not draft["skip_train"]:
+        draft.require("lr")
+    length = next((name for name in _LENGTHS if draft[name] is not None), "train_iters")
+    unit = _LENGTHS[length]
+    for other in _LENGTHS.values():
+        for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+            draft.check(
+                other == unit or not draft.values.get(name),
+                f"{draft.flags.get(name)} goes with --train-{other}, but the run's length is "
+                f"{draft.flags[length]}; give --{name.replace(other, unit).replace('_', '-')}",
+            )
+    if draft[length] is not None:
+        draft.fill(f"lr_decay_{unit}", draft[length], f"train-{unit}")
+    draft.check(
+        not (draft["lr_warmup_fraction"] is not None and draft[f"lr_warmup_{unit}"]),
+        f"--lr-warmup-fraction contradicts {draft.show(f'lr_warmup_{unit}')}",
+    )
+    if draft["lr_warmup_fraction"] is not None and draft[f"lr_decay_{unit}"] is not None:
+        draft.check(
+            0 <= draft["lr_warmup_fraction"] < 1,
+            f"{draft.show('lr_warmup_fraction')} must be in [0, 1)",
+        )
+        draft.put(
+            f"lr_warmup_{unit}",
+            int(draft["lr_warmup_fraction"] * draft[f"lr_decay_{unit}"]),
+            f"lr-warmup-fraction x lr-decay-{unit}",
+        )
+    if draft["lr"] is not None:
+        draft.check(
+            draft["min_lr"] <= draft["lr"],
+            f"{draft.show('min_lr')} is above {draft.show('lr')}",
+        )
+    constant = draft["weight_decay_incr_style"] == "constant"
+    for name in ("start_weight_decay", "end_weight_decay"):
+        draft.check(
+            not constant or draft[name] in (None, draft["weight_decay"]),
+            f"{draft.show(name)} needs --weight-decay-incr-style linear or cosine",
+        )
+        draft.fill(name, draft["weight_decay"], "weight-decay")
+
+
+def _data(draft: Draft, world_size: int) -> None:
+    own_paths = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if draft[n]]
+    draft.check(
+        not (draft["data_path"] and own_paths),
+        f"--data-path and {', '.join(draft.flags[n] for n in own_paths)}: give either one path "
+        "that is split, or a path per split",
+    )
+    draft.check(
+        not (draft["mock_data"] and (draft["data_path"] or own_paths)),
+        "--mock-data contradicts a data path; give one of them",
+    )
+    if draft["save_interval"] is not None:
+        draft.check(
+            draft["save"] is not None,
+            f"{draft.show('save_interval')} needs --save, the folder to save in",
+        )
+    if draft["metrics_file"] is None and draft["save"] is not None:
+        draft.put("metrics_file", f"{draft['save'].rstrip('/')}/metrics.jsonl", "in --save")

@@ -1,0 +1,79 @@
+"""DeepSpeed's own flags, and flags of other trainers that people's scripts still pass."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import option
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """DeepSpeed: its configuration file and ZeRO."""
+
+    deepspeed: bool = option(False)
+    """State that DeepSpeed runs the training; it always does."""
+    deepspeed_config: str | None = option(
+        None, flag="--deepspeed_config", aliases=("--deepspeed-config",)
+    )
+    """DeepSpeed's JSON file; its "auto" values are filled from the flags."""
+    zero_stage: int = option(0, choices=(0, 1, 2, 3))
+    """What ZeRO partitions over data-parallel processes: 1 optimizer state, 2 gradients too,
+    3 parameters too."""
+
+
+@dataclass(frozen=True)
+class LegacyFlags:
+    """Accepted from older scripts; each says what happens instead."""
+
+    use_distributed_optimizer: bool = option(
+        False, note="DeepSpeed's ZeRO does this; set --zero-stage 1"
+    )
+    """Partition optimizer state."""
+    ddp_impl: str | None = option(
+        None,
+        flag="--DDP-impl",
+        choices=("local", "torch", "FSDP"),
+        note="DeepSpeed's engine reduces the gradients",
+    )
+    """Implementation of data parallelism."""
+    use_flash_attn: bool = option(
+        False,
+        aliases=("--use-flash-attn-v2",),
+        note="scaled_dot_product_attention picks the flash kernel by itself",
+    )
+    """Flash attention."""
+    exit_signal_handler: bool = option(
+        False, note="a run always saves and exits on SIGTERM, SIGINT and SIGUSR1"
+    )
+    """Save and exit on SIGTERM."""
+    masked_softmax_fusion: bool = option(
+        True, off="--no-masked-softmax-fusion", note="there is no separate softmax kernel"
+    )
+    """Turn off the fused softmax."""
+    bias_dropout_fusion: bool = option(
+        True, off="--no-bias-dropout-fusion", note="fusion comes from --torch-compile"
+    )
+    """Turn off the fused bias and dropout."""
+    gradient_accumulation_fusion: bool = option(
+        True, off="--no-gradient-accumulation-fusion", note="DeepSpeed's engine accumulates"
+    )
+    """Turn off the fused gradient accumulation."""
+    attention_softmax_in_fp32: bool = option(
+        False, note="the attention kernels accumulate their softmax in float32"
+    )
+    """Softmax in float32."""
+    query_key_layer_scaling: bool = option(
+        True,
+        off="--no-query-key-layer-scaling",
+        note="scores are never scaled by the layer number",
+    )
+    """Turn off scaling of scores by the layer number."""
+    contiguous_checkpointing: bool = option(
+        False, flag="--contiguous-checkpointing", note="recomputed activations are not copied"
+    )
+    """Contiguous activation checkpoints."""
+    use_cpu_initialization: bool = option(
+        False, note="weights are always drawn on the CPU, equal for every layout"
+    )
+    """Initialise weights on the CPU."""

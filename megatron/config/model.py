@@ -1,0 +1,93 @@
+"""The shape of the network."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import option
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Model: the shape of the network."""
+
+    num_layers: int | None = option(None)
+    """Number of transformer layers."""
+    hidden_size: int | None = option(None)
+    """Width of the residual stream."""
+    ffn_hidden_size: int | None = option(
+        None, derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, down to a multiple of 64"
+    )
+    """Inner width of the MLP."""
+    num_attention_heads: int | None = option(None)
+    """Number of query heads."""
+    group_query_attention: bool = option(False)
+    """Share key and value heads among groups of query heads."""
+    num_query_groups: int | None = option(
+        None,
+        aliases=("--num-key-value-heads",),
+        derived="num-attention-heads; 1 with --group-query-attention",
+    )
+    """Number of key and value heads."""
+    kv_channels: int | None = option(None, derived="hidden-size / num-attention-heads")
+    """Width of one head."""
+    seq_length: int | None = option(None)
+    """Tokens of a training sample."""
+    max_position_embeddings: int | None = option(None, derived="seq-length")
+    """Rows of the learned position table; the longest sequence the model can take."""
+    position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope"))
+    """How positions enter the model."""
+    use_rotary_position_embeddings: bool = option(False)
+    """Older spelling of --position-embedding-type rope."""
+    rotary_base: float = option(10000.0)
+    """Base of the rotary frequencies."""
+    rotary_percent: float = option(1.0)
+    """Share of each head's width that is rotated."""
+    normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    """Normalisation in front of attention, MLP and head."""
+    norm_epsilon: float = option(1e-5, aliases=("--layernorm-epsilon",))
+    """Added to the variance in the norms."""
+    swiglu: bool = option(False)
+    """Gated MLP with SiLU instead of GELU."""
+    squared_relu: bool = option(False)
+    """Squared ReLU in the MLP instead of GELU."""
+    openai_gelu: bool = option(False)
+    """GELU by the tanh approximation (the default already)."""
+    bias_gelu_fusion: bool = option(True, off="--no-bias-gelu-fusion")
+    """GELU by the exact error function instead of the tanh approximation."""
+    add_bias_linear: bool = option(True, off="--disable-bias-linear")
+    """Leave out the biases of all linear layers."""
+    add_qkv_bias: bool = option(False)
+    """Keep a bias on query, key and value even with --disable-bias-linear."""
+    untie_embeddings_and_output_weights: bool = option(False)
+    """Give the output head weights of its own instead of the token embedding's."""
+    attention_dropout: float = option(0.1)
+    """Dropout probability on attention weights."""
+    hidden_dropout: float = option(0.1)
+    """Dropout probability on embeddings and on what each block adds to the residual stream."""
+    init_method_std: float = option(0.02)
+    """Standard deviation of the initial weights; projections back into the residual stream get it
+    divided by sqrt(2 x num-layers)."""
+    make_vocab_size_divisible_by: int = option(128)
+    """The token table is padded to a multiple of this times the tensor-parallel size."""
+    attention_backend: str = option("sdpa", choices=("sdpa", "eager", "flash"))
+    """Attention kernel: torch's scaled_dot_product_attention, plain matrix products, or the
+    flash-attn package."""
+    unpadded_vocab_size: int | None = option(None, internal=True)
+    """Size of the tokenizer's vocabulary."""
+    padded_vocab_size: int | None = option(None, internal=True)
+    """Rows of the token table."""
+
+    @property
+    def activation(self) -> str:
+        """One of ``swiglu``, ``squared_relu``, ``gelu_tanh``, ``gelu_erf``."""
+        if self.swiglu:
+            return "swiglu"
+        if self.squared_relu:
+            return "squared_relu"
+        return "gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu_erf"
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the token embedding's weights."""
+        return not self.untie_embeddings_and_output_weights

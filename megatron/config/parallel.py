@@ -1,0 +1,46 @@
+"""How the work is laid out over processes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.flags import option
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """Layout: how the work is laid out over processes."""
+
+    tensor_model_parallel_size: int = option(1, aliases=("--model-parallel-size",))
+    """Processes that share each layer's matrices."""
+    pipeline_model_parallel_size: int = option(1)
+    """Stages that the layer list is cut into."""
+    no_pipeline_parallel: bool = option(False)
+    """State that the model runs as a plain module; an error together with more than one stage."""
+    sequence_parallel: bool = option(False)
+    """Split activations along the sequence between the tensor-parallel layers."""
+    recompute_activations: bool = option(False)
+    """Short for --recompute-granularity selective."""
+    recompute_granularity: str | None = option(None, choices=("selective", "full"))
+    """What is computed again in the backward pass: attention only, or whole layers."""
+    recompute_method: str | None = option(None, choices=("uniform", "block"))
+    """With full granularity: every layer in chunks of --recompute-num-layers (uniform), or only the
+    first --recompute-num-layers layers (block)."""
+    recompute_num_layers: int = option(1)
+    """Layers per recomputed chunk (uniform), or how many layers are recomputed (block)."""
+    checkpoint_activations: bool = option(False, aliases=("--deepspeed-activation-checkpointing",))
+    """Older spelling of --recompute-granularity full --recompute-method uniform."""
+    distributed_backend: str | None = option(
+        None, choices=("nccl", "gloo"), derived="nccl on GPUs, gloo on CPU"
+    )
+    """Library that carries the collectives."""
+    distributed_timeout_minutes: float = option(10.0)
+    """Minutes after which a collective that has not finished is an error."""
+    local_rank: int | None = option(
+        None, flag="--local_rank", aliases=("--local-rank",), derived="environment LOCAL_RANK"
+    )
+    """Number of this process on its node; launchers pass it."""
+    data_parallel_size: int = option(1, internal=True)
+    """Replicas of the model: world size / (tensor x pipeline size)."""
+    world_size: int = option(1, internal=True)
+    """Number of processes."""

@@ -1,0 +1,158 @@
+"""The whole configuration of a run: built from settings, completed, checked, explained."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.data import DataConfig
+from megatron.config.derive import Draft, derive
+from megatron.config.engine import EngineConfig, LegacyFlags
+from megatron.config.flags import ConfigError, Settings, build, flag_of
+from megatron.config.logging import LoggingConfig
+from megatron.config.model import ModelConfig
+from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
+from megatron.config.parallel import ParallelConfig
+from megatron.config.tokenizer import TokenizerConfig
+from megatron.config.training import TrainingConfig
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Everything that determines a run, one part per concern."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    training: TrainingConfig = field(default_factory=TrainingConfig)
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logging: LoggingConfig = field(default_factory=LoggingConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+
+    def to_dict(self) -> dict[str, dict[str, Any]]:
+        """The configuration as plain JSON values, one object per part."""
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_dict(cls, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+        """The inverse of :meth:`to_dict`; fields that a part lacks keep their defaults."""
+        built = {}
+        for part, part_class in _parts(cls).items():
+            hints = typing.get_type_hints(part_class)
+            built[part] = part_class(
+                **{
+                    name: tuple(value) if isinstance(value, list) else value
+                    for name, value in parts.get(part, {}).items()
+                    if name in hints
+                }
+            )
+        return cls(**built)
+
+    def with_vocabulary(self, vocab_size: int) -> RunConfig:
+        """Fills in the size of the token table, padded so that every rank holds equal shares."""
+        multiple = (
+            self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
+        )
+        padded = -(-vocab_size // multiple) * multiple
+        return dataclasses.replace(
+            self,
+            model=dataclasses.replace(
+                self.model, unpadded_vocab_size=vocab_size, padded_vocab_size=padded
+            ),
+        )
+
+
+def _parts(cls: type[RunConfig]) -> dict[str, type]:
+    return {name: hint for name, hint in typing.get_type_hints(cls).items()}
+
+
+CONFIG_CLASSES: tuple[type, ...] = tuple(_parts(RunConfig).values())
+"""The config classes of a training run, in the order in which --help shows their groups."""
+
+FLAG_CLASSES: tuple[type, ...] = (*CONFIG_CLASSES, LegacyFlags)
+"""All classes whose fields are flags of the training commands."""
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """A complete configuration with the origin of every value.
+
+    Attributes:
+        config: the configuration.
+        origins: origin of each field by name: ``default``, ``flag --x``, ``file.json: key``,
+            ``derived: how`` or ``checkpoint``.
+        notes: lines for the user about flags that have another effect than they might expect.
+    """
+
+    config: RunConfig
+    origins: Mapping[str, str]
+    notes: tuple[str, ...]
+
+
+def resolve(settings: Settings, world_size: int) -> Resolved:
+    """Completes and checks the settings of a run.
+
+    Args:
+        settings: values from flags, the DeepSpeed JSON and a checkpoint, by field name.
+        world_size: number of processes.
+
+    Raises:
+        ConfigError: a required value is missing, or values contradict each other.
+    """
+    fields = {f.name: f for cls in CONFIG_CLASSES for f in dataclasses.fields(cls)}
+    draft = Draft(
+        values={
+            name: settings[name].value if name in settings else f.default
+            for name, f in fields.items()
+        },
+        origins={name: settings[name].origin if name in settings else "default" for name in fields},
+        flags={name: flag_of(f) for name, f in fields.items()},
+    )
+    derive(draft, world_size)
+    complete = {name: value for name, value in draft.values.items()}
+    config = RunConfig(
+        **{
+            part: part_class(**{f.name: complete[f.name] for f in dataclasses.fields(part_class)})
+            for part, part_class in _parts(RunConfig).items()
+        }
+    )
+    notes = [
+        f"{flag_of(f)} is accepted and not used: {f.metadata['note']}"
+        for f in dataclasses.fields(LegacyFlags)
+        if f.name in settings
+    ]
+    return Resolved(config, types.MappingProxyType(draft.origins), (*notes, *draft.notes))
+
+
+def explain(resolved: Resolved) -> str:
+    """Every value with its origin, grouped like --help, one per line."""
+    lines = []
+    for part, part_class in _parts(RunConfig).items():
+        lines.append(f"[{part}]")
+        values = getattr(resolved.config, part)
+        for f in dataclasses.fields(part_class):
+            value = getattr(values, f.name)
+            origin = resolved.origins.get(f.name, "derived")
+            lines.append(f"  {f.name:<40} {json.dumps(value):<28} {origin}")
+    return "\n".join(lines)
+
+
+__all__ = [
+    "CONFIG_CLASSES",
+    "FLAG_CLASSES",
+    "ConfigError",
+    "Resolved",
+    "RunConfig",
+    "build",
+    "explain",
+    "resolve",
+]

@@ -1,0 +1,173 @@
+"""What a worker does: a batch of lines to token ids."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from multiprocessing import connection, parent_process
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config import TokenizerConfig
+from megatron.data.indexed import best_dtype
+from megatron.data.preprocessing.inputs import LineBatch
+from megatron.data.preprocessing.records import BadLine, texts_of_line
+from megatron.data.preprocessing.sentences import SentenceSplitter, build_splitter
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True)
+class EncodeConfig:
+    """All that decides which tokens a text becomes."""
+
+    tokenizer: TokenizerConfig
+    keys: tuple[str, ...]
+    append_eod: bool
+    splitter: str | None
+    """"rules" or "punkt"; None: a document is one sequence."""
+    lang: str
+    keep_newlines: bool
+    stop_at_bad_line: bool
+
+
+@dataclass(frozen=True)
+class EncodedDocuments:
+    """The documents of one key of a batch, laid flat."""
+
+    tokens: npt.NDArray[np.integer]
+    sequence_lengths: npt.NDArray[np.int32]
+    sequences_per_document: npt.NDArray[np.int32]
+    text_bytes: int
+    """UTF-8 bytes of the texts."""
+    empty: int
+    """Texts without a token; they make no document."""
+
+
+@dataclass(frozen=True)
+class EncodedBatch:
+    """What became of a batch of lines."""
+
+    path: Path
+    position: int
+    """As in LineBatch."""
+    documents: list[EncodedDocuments]
+    """One for each key."""
+    bad_lines: list[BadLine]
+
+
+class Encoder:
+    """Encodes batches of lines; the same lines give the same arrays in every process."""
+
+    def __init__(self, config: EncodeConfig) -> None:
+        """Raises what `build_tokenizer`, `Tokenizer.eod` and `build_splitter` raise."""
+        self._config = config
+        self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
+        self.dtype = best_dtype(self._tokenizer.vocab_size)
+        self._eod: npt.NDArray[np.int32] | None = None
+        if config.append_eod:
+            try:
+                self._eod = np.array([self._tokenizer.eod], np.int32)
+            except ValueError as error:
+                raise ValueError(f"--append-eod: {error}") from error
+        self._split: SentenceSplitter | None = None
+        if config.splitter is not None:
+            self._split = build_splitter(config.splitter, config.lang, config.keep_newlines)
+
+    def __call__(self, batch: LineBatch) -> EncodedBatch:
+        columns: list[list[str]] = [[] for _ in self._config.keys]
+        numbers: list[int] = []
+        bad: list[BadLine] = []
+        for number, line in enumerate(batch.lines, batch.first_line):
+            if line.isspace():
+                continue
+            texts = texts_of_line(line, number, self._config.keys)
+            if isinstance(texts, list):
+                numbers.append(number)
+                for column, text in zip(columns, texts, strict=True):
+                    column.append(text)
+            else:
+                bad.append(texts)
+                if self._config.stop_at_bad_line:
+                    break
+        try:
+            documents = [self._documents(column) for column in columns]
+        except ValueError:  # some text cannot be tokenized: find out which
+            usable, refused = self._sifted(numbers, columns)
+            documents = [self._documents(column) for column in usable]
+            bad = sorted(bad + refused, key=lambda line: line.number)
+        return EncodedBatch(batch.path, batch.position, documents, bad)
+
+    def _documents(self, texts: Sequence[str]) -> EncodedDocuments:
+        if self._split is None:
+            sentences, counts = texts, [1] * len(texts)
+        else:
+            split = [self._split(text) for text in texts]
+            sentences, counts = [s for of_text in split for s in of_text], list(map(len, split))
+        ids = self._tokenizer.tokenize_batch(sentences)
+        sequences: list[npt.NDArray[np.int32]] = []
+        per_document: list[int] = []
+        start = 0
+        for count in counts:
+            document = [sequence for sequence in ids[start : start + count] if len(sequence)]
+            start += count
+            if document:
+                if self._eod is not None:
+                    document[-1] = np.concatenate((document[-1], self._eod))
+                sequences += document
+                per_document.append(len(document))
+        flat = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
+        return EncodedDocuments(
+            tokens=flat.astype(self.dtype),
+            sequence_lengths=np.fromiter(map(len, sequences), np.int32, len(sequences)),
+            sequences_per_document=np.array(per_document, np.int32),
+            text_bytes=sum(len(t) if t.isascii() else len(t.encode()) for t in texts),
+            empty=len(texts) - len(per_document),
+        )
+
+    def _sifted(
+        self, numbers: Sequence[int], columns: Sequence[Sequence[str]]
+    ) -> tuple[Iterable[list[str]], list[BadLine]]:
+        usable: list[list[str]] = [[] for _ in columns]
+        bad = []
+        for number, *texts in zip(numbers, *columns, strict=True):
+            try:
+                for text in texts:
+                    self._documents([text])
+            except ValueError as error:
+                bad.append(BadLine(number, "a text that cannot be tokenized", str(error)))
+            else:
+                for column, text in zip(usable, texts, strict=True):
+                    column.append(text)
+        return usable, bad
+
+
+class _Worker:
+    """The encoder of a worker process; it is made once there, not sent with every batch."""
+
+    encoder: Encoder
+
+
+def start_worker(config: EncodeConfig) -> None:
+    """Prepares a process for `encode_in_worker`."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees the Ctrl-C and ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    threading.Thread(target=_exit_with_parent, daemon=True).start()
+    _Worker.encoder = Encoder(config)
+
+
+def encode_in_worker(batch: LineBatch) -> EncodedBatch:
+    """Encodes a batch in a process that `start_worker` has prepared."""
+    return _Worker.encoder(batch)
+
+
+def _exit_with_parent() -> None:
+    """A killed parent closes no pipe that its workers wait on: without this they wait for ever."""
+    parent = parent_process()
+    assert parent is not None
+    connection.wait([parent.sentinel])
+    os._exit(1)

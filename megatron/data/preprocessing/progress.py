@@ -1,0 +1,61 @@
+"""Progress on stderr: one line that changes on a terminal, a line now and then in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+
+_SECONDS_BETWEEN_LINES = 1.0
+
+
+class Progress:
+    """Counts documents, and says how fast they come and when they will be through."""
+
+    def __init__(self, input_bytes: int, log_interval: int) -> None:
+        """`input_bytes` is the size of all files; `log_interval` the documents between lines."""
+        self._input_bytes = input_bytes
+        self._log_interval = log_interval
+        self._start = time.monotonic()
+        self._documents = self._text_bytes = 0
+        self._logged_documents, self._logged_at = 0, self._start
+        self._is_terminal = sys.stderr.isatty()
+
+    @property
+    def seconds(self) -> float:
+        """Since the beginning."""
+        return time.monotonic() - self._start
+
+    def update(self, documents: int, text_bytes: int, position: int) -> None:
+        """After `documents` more of `text_bytes`, at byte `position` of the input files."""
+        self._documents += documents
+        self._text_bytes += text_bytes
+        now = time.monotonic()
+        if (
+            self._documents - self._logged_documents >= self._log_interval
+            and now - self._logged_at >= _SECONDS_BETWEEN_LINES
+        ):
+            self._logged_documents, self._logged_at = self._documents, now
+            start, end = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
+            print(start + self._line(position), file=sys.stderr, end=end, flush=True)
+
+    def close(self) -> None:
+        """Clears the line of a terminal."""
+        if self._is_terminal:
+            print("\r\x1b[K", file=sys.stderr, end="", flush=True)
+
+    def _line(self, position: int) -> str:
+        seconds = self.seconds
+        share = position / self._input_bytes if self._input_bytes else 1.0
+        left = seconds * (1 - share) / share if share else float("inf")
+        return (
+            f"{self._documents:,} documents, {self._documents / seconds:,.0f} documents/s, "
+            f"{self._text_bytes / seconds / 1e6:.1f} MB/s, {share:.0%}, {duration(left)} left"
+        )
+
+
+def duration(seconds: float) -> str:
+    """Hours, minutes and seconds: 1:02:03."""
+    if seconds == float("inf"):
+        return "unknown"
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}"

@@ -1,0 +1,1 @@
+"""DeepSpeed's engine: the only package that imports deepspeed."""

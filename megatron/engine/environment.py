@@ -1,0 +1,130 @@
+"""What has to be right in the process before DeepSpeed starts: the device, torch.distributed, and
+that nothing is compiled or waited for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import socket
+import sys
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from megatron.config import ConfigError, ParallelConfig
+from megatron.parallel.groups import ProcessGroups, build_groups
+
+STALE_LOCK_SECONDS = 600.0
+
+
+def world_size() -> int:
+    """Number of processes that the launcher started; 1 without a launcher."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
+def training_device() -> torch.device:
+    """This process's GPU, or the CPU where there is none (or DS_ACCELERATOR=cpu)."""
+    if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return torch.device("cpu")
+
+
+@contextmanager
+def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
+    """torch.distributed and the layout's groups, for as long as the block runs.
+
+    Raises:
+        ConfigError: ``--distributed-backend`` does not fit the device, or a DeepSpeed operator
+            build was left locked.
+    """
+    device = training_device()
+    backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
+    if backend == "nccl" and device.type != "cuda":
+        raise ConfigError("--distributed-backend nccl needs GPUs; none is visible; use gloo")
+    os.environ.setdefault("RANK", "0")
+    os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
+    os.environ.setdefault("WORLD_SIZE", "1")
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    prepare_deepspeed()
+    import deepspeed
+
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    else:
+        _share_cores()
+    deepspeed.init_distributed(
+        dist_backend=backend,
+        auto_mpi_discovery=False,
+        verbose=False,
+        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+    )
+    try:
+        yield build_groups(config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _share_cores() -> None:
+    """Divides the cores among this node's processes, unless OMP_NUM_THREADS says otherwise."""
+    if "OMP_NUM_THREADS" not in os.environ:
+        processes = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(processes)))
+
+
+def prepare_deepspeed() -> None:
+    """Makes importing and starting DeepSpeed quiet and free of compilation.
+
+    Its shared-memory collectives for CPUs are built when torch.distributed starts and need a
+    compiler; gloo's own are used instead. Operators that are built after all go into the
+    environment's own folder, so that environments do not wait on each other's locks.
+
+    Raises:
+        ConfigError: a killed build left its lock behind, on which the next would hang.
+    """
+    os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
+    os.environ.setdefault("DS_LOG_LEVEL", "warning")
+    if not torch.cuda.is_available():
+        os.environ.setdefault("DS_ACCELERATOR", "cpu")
+    # Deprecations inside DeepSpeed and torch say nothing that a user could act on.
+    warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
+    _refuse_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
+    import deepspeed.ops
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import logger
+
+    if os.environ["DS_LOG_LEVEL"] == "warning":
+        logger.setLevel(logging.WARNING)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if get_accelerator().device_name() == "cpu":
+        # DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it on all.
+        get_accelerator().is_fp16_supported = lambda: True
+
+
+def _refuse_stale_locks(folder: Path) -> None:
+    for lock in folder.glob("**/lock"):
+        age = time.time() - lock.stat().st_mtime
+        if age > STALE_LOCK_SECONDS:
+            raise ConfigError(
+                f"{lock} is {age / 60:.0f} minutes old: a build of a DeepSpeed operator was killed "
+                "and the next one would wait for it for ever; delete the file"
+            )
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,59 @@
+"""The MLP of a block."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from megatron.config import ModelConfig
+from megatron.parallel.groups import Group
+from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.shard import Init
+
+
+def _swiglu(x_BSF: Tensor) -> Tensor:
+    gate, up = x_BSF.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_erf": F.gelu,
+    "squared_relu": lambda x: F.relu(x).square(),
+    "swiglu": _swiglu,
+}
+
+
+class MLP(nn.Module):
+    """Up, activation, down; with SwiGLU gate and up are one product (gate first).
+
+    Args:
+        config: shape of the network.
+        group: the tensor-parallel group; the inner width is cut over it.
+    """
+
+    def __init__(self, config: ModelConfig, group: Group) -> None:
+        super().__init__()
+        assert config.hidden_size and config.ffn_hidden_size and config.num_layers
+        inner = config.ffn_hidden_size
+        self.activation = _ACTIVATIONS[config.activation]
+        self.up = ColumnParallelLinear(
+            config.hidden_size,
+            (inner, inner) if config.swiglu else (inner,),
+            bias=config.add_bias_linear,
+            init=Init(config.init_method_std),
+            group=group,
+        )
+        self.down = RowParallelLinear(
+            inner,
+            config.hidden_size,
+            bias=config.add_bias_linear,
+            init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
+            group=group,
+        )
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        return self.down(self.activation(self.up(x_BSH)))

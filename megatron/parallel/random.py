@@ -1,0 +1,50 @@
+"""Random numbers that do not depend on the layout.
+
+Weights: every parameter is drawn whole from a generator of its own, seeded by the run's seed and
+the parameter's canonical name, then cut. Dropout: the generators are seeded anew for every micro
+batch by the run's seed and the number of the batch's first sample, so that the masks are a function
+of the sample number alone: the same for any data-parallel size, and the same after a resume.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+from collections.abc import Iterator
+
+import torch
+
+from megatron.parallel.groups import Group
+
+
+def derive_seed(*parts: object) -> int:
+    """A 63-bit seed from anything printable, stable over processes and versions."""
+    text = "\0".join(map(str, parts)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+
+
+def generator(seed: int, name: str) -> torch.Generator:
+    """The CPU generator of the initial values of the parameter ``name``."""
+    return torch.Generator().manual_seed(derive_seed(seed, name))
+
+
+def seed_micro_batch(seed: int, first_sample: int) -> None:
+    """Seeds torch's generators on all devices for the micro batch that starts at a sample."""
+    torch.manual_seed(derive_seed(seed, "dropout", first_sample))
+
+
+@contextlib.contextmanager
+def tensor_parallel_random(group: Group) -> Iterator[None]:
+    """Random numbers inside differ over the ranks of ``group``; those after it agree again.
+
+    Outside, all ranks of a tensor-parallel group draw the same numbers, so the seed drawn here is
+    common to them; the state outside is put back on leaving.
+    """
+    if group.size == 1:
+        yield
+        return
+    common = int(torch.randint(2**62, (), dtype=torch.int64))
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    with torch.random.fork_rng(devices=devices):
+        torch.manual_seed(derive_seed(common, group.rank))
+        yield

@@ -1,0 +1,122 @@
+"""A parameter says how it is cut.
+
+Initialisation, gradient norm, checkpoints, conversion and the parity tests all read this
+description; no other place knows a layout.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+import torch
+from torch import Tensor, nn
+
+
+@dataclass(frozen=True)
+class Shard:
+    """How one parameter is cut over the tensor-parallel ranks.
+
+    Attributes:
+        full_shape: shape of the whole parameter, padding included. (Under ``zero.Init`` the tensor
+            itself is empty, so the shape has to be known from here.)
+        dim: the dimension that is cut; None when every rank holds the whole parameter.
+        parts: lengths along ``dim`` of matrices fused into this one, for example
+            (query, key, value); each part is cut by itself. Empty means one part.
+        unpadded: length along ``dim`` without padding; None when nothing is padded.
+    """
+
+    full_shape: tuple[int, ...]
+    dim: int | None = None
+    parts: tuple[int, ...] = ()
+    unpadded: int | None = None
+
+    def __post_init__(self) -> None:
+        assert not self.parts or sum(self.parts) == self.full_shape[self.dim or 0]
+
+    @property
+    def canonical_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter without padding; what checkpoints speak of."""
+        if self.unpadded is None:
+            return self.full_shape
+        assert self.dim is not None
+        return (*self.full_shape[: self.dim], self.unpadded, *self.full_shape[self.dim + 1 :])
+
+    def local_shape(self, size: int) -> tuple[int, ...]:
+        """Shape of one rank's share, padding included."""
+        if self.dim is None:
+            return self.full_shape
+        shape = list(self.full_shape)
+        shape[self.dim] //= size
+        return tuple(shape)
+
+    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
+        """Where rank ``rank`` of ``size``'s share lies in the whole: (start, length) along ``dim``,
+        in the order in which the share holds them, padding included."""
+        if self.dim is None:
+            return []
+        parts = self.parts or (self.full_shape[self.dim],)
+        starts = [0, *accumulate(parts)]
+        return [
+            (start + rank * (length // size), length // size)
+            for start, length in zip(starts, parts, strict=False)
+        ]
+
+    def cut(self, canonical: Tensor, rank: int, size: int) -> Tensor:
+        """One rank's share of a whole parameter without padding; padding is filled with zeros."""
+        assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
+        if self.dim is None:
+            return canonical
+        if self.unpadded is not None:
+            padding = list(canonical.shape)
+            padding[self.dim] = self.full_shape[self.dim] - self.unpadded
+            canonical = torch.cat([canonical, canonical.new_zeros(padding)], self.dim)
+        pieces = [canonical.narrow(self.dim, *r) for r in self.ranges(rank, size)]
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+
+    def join(self, shares: Sequence[Tensor]) -> Tensor:
+        """The whole parameter without padding, from the shares of all ranks in order."""
+        if self.dim is None:
+            return shares[0]
+        full = shares[0].new_empty(self.full_shape)
+        for rank, share in enumerate(shares):
+            taken = 0
+            for start, length in self.ranges(rank, len(shares)):
+                full.narrow(self.dim, start, length).copy_(share.narrow(self.dim, taken, length))
+                taken += length
+        return full if self.unpadded is None else full.narrow(self.dim, 0, self.unpadded)
+
+
+@dataclass(frozen=True)
+class Init:
+    """Initial values of a parameter: normal with this deviation around 0, or a constant."""
+
+    std: float = 0.0
+    constant: float = 0.0
+
+    def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
+        """Initial values (float32, CPU) of a whole parameter."""
+        if self.std:
+            return torch.empty(*shape).normal_(0.0, self.std, generator=generator)
+        return torch.full(tuple(shape), self.constant)
+
+
+def parameter(shard: Shard, init: Init, tensor_size: int) -> nn.Parameter:
+    """An uninitialised parameter: this rank's share, with its descriptions attached."""
+    param = nn.Parameter(torch.empty(shard.local_shape(tensor_size)))
+    param.shard = shard  # type: ignore[attr-defined]
+    param.init = init  # type: ignore[attr-defined]
+    # DeepSpeed counts parameters without this mark on tensor rank 0 only.
+    param.tensor_model_parallel = shard.dim is not None  # type: ignore[attr-defined]
+    return param
+
+
+def shard_of(param: nn.Parameter) -> Shard:
+    """How a parameter is cut."""
+    return param.shard  # type: ignore[attr-defined]
+
+
+def init_of(param: nn.Parameter) -> Init:
+    """Initial values of a parameter."""
+    return param.init  # type: ignore[attr-defined]

@@ -1,0 +1,138 @@
+"""GPT-2's byte-level byte-pair encoding, from any vocab.json and merges.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from megatron.config import TokenizerConfig
+from megatron.tokenizer.byte_level import (
+    Merges,
+    Vocabulary,
+    read_merges,
+    read_vocabulary,
+    token_bytes,
+    write_vocabulary,
+)
+from megatron.tokenizer.files import refuse_extra_ids, required, write_json, write_text
+from megatron.tokenizer.protocol import TokenIds
+from megatron.tokenizer.ranked import RankedEncoding, is_exact
+
+END_OF_TEXT = "<|endoftext|>"
+
+
+class GPT2BPETokenizer:
+    """Gives the ids of `transformers.GPT2Tokenizer` over the same two files.
+
+    As there, `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in
+    ordinary tokens instead); with a vocabulary that lacks it, it is text, and there is no `eod`.
+    """
+
+    def __init__(self, vocab: Vocabulary, merges: Merges, source: str = "the vocabulary") -> None:
+        """`source` names the vocabulary in messages."""
+        self._vocab, self._merges, self._source = vocab, merges, source
+        special = END_OF_TEXT if END_OF_TEXT in vocab else None
+        self._definition = _definition(vocab, merges, special)
+        self._ranked = (
+            RankedEncoding(vocab, merges, special)
+            if is_exact(vocab, merges, self._definition.model)
+            else None
+        )
+        self._bytes_of_id = {i: token_bytes(token) for token, i in vocab.items()}
+        self._vocab_size = max(vocab.values()) + 1
+
+    @classmethod
+    def from_files(cls, vocab_file: str | Path, merge_file: str | Path) -> GPT2BPETokenizer:
+        """Reads vocab.json and merges.txt.
+
+        Raises:
+            FileNotFoundError: one of them is missing.
+            ValueError: one of them is malformed, or they do not belong together.
+        """
+        vocab = read_vocabulary(str(vocab_file))
+        merges = read_merges(str(merge_file), vocab, str(vocab_file))
+        return cls(vocab, merges, source=f"--vocab-file {vocab_file}")
+
+    @classmethod
+    def from_config(cls, config: TokenizerConfig) -> GPT2BPETokenizer:
+        """From --vocab-file and --merge-file."""
+        refuse_extra_ids(config)
+        return cls.from_files(
+            required(config, "vocab_file", "the path of vocab.json"),
+            required(config, "merge_file", "the path of merges.txt"),
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """The largest id plus one."""
+        return self._vocab_size
+
+    @property
+    def eod(self) -> int:
+        """Id of `<|endoftext|>`."""
+        if END_OF_TEXT not in self._vocab:
+            raise ValueError(
+                f"{self._source} has no token {END_OF_TEXT}, so there is no end of document"
+            )
+        return self._vocab[END_OF_TEXT]
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text."""
+        return self._encode(text).tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Ids of each text."""
+        return [self._encode(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids, `<|endoftext|>` included."""
+        try:
+            pieces = [self._bytes_of_id[i] for i in ids]
+        except KeyError as error:
+            raise ValueError(
+                f"token id {error.args[0]} is not in {self._source} of {len(self._vocab)} tokens"
+            ) from None
+        return b"".join(pieces).decode("utf-8", errors="replace")
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes vocab.json, merges.txt, tokenizer.json and tokenizer_config.json."""
+        special = END_OF_TEXT if END_OF_TEXT in self._vocab else None
+        directory = Path(directory)
+        write_vocabulary(directory, self._vocab, self._merges)
+        write_text(directory / "tokenizer.json", self._definition.to_str(pretty=True))
+        write_json(
+            directory / "tokenizer_config.json",
+            {
+                "tokenizer_class": "GPT2Tokenizer",
+                "add_prefix_space": False,
+                "errors": "replace",
+                "bos_token": special,
+                "eos_token": special,
+                "unk_token": special,
+            },
+        )
+
+    def _encode(self, text: str) -> TokenIds:
+        if self._ranked is not None:
+            try:
+                return self._ranked.encode(text)
+            except UnicodeEncodeError:
+                raise
+            except ValueError:  # white space without end: the definition takes its time over it
+                pass
+        text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
+        return np.array(self._definition.encode(text).ids, np.int32)
+
+
+def _definition(vocab: Vocabulary, merges: Merges, special: str | None) -> tokenizers.Tokenizer:
+    """GPT-2's encoding as `transformers` sets it up; slower, and right for any vocabulary."""
+    tokenizer = tokenizers.Tokenizer(models.BPE(vocab, merges, fuse_unk=False))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    if special is not None:
+        tokenizer.add_special_tokens([AddedToken(special, normalized=False, special=True)])
+    return tokenizer

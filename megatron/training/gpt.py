@@ -1,0 +1,54 @@
+"""How a GPT is trained: its program for the engine, and its data."""
+
+from __future__ import annotations
+
+from functools import partial
+
+from torch import Tensor
+
+from megatron.config import RunConfig
+from megatron.data.batch import GPTBatch, GPTCollator
+from megatron.data.build import GPTDatasets, build_gpt_datasets
+from megatron.engine.train_engine import ModelProgram
+from megatron.model.gpt import build_gpt, gpt_loss
+from megatron.parallel.groups import Group
+from megatron.training.plan import TrainingPlan
+from megatron.training.run import Run
+
+
+def gpt_program(config: RunConfig) -> ModelProgram:
+    """The model, its inputs and its loss."""
+    vocab_size = config.model.unpadded_vocab_size
+    assert vocab_size is not None
+
+    def inputs(batch: GPTBatch) -> tuple[Tensor | None, ...]:
+        return batch.tokens_BS, batch.position_ids_BS, batch.document_ids_BS
+
+    def loss(logits_BSV: Tensor, batch: GPTBatch, group: Group) -> Tensor:
+        return gpt_loss(logits_BSV, batch.labels_BS, batch.loss_mask_BS, vocab_size, group)
+
+    return ModelProgram(partial(build_gpt, config.model, config.parallel), inputs, loss)
+
+
+def gpt_data(run: Run) -> tuple[GPTDatasets, GPTCollator]:
+    """Datasets of all parts, and what makes batches of their samples.
+
+    Raises:
+        ValueError, FileNotFoundError: data that cannot be used; the message names flag and file.
+    """
+    data, model = run.config.data, run.config.model
+    assert model.seq_length is not None
+    masked = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
+    eod = run.tokenizer.eod if masked else None
+    datasets = build_gpt_datasets(
+        data,
+        seq_length=model.seq_length,
+        sample_counts=TrainingPlan(run.config).sample_counts,
+        seed=run.config.training.seed,
+        vocab_size=run.tokenizer.vocab_size,
+        eod_token=eod,
+    )
+    collate = GPTCollator(
+        eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
+    )
+    return datasets, collate

@@ -1,0 +1,277 @@
+"""What a run reports: per step, per log interval and per evaluation.
+
+Steps go into an :class:`IntervalMeter`, which keeps losses as tensors on the device; only when the
+interval ends are they read, once. The result is an :class:`IntervalMetrics`: numbers, the console
+line and the row that the writers get.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """One optimizer step.
+
+    Args:
+        loss: scalar, mean over micro batches and data-parallel ranks; read only at the end of the
+            interval.
+        samples: global batch size.
+        tokens: tokens of the global batch.
+        learning_rate: rate that the step used.
+        weight_decay: weight decay that the step used.
+        grad_norm: global norm before clipping; None where the engine does not compute it.
+        loss_scale: scale of the loss in fp16, 1 otherwise.
+        skipped: whether the optimizer left the weights as they were.
+    """
+
+    loss: torch.Tensor
+    samples: int
+    tokens: int
+    learning_rate: float
+    weight_decay: float
+    grad_norm: torch.Tensor | float | None = None
+    loss_scale: float = 1.0
+    skipped: bool = False
+
+
+@dataclass(frozen=True)
+class MemoryUse:
+    """Peak memory of one process since its start, in bytes.
+
+    Args:
+        allocated: by tensors on a CUDA device; on CPU the resident set.
+        reserved: by torch's allocator on a CUDA device, None on CPU.
+    """
+
+    allocated: int
+    reserved: int | None
+
+
+@dataclass(frozen=True)
+class IntervalMetrics:
+    """The steps between two log lines.
+
+    Args:
+        iteration: number of the last step, from 1.
+        train_iters: steps of the whole run.
+        consumed_samples: since the start of the run.
+        consumed_tokens: since the start of the run.
+        steps: steps in the interval.
+        loss: mean over the steps with a finite loss, NaN if there is none.
+        grad_norm: of the last step.
+        learning_rate: of the last step.
+        weight_decay: of the last step.
+        global_batch_size: of the last step.
+        loss_scale: of the last step.
+        skipped_steps: steps in which the optimizer left the weights as they were.
+        nan_steps: steps with a NaN or infinite loss.
+        seconds: wall time of the interval without what was :meth:`IntervalMeter.paused`.
+        samples_per_second: over all devices.
+        tokens_per_second_per_device: in tokens.
+        tflops_per_device: model FLOPs, in 1e12 per second.
+        mfu: the share of the peak that these are, 0 to 1; None without a known peak.
+        memory: peak memory of this process.
+    """
+
+    iteration: int
+    train_iters: int
+    consumed_samples: int
+    consumed_tokens: int
+    steps: int
+    loss: float
+    grad_norm: float | None
+    learning_rate: float
+    weight_decay: float
+    global_batch_size: int
+    loss_scale: float
+    skipped_steps: int
+    nan_steps: int
+    seconds: float
+    samples_per_second: float
+    tokens_per_second_per_device: float
+    tflops_per_device: float
+    mfu: float | None
+    memory: MemoryUse
+
+    def line(self) -> str:
+        """The console line, with the key texts of Megatron that people's scripts look for."""
+        fields = [
+            f"iteration {self.iteration:8d}/{self.train_iters:8d}",
+            f"consumed samples: {self.consumed_samples:12d}",
+            f"consumed tokens: {self.consumed_tokens:12d}",
+            f"elapsed time per iteration (ms): {1000 * self.seconds / self.steps:.1f}",
+            f"learning rate: {self.learning_rate:.3E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {self.loss:.6E}",
+            f"loss scale: {self.loss_scale:.1f}",
+        ]
+        if self.grad_norm is not None:
+            fields.append(f"grad norm: {self.grad_norm:.3f}")
+        fields += [
+            f"number of skipped iterations: {self.skipped_steps:3d}",
+            f"number of nan iterations: {self.nan_steps:3d}",
+            f"samples per second: {self.samples_per_second:.3f}",
+            f"tokens per second per device: {self.tokens_per_second_per_device:.1f}",
+            f"TFLOP/s per device: {self.tflops_per_device:.3f}",
+        ]
+        if self.mfu is not None:
+            fields.append(f"MFU: {100 * self.mfu:.1f}%")
+        fields.append(f"memory (GiB): {self.memory.allocated / 2**30:.2f}")
+        return " " + " | ".join(fields) + " |"
+
+    def row(self) -> dict[str, float | None]:
+        """The values by name, for writers, which get iteration, samples and tokens on their own."""
+        return {
+            "loss": self.loss,
+            "grad_norm": self.grad_norm,
+            "learning_rate": self.learning_rate,
+            "weight_decay": self.weight_decay,
+            "global_batch_size": self.global_batch_size,
+            "loss_scale": self.loss_scale,
+            "skipped_steps": self.skipped_steps,
+            "nan_steps": self.nan_steps,
+            "seconds_per_iteration": self.seconds / self.steps,
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second_per_device": self.tokens_per_second_per_device,
+            "tflops_per_device": self.tflops_per_device,
+            "mfu": self.mfu,
+            "memory_allocated_bytes": self.memory.allocated,
+            "memory_reserved_bytes": self.memory.reserved,
+        }
+
+
+@dataclass(frozen=True)
+class EvaluationMetrics:
+    """The loss on held-out data.
+
+    Args:
+        iteration: training steps done.
+        loss: mean over tokens and ranks.
+        test: whether this is the test split and not the validation split.
+    """
+
+    iteration: int
+    loss: float
+    test: bool = False
+
+    @property
+    def perplexity(self) -> float:
+        """exp(loss), with a loss of 20 at most, as in Megatron, so that it does not overflow."""
+        return math.nan if math.isnan(self.loss) else math.exp(min(20.0, self.loss))
+
+    def line(self) -> str:
+        """The console line, with the key texts of Megatron that people's scripts look for."""
+        where = f"iteration {self.iteration}" + (" on test set" if self.test else "")
+        return (
+            f" validation loss at {where} | lm loss value: {self.loss:.6E} | "
+            f"lm loss PPL: {self.perplexity:.6E} |"
+        )
+
+    def row(self) -> dict[str, float | None]:
+        """The values by name, for writers."""
+        return {"loss": self.loss, "perplexity": self.perplexity}
+
+
+class IntervalMeter:
+    """Adds up the steps of a log interval; the clock of the first one starts at construction.
+
+    Args:
+        train_iters: steps of the whole run.
+        flops_per_token: model FLOPs of a token, forward and backward.
+        device: this process' device.
+        devices: number of devices (processes) of the run.
+        peak_flops: FLOP/s that a device could do, None if unknown.
+        clock: seconds from a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        *,
+        train_iters: int,
+        flops_per_token: float,
+        device: torch.device,
+        devices: int,
+        peak_flops: float | None,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._train_iters = train_iters
+        self._flops_per_token = flops_per_token
+        self._device = device
+        self._devices = devices
+        self._peak_flops = peak_flops
+        self._clock = clock
+        self._steps: list[StepMetrics] = []
+        self._started = clock()
+
+    def add(self, step: StepMetrics) -> None:
+        """Count a step; reads nothing from the device."""
+        self._steps.append(step)
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave what happens inside, an evaluation or a save, out of the interval's time."""
+        start = self._clock()
+        try:
+            yield
+        finally:
+            self._started += self._clock() - start
+
+    def finish(
+        self, *, iteration: int, consumed_samples: int, consumed_tokens: int
+    ) -> IntervalMetrics:
+        """End the interval, wait for its last step, and start the next one. Needs a step."""
+        assert self._steps, "an interval without steps"
+        steps, last = self._steps, self._steps[-1]
+        losses = torch.stack([step.loss.detach().float().reshape(()) for step in steps]).tolist()
+        grad_norm = None if last.grad_norm is None else float(last.grad_norm)
+        finite = [loss for loss in losses if math.isfinite(loss)]
+        now = self._clock()
+        # A clock too coarse for a tiny step must not divide by zero.
+        seconds = max(now - self._started, 1e-9)
+        tokens_per_second = sum(step.tokens for step in steps) / seconds / self._devices
+        flops_per_second = tokens_per_second * self._flops_per_token
+        self._steps, self._started = [], now
+        return IntervalMetrics(
+            iteration=iteration,
+            train_iters=self._train_iters,
+            consumed_samples=consumed_samples,
+            consumed_tokens=consumed_tokens,
+            steps=len(steps),
+            loss=math.fsum(finite) / len(finite) if finite else math.nan,
+            grad_norm=grad_norm,
+            learning_rate=last.learning_rate,
+            weight_decay=last.weight_decay,
+            global_batch_size=last.samples,
+            loss_scale=last.loss_scale,
+            skipped_steps=sum(step.skipped for step in steps),
+            nan_steps=len(losses) - len(finite),
+            seconds=seconds,
+            samples_per_second=sum(step.samples for step in steps) / seconds,
+            tokens_per_second_per_device=tokens_per_second,
+            tflops_per_device=flops_per_second / 1e12,
+            mfu=flops_per_second / self._peak_flops if self._peak_flops else None,
+            memory=memory_use(self._device),
+        )
+
+
+def memory_use(device: torch.device) -> MemoryUse:
+    """Peak memory of this process on ``device``."""
+    if device.type == "cuda":
+        return MemoryUse(
+            allocated=torch.cuda.max_memory_allocated(device),
+            reserved=torch.cuda.max_memory_reserved(device),
+        )
+    # Linux counts in KiB, macOS in bytes.
+    unit = 1 if sys.platform == "darwin" else 1024
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return MemoryUse(allocated=peak * unit, reserved=None)

@@ -1,0 +1,100 @@
+"""The course of a run, as functions of what has been consumed."""
+
+from __future__ import annotations
+
+import math
+
+from megatron.config import RunConfig
+from megatron.training.batch_size import batch_size_schedule
+from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedule
+
+
+class TrainingPlan:
+    """Batch sizes, learning rate, weight decay, lengths and positions of a run.
+
+    Args:
+        config: the run.
+
+    Attributes:
+        train_iters: optimizer steps of the whole run.
+        batch_size: global batch size by consumed samples.
+        learning_rate: learning rate by progress.
+        weight_decay: weight decay by progress.
+        micro_batch_size: samples of a micro batch.
+        seq_length: tokens of a sample.
+
+    Raises:
+        ConfigError: the schedules' values contradict each other.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        training, optimizer = config.training, config.optimizer
+        assert training.micro_batch_size and training.global_batch_size and config.model.seq_length
+        self.micro_batch_size = training.micro_batch_size
+        self.global_batch_size = training.global_batch_size
+        self.seq_length = config.model.seq_length
+        self.eval_interval, self.eval_iters = training.eval_interval, training.eval_iters
+        self.batch_size = batch_size_schedule(
+            training.global_batch_size,
+            training.micro_batch_size,
+            config.parallel.data_parallel_size,
+            training.rampup_batch_size,
+        )
+        self._replicas = config.parallel.data_parallel_size
+        if training.train_samples is not None:
+            self.unit, length = "samples", training.train_samples
+            self.train_iters = self.batch_size.iterations(training.train_samples)
+        elif training.train_tokens is not None:
+            self.unit, length = "tokens", training.train_tokens
+            samples = math.ceil(training.train_tokens / self.seq_length)
+            self.train_iters = self.batch_size.iterations(samples)
+        else:
+            self.unit, length = "iters", training.train_iters or 0
+            self.train_iters = length
+        decay = getattr(optimizer, f"lr_decay_{self.unit}") or max(1, length)
+        self.learning_rate = LearningRateSchedule(
+            lr=optimizer.lr or 0.0,
+            min_lr=optimizer.min_lr,
+            init_lr=optimizer.lr_warmup_init,
+            style=optimizer.lr_decay_style,
+            warmup=getattr(optimizer, f"lr_warmup_{self.unit}"),
+            decay=decay,
+            wsd_decay=getattr(optimizer, f"lr_wsd_decay_{self.unit}", None),
+            wsd_style=optimizer.lr_wsd_decay_style,
+            unit=self.unit,
+        )
+        start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
+        assert start is not None and end is not None
+        self.weight_decay = WeightDecaySchedule(
+            start, end, optimizer.weight_decay_incr_style, max(1, length)
+        )
+
+    def progress(self, iteration: int, consumed_samples: int) -> int:
+        """How far the run is, in the unit that its length is given in."""
+        return {
+            "iters": iteration,
+            "samples": consumed_samples,
+            "tokens": consumed_samples * self.seq_length,
+        }[self.unit]
+
+    @property
+    def eval_micro_batches(self) -> int:
+        """Micro batches that each rank takes in one evaluation."""
+        per_batch = self.global_batch_size // (self.micro_batch_size * self._replicas)
+        return self.eval_iters * per_batch
+
+    def valid_samples_before(self, iteration: int) -> int:
+        """Validation samples that the evaluations before the one at ``iteration`` have read."""
+        evaluations = max(0, iteration - 1) // self.eval_interval
+        return evaluations * self.eval_iters * self.global_batch_size
+
+    @property
+    def sample_counts(self) -> tuple[int, int, int]:
+        """Samples that training, validation and test need."""
+        evaluation = self.eval_iters * self.global_batch_size
+        evaluations = self.train_iters // self.eval_interval + 1
+        return (
+            self.batch_size.samples(self.train_iters),
+            evaluations * evaluation,
+            evaluation,
+        )

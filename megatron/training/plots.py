@@ -1,0 +1,112 @@
+"""A picture of a run from its JSON-lines metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+
+def plot_loss(
+    metrics_jsonl: str | os.PathLike[str],
+    output_png: str | os.PathLike[str],
+    *,
+    unigram_entropy: float | None = None,
+    title: str | None = None,
+) -> None:
+    """Draw training and validation loss over consumed tokens, with the resumes marked.
+
+    Args:
+        metrics_jsonl: file of :class:`megatron.training.writers.JsonLinesWriter`.
+        output_png: the picture, replaced if it is there.
+        unigram_entropy: entropy of the token frequencies, in nats: what a model that knows nothing
+            but them would lose. A horizontal line.
+        title: heading of the picture.
+
+    Raises:
+        FileNotFoundError: if there is no ``metrics_jsonl``.
+        ValueError: if it is broken or has no training steps.
+    """
+    # Figure, and not pyplot: no window system, no global state. Imported late, as it takes seconds.
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
+
+    rows = _read(Path(metrics_jsonl))
+    train, validation = _curve(rows, "train"), _curve(rows, "validation")
+    if not train[0]:
+        raise ValueError(f"{metrics_jsonl}: no rows of kind 'train', so no loss to plot")
+
+    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
+    axes = figure.add_subplot()
+    axes.plot(*train, color="#7aa6d8", linewidth=1.2, label=f"training{_last(train)}", zorder=2)
+    if validation[0]:
+        axes.plot(
+            *validation,
+            color="#c8442f",
+            linewidth=2.0,
+            marker="o",
+            markersize=4.5,
+            label=f"validation{_last(validation)}",
+            zorder=3,
+        )
+    if unigram_entropy is not None:
+        axes.axhline(
+            unigram_entropy,
+            color="#444444",
+            linestyle="--",
+            linewidth=1.2,
+            label=f"unigram entropy, {unigram_entropy:.2f}",
+            zorder=1,
+        )
+    for number, row in enumerate(row for row in rows if row["kind"] == "resume"):
+        axes.axvline(
+            row["consumed_tokens"],
+            color="#5b8c5a",
+            linestyle=":",
+            linewidth=1.6,
+            label="resumed" if number == 0 else None,
+            zorder=1,
+        )
+    axes.set_xlim(left=0)
+    axes.set_xlabel("consumed tokens")
+    axes.set_ylabel("loss (nats per token)")
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    axes.grid(color="#e6e6e6", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+    if title is not None:
+        axes.set_title(title, loc="left", fontweight="bold")
+
+    output = Path(output_png)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    temporary = output.with_name(output.name + ".tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, output)
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    with path.open(encoding="utf-8") as lines:
+        for number, line in enumerate(lines, start=1):
+            # A process that still runs, or was killed, may have left half a line at the end.
+            if not line.endswith("\n"):
+                break
+            try:
+                rows.append(json.loads(line))
+            except ValueError as error:
+                raise ValueError(f"{path}, line {number}: not a JSON object ({error})") from error
+    return rows
+
+
+def _curve(rows: list[dict[str, Any]], kind: str) -> tuple[list[float], list[float]]:
+    """Tokens and loss; a null loss becomes NaN, a gap in the line."""
+    chosen = [row for row in rows if row["kind"] == kind]
+    losses = [math.nan if row["loss"] is None else float(row["loss"]) for row in chosen]
+    return [float(row["consumed_tokens"]) for row in chosen], losses
+
+
+def _last(curve: tuple[list[float], list[float]]) -> str:
+    return f", {curve[1][-1]:.2f} at the end"

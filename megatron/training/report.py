@@ -1,0 +1,166 @@
+"""What a run says: the console of the main process and the metric writers."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.parallel.groups import ProcessGroups
+from megatron.training.flops import TransformerShape, measure_matmul_peak, peak_flops
+from megatron.training.metrics import EvaluationMetrics, IntervalMeter
+from megatron.training.plan import TrainingPlan
+from megatron.training.run import Run
+from megatron.training.writers import TeeWriter, Writer, build_writers
+
+
+class Reporter:
+    """Log lines and metrics; only the main process speaks and writes.
+
+    Args:
+        run: the run.
+        plan: its course.
+        groups: the layout's process groups.
+        device: this process's device.
+        iteration: steps done before.
+        resumed_from: the checkpoint that was loaded, if any.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        plan: TrainingPlan,
+        groups: ProcessGroups,
+        device: torch.device,
+        iteration: int,
+        resumed_from: Path | None,
+    ) -> None:
+        config = run.config
+        self.plan, self.groups, self.device = plan, groups, device
+        self.main = groups.world.rank == 0
+        self.flops_per_token = transformer_shape(config).flops_per_token(causal=True)
+        self.peak = _peak(config, device)
+        samples = plan.batch_size.samples(iteration)
+        self.writer: Writer = TeeWriter(())
+        if self.main:
+            self.writer = build_writers(
+                config.logging,
+                resume_iteration=iteration,
+                resume_samples=samples,
+                configuration=config.to_dict(),
+            )
+            if iteration:
+                tokens = samples * plan.seq_length
+                self.writer.scalars("resume", iteration, {}, samples=samples, tokens=tokens)
+        self._announce(run, iteration, resumed_from)
+
+    def _announce(self, run: Run, iteration: int, resumed_from: Path | None) -> None:
+        config = run.config
+        given = {n: o for n, o in run.resolved.origins.items() if o.startswith(("flag", "derived"))}
+        self.say(f"{len(given)} values given or derived; --explain-config prints all")
+        for note in run.resolved.notes:
+            self.say(note)
+        layout = config.parallel
+        self.say(
+            f"layout: {layout.world_size} processes on {self.device.type}, data x tensor = "
+            f"{layout.data_parallel_size} x {layout.tensor_model_parallel_size}, ZeRO stage "
+            f"{config.engine.zero_stage}, {_precision(config)}"
+        )
+        self.say(
+            f"batches: micro {self.plan.micro_batch_size}, global {self.plan.global_batch_size}, "
+            f"{self.plan.train_iters} iterations"
+        )
+        if self.peak is not None:
+            self.say(
+                f"FLOP utilisation is relative to {self.peak / 1e12:.3g} TFLOP/s per device "
+                f"({_peak_source(config, self.device)}); causal attention counted once"
+            )
+        if config.checkpoint.load and resumed_from is None:
+            self.say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
+        elif config.checkpoint.finetune and resumed_from is not None:
+            self.say(f"weights from {resumed_from}; starting at iteration 0")
+        elif resumed_from is not None:
+            self.say(f"resumed from {resumed_from} at iteration {iteration}")
+
+    def say(self, text: str) -> None:
+        """Prints a line with the time, on the main process."""
+        if self.main:
+            print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
+
+    def meter(self) -> IntervalMeter:
+        """A meter whose clock starts now."""
+        return IntervalMeter(
+            train_iters=self.plan.train_iters,
+            flops_per_token=self.flops_per_token,
+            device=self.device,
+            devices=self.groups.world.size,
+            peak_flops=self.peak,
+        )
+
+    def interval(self, meter: IntervalMeter, iteration: int, consumed_samples: int) -> None:
+        """Reports the steps since the last call."""
+        tokens = consumed_samples * self.plan.seq_length
+        metrics = meter.finish(
+            iteration=iteration, consumed_samples=consumed_samples, consumed_tokens=tokens
+        )
+        self.say(metrics.line().strip())
+        self.writer.scalars(
+            "train", iteration, metrics.row(), samples=consumed_samples, tokens=tokens
+        )
+
+    def evaluation(self, metrics: EvaluationMetrics, consumed_samples: int) -> None:
+        """Reports an evaluation."""
+        self.say(metrics.line().strip())
+        self.writer.scalars(
+            "test" if metrics.test else "validation",
+            metrics.iteration,
+            metrics.row(),
+            samples=consumed_samples,
+            tokens=consumed_samples * self.plan.seq_length,
+        )
+
+    def close(self) -> None:
+        """Writes what is still held back."""
+        self.writer.close()
+
+
+def transformer_shape(config: RunConfig) -> TransformerShape:
+    """The numbers that the FLOPs depend on."""
+    model = config.model
+    assert model.num_layers and model.hidden_size and model.ffn_hidden_size
+    assert model.num_attention_heads and model.num_query_groups and model.kv_channels
+    assert model.seq_length and model.padded_vocab_size
+    return TransformerShape(
+        num_layers=model.num_layers,
+        hidden_size=model.hidden_size,
+        ffn_hidden_size=model.ffn_hidden_size,
+        num_attention_heads=model.num_attention_heads,
+        num_query_groups=model.num_query_groups,
+        kv_channels=model.kv_channels,
+        seq_length=model.seq_length,
+        padded_vocab_size=model.padded_vocab_size,
+        swiglu=model.swiglu,
+    )
+
+
+def _precision(config: RunConfig) -> str:
+    precision = config.precision
+    return "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
+
+
+def _peak(config: RunConfig, device: torch.device) -> float | None:
+    """FLOP/s that one device could do: told, from its data sheet, or measured on a CPU."""
+    if config.logging.peak_tflops is not None:
+        return config.logging.peak_tflops * 1e12
+    if device.type != "cpu":
+        return peak_flops(device)
+    dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+    return measure_matmul_peak(dtype, device, seconds=0.2)
+
+
+def _peak_source(config: RunConfig, device: torch.device) -> str:
+    if config.logging.peak_tflops is not None:
+        return "--peak-tflops"
+    return "data sheet" if device.type != "cpu" else "measured by matrix products at start"

@@ -1,0 +1,135 @@
+"""From a command line to a run: one resolved configuration, checked, printed, and explained."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.folder import find
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.config import (
+    FLAG_CLASSES,
+    ConfigError,
+    FlagParser,
+    ModelConfig,
+    Resolved,
+    RunConfig,
+    Setting,
+    Settings,
+    TokenizerConfig,
+    explain,
+    resolve,
+)
+from megatron.engine import deepspeed_json
+from megatron.engine.environment import is_main_process, world_size
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training command was asked to do.
+
+    Attributes:
+        config: the complete configuration.
+        content: the completed DeepSpeed JSON.
+        tokenizer: the tokenizer, whose vocabulary sizes the token table.
+        resolved: the configuration with the origin of every value.
+        launched: whether a launcher started this process and would end it.
+    """
+
+    config: RunConfig
+    content: deepspeed_json.Json
+    tokenizer: Tokenizer
+    resolved: Resolved
+    launched: bool
+
+
+def parse_run(description: str | None, argv: Sequence[str] | None = None) -> Run:
+    """Resolves flags, DeepSpeed JSON and checkpoint into a run.
+
+    With ``--explain-config`` it prints every value with its origin and exits.
+
+    Raises:
+        ValueError: a value is missing, wrong or contradicted; the message names it.
+    """
+    launched = "LOCAL_RANK" in os.environ
+    settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
+    given = settings.get("deepspeed_config")
+    path = given.value if given else ""
+    content = deepspeed_json.read_json(path) if path else {}
+    settings = deepspeed_json.merge(settings, content, path, world_size())
+    settings = _with_checkpoint(settings)
+    resolved = resolve(settings, world_size())
+    tokenizer = build_tokenizer(resolved.config.tokenizer)
+    config = resolved.config.with_vocabulary(tokenizer.vocab_size)
+    resolved = dataclasses.replace(resolved, config=config)
+    _refuse_pipelines(config)
+    completed = deepspeed_json.complete(content, config)
+    if config.training.explain_config:
+        if is_main_process():
+            print(explain(resolved))
+        sys.exit(0)
+    return Run(config, completed, tokenizer, resolved, launched)
+
+
+def _with_checkpoint(settings: Settings) -> Settings:
+    """With --use-checkpoint-args, values of model and tokenizer that nothing else gives."""
+    if "use_checkpoint_args" not in settings or "load" not in settings:
+        return settings
+    wanted = settings["load_tag"].value if "load_tag" in settings else None
+    folder = find(settings["load"].value, wanted)
+    if folder is None:
+        return settings
+    saved = CheckpointReader(folder).config
+    found: Settings = {}
+    for part, part_class in ((saved.model, ModelConfig), (saved.tokenizer, TokenizerConfig)):
+        for field in dataclasses.fields(part_class):
+            value = getattr(part, field.name)
+            if value != field.default and not field.metadata.get("internal"):
+                found[field.name] = Setting(value, f"checkpoint {folder.name}")
+    return found | settings
+
+
+def _refuse_pipelines(config: RunConfig) -> None:
+    stages = config.parallel.pipeline_model_parallel_size
+    if stages > 1:
+        raise ConfigError(
+            f"--pipeline-model-parallel-size {stages}: this version trains on one pipeline stage; "
+            "use --tensor-model-parallel-size or --zero-stage to fit a larger model"
+        )
+    if config.parallel.sequence_parallel:
+        raise ConfigError(
+            "--sequence-parallel: this version splits no activations along the sequence; "
+            "--recompute-activations saves activation memory too"
+        )
+
+
+@contextlib.contextmanager
+def errors_for_users() -> Iterator[None]:
+    """Turns errors that are about the user's input into one line and exit status 2.
+
+    An error that this package raised with a message for users is such an error; anything raised
+    deeper (torch, deepspeed, an assertion) keeps its traceback.
+    """
+    try:
+        yield
+    except (ValueError, OSError) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        own = Path(__file__).resolve().parent.parent
+        about_input = isinstance(error, OSError) or Path(frames[-1].filename).is_relative_to(own)
+        if not about_input:
+            raise
+        if not is_main_process():
+            # All processes usually find the same; the launcher ends this one once the main
+            # process has said it.
+            time.sleep(5)
+            print(f"rank {os.environ['RANK']}: ", end="", file=sys.stderr)
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        sys.exit(2)

@@ -1,0 +1,169 @@
+"""Learning rate and weight decay as pure functions of progress.
+
+Progress is one number, in whichever unit the run counts: samples, tokens or iterations. A schedule
+has no state, so a resumed run needs nothing but its consumed-sample counter to go on. The formulas
+are those of Megatron's ``OptimizerParamScheduler``; step N of a run uses the value at the progress
+made *before* it, hence the first step of a warm-up from 0 leaves the weights as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from megatron.config.flags import ConfigError
+
+LR_STYLES = ("constant", "linear", "cosine", "inverse-square-root", "WSD")
+WSD_STYLES = ("exponential", "linear", "cosine", "minus_sqrt")
+WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
+
+
+@dataclass(frozen=True)
+class LearningRateSchedule:
+    """Linear warm-up from ``init_lr`` to ``lr``, then ``style`` down to ``min_lr``.
+
+    Args:
+        lr: highest learning rate, reached at the end of the warm-up.
+        min_lr: learning rate at and after ``decay`` (``constant`` ignores it).
+        init_lr: learning rate at progress 0.
+        style: one of :data:`LR_STYLES`.
+        warmup: length of the warm-up.
+        decay: progress, counted from the start of the run, at which ``min_lr`` is reached.
+        wsd_decay: for ``WSD`` the length of the last part, which ends at ``decay``. Where it is
+            longer than ``decay - warmup`` the rate drops at the end of the warm-up, as it does in
+            Megatron.
+        wsd_style: shape of that last part, one of :data:`WSD_STYLES`.
+        unit: ending of the flags that error messages name: ``iters``, ``samples`` or ``tokens``.
+
+    Raises:
+        ConfigError: for values that make no schedule; the message names the flags.
+    """
+
+    lr: float
+    min_lr: float
+    init_lr: float
+    style: str
+    warmup: int
+    decay: int
+    wsd_decay: int | None = None
+    wsd_style: str = "exponential"
+    unit: str = "iters"
+
+    def __post_init__(self) -> None:
+        _check_choice("--lr-decay-style", self.style, LR_STYLES)
+        if not 0 <= self.min_lr <= self.lr:
+            raise ConfigError(
+                f"--min-lr {self.min_lr:g} must be at least 0 and at most --lr {self.lr:g}"
+            )
+        if not 0 <= self.init_lr <= self.lr:
+            raise ConfigError(
+                f"--lr-warmup-init {self.init_lr:g} must be at least 0 and at most --lr {self.lr:g}"
+            )
+        if self.decay <= 0:
+            raise ConfigError(f"--lr-decay-{self.unit} {self.decay} must be more than 0")
+        if not 0 <= self.warmup < self.decay:
+            raise ConfigError(
+                f"--lr-warmup-{self.unit} {self.warmup} must be at least 0 and less than "
+                f"--lr-decay-{self.unit} {self.decay} (by default the length of the run)"
+            )
+        if self.style == "WSD":
+            self._check_wsd()
+
+    def _check_wsd(self) -> None:
+        _check_choice("--lr-wsd-decay-style", self.wsd_style, WSD_STYLES)
+        flag = f"--lr-wsd-decay-{self.unit}"
+        if self.wsd_decay is None:
+            raise ConfigError(f"--lr-decay-style WSD needs {flag}, the length of its last part")
+        if not 0 < self.wsd_decay <= self.decay:
+            raise ConfigError(
+                f"{flag} {self.wsd_decay} must be more than 0 and at most "
+                f"--lr-decay-{self.unit} {self.decay}"
+            )
+
+    def __call__(self, progress: float) -> float:
+        """The learning rate of a step that starts at ``progress`` (at least 0)."""
+        if self.warmup > 0 and progress <= self.warmup:
+            return self.init_lr + (self.lr - self.init_lr) * progress / self.warmup
+        if self.style == "constant":
+            return self.lr
+        if progress > self.decay:
+            return self.min_lr
+        if self.style == "inverse-square-root":
+            rate: float = self.lr * max(self.warmup, 1) ** 0.5 / max(progress, 1) ** 0.5
+            return max(self.min_lr, rate)
+        return self.min_lr + self._share_left(progress) * (self.lr - self.min_lr)
+
+    def _share_left(self, progress: float) -> float:
+        """What is left of ``lr - min_lr``, from 1 down to 0."""
+        if self.style == "WSD":
+            assert self.wsd_decay is not None
+            stable_until = self.decay - self.wsd_decay
+            if progress <= stable_until:
+                return 1.0
+            return _fall(self.wsd_style, (progress - stable_until) / self.wsd_decay)
+        return _fall(self.style, (progress - self.warmup) / (self.decay - self.warmup))
+
+
+@dataclass(frozen=True)
+class WeightDecaySchedule:
+    """Weight decay from ``start`` at progress 0 to ``end`` at progress ``length``.
+
+    Args:
+        start: weight decay at progress 0.
+        end: weight decay at and after ``length``.
+        style: one of :data:`WEIGHT_DECAY_STYLES`; ``constant`` needs ``start == end``.
+        length: progress, in the unit of the learning-rate schedule, that the change takes.
+
+    Raises:
+        ConfigError: for values that make no schedule; the message names the flags.
+    """
+
+    start: float
+    end: float
+    style: str = "constant"
+    length: int = 1
+
+    def __post_init__(self) -> None:
+        _check_choice("--weight-decay-incr-style", self.style, WEIGHT_DECAY_STYLES)
+        if self.start < 0:
+            raise ConfigError(f"--start-weight-decay {self.start:g} must be at least 0")
+        if self.end < self.start:
+            raise ConfigError(
+                f"--end-weight-decay {self.end:g} must be at least "
+                f"--start-weight-decay {self.start:g}"
+            )
+        if self.style == "constant" and self.start != self.end:
+            raise ConfigError(
+                f"--start-weight-decay {self.start:g} and --end-weight-decay {self.end:g} differ: "
+                "--weight-decay-incr-style must be linear or cosine"
+            )
+        if self.length <= 0:
+            raise ConfigError(
+                f"the weight-decay schedule is {self.length} long; it must be more than 0"
+            )
+
+    def __call__(self, progress: float) -> float:
+        """The weight decay of a step that starts at ``progress`` (at least 0)."""
+        if self.style == "constant" or progress > self.length:
+            return self.end
+        risen = progress / self.length
+        if self.style == "cosine":
+            risen = 0.5 * (math.cos(math.pi * (1 - risen)) + 1.0)
+        return self.start + risen * (self.end - self.start)
+
+
+def _fall(shape: str, ratio: float) -> float:
+    """Curves from 1 at ratio 0 to 0 at ratio 1."""
+    if shape == "linear":
+        return 1.0 - ratio
+    if shape == "cosine":
+        return 0.5 * (math.cos(math.pi * ratio) + 1.0)
+    if shape == "minus_sqrt":
+        return 1.0 - math.sqrt(ratio)
+    assert shape == "exponential", shape
+    return 2.0 * math.pow(0.5, ratio) - 1.0
+
+
+def _check_choice(flag: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{flag} {value!r} must be one of {', '.join(choices)}")

@@ -1,0 +1,80 @@
+"""Notices that the run should stop, and leaves the stopping to the training loop.
+
+A step is the smallest thing that can be saved, so nothing happens inside a signal handler but a
+note; the loop asks between steps, agrees with the other ranks, saves and leaves.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from types import FrameType, TracebackType
+from typing import Any
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+
+class StopRequest:
+    """Context in which a signal, a lost launcher or the time limit becomes :attr:`requested`.
+
+    SIGTERM and SIGUSR1 (slurm's ``--signal=USR1@300``) and the first SIGINT (Ctrl-C) are noted; a
+    second SIGINT kills the process as if nobody handled it. On exit the earlier handlers are back.
+    Must be entered in the main thread, as Python demands for signal handlers.
+
+    Args:
+        deadline_minutes: stop this long after construction (``--exit-duration-in-mins``).
+        watch_parent: stop when the process that started this one is gone. DeepSpeed's launcher
+            leaves on SIGTERM without passing it on, and its workers would train on unseen. By
+            default only where a launcher set ``LOCAL_RANK``: a plain ``nohup python`` has to
+            survive the shell that it came from.
+        clock: seconds from a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        deadline_minutes: float | None = None,
+        watch_parent: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._deadline_minutes = deadline_minutes
+        self._clock = clock
+        self._started = clock()
+        self._parent = os.getppid()
+        self._watch_parent = "LOCAL_RANK" in os.environ if watch_parent is None else watch_parent
+        self._received: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> str | None:
+        """Why this process should stop, ``"SIGTERM"`` for instance; None while it should go on."""
+        if self._received is not None:
+            return self._received
+        if self._watch_parent and os.getppid() != self._parent:
+            return f"end of the launcher (process {self._parent})"
+        limit = self._deadline_minutes
+        if limit is not None and self._clock() - self._started >= limit * 60:
+            return f"--exit-duration-in-mins {limit:g}"
+        return None
+
+    def __enter__(self) -> StopRequest:
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(
+        self,
+        error_type: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not installed from Python and cannot be restored.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        self._received = self._received or signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)

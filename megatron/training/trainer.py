@@ -1,0 +1,204 @@
+"""The training loop."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.folder import find
+from megatron.data.build import GPTDatasets
+from megatron.data.loader import MicroBatches
+from megatron.engine.agreement import any_rank
+from megatron.engine.checkpointing import CheckpointWriter, check_writable, load_checkpoint
+from megatron.engine.environment import training_device
+from megatron.engine.train_engine import ModelProgram, StepResult, TrainEngine
+from megatron.parallel.groups import ProcessGroups
+from megatron.training.metrics import EvaluationMetrics, StepMetrics
+from megatron.training.plan import TrainingPlan
+from megatron.training.report import Reporter
+from megatron.training.run import Run
+from megatron.training.signals import StopRequest
+
+
+class TrainingStopped(ValueError):
+    """Training cannot go on; the message says at which step and samples."""
+
+
+class Trainer:
+    """Trains one model: batches in, steps, evaluations, log lines and checkpoints out.
+
+    Args:
+        run: what was asked for.
+        program: the model, its inputs and its loss.
+        datasets: training, validation and test data.
+        collate: makes a batch of samples.
+        groups: the layout's process groups.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        program: ModelProgram,
+        datasets: GPTDatasets,
+        collate: Any,
+        groups: ProcessGroups,
+    ) -> None:
+        self.run, self.config = run, run.config
+        self.datasets, self.collate, self.groups = datasets, collate, groups
+        self.stop = StopRequest(run.config.training.exit_duration_in_mins, run.launched)
+        self.device = training_device()
+        self.plan = TrainingPlan(self.config)
+        if self.config.checkpoint.save:
+            check_writable(self.config.checkpoint.save)
+        self.engine = TrainEngine(self.config, run.content, program, groups, self.device)
+        self.writer = CheckpointWriter(self.engine, run.content, run.tokenizer.save_pretrained)
+        self.iteration = 0
+        self.consumed_samples = 0
+        self.saved_at: int | None = None
+        self._valid: MicroBatches | None = None
+        resumed_from = self._load()
+        self.report = Reporter(run, self.plan, groups, self.device, self.iteration, resumed_from)
+        self.meter = self.report.meter()
+
+    def fit(self) -> None:
+        """Trains to the end of the plan, or until it is asked to stop; then tests.
+
+        Raises:
+            TrainingStopped: the loss or the gradients are not finite.
+        """
+        with self.stop:
+            reason = None if self.config.training.skip_train else self._train()
+            if reason is None:
+                self._evaluate_at_end()
+            else:
+                self.report.say(f"stopped by {reason} after iteration {self.iteration}")
+        self.report.close()
+
+    def _train(self) -> str | None:
+        """Steps until the end; returns why it ended early, if it did."""
+        batches = self._batches("train", self.consumed_samples)
+        self.meter = self.report.meter()
+        reason = None
+        while self.iteration < self.plan.train_iters and reason is None:
+            self._step(batches)
+            logging = self.config.logging
+            if self.iteration % logging.log_interval == 0 or self._at_end():
+                self.report.interval(self.meter, self.iteration, self.consumed_samples)
+            if self._due(self.config.training.eval_interval) and not self._at_end():
+                with self.meter.paused():
+                    self._evaluate("valid")
+            reason = self._reason_to_stop()
+            if self._due(self.config.checkpoint.save_interval) or reason or self._at_end():
+                with self.meter.paused():
+                    self._save()
+        batches.close()
+        return reason
+
+    def _step(self, batches: Iterator[Any]) -> None:
+        plan, consumed = self.plan, self.consumed_samples
+        progress = plan.progress(self.iteration, consumed)
+        rate, decay = plan.learning_rate(progress), plan.weight_decay(progress)
+        samples = plan.batch_size.batch_size(consumed)
+        micro_batches = plan.batch_size.micro_batches(consumed)
+        result = self.engine.train_step(batches, micro_batches, consumed, rate, decay)
+        if result.skipped:
+            self._check_finite(result, samples)
+        self.iteration += 1
+        self.consumed_samples += samples
+        self.meter.add(
+            StepMetrics(
+                loss=result.loss,
+                samples=samples,
+                tokens=samples * plan.seq_length,
+                learning_rate=rate,
+                weight_decay=decay,
+                grad_norm=result.grad_norm,
+                loss_scale=result.loss_scale,
+                skipped=result.skipped,
+            )
+        )
+
+    def _check_finite(self, result: StepResult, samples: int) -> None:
+        """An overflow of scaled fp16 gradients is part of training; anything else is not."""
+        loss = float(result.loss)
+        if math.isfinite(loss) and self.config.precision.fp16:
+            return
+        if not self.config.training.check_for_nan_in_loss_and_grad:
+            return
+        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite"
+        first = self.consumed_samples
+        raise TrainingStopped(
+            f"{what} at iteration {self.iteration + 1}, samples {first} to {first + samples - 1}; "
+            "the weights are as they were before it. --no-check-for-nan-in-loss-and-grad skips "
+            "such steps"
+        )
+
+    def _at_end(self) -> bool:
+        return self.iteration >= self.plan.train_iters
+
+    def _due(self, interval: int | None) -> bool:
+        return interval is not None and self.iteration % interval == 0
+
+    def _reason_to_stop(self) -> str | None:
+        if self._due(self.config.training.exit_interval):
+            return f"--exit-interval {self.config.training.exit_interval}"
+        if any_rank(self.stop.requested is not None, self.device):
+            return self.stop.requested or "a request to another rank"
+        return None
+
+    def _batches(self, part: str, consumed: int) -> MicroBatches:
+        dataset = getattr(self.datasets, part)
+        assert dataset is not None
+        return MicroBatches(
+            dataset,
+            self.collate,
+            micro_batch_size=self.plan.micro_batch_size,
+            data_rank=self.groups.data.rank,
+            data_size=self.groups.data.size,
+            consumed_samples=consumed,
+            num_workers=self.config.data.num_workers if part == "train" else 0,
+            pin_memory=self.device.type == "cuda",
+        )
+
+    def _evaluate(self, part: str) -> None:
+        """Mean loss over eval-iters global batches; each evaluation reads on in the split."""
+        if getattr(self.datasets, part) is None or self.config.training.eval_iters == 0:
+            return
+        if part == "test":
+            batches = self._batches(part, 0)
+        else:
+            if self._valid is None:
+                self._valid = self._batches(part, self.plan.valid_samples_before(self.iteration))
+            batches = self._valid
+        loss = self.engine.evaluate(islice(batches, self.plan.eval_micro_batches))
+        metrics = EvaluationMetrics(self.iteration, loss, test=part == "test")
+        self.report.evaluation(metrics, self.consumed_samples)
+
+    def _evaluate_at_end(self) -> None:
+        self._evaluate("valid")
+        self._evaluate("test")
+
+    def _save(self) -> None:
+        options = self.config.checkpoint
+        if not options.save or self.saved_at == self.iteration:
+            return
+        counters = {"consumed_samples": self.consumed_samples}
+        self.writer.save(self.iteration, counters)
+        self.saved_at = self.iteration
+        self.report.say(f"saved checkpoint at iteration {self.iteration} to {options.save}")
+
+    def _load(self) -> Path | None:
+        options = self.config.checkpoint
+        if not options.load:
+            return None
+        folder = find(options.load, options.load_tag)
+        if folder is None:
+            return None
+        state = load_checkpoint(self.engine, folder)
+        if not options.finetune:
+            self.iteration = state["iteration"]
+            self.consumed_samples = state["consumed_samples"]
+        return folder

@@ -1,0 +1,273 @@
+"""Where metrics go: TensorBoard, a JSON-lines file, Weights & Biases.
+
+One process of a run builds the writers. Each of them takes a resume in its stride: what an earlier
+process reported past the resumed step was never trained as far as the checkpoint is concerned, and
+disappears instead of being drawn twice.
+"""
+
+from __future__ import annotations
+
+import json
+import logging as log
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from megatron.config.logging import LoggingConfig
+
+Values = Mapping[str, float | None]
+"""Values by the names of ``IntervalMetrics.row`` and ``EvaluationMetrics.row``."""
+
+TAGS: dict[str, dict[str, str]] = {
+    "train": {
+        "loss": "lm loss",
+        "grad_norm": "grad-norm",
+        "learning_rate": "learning-rate",
+        "weight_decay": "weight-decay",
+        "global_batch_size": "batch-size",
+        "loss_scale": "loss-scale",
+        "seconds_per_iteration": "iteration-time",
+        "samples_per_second": "samples-per-second",
+        "tokens_per_second_per_device": "tokens-per-second-per-device",
+        "tflops_per_device": "throughput",
+        "mfu": "mfu",
+        "memory_allocated_bytes": "mem-max-allocated-bytes",
+        "memory_reserved_bytes": "mem-max-reserved-bytes",
+    },
+    "validation": {"loss": "lm loss validation", "perplexity": "lm loss validation ppl"},
+    "test": {"loss": "lm loss test", "perplexity": "lm loss test ppl"},
+}
+"""Tags of TensorBoard and Weights & Biases by kind and value; Megatron's, where it has one."""
+
+
+class Writer(Protocol):
+    """Takes the values of a step."""
+
+    def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        """Write what belongs to one step.
+
+        Args:
+            kind: ``train``, ``validation``, ``test``, or an event such as ``resume``, whose values
+                may be empty.
+            step: iterations done.
+            values: None and absent values are left out or written as null.
+            samples: consumed samples.
+            tokens: consumed tokens.
+        """
+        ...
+
+    def close(self) -> None:
+        """Write what is still held back."""
+        ...
+
+
+class TeeWriter:
+    """Hands everything to several writers."""
+
+    def __init__(self, writers: Sequence[Writer]) -> None:
+        self._writers = tuple(writers)
+
+    def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        for writer in self._writers:
+            writer.scalars(kind, step, values, samples=samples, tokens=tokens)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def build_writers(
+    logging: LoggingConfig,
+    *,
+    resume_iteration: int = 0,
+    resume_samples: int = 0,
+    configuration: Mapping[str, Any] | None = None,
+) -> Writer:
+    """The writers that ``logging`` asks for, none or several behind one.
+
+    Args:
+        logging: with ``metrics_file`` resolved to a path, or None for no such file.
+        resume_iteration: iterations that the loaded checkpoint has done; 0 starts afresh.
+        resume_samples: samples that it has consumed.
+        configuration: what Weights & Biases shows as the configuration of the run.
+
+    Raises:
+        ValueError: if Weights & Biases is asked for and not installed.
+        OSError: if a folder or file cannot be written.
+    """
+    writers: list[Writer] = []
+    if logging.metrics_file is not None:
+        writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
+    if logging.tensorboard_dir is not None:
+        writers.append(TensorBoardWriter(logging, resume_iteration, resume_samples))
+    if logging.wandb_project is not None:
+        writers.append(WandbWriter(logging, configuration))
+    return TeeWriter(writers)
+
+
+class JsonLinesWriter:
+    """One JSON object a line: ``kind``, ``iteration``, ``consumed_samples``, ``consumed_tokens``
+    and the values; NaN and infinity are null, as JSON has neither.
+
+    A resumed run goes on in the same file, from which rows past the resumed iteration are dropped
+    first. A run that starts afresh moves a file that is already there aside, to ``NAME.1`` or the
+    next number that is free.
+    """
+
+    def __init__(self, path: Path, resume_iteration: int = 0) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists():
+            if resume_iteration > 0:
+                _drop_rows_past(path, resume_iteration)
+            else:
+                _set_aside(path)
+        self._file = path.open("a", encoding="utf-8")
+
+    def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        row: dict[str, Any] = {
+            "kind": kind,
+            "iteration": step,
+            "consumed_samples": samples,
+            "consumed_tokens": tokens,
+        }
+        row |= {name: _json_number(value) for name, value in values.items()}
+        self._file.write(json.dumps(row, allow_nan=False) + "\n")
+        # A reader, or a kill a moment later, finds whole lines.
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class TensorBoardWriter:
+    """TensorBoard events under Megatron's tags, over iterations and over samples.
+
+    The tags ``... vs samples`` go to the run ``vs_samples`` inside the folder: a resume purges a
+    whole run from one step on, and a step that is a sample count is no iteration.
+    """
+
+    def __init__(
+        self, logging: LoggingConfig, resume_iteration: int = 0, resume_samples: int = 0
+    ) -> None:
+        assert logging.tensorboard_dir is not None
+        # Imported late: it takes seconds, and only one process of a run needs it.
+        from torch.utils.tensorboard import SummaryWriter
+
+        self._interval = logging.tensorboard_log_interval
+        self._left_out = _values_left_out(logging)
+        folder, queue = Path(logging.tensorboard_dir), logging.tensorboard_queue_size
+        # Given for fresh runs too: TensorBoard takes the first session start that it sees in a
+        # folder for the beginning, and purges only at the later ones.
+        self._by_iteration: Any = SummaryWriter(
+            str(folder), purge_step=resume_iteration + 1, max_queue=queue
+        )
+        self._by_samples: Any = SummaryWriter(
+            str(folder / "vs_samples"), purge_step=resume_samples + 1, max_queue=queue
+        )
+
+    def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        if kind == "train" and step % self._interval:
+            return
+        shown = {name: value for name, value in values.items() if name not in self._left_out}
+        for tag, value in _tagged(kind, shown):
+            self._by_iteration.add_scalar(tag, value, step)
+            self._by_samples.add_scalar(f"{tag} vs samples", value, samples)
+
+    def close(self) -> None:
+        self._by_iteration.close()
+        self._by_samples.close()
+
+
+class WandbWriter:
+    """Weights & Biases, under the tags of TensorBoard.
+
+    A resumed process is a run of its own in the same group, so that no curve has a step twice.
+    Weights & Biases' environment variables hold, ``WANDB_MODE=offline`` among them.
+
+    Raises:
+        ValueError: if the package is not installed.
+    """
+
+    def __init__(
+        self, logging: LoggingConfig, configuration: Mapping[str, Any] | None = None
+    ) -> None:
+        try:
+            import wandb
+        except ImportError as error:
+            raise ValueError(
+                f"--wandb-project {logging.wandb_project} needs the package wandb, which is not "
+                "installed: run `pip install wandb`, or leave out --wandb-project and the other "
+                "--wandb-* flags"
+            ) from error
+        if logging.wandb_save_dir is not None:
+            # wandb falls back to a temporary folder, with a warning only, where this is missing.
+            Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)
+        self._run: Any = wandb.init(
+            project=logging.wandb_project,
+            entity=logging.wandb_entity,
+            name=logging.wandb_exp_name,
+            group=logging.wandb_exp_name,
+            dir=logging.wandb_save_dir,
+            config=dict(configuration or {}),
+        )
+
+    def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
+        tagged = dict(_tagged(kind, values))
+        if tagged:
+            self._run.log(tagged | {"samples": samples, "tokens": tokens}, step=step)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+def _tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
+    for name, tag in TAGS.get(kind, {}).items():
+        value = values.get(name)
+        if value is not None:
+            yield tag, value
+
+
+def _values_left_out(logging: LoggingConfig) -> frozenset[str]:
+    """The values that the ``--log-*-to-tensorboard`` flags turn off."""
+    switches = {
+        "global_batch_size": logging.log_batch_size_to_tensorboard,
+        "learning_rate": logging.log_learning_rate_to_tensorboard,
+        "loss_scale": logging.log_loss_scale_to_tensorboard,
+        "memory_allocated_bytes": logging.log_memory_to_tensorboard,
+        "memory_reserved_bytes": logging.log_memory_to_tensorboard,
+        "perplexity": logging.log_validation_ppl_to_tensorboard,
+        "seconds_per_iteration": logging.log_timers_to_tensorboard,
+    }
+    return frozenset(name for name, on in switches.items() if not on)
+
+
+def _json_number(value: float | None) -> float | None:
+    return value if value is not None and math.isfinite(value) else None
+
+
+def _drop_rows_past(path: Path, iteration: int) -> None:
+    """Rewrite ``path`` without rows past ``iteration`` and without lines that a kill tore."""
+    temporary = path.with_name(path.name + ".tmp")
+    with path.open("rb") as old, temporary.open("wb") as new:
+        for number, line in enumerate(old, start=1):
+            try:
+                row = json.loads(line)
+                kind, at = row["kind"], row["iteration"]
+            except (ValueError, KeyError, TypeError):
+                log.getLogger(__name__).warning("%s: dropped broken line %d", path, number)
+                continue
+            # Resuming from the same step again replaces the note that it was resumed there.
+            if at < iteration or (at == iteration and kind != "resume"):
+                new.write(line.rstrip(b"\n") + b"\n")
+        new.flush()
+        os.fsync(new.fileno())
+    os.replace(temporary, path)
+
+
+def _set_aside(path: Path) -> None:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    path.rename(aside)

@@ -1,0 +1,28 @@
+"""Pretrain a GPT.
+
+    deepspeed pretrain_gpt.py --deepspeed_config deepspeed_configs/ds_zero1.json \
+        --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
+        --data-path data/my-corpus_text_document --micro-batch-size 4 --global-batch-size 32 \
+        --train-iters 1000 --lr 6e-4 --save checkpoints --load checkpoints
+
+torchrun starts it in the same way, and plain python runs it on one process.
+"""
+
+from megatron.engine.environment import distributed
+from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.run import errors_for_users, parse_run
+from megatron.training.trainer import Trainer
+
+
+def main() -> None:
+    """Parses the command line, builds the model and its data, trains."""
+    with errors_for_users():
+        run = parse_run(__doc__)
+        with distributed(run.config.parallel) as groups:
+            datasets, collate = gpt_data(run)
+            Trainer(run, gpt_program(run.config), datasets, collate, groups).fit()
+
+
+if __name__ == "__main__":
+    main()

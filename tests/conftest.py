@@ -1,0 +1,16 @@
+"""Fixtures for all tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def realdata() -> Path:
+    """The folder of public data that MEGATRON_TEST_DATA names; tests that need it are skipped
+    without it."""
+    folder = os.environ.get("MEGATRON_TEST_DATA")
+    if not folder or not Path(folder).is_dir():
+        pytest.skip("MEGATRON_TEST_DATA names no folder of public data")
+    return Path(folder).resolve()

@@ -1,0 +1,115 @@
+"""Samples of GPT datasets, against the tokens megatron-core gave and against a concatenation."""
+
+import json
+import pickle
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+
+GOLDEN = Path(__file__).parents[2] / "golden" / "gpt_sample_order" / "golden.json"
+CASES = {case["name"]: case for case in json.loads(GOLDEN.read_text())}
+
+
+def counting_corpus(prefix: Path, lengths: list[int]) -> IndexedDataset:
+    """Tokens count up from 0 through the whole file."""
+    with IndexedDatasetWriter(prefix, "int32") as writer:
+        writer.add_documents(np.arange(sum(lengths)), lengths, [1] * len(lengths))
+    return IndexedDataset(prefix)
+
+
+def build(
+    folder: Path, lengths: list[int], s: int, samples: int, *, cache: IndexCache | None = None
+) -> GPTDataset:
+    indexed = counting_corpus(folder / "corpus", lengths)
+    cache = cache or IndexCache(None)
+    return GPTDataset.build(indexed, range(len(lengths)), s, samples, 1234, cache, "train")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_against_megatron_core_golden(name: str, tmp_path: Path) -> None:
+    case = CASES[name]
+    indexed = counting_corpus(tmp_path / "corpus", case["lengths"])
+    dataset = GPTDataset.build(
+        indexed,
+        range(*case["documents"]),
+        case["seq_length"],
+        case["num_samples"],
+        case["seed"],
+        IndexCache(tmp_path / "cache"),
+        "train",
+    )
+    assert len(dataset) == len(case["token_sums"])
+    samples = [dataset[i] for i in range(len(dataset))]
+    assert {(sample.dtype, sample.shape) for sample in samples} == {
+        (np.dtype("int64"), (case["seq_length"] + 1,))
+    }
+    assert [int(sample[0]) for sample in samples] == case["first_tokens"]
+    assert [int(sample.sum()) for sample in samples] == case["token_sums"]
+
+
+def test_an_epoch_reads_every_token_once_but_the_shared_ones(tmp_path: Path) -> None:
+    dataset = build(tmp_path, [3, 1, 8, 0, 5, 4], 4, 5)
+    order = np.argsort(dataset._index["shuffle_index"])
+    stream = np.concatenate([dataset[int(i)][:-1] for i in order] + [dataset[int(order[-1])][-1:]])
+    assert sorted(stream.tolist()) == list(range(21))
+    for i, j in zip(order, order[1:], strict=False):
+        assert dataset[int(i)][-1] == dataset[int(j)][0]
+
+
+def test_out_of_range(tmp_path: Path) -> None:
+    dataset = build(tmp_path, [50], 4, 5)
+    for index in (-1, len(dataset)):
+        with pytest.raises(IndexError, match=f"sample {index} of a dataset of {len(dataset)}"):
+            dataset[index]
+
+
+def test_no_tokens(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"corpus: the 2 documents for train hold no tokens"):
+        build(tmp_path, [0, 0], 4, 5)
+
+
+def test_cache_of_other_lengths_is_not_used(tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path / "cache")
+    first = build(tmp_path, [10, 20], 4, 5, cache=cache)
+    moved = tmp_path / "elsewhere"
+    moved.mkdir()
+    same = build(moved, [10, 20], 4, 5, cache=cache)  # another place, same lengths: same entry
+    assert same._index["sample_index"].filename == first._index["sample_index"].filename
+    other = build(moved, [20, 10], 4, 5, cache=cache)
+    assert other._index["sample_index"].filename != first._index["sample_index"].filename
+
+
+def test_a_damaged_index_is_found_before_an_order_is_made_of_it(tmp_path: Path) -> None:
+    indexed = counting_corpus(tmp_path / "corpus", [5, 5, 5])
+    lengths = indexed.sequence_lengths.copy()
+    lengths[1] = 4
+    indexed.sequence_lengths = lengths
+    with pytest.raises(ValueError, match=r"corpus\.idx: sequence 1"):
+        GPTDataset.build(indexed, range(3), 4, 5, 1, IndexCache(None), "train")
+
+
+@pytest.mark.parametrize("in_memory", [True, False])
+def test_pickles(in_memory: bool, tmp_path: Path) -> None:
+    cache = IndexCache(None if in_memory else tmp_path / "cache")
+    dataset = build(tmp_path, [100] * 50, 4, 1000, cache=cache)
+    pickled = pickle.dumps(dataset)
+    assert in_memory or len(pickled) < 2000
+    copy = pickle.loads(pickled)
+    assert all(np.array_equal(copy[i], dataset[i]) for i in range(len(dataset)))
+
+
+def test_blend(tmp_path: Path) -> None:
+    parts = [[np.array([100 * d + i]) for i in range(20)] for d in range(3)]
+    dataset = BlendedDataset.build(parts, [0.5, 0.3, 0.2], 20, IndexCache(tmp_path), "train")
+    assert len(dataset) == 20
+    tokens = [int(dataset[i][0]) for i in range(20)]
+    assert [token for token in tokens if token < 100] == list(range(10))
+    assert [token for token in tokens if 100 <= token < 200] == list(range(100, 106))
+    assert [token for token in tokens if token >= 200] == list(range(200, 204))
+    with pytest.raises(IndexError, match="sample 20 of a dataset of 20"):
+        dataset[20]

@@ -1,0 +1,147 @@
+"""The stream of micro batches: layouts, resume, workers, ends."""
+
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.batch import GPTCollator
+from megatron.data.loader import MicroBatches
+from megatron.data.mock import MockGPTDataset
+
+GLOBAL_BATCH = 8
+
+
+class Numbers:
+    """Sample i is [i, i]: shows what was read."""
+
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> np.ndarray:
+        return np.full(2, index)
+
+
+def stream(count: int = 64, **arguments: int) -> MicroBatches:
+    return MicroBatches(Numbers(count), np.stack, **arguments)
+
+
+def numbers(batch: np.ndarray) -> tuple[int, ...]:
+    return tuple(batch[:, 0].tolist())
+
+
+@pytest.mark.parametrize("consumed", [0, 8, 16])
+def test_layouts_see_the_same_micro_batches_per_step(consumed: int) -> None:
+    """Data-parallel sizes 1, 2, 4 with 4, 2, 1 micro steps of 2 samples; 3 steps."""
+    steps = {}
+    for data_size in (1, 2, 4):
+        ranks = [
+            stream(micro_batch_size=2, data_rank=r, data_size=data_size, consumed_samples=consumed)
+            for r in range(data_size)
+        ]
+        steps[data_size] = [
+            {numbers(next(rank)) for rank in ranks for _ in range(4 // data_size)} for _ in range(3)
+        ]
+        assert all(rank.consumed_samples == consumed + 3 * GLOBAL_BATCH for rank in ranks)
+    assert steps[1] == steps[2] == steps[4]
+    assert sorted(i for batch in steps[1][0] for i in batch) == list(range(consumed, consumed + 8))
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_resume_at_any_count_gives_the_same_stream(workers: int) -> None:
+    whole = [numbers(batch) for batch, _ in zip(stream(micro_batch_size=2), range(32), strict=True)]
+    for done in (1, 2, 7, 31):
+        resumed = stream(micro_batch_size=2, consumed_samples=2 * done, num_workers=workers)
+        left = [numbers(next(resumed)) for _ in range(32 - done)]
+        assert left == whole[done:]
+        resumed.close()
+
+
+def test_resume_at_another_data_parallel_size_in_a_ramp_up() -> None:
+    """Global batches of 4, 4, 8, 8 samples on 1 rank; then on 2 ranks from the middle."""
+    one = stream(micro_batch_size=1)
+    steps = [[numbers(next(one))[0] for _ in range(size)] for size in (4, 4, 8, 8)]
+    ranks = [
+        stream(micro_batch_size=1, data_rank=r, data_size=2, consumed_samples=4) for r in (0, 1)
+    ]
+    for size, step in zip((4, 8, 8), steps[1:], strict=True):
+        found = [numbers(next(rank))[0] for _ in range(size // 2) for rank in ranks]
+        assert found == step
+
+
+def test_end_of_the_dataset_is_an_error() -> None:
+    batches = stream(10, micro_batch_size=4)
+    next(batches), next(batches)
+    with pytest.raises(ValueError, match="has 10 samples; 8 are consumed .* needs 4"):
+        next(batches)
+
+
+def test_read_ahead_does_not_raise_before_the_end() -> None:
+    batches = stream(10, micro_batch_size=2, num_workers=2)
+    assert [numbers(next(batches)) for _ in range(5)][-1] == (8, 9)
+    with pytest.raises(ValueError, match="10 are consumed"):
+        next(batches)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_leaves_the_global_random_state_alone(workers: int) -> None:
+    torch.manual_seed(1)
+    before = torch.get_rng_state()
+    batches = stream(micro_batch_size=2, num_workers=workers)
+    next(batches)
+    assert torch.equal(torch.get_rng_state(), before)
+    batches.close()
+
+
+def test_batches_through_workers() -> None:
+    dataset = MockGPTDataset(40, 16, 100, seed=1, eod_token=99)
+    collate = GPTCollator(99, True, True, True)
+    here = MicroBatches(dataset, collate, micro_batch_size=4)
+    there = MicroBatches(dataset, collate, micro_batch_size=4, num_workers=2)
+    for _ in range(10):
+        for a, b in zip(next(here), next(there), strict=True):
+            assert torch.equal(a, b)
+    there.close()
+
+
+def test_workers_outlive_the_signal_that_asks_the_trainer_to_save() -> None:
+    before = set(multiprocessing.active_children())
+    batches = stream(micro_batch_size=1, num_workers=2)
+    next(batches)
+    workers = set(multiprocessing.active_children()) - before
+    assert len(workers) == 2
+    for worker in workers:
+        assert worker.pid is not None
+        os.kill(worker.pid, signal.SIGTERM)
+        os.kill(worker.pid, signal.SIGUSR1)
+    assert [numbers(next(batches))[0] for _ in range(60)] == list(range(1, 61))
+    batches.close()
+    for worker in workers:
+        worker.join(10)
+        assert worker.exitcode == 0
+
+
+PROGRAM = """
+from test_loader import stream
+batches = stream(micro_batch_size=1, num_workers=2)
+next(batches)
+raise {error}
+"""
+
+
+@pytest.mark.parametrize(("error", "code"), [("SystemExit(3)", 3), ("ValueError('x')", 1)])
+def test_an_open_stream_does_not_keep_the_program_from_ending(error: str, code: int) -> None:
+    environment = dict(
+        os.environ, PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path])
+    )
+    program = [sys.executable, "-c", PROGRAM.format(error=error)]
+    result = subprocess.run(program, env=environment, timeout=60, capture_output=True)
+    assert result.returncode == code, result.stderr.decode()

@@ -1,0 +1,35 @@
+"""NullTokenizer."""
+
+import pytest
+
+from megatron.tokenizer.null import NullTokenizer
+
+
+def test_integers_between_white_space():
+    tokenizer = NullTokenizer(100)
+    assert tokenizer.tokenize(" 0 99\n\t7 ") == [0, 99, 7]
+    assert [ids.tolist() for ids in tokenizer.tokenize_batch(["1 2", ""])] == [[1, 2], []]
+    assert tokenizer.detokenize([0, 99, 100]) == "0 99 <eod>"
+
+
+@pytest.mark.parametrize("text, found", [("1 two", "'two'"), ("100", "id 100"), ("-1", "id -1")])
+def test_other_text(text, found):
+    with pytest.raises(ValueError, match=found):
+        NullTokenizer(100).tokenize(text)
+
+
+def test_id_outside():
+    with pytest.raises(ValueError, match="token id 101 is outside the vocabulary, 0 to 100"):
+        NullTokenizer(100).detokenize([101])
+
+
+def test_against_auto_tokenizer_of_saved_folder(tmp_path):
+    from transformers import AutoTokenizer
+
+    tokenizer = NullTokenizer(100)
+    tokenizer.save_pretrained(tmp_path)
+    reloaded = AutoTokenizer.from_pretrained(tmp_path)
+    text = " ".join(map(str, range(100)))
+    assert reloaded(text)["input_ids"] == tokenizer.tokenize(text)
+    assert reloaded.decode([3, 4, 100]) == tokenizer.detokenize([3, 4, 100])
+    assert reloaded.eos_token_id == tokenizer.eod

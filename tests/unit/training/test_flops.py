@@ -1,0 +1,138 @@
+"""FLOP counts against torch's own counter and against published formulas."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from megatron.training.flops import (
+    TransformerShape,
+    measure_matmul_peak,
+    peak_flops,
+    peak_flops_of,
+)
+
+SHAPES = {
+    "gpt2": TransformerShape(2, 32, 128, 4, 4, 8, 16, 64),
+    "grouped": TransformerShape(3, 32, 96, 4, 2, 8, 24, 80),
+    "gated": TransformerShape(1, 48, 80, 6, 1, 16, 20, 128, swiglu=True),
+}
+
+
+class PlainBlock(nn.Module):
+    """A block in plain torch whose attention multiplies the whole score matrix."""
+
+    def __init__(self, shape: TransformerShape) -> None:
+        super().__init__()
+        self.shape = shape
+        query, kv = (
+            n * shape.kv_channels for n in (shape.num_attention_heads, shape.num_query_groups)
+        )
+        self.query = nn.Linear(shape.hidden_size, query)
+        self.key = nn.Linear(shape.hidden_size, kv)
+        self.value = nn.Linear(shape.hidden_size, kv)
+        self.out = nn.Linear(query, shape.hidden_size)
+        self.up = nn.Linear(shape.hidden_size, shape.ffn_hidden_size)
+        self.gate = nn.Linear(shape.hidden_size, shape.ffn_hidden_size) if shape.swiglu else None
+        self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size)
+
+    def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
+        def heads(tensor, count):
+            return tensor.unflatten(-1, (count, -1)).transpose(1, 2)
+
+        shape = self.shape
+        repeats = shape.num_attention_heads // shape.num_query_groups
+        query = heads(self.query(hidden_BSH), shape.num_attention_heads)
+        key = heads(self.key(hidden_BSH), shape.num_query_groups).repeat_interleave(repeats, 1)
+        value = heads(self.value(hidden_BSH), shape.num_query_groups).repeat_interleave(repeats, 1)
+        mixed = (query @ key.transpose(-1, -2)).softmax(-1) @ value
+        hidden_BSH = hidden_BSH + self.out(mixed.transpose(1, 2).flatten(2))
+        inner = F.gelu(self.up(hidden_BSH))
+        if self.gate is not None:
+            inner = inner * self.gate(hidden_BSH)
+        return hidden_BSH + self.down(inner)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_against_torch_flop_counter(name):
+    shape, samples = SHAPES[name], 3
+    embedding = nn.Embedding(shape.padded_vocab_size, shape.hidden_size)
+    blocks = nn.Sequential(*(PlainBlock(shape) for _ in range(shape.num_layers)))
+    tokens_BS = torch.randint(shape.padded_vocab_size, (samples, shape.seq_length))
+    with FlopCounterMode(display=False) as counter:
+        logits = F.linear(blocks(embedding(tokens_BS)), embedding.weight)
+        logits.sum().backward()
+    assert shape.flops_per_step(samples, causal=False) == counter.get_total_flops()
+
+
+def test_against_narayanan_2021():
+    """72 B s L h^2 (1 + s / 6h + V / 12 h L), the formula of GPT with an MLP four times as wide."""
+    layers, hidden, seq, vocab, samples = 24, 2048, 1024, 51200, 7
+    shape = TransformerShape(layers, hidden, 4 * hidden, 16, 16, hidden // 16, seq, vocab)
+    published = (
+        72
+        * samples
+        * seq
+        * layers
+        * hidden**2
+        * (1 + seq / (6 * hidden) + vocab / (12 * hidden * layers))
+    )
+    assert shape.flops_per_step(samples, causal=False) == pytest.approx(published, rel=1e-12)
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_causal_halves_attention_and_nothing_else(name):
+    shape = SHAPES[name]
+    whole, half = (shape.flops_per_token(causal=causal) for causal in (False, True))
+    # Two products, forward and twice backward, of 2 x sequence x query width operations.
+    attention = (
+        3
+        * 2
+        * 2
+        * shape.seq_length
+        * shape.num_attention_heads
+        * shape.kv_channels
+        * shape.num_layers
+    )
+    assert whole - half == attention / 2
+
+
+@pytest.mark.parametrize(
+    "name, peak",
+    [
+        ("NVIDIA A100-SXM4-80GB", 312e12),
+        ("NVIDIA A10", 125e12),
+        ("NVIDIA A10G", None),
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H100 PCIe", 756e12),
+        ("NVIDIA H200", 989e12),
+        ("NVIDIA H200 NVL", 835.5e12),
+        ("NVIDIA H20", 148e12),
+        ("NVIDIA GH200 480GB", 989e12),
+        ("NVIDIA B200", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA L4", 121e12),
+        ("NVIDIA L40S", 362e12),
+        ("NVIDIA GeForce RTX 4090", 165.2e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("Tesla V100-SXM2-16GB", 125e12),
+        ("AMD Instinct MI300X", 1307.4e12),
+        ("NVIDIA H1000", None),
+        ("", None),
+    ],
+)
+def test_peak_by_device_name(name, peak):
+    assert peak_flops_of(name) == peak
+
+
+def test_cpu_has_no_known_peak():
+    assert peak_flops(torch.device("cpu")) is None
+
+
+def test_measured_peak_is_what_a_matmul_reaches():
+    peak = measure_matmul_peak(torch.float32, torch.device("cpu"), seconds=0.2)
+    # From an emulated core to a large server.
+    assert 1e8 < peak < 1e14

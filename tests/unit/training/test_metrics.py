@@ -1,0 +1,199 @@
+"""Interval arithmetic on a clock set by hand, and the texts that people's scripts look for."""
+
+from __future__ import annotations
+
+import math
+import re
+
+import pytest
+import torch
+
+from megatron.training.metrics import (
+    EvaluationMetrics,
+    IntervalMeter,
+    StepMetrics,
+    memory_use,
+)
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def meter(clock: Clock, **changes) -> IntervalMeter:
+    values = {
+        "train_iters": 100,
+        "flops_per_token": 1e9,
+        "device": CPU,
+        "devices": 2,
+        "peak_flops": 4e12,
+        "clock": clock,
+    }
+    return IntervalMeter(**(values | changes))
+
+
+def step(loss: float | torch.Tensor = 2.0, **changes) -> StepMetrics:
+    values = {
+        "loss": torch.as_tensor(loss),
+        "samples": 16,
+        "tokens": 16 * 128,
+        "learning_rate": 1.5e-4,
+        "weight_decay": 0.1,
+        "grad_norm": 1.234,
+    }
+    return StepMetrics(**(values | changes))
+
+
+def finish(interval: IntervalMeter):
+    return interval.finish(iteration=10, consumed_samples=160, consumed_tokens=20480)
+
+
+def test_rates_against_numbers_by_hand():
+    clock = Clock()
+    interval = meter(clock)
+    for loss in (1.0, 2.0, 6.0, 3.0):
+        clock.now += 0.5
+        interval.add(step(loss))
+    metrics = finish(interval)
+    assert metrics.steps == 4
+    assert metrics.loss == 3.0
+    assert metrics.seconds == pytest.approx(2.0)
+    assert metrics.samples_per_second == pytest.approx(4 * 16 / 2)
+    assert metrics.tokens_per_second_per_device == pytest.approx(4 * 16 * 128 / 2 / 2)
+    assert metrics.tflops_per_device == pytest.approx(2048 * 1e9 / 1e12)
+    assert metrics.mfu == pytest.approx(2.048 / 4)
+    assert metrics.row()["seconds_per_iteration"] == pytest.approx(0.5)
+
+
+def test_last_step_counts_for_rates_and_norm():
+    interval = meter(Clock())
+    interval.add(step(grad_norm=9.0, learning_rate=1.0, samples=8))
+    interval.add(step(grad_norm=torch.tensor(0.5), learning_rate=2.0, loss_scale=64.0))
+    metrics = finish(interval)
+    assert (metrics.grad_norm, metrics.learning_rate) == (0.5, 2.0)
+    assert (metrics.global_batch_size, metrics.loss_scale) == (16, 64.0)
+
+
+def test_bad_and_skipped_steps_are_counted_and_stay_out_of_the_mean():
+    interval = meter(Clock())
+    for loss, skipped in ((1.0, False), (math.nan, True), (math.inf, False), (3.0, True)):
+        interval.add(step(loss, skipped=skipped))
+    metrics = finish(interval)
+    assert (metrics.loss, metrics.nan_steps, metrics.skipped_steps) == (2.0, 2, 2)
+
+
+def test_interval_of_nan_losses_only():
+    interval = meter(Clock())
+    interval.add(step(math.nan))
+    metrics = finish(interval)
+    assert math.isnan(metrics.loss)
+    assert "lm loss: NAN |" in metrics.line()
+
+
+def test_next_interval_starts_where_the_last_ended():
+    clock = Clock()
+    interval = meter(clock)
+    clock.now += 3
+    interval.add(step(1.0))
+    assert finish(interval).seconds == pytest.approx(3)
+    clock.now += 1
+    interval.add(step(5.0))
+    second = finish(interval)
+    assert (second.steps, second.loss) == (1, 5.0)
+    assert second.seconds == pytest.approx(1)
+
+
+def test_pauses_do_not_count():
+    clock = Clock()
+    interval = meter(clock)
+    clock.now += 1
+    with interval.paused():
+        clock.now += 50
+    clock.now += 1
+    interval.add(step())
+    assert finish(interval).seconds == pytest.approx(2)
+
+
+def test_steps_are_added_without_reading_the_device():
+    """A meta tensor has no value to read: adding it works, ending the interval cannot."""
+    interval = meter(Clock())
+    interval.add(step(torch.empty((), device="meta"), grad_norm=torch.empty((), device="meta")))
+    with pytest.raises((NotImplementedError, RuntimeError)):
+        finish(interval)
+
+
+def test_losses_keep_no_graph_and_may_be_half_precision():
+    interval = meter(Clock())
+    interval.add(step(torch.tensor([2.5], dtype=torch.bfloat16, requires_grad=True) * 2))
+    assert finish(interval).loss == 5.0
+
+
+def test_line_has_megatrons_key_texts():
+    clock = Clock()
+    interval = meter(clock)
+    clock.now += 0.1234
+    interval.add(step(10.0))
+    line = finish(interval).line()
+    assert line.startswith(
+        " iteration       10/     100 | consumed samples:          160 | "
+        "consumed tokens:        20480 | elapsed time per iteration (ms): 123.4 | "
+        "learning rate: 1.500E-04 | global batch size:    16 | lm loss: 1.000000E+01 | "
+        "loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 | "
+        "number of nan iterations:   0 | samples per second: 129.660 | "
+        "tokens per second per device: 8298.2 | TFLOP/s per device: 8.298 | MFU: 207.5% | memory"
+    )
+    assert line.endswith(" |")
+    # As users' scripts take it apart.
+    assert re.search(r"iteration\s+(\d+)/\s*(\d+)", line).groups() == ("10", "100")
+    assert float(re.search(r"lm loss: ([\d.E+-]+)", line)[1]) == 10.0
+
+
+def test_unknown_values_are_left_out_of_the_line_and_null_in_the_row():
+    interval = meter(Clock(), peak_flops=None)
+    interval.add(step(grad_norm=None))
+    metrics = finish(interval)
+    assert "MFU" not in metrics.line()
+    assert "grad norm" not in metrics.line()
+    assert (metrics.row()["mfu"], metrics.row()["grad_norm"]) == (None, None)
+
+
+def test_evaluation_line():
+    metrics = EvaluationMetrics(iteration=10, loss=math.log(50))
+    assert metrics.line() == (
+        " validation loss at iteration 10 | lm loss value: 3.912023E+00 | "
+        "lm loss PPL: 5.000000E+01 |"
+    )
+    assert "iteration 10 on test set |" in EvaluationMetrics(10, 1.0, test=True).line()
+
+
+@pytest.mark.parametrize(
+    "loss, perplexity", [(1.0, math.e), (21.0, math.exp(20)), (math.inf, math.exp(20))]
+)
+def test_perplexity_does_not_overflow(loss, perplexity):
+    assert EvaluationMetrics(1, loss).perplexity == pytest.approx(perplexity)
+
+
+def test_perplexity_of_nan_is_nan():
+    assert math.isnan(EvaluationMetrics(1, math.nan).perplexity)
+
+
+def test_memory_on_cpu_is_the_peak_resident_set_in_bytes():
+    psutil = pytest.importorskip("psutil")
+    use = memory_use(CPU)
+    assert use.reserved is None
+    # At least about what is resident now, at most twice: the unit is right.
+    assert 0.9 * psutil.Process().memory_info().rss < use.allocated < 64 * 2**30
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_on_cuda_is_the_allocators_peak():
+    device = torch.device("cuda", 0)
+    kept = torch.empty(2**24, dtype=torch.uint8, device=device)
+    use = memory_use(device)
+    assert kept.numel() <= use.allocated <= use.reserved

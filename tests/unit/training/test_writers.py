@@ -1,0 +1,287 @@
+"""Writers read back: JSON lines as JSON, events through TensorBoard's own accumulator."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import math
+import sys
+import types
+
+import pytest
+from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
+
+from megatron.config.logging import LoggingConfig
+from megatron.training.metrics import EvaluationMetrics, IntervalMetrics, MemoryUse
+from megatron.training.writers import (
+    TAGS,
+    JsonLinesWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    build_writers,
+)
+
+
+def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
+    return IntervalMetrics(
+        iteration=iteration,
+        train_iters=100,
+        consumed_samples=16 * iteration,
+        consumed_tokens=2048 * iteration,
+        steps=1,
+        loss=loss,
+        grad_norm=None,
+        learning_rate=1e-4,
+        weight_decay=0.1,
+        global_batch_size=16,
+        loss_scale=1.0,
+        skipped_steps=0,
+        nan_steps=0,
+        seconds=0.5,
+        samples_per_second=32.0,
+        tokens_per_second_per_device=4096.0,
+        tflops_per_device=1.0,
+        mfu=None,
+        memory=MemoryUse(2**30, None),
+    )
+
+
+def write_train(writer, iterations, loss=2.0) -> None:
+    for iteration in iterations:
+        row = interval(iteration, loss).row()
+        writer.scalars("train", iteration, row, samples=16 * iteration, tokens=2048 * iteration)
+
+
+def rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+# JSON lines
+
+
+def test_row_has_kind_clock_and_values(tmp_path):
+    path = tmp_path / "new" / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    write_train(writer, [3])
+    writer.scalars("validation", 3, EvaluationMetrics(3, 1.0).row(), samples=48, tokens=6144)
+    # Whole before close: a killed run keeps its rows.
+    train, validation = rows(path)
+    clock = {"iteration": 3, "consumed_samples": 48, "consumed_tokens": 6144}
+    assert train == {"kind": "train", **clock, **interval(3).row()}
+    assert validation == {
+        "kind": "validation",
+        **clock,
+        "loss": 1.0,
+        "perplexity": pytest.approx(math.e),
+    }
+    writer.close()
+
+
+def test_nan_and_infinity_are_null(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    writer.scalars("train", 1, {"loss": math.nan, "grad_norm": math.inf}, samples=1, tokens=1)
+    writer.close()
+    assert rows(path)[0]["loss"] is None
+    assert rows(path)[0]["grad_norm"] is None
+
+
+def test_resumed_file_has_one_row_per_step(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for first, last, loss in ((1, 8, 1.0), (6, 9, 2.0), (6, 10, 3.0)):
+        writer = JsonLinesWriter(path, resume_iteration=first - 1)
+        if first > 1:
+            writer.scalars("resume", first - 1, {}, samples=0, tokens=0)
+        write_train(writer, range(first, last + 1), loss)
+        writer.close()
+    train = [row for row in rows(path) if row["kind"] == "train"]
+    assert [row["iteration"] for row in train] == list(range(1, 11))
+    assert [row["loss"] for row in train] == [1.0] * 5 + [3.0] * 5
+    assert [row["iteration"] for row in rows(path) if row["kind"] == "resume"] == [5]
+    assert [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_torn_last_line_is_dropped_on_resume_and_said(tmp_path, caplog):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    write_train(writer, [1, 2])
+    writer.close()
+    path.write_bytes(path.read_bytes() + b'{"kind": "train", "itera')
+    with caplog.at_level(logging.WARNING):
+        writer = JsonLinesWriter(path, resume_iteration=2)
+    write_train(writer, [3])
+    writer.close()
+    assert [row["iteration"] for row in rows(path)] == [1, 2, 3]
+    assert "broken line 3" in caplog.text
+
+
+def test_last_line_without_newline_does_not_swallow_the_next(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = JsonLinesWriter(path)
+    write_train(writer, [1])
+    writer.close()
+    path.write_bytes(path.read_bytes().rstrip(b"\n"))
+    writer = JsonLinesWriter(path, resume_iteration=1)
+    write_train(writer, [2])
+    writer.close()
+    assert [row["iteration"] for row in rows(path)] == [1, 2]
+
+
+def test_fresh_run_moves_the_old_file_aside(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    for loss in (1.0, 2.0, 3.0):
+        writer = JsonLinesWriter(path)
+        write_train(writer, [1], loss)
+        writer.close()
+    names = ("metrics.jsonl", "metrics.jsonl.1", "metrics.jsonl.2")
+    assert [rows(tmp_path / name)[0]["loss"] for name in names] == [3.0, 1.0, 2.0]
+
+
+# TensorBoard
+
+
+def events(folder) -> dict[str, list[tuple[int, float]]]:
+    accumulator = EventAccumulator(str(folder), size_guidance={"tensors": 0})
+    accumulator.Reload()
+    return {
+        tag: [(event.step, event.tensor_proto.float_val[0]) for event in accumulator.Tensors(tag)]
+        for tag in accumulator.Tags()["tensors"]
+    }
+
+
+def tensorboard_config(tmp_path, **changes) -> LoggingConfig:
+    return dataclasses.replace(LoggingConfig(), tensorboard_dir=str(tmp_path / "tb"), **changes)
+
+
+def test_resumed_curves_are_not_doubled(tmp_path):
+    logging = tensorboard_config(tmp_path)
+    for first, last, loss in ((1, 8, 1.0), (6, 9, 2.0), (8, 10, 3.0)):
+        writer = TensorBoardWriter(logging, first - 1, 16 * (first - 1))
+        write_train(writer, range(first, last + 1), loss)
+        writer.close()
+    losses = [1.0] * 5 + [2.0] * 2 + [3.0] * 3
+    assert events(tmp_path / "tb")["lm loss"] == list(zip(range(1, 11), losses, strict=True))
+    assert events(tmp_path / "tb" / "vs_samples")["lm loss vs samples"] == list(
+        zip(range(16, 176, 16), losses, strict=True)
+    )
+
+
+def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
+    def tags(name, **flags):
+        logging = tensorboard_config(tmp_path / name, **flags)
+        writer = TensorBoardWriter(logging)
+        write_train(writer, [1])
+        writer.scalars("validation", 1, EvaluationMetrics(1, 1.0).row(), samples=16, tokens=1)
+        writer.scalars("resume", 1, {}, samples=16, tokens=1)
+        writer.close()
+        return set(events(tmp_path / name / "tb"))
+
+    throughput = {"samples-per-second", "tokens-per-second-per-device", "throughput"}
+    always = {"lm loss", "lm loss validation", "weight-decay"} | throughput
+    assert tags("default") == always | {"learning-rate", "loss-scale"}
+    assert tags(
+        "other",
+        log_learning_rate_to_tensorboard=False,
+        log_loss_scale_to_tensorboard=False,
+        log_batch_size_to_tensorboard=True,
+        log_timers_to_tensorboard=True,
+        log_validation_ppl_to_tensorboard=True,
+        log_memory_to_tensorboard=True,
+    ) == always | {
+        "batch-size",
+        "iteration-time",
+        "lm loss validation ppl",
+        "mem-max-allocated-bytes",
+    }
+
+
+def test_tensorboard_interval_thins_training_and_not_validation(tmp_path):
+    writer = TensorBoardWriter(tensorboard_config(tmp_path, tensorboard_log_interval=3))
+    write_train(writer, range(1, 8))
+    writer.scalars("validation", 7, {"loss": 1.0}, samples=1, tokens=1)
+    writer.close()
+    found = events(tmp_path / "tb")
+    assert [step for step, _ in found["lm loss"]] == [3, 6]
+    assert [step for step, _ in found["lm loss validation"]] == [7]
+
+
+def test_every_tag_belongs_to_a_value_that_is_reported():
+    assert set(TAGS["train"]) <= set(interval(1).row())
+    for kind in ("validation", "test"):
+        assert set(TAGS[kind]) == set(EvaluationMetrics(1, 1.0).row())
+
+
+# Weights & Biases
+
+
+class FakeRun:
+    def __init__(self) -> None:
+        self.logged: list[tuple[int, dict]] = []
+        self.finished = False
+
+    def log(self, values, step):
+        self.logged.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_wandb_gets_flags_configuration_and_tags(monkeypatch, tmp_path):
+    run, given = FakeRun(), {}
+
+    def init(**arguments):
+        given.update(arguments)
+        return run
+
+    fake = types.ModuleType("wandb")
+    fake.init = init
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    folder = tmp_path / "wandb files"
+    config = dataclasses.replace(
+        LoggingConfig(),
+        wandb_project="gpt",
+        wandb_exp_name="first",
+        wandb_save_dir=str(folder),
+        wandb_entity="us",
+    )
+    writer = build_writers(config, configuration={"lr": 1.0})
+    writer.scalars("train", 4, {"loss": 2.0, "grad_norm": None}, samples=8, tokens=9)
+    writer.scalars("resume", 4, {}, samples=8, tokens=9)
+    writer.close()
+    assert given == {
+        "project": "gpt",
+        "entity": "us",
+        "name": "first",
+        "group": "first",
+        "dir": str(folder),
+        "config": {"lr": 1.0},
+    }
+    assert folder.is_dir()
+    assert run.logged == [(4, {"lm loss": 2.0, "samples": 8, "tokens": 9})]
+    assert run.finished
+
+
+def test_missing_wandb_names_package_and_flags(monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    config = dataclasses.replace(LoggingConfig(), wandb_project="gpt")
+    with pytest.raises(ValueError, match=r"--wandb-project gpt .*pip install wandb"):
+        WandbWriter(config)
+
+
+# Together
+
+
+def test_nothing_asked_for_writes_nothing():
+    writer = build_writers(LoggingConfig())
+    write_train(writer, [1])
+    writer.close()
+
+
+def test_all_that_is_asked_for_gets_the_values(tmp_path):
+    config = tensorboard_config(tmp_path, metrics_file=str(tmp_path / "metrics.jsonl"))
+    writer = build_writers(config, resume_iteration=0)
+    write_train(writer, [1, 2])
+    writer.close()
+    assert len(rows(tmp_path / "metrics.jsonl")) == 2
+    assert len(events(tmp_path / "tb")["lm loss"]) == 2

@@ -1,0 +1,40 @@
+#!/usr/bin/env python
+"""Turns JSON lines into the indexed files that training reads.
+
+    python tools/preprocess_data.py --input corpus.jsonl.zst --output-prefix data/corpus \
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
+        --append-eod
+"""
+
+import sys
+from collections.abc import Sequence
+
+from megatron.config import TokenizerConfig, parse_configs
+from megatron.data.preprocessing import PreprocessConfig, Summary, preprocess
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, tokenizer_config = parse_configs(
+        (PreprocessConfig, TokenizerConfig),
+        argv,
+        description="Turns JSON lines into the indexed files that training reads.",
+    )
+    try:
+        summary = preprocess(config, tokenizer_config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"preprocess_data.py: error: {error}")
+    report(summary)
+
+
+def report(summary: Summary) -> None:
+    for key in summary.keys.values():
+        empty = f" ({key.empty:,} empty ones left out)" if key.empty else ""
+        print(
+            f"{key.prefix}.bin/.idx: {key.documents:,} documents{empty}, {key.tokens:,} tokens, "
+            f"{key.text_bytes:,} bytes, {summary.seconds:.1f} seconds, "
+            f"{key.tokens / key.text_bytes:.4f} tokens per byte"
+        )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,122 @@
+#!/usr/bin/env python
+"""Learns a vocabulary, vocab.json and merges.txt, from text or JSON-lines files.
+
+python tools/train_tokenizer.py --input 'corpus/*.jsonl' --vocab-size 8000 --output tokenizer
+"""
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.config import ConfigError, parse_configs
+from megatron.config.flags import option
+from megatron.data.preprocessing.inputs import (
+    JSON_ENDINGS,
+    LineBatch,
+    expand_inputs,
+    read_batches,
+    total_bytes,
+)
+from megatron.data.preprocessing.progress import Progress
+from megatron.data.preprocessing.records import BadLine, texts_of_line
+from megatron.tokenizer.train import TRAINERS
+
+
+@dataclass(frozen=True)
+class TrainTokenizerConfig:
+    """Tokenizer training: which text, and how large a vocabulary."""
+
+    input: tuple[str, ...] = option(())
+    """Files, globs or folders, plain or packed by gzip or zstd. Names in .json or .jsonl (then .gz
+    or .zst) are JSON lines, others are text. Of a folder, *.json, *.jsonl and *.txt are read."""
+    json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key",))
+    """Keys of the texts in JSON lines."""
+    vocab_size: int | None = option(None)
+    """Number of tokens, the 256 bytes and <|endoftext|> included."""
+    output: str | None = option(None)
+    """Folder for vocab.json, merges.txt and the files of Hugging Face."""
+    min_frequency: int = option(2)
+    """A pair is merged only when it occurs this often."""
+    tokenizer_type: str = option("GPT2BPETokenizer", choices=tuple(TRAINERS))
+    """Kind of tokenizer."""
+
+    def check(self) -> None:
+        for flag, value in (
+            ("--input", self.input),
+            ("--vocab-size", self.vocab_size),
+            ("--output", self.output),
+        ):
+            if not value:
+                raise ConfigError(f"{flag} is missing")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (config,) = parse_configs(
+        (TrainTokenizerConfig,), argv, description="Learns a vocabulary from text."
+    )
+    try:
+        train(config)
+    except (ValueError, OSError) as error:
+        sys.exit(f"train_tokenizer.py: error: {error}")
+
+
+def train(config: TrainTokenizerConfig) -> None:
+    config.check()
+    assert config.vocab_size is not None and config.output is not None
+    paths = expand_inputs(config.input, (*JSON_ENDINGS, ".txt"))
+    start = time.monotonic()
+    tokenizer = TRAINERS[config.tokenizer_type](
+        read_texts(paths, config.json_keys), config.vocab_size, config.min_frequency
+    )
+    tokenizer.save_pretrained(config.output)
+    if tokenizer.vocab_size < config.vocab_size:
+        print(
+            f"--vocab-size {config.vocab_size:,} is not reached: no more pairs occur "
+            f"{config.min_frequency} times (--min-frequency); give more text or a smaller size",
+            file=sys.stderr,
+        )
+    print(
+        f"{config.output}: vocab.json and merges.txt, {tokenizer.vocab_size:,} tokens, from "
+        f"{len(paths):,} files in {time.monotonic() - start:.1f} seconds"
+    )
+
+
+def read_texts(paths: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
+    """The texts of all files, a bounded part of them at a time; shows progress on stderr."""
+    progress = Progress(total_bytes(paths), log_interval=1)
+    for batch in read_batches(paths, max_lines=10_000):
+        is_json = batch.path.name.removesuffix(".gz").removesuffix(".zst").endswith(JSON_ENDINGS)
+        texts = json_texts(batch, keys) if is_json else [plain_text(batch)]
+        yield from texts
+        progress.update(len(texts), sum(map(len, batch.lines)), batch.position)
+    progress.close()
+    print(f"read {total_bytes(paths) / 1e6:,.1f} MB; learning the merges", file=sys.stderr)
+
+
+def json_texts(batch: LineBatch, keys: Sequence[str]) -> list[str]:
+    texts: list[str] = []
+    for number, line in enumerate(batch.lines, batch.first_line):
+        if line.isspace():
+            continue
+        found = texts_of_line(line, number, keys)
+        if isinstance(found, BadLine):
+            raise ValueError(
+                f"--input {batch.path}, line {number}: {found.reason} ({found.detail})"
+            )
+        texts += found
+    return texts
+
+
+def plain_text(batch: LineBatch) -> str:
+    try:
+        return b"".join(batch.lines).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"--input {batch.path} is not UTF-8 text, after line {batch.first_line - 1}: {error}"
+        ) from None
+
+
+if __name__ == "__main__":
+    main()
