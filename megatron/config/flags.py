@@ -124,7 +124,9 @@ class _Record(argparse.Action):
             values = self.const
         elif isinstance(values, list):
             values = tuple(values)
-        if previous is not None and previous.value != values:
+        # The same flag again overrides, as scripts that append to a common line expect.
+        other_name = previous is not None and previous.origin != f"flag {option_string}"
+        if other_name and previous.value != values:
             parser.error(
                 f"{previous.origin.removeprefix('flag ')} {previous.value} and {option_string} "
                 f"{values} set the same thing; give one of them"

@@ -73,6 +73,8 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
     )
     try:
         yield build_groups(config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+        # A process that leaves while another is still in a collective can take that one down.
+        dist.barrier()
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -97,8 +99,6 @@ def prepare_deepspeed() -> None:
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
-    if not torch.cuda.is_available():
-        os.environ.setdefault("DS_ACCELERATOR", "cpu")
     # Deprecations inside DeepSpeed and torch say nothing that a user could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     _refuse_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.engine.deepspeed_json import Json, for_engine
+from megatron.engine.environment import is_main_process
 from megatron.engine.gradient_norm import clip_gradients, gradient_norm
 from megatron.engine.mpu import Mpu
 from megatron.engine.optimizer import build_optimizer, set_rates
@@ -93,7 +94,7 @@ class TrainEngine:
         if self.stage == 0 and device.type != "cpu":
             self.model.to(device)
         if config.training.torch_compile:
-            compile_blocks(self.model)
+            compile_blocks(self.model, device)
         self.optimizer = build_optimizer(self.names, config.optimizer, fused=self._fused(settings))
         self.engine, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.optimizer, config=settings, mpu=Mpu(groups)
@@ -253,7 +254,18 @@ def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
     return lambda: update(False)
 
 
-def compile_blocks(model: LayerStack) -> None:
-    """Compiles every block in place; without a compiler the blocks stay eager, said in a line."""
-    for module in model.children():
-        module.compile()
+def compile_blocks(model: LayerStack, device: torch.device) -> None:
+    """Compiles every block in place; without a compiler they stay eager, said in a line."""
+    if device.type == "cpu":
+        # Seconds to import, and needed here only.
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            if is_main_process():
+                print("--torch-compile: no C++ compiler found; the blocks run eagerly", flush=True)
+            return
+    for block in model.blocks():
+        block.compile()

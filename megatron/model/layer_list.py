@@ -113,6 +113,14 @@ class LayerStack(nn.Module):
             stream = step(stream)
         return stream
 
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks, in order."""
+        return [
+            self._modules[str(place)]  # type: ignore[misc]
+            for place, recipe in enumerate(self.recipes)
+            if recipe.block
+        ]
+
     def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of every parameter once, in registration order."""
         names = canonical_prefixes(self.recipes)

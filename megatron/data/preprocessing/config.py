@@ -13,8 +13,8 @@ class PreprocessConfig:
     """Preprocessing: which text, and how it is turned into documents."""
 
     input: tuple[str, ...] = option(())
-    """JSON-lines files, plain or packed by gzip or zstd: paths, globs, or folders (all *.jsonl and
-    *.json, *.gz, *.zst below them), in this order."""
+    """JSON-lines files, plain or packed by gzip or zstd: paths, globs, or folders (every
+    *.jsonl and *.json below them, packed or not), in this order."""
     json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key",))
     """Keys of the texts; each makes a dataset of its own."""
     output_prefix: str | None = option(None)

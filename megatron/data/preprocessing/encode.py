@@ -1,13 +1,9 @@
-"""What a worker does: a batch of lines to token ids."""
+"""A batch of lines to token ids."""
 
 from __future__ import annotations
 
-import os
-import signal
-import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from multiprocessing import connection, parent_process
 from pathlib import Path
 
 import numpy as np
@@ -65,7 +61,7 @@ class Encoder:
 
     def __init__(self, config: EncodeConfig) -> None:
         """Raises what `build_tokenizer`, `Tokenizer.eod` and `build_splitter` raise."""
-        self._config = config
+        self.config = config
         self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
         self.dtype = best_dtype(self._tokenizer.vocab_size)
         self._eod: npt.NDArray[np.int32] | None = None
@@ -79,20 +75,20 @@ class Encoder:
             self._split = build_splitter(config.splitter, config.lang, config.keep_newlines)
 
     def __call__(self, batch: LineBatch) -> EncodedBatch:
-        columns: list[list[str]] = [[] for _ in self._config.keys]
+        columns: list[list[str]] = [[] for _ in self.config.keys]
         numbers: list[int] = []
         bad: list[BadLine] = []
         for number, line in enumerate(batch.lines, batch.first_line):
             if line.isspace():
                 continue
-            texts = texts_of_line(line, number, self._config.keys)
+            texts = texts_of_line(line, number, self.config.keys)
             if isinstance(texts, list):
                 numbers.append(number)
                 for column, text in zip(columns, texts, strict=True):
                     column.append(text)
             else:
                 bad.append(texts)
-                if self._config.stop_at_bad_line:
+                if self.config.stop_at_bad_line:
                     break
         try:
             documents = [self._documents(column) for column in columns]
@@ -144,30 +140,3 @@ class Encoder:
                 for column, text in zip(usable, texts, strict=True):
                     column.append(text)
         return usable, bad
-
-
-class _Worker:
-    """The encoder of a worker process; it is made once there, not sent with every batch."""
-
-    encoder: Encoder
-
-
-def start_worker(config: EncodeConfig) -> None:
-    """Prepares a process for `encode_in_worker`."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees the Ctrl-C and ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    threading.Thread(target=_exit_with_parent, daemon=True).start()
-    _Worker.encoder = Encoder(config)
-
-
-def encode_in_worker(batch: LineBatch) -> EncodedBatch:
-    """Encodes a batch in a process that `start_worker` has prepared."""
-    return _Worker.encoder(batch)
-
-
-def _exit_with_parent() -> None:
-    """A killed parent closes no pipe that its workers wait on: without this they wait for ever."""
-    parent = parent_process()
-    assert parent is not None
-    connection.wait([parent.sentinel])
-    os._exit(1)

@@ -16,7 +16,7 @@ import zstandard
 
 JSON_ENDINGS = (".jsonl", ".json")
 _PACKED = (".gz", ".zst")
-_BATCH_BYTES = 4 << 20
+_BATCH_BYTES = 1 << 20
 _BUFFER = 1 << 20
 
 
@@ -68,7 +68,7 @@ def total_bytes(paths: Sequence[Path]) -> int:
 
 
 def read_batches(paths: Sequence[Path], max_lines: int) -> Iterator[LineBatch]:
-    """All lines of all files, `max_lines` or about 4 MiB at a time.
+    """All lines of all files, `max_lines` or about 1 MiB at a time.
 
     Raises:
         ValueError: a packed file is damaged or cut short; the message names it.

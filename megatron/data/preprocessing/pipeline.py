@@ -2,42 +2,32 @@
 
 from __future__ import annotations
 
-import dataclasses
-import multiprocessing
 import os
 import sys
-from collections import Counter, deque
-from collections.abc import Generator, Iterable
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from collections.abc import Generator
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
-from itertools import islice
 from pathlib import Path
 
 from megatron.config import TokenizerConfig
 from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.preprocessing.bad_lines import BadLineReport
 from megatron.data.preprocessing.config import PreprocessConfig
 from megatron.data.preprocessing.encode import (
     EncodeConfig,
     EncodedBatch,
+    EncodedDocuments,
     Encoder,
-    encode_in_worker,
-    start_worker,
 )
 from megatron.data.preprocessing.inputs import (
     JSON_ENDINGS,
-    LineBatch,
     expand_inputs,
     read_batches,
     total_bytes,
 )
+from megatron.data.preprocessing.pool import encode_in_processes
 from megatron.data.preprocessing.progress import Progress
-from megatron.data.preprocessing.records import BadLine
 from megatron.data.preprocessing.sentences import available_splitter
-
-_BATCHES_PER_WORKER = 3
-_BAD_LINES_SHOWN = 5
 
 
 @dataclass(frozen=True)
@@ -46,13 +36,24 @@ class KeySummary:
 
     prefix: str
     """Of the .bin and .idx."""
-    documents: int
-    sequences: int
-    tokens: int
-    text_bytes: int
+    documents: int = 0
+    sequences: int = 0
+    tokens: int = 0
+    text_bytes: int = 0
     """UTF-8 bytes of the texts."""
-    empty: int
+    empty: int = 0
     """Texts without a token, left out."""
+
+    def plus(self, part: EncodedDocuments) -> KeySummary:
+        """After `part` has been written, too."""
+        return KeySummary(
+            self.prefix,
+            self.documents + len(part.sequences_per_document),
+            self.sequences + len(part.sequence_lengths),
+            self.tokens + len(part.tokens),
+            self.text_bytes + part.text_bytes,
+            self.empty + part.empty,
+        )
 
 
 @dataclass(frozen=True)
@@ -91,50 +92,50 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> S
     )
     encoder = Encoder(encode_config)
     workers = config.workers or _usable_processors()
+    input_bytes = total_bytes(paths)
     if config.dataset_impl != "mmap":
         _say(f"--dataset-impl {config.dataset_impl}: the mmap format is written instead")
-    _say(f"{len(paths):,} files, {total_bytes(paths) / 1e6:,.1f} MB, {workers} workers")
+    _say(f"input files: {len(paths):,}, {input_bytes / 1e6:,.1f} MB; worker processes: {workers}")
 
-    progress = Progress(total_bytes(paths), config.log_interval)
-    bad = _BadLines(stop=encode_config.stop_at_bad_line)
     level = "sentence" if config.split_sentences else "document"
-    prefixes = {key: f"{config.output_prefix}_{key}_{level}" for key in config.json_keys}
-    summaries = {key: KeySummary(prefix, 0, 0, 0, 0, 0) for key, prefix in prefixes.items()}
+    keys = {key: KeySummary(f"{config.output_prefix}_{key}_{level}") for key in config.json_keys}
+    progress = Progress(input_bytes, config.log_interval)
+    bad_lines = BadLineReport(stop=encode_config.stop_at_bad_line)
     with ExitStack() as stack:
-        writers = {
-            key: stack.enter_context(_writer(prefix, encoder)) for key, prefix in prefixes.items()
-        }
-        batches = read_batches(paths, config.chunk_size)
-        encoded = _encoded(batches, encode_config, encoder, workers)
+        writers = [stack.enter_context(_writer(key.prefix, encoder)) for key in keys.values()]
+        encoded = _encoded(paths, config.chunk_size, encoder, workers)
         for batch in stack.enter_context(closing(encoded)):
-            bad.add(batch)
-            for (key, writer), part in zip(writers.items(), batch.documents, strict=True):
+            bad_lines.add(batch.path, batch.bad_lines)
+            for name, writer, part in zip(keys, writers, batch.documents, strict=True):
                 writer.add_documents(
                     part.tokens, part.sequence_lengths, part.sequences_per_document
                 )
-                summary = summaries[key]
-                summaries[key] = dataclasses.replace(
-                    summary,
-                    documents=summary.documents + len(part.sequences_per_document),
-                    sequences=summary.sequences + len(part.sequence_lengths),
-                    tokens=summary.tokens + len(part.tokens),
-                    text_bytes=summary.text_bytes + part.text_bytes,
-                    empty=summary.empty + part.empty,
-                )
+                keys[name] = keys[name].plus(part)
             progress.update(
                 max(len(part.sequences_per_document) for part in batch.documents),
                 sum(part.text_bytes for part in batch.documents),
                 batch.position,
             )
         progress.close()
-        bad.report()
-        for key, summary in summaries.items():
-            if not summary.documents:
+        if bad_lines.total:
+            _say(str(bad_lines))
+        for name, key in keys.items():
+            if not key.documents:
                 raise ValueError(
-                    f'--input {" ".join(config.input)} holds no document under the key "{key}" '
-                    f"({summary.empty} empty, {bad.total} malformed lines); nothing is written"
+                    f'--input {" ".join(config.input)} holds no document under the key "{name}" '
+                    f"({key.empty} empty, {bad_lines.total} malformed lines); nothing is written"
                 )
-    return Summary(summaries, dict(bad.by_reason), progress.seconds)
+    return Summary(keys, dict(bad_lines.by_reason), progress.seconds)
+
+
+def _encoded(
+    paths: list[Path], chunk_size: int, encoder: Encoder, workers: int
+) -> Generator[EncodedBatch, None, None]:
+    batches = read_batches(paths, chunk_size)
+    if workers == 1:
+        yield from map(encoder, batches)
+    else:
+        yield from encode_in_processes(batches, encoder.config, workers)
 
 
 def _chosen_splitter(config: PreprocessConfig) -> str | None:
@@ -155,75 +156,6 @@ def _writer(prefix: str, encoder: Encoder) -> IndexedDatasetWriter:
             error.errno,
             f"--output-prefix: cannot write in the folder {Path(prefix).parent}: {error.strerror}",
         ) from error
-
-
-def _encoded(
-    batches: Iterable[LineBatch], config: EncodeConfig, encoder: Encoder, workers: int
-) -> Generator[EncodedBatch, None, None]:
-    """The batches encoded, in order; a bounded number of them is under way at a time."""
-    if workers == 1:
-        yield from map(encoder, batches)
-        return
-    pool = ProcessPoolExecutor(
-        workers,
-        # A forked child of a process with threads (Rust's, in tokenizers) may hang.
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=start_worker,
-        initargs=(config,),
-    )
-    batches = iter(batches)
-    under_way: deque[Future[EncodedBatch]] = deque()
-    try:
-        for batch in islice(batches, workers * _BATCHES_PER_WORKER):
-            under_way.append(pool.submit(encode_in_worker, batch))
-        while under_way:
-            yield under_way.popleft().result()
-            under_way.extend(pool.submit(encode_in_worker, batch) for batch in islice(batches, 1))
-    except BrokenProcessPool as error:
-        raise ChildProcessError(
-            "a worker process died, most often because memory ran out; use fewer --workers or a "
-            "smaller --chunk-size"
-        ) from error
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-class _BadLines:
-    """Malformed lines: the first ends the run, or all are counted."""
-
-    def __init__(self, stop: bool) -> None:
-        self._stop = stop
-        self._shown: list[str] = []
-        self.by_reason: Counter[str] = Counter()
-
-    @property
-    def total(self) -> int:
-        return self.by_reason.total()
-
-    def add(self, batch: EncodedBatch) -> None:
-        for line in batch.bad_lines:
-            if self._stop:
-                raise ValueError(
-                    f"--input {_located(batch.path, line)}; a line must be a JSON object with the "
-                    "strings of --json-keys (--on-bad-line skip leaves such lines out)"
-                )
-            self.by_reason[line.reason] += 1
-            if len(self._shown) < _BAD_LINES_SHOWN:
-                self._shown.append(_located(batch.path, line))
-
-    def report(self) -> None:
-        if not self.total:
-            return
-        reasons = ", ".join(f"{count:,} x {reason}" for reason, count in self.by_reason.items())
-        _say(f"{self.total:,} malformed lines left out: {reasons}")
-        for shown in self._shown:
-            _say(f"  {shown}")
-        if self.total > len(self._shown):
-            _say(f"  and {self.total - len(self._shown):,} more")
-
-
-def _located(path: Path, line: BadLine) -> str:
-    return f"{path}, line {line.number}: {line.reason} ({line.detail})"
 
 
 def _usable_processors() -> int:

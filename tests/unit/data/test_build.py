@@ -62,6 +62,15 @@ def test_blend_of_two(tmp_path: Path) -> None:
     assert all(np.array_equal(train[i], again[i]) for i in range(40))
 
 
+def test_parts_of_a_blend_are_built_for_their_share(tmp_path: Path) -> None:
+    """800 tokens make 99 samples of 8 an epoch: 302 wanted of one part, 101 of the other."""
+    first, second = write(tmp_path / "a", 40), write(tmp_path / "b", 40)
+    data = DataConfig(data_path=("3", first, "1", second), split="1,0,0")
+    train = build(data, (400, 0, 0)).train
+    assert isinstance(train, BlendedDataset)
+    assert [len(part) for part in train.parts] == [(4 * 800 - 1) // 8, (2 * 800 - 1) // 8]
+
+
 def test_files_of_their_own(tmp_path: Path) -> None:
     paths = {name: write(tmp_path / name, 5, 100 * n) for n, name in enumerate("abc")}
     train, valid, test = build(

@@ -132,6 +132,22 @@ def test_blank_lines_and_nan_in_other_fields(tmp_path, out):
     assert sequences(out / "p_text_document") == [[1], [2]]
 
 
+@pytest.mark.realdata
+def test_against_file_that_megatron_wrote(realdata, out):
+    megatron = realdata / "megatron_indexed"
+    tokenizer = TokenizerConfig(
+        tokenizer_type="GPT2BPETokenizer",
+        vocab_file=str(megatron / "gpt2-tiny-vocab.json"),
+        merge_file=str(megatron / "gpt2-tiny-merges.txt"),
+    )
+    text = realdata / "openwebtext" / "openwebtext-1000.decoded.jsonl"
+    run(text, out / "p", tokenizer, append_eod=True)
+    for suffix in (".bin", ".idx"):
+        ours = out / f"p_text_document{suffix}"
+        theirs = megatron / f"meg-gpt2-openwebtext_text_document{suffix}"
+        assert ours.read_bytes() == theirs.read_bytes()
+
+
 # Malformed lines
 
 BAD = [

@@ -51,7 +51,7 @@ def test_positions_and_numbers_go_over_files(tmp_path):
 
 def test_long_lines_make_small_batches(tmp_path):
     path = tmp_path / "in.jsonl"
-    path.write_bytes((b"x" * (3 << 20) + b"\n") * 4)
+    path.write_bytes((b"x" * (3 << 18) + b"\n") * 4)
     assert [len(batch.lines) for batch in read_batches([path], 1000)] == [2, 2]
 
 

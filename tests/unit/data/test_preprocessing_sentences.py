@@ -58,9 +58,9 @@ def test_nothing_but_white_space_is_lost():
 
 @pytest.mark.parametrize("unit", [".", " ", "\n", "a. ", '."', "。", " \n", "a\n"])
 def test_time_is_linear(unit):
-    start = time.perf_counter()
+    start = time.process_time()
     split(unit * (400_000 // len(unit)) + "x")
-    assert time.perf_counter() - start < 4
+    assert time.process_time() - start < 4
 
 
 # punkt, over a model of our own in the layout of NLTK's data

@@ -23,7 +23,7 @@ def test_names_file_sequence_id_and_vocabulary(tmp_path: Path) -> None:
     check_vocabulary(indexed, 50_258, IndexCache(None))
     with pytest.raises(
         ValueError,
-        match=r"x\.bin: sequence 1 holds the token id 50257.*50257 ids \(0 to 50256\).*--vocab-file",
+        match=r"x\.bin: sequence 1 holds the token id 50257.*50257 ids .*--vocab-file",
     ):
         check_vocabulary(indexed, 50_257, IndexCache(None))
 

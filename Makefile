@@ -1,0 +1,52 @@
+# Everything runs inside .venv, which `make install` makes; nothing is compiled.
+
+PYTHON ?= python3
+# What is installed where .venv has no torch that fits. For GPUs that need another build of it:
+#   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu128'
+TORCH ?= torch==2.13.0
+
+BIN := .venv/bin
+STAMP := .venv/installed
+
+# Operators that DeepSpeed or torch build on demand (none by default) stay in this environment.
+export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
+# The deepspeed command starts whatever python comes first.
+export PATH := $(CURDIR)/$(BIN):$(PATH)
+
+.PHONY: help install quickstart test proof lint clean
+
+help:  ## show this list
+	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+
+install: $(STAMP)  ## make .venv with everything in it, once
+
+$(STAMP): setup.py
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 10))' || { echo \
+	    "$(PYTHON) is older than Python 3.10: make install PYTHON=python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	@$(BIN)/python -c 'import torch; v = torch.__version__.split(".")[:2]; \
+	    raise SystemExit(not (2, 11) <= tuple(map(int, v)) < (2, 14))' 2>/dev/null \
+	    || { set -x; $(BIN)/python -m pip install $(TORCH); }
+	DS_BUILD_OPS=0 $(BIN)/python -m pip install -e '.[test]'
+	@touch $@
+
+quickstart: $(STAMP)  ## train a small GPT on Python's own source files, and export it
+	$(BIN)/python tools/quickstart.py
+
+lint: $(STAMP)  ## ruff and mypy
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Tests of one file share a worker process, and with it the ranks that it has started.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+
+test: lint  ## the test suite, with a fixed sample of the long tables
+	$(PYTEST) -m 'not proof'
+
+proof: lint  ## the test suite with the long tables whole
+	$(PYTEST)
+
+clean:  ## remove runs/quickstart and what the tools leave behind; .venv stays
+	rm -rf runs/quickstart build dist *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name .venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

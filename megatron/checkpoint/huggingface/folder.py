@@ -1,0 +1,69 @@
+"""An exported folder that is complete or absent."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.checkpoint.files import CheckpointError, sync_folder
+
+
+@contextmanager
+def published(output: Path, overwrite: bool, source: Path) -> Iterator[Path]:
+    """A temporary folder beside ``output`` that takes its place when the block ends well.
+
+    Args:
+        output: where the result is to be.
+        overwrite: whether an earlier export there may be replaced.
+        source: folder that is being converted; never removed.
+
+    Raises:
+        CheckpointError: ``output`` may not be replaced, or cannot be written.
+    """
+    output = output.resolve()
+    _check(output, overwrite, source.resolve())
+    temporary = output.with_name(f".{output.name}.incomplete")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+    except OSError as error:
+        raise CheckpointError(f"--output {output}: cannot write there: {error}") from None
+    try:
+        yield temporary
+        _replace(output, temporary)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _check(output: Path, overwrite: bool, source: Path) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise CheckpointError(f"--output {output} is a file; name a folder")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"--output {output} is not empty; give --overwrite to replace it or name another folder"
+        )
+    if source.is_relative_to(output) or output.is_relative_to(source):
+        raise CheckpointError(f"--output {output} and the checkpoint {source} contain each other")
+    if not (output / "generation_config.json").is_file():
+        raise CheckpointError(
+            f"--output {output} holds no exported model (no generation_config.json), so "
+            "--overwrite does not replace it; name another folder"
+        )
+
+
+def _replace(output: Path, written: Path) -> None:
+    """Renames ``written`` to ``output``; what was there is removed when that is done."""
+    replaced = output.with_name(f".{output.name}.replaced")
+    shutil.rmtree(replaced, ignore_errors=True)
+    if output.exists():
+        os.rename(output, replaced)
+    os.rename(written, output)
+    sync_folder(output.parent)
+    shutil.rmtree(replaced, ignore_errors=True)

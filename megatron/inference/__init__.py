@@ -1,0 +1,16 @@
+"""Loading a checkpoint on one process, and generating from it."""
+
+from megatron.inference.cache import KeyValueCache
+from megatron.inference.generate import Continuation, generate
+from megatron.inference.load import load_model, load_tokenizer, model_of
+from megatron.inference.sampling import Sampling
+
+__all__ = [
+    "Continuation",
+    "KeyValueCache",
+    "Sampling",
+    "generate",
+    "load_model",
+    "load_tokenizer",
+    "model_of",
+]

@@ -1,0 +1,90 @@
+"""A checkpoint as a model on one process, without process groups."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.config import ConfigError, RunConfig, TokenizerConfig
+from megatron.model.gpt import build_gpt
+from megatron.model.layer_list import LayerStack
+from megatron.parallel.shard import shard_of
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+
+def load_model(
+    load: str,
+    wanted: str | None = None,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+) -> tuple[LayerStack, RunConfig]:
+    """The model of a checkpoint that any layout wrote, for inference.
+
+    Args:
+        load: a folder of checkpoints, or one checkpoint.
+        wanted: a tag or an iteration; None for the newest.
+        dtype: number format; None for the one it was trained in, and float32 on the CPU.
+        device: where it computes; None for the accelerator if there is one.
+
+    Raises:
+        CheckpointError: there is no such checkpoint, or it is damaged.
+    """
+    reader = CheckpointReader.newest(load, wanted)
+    device = device or torch.accelerator.current_accelerator(check_available=True)
+    device = device or torch.device("cpu")
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else training_dtype(reader.config)
+    return model_of(reader, dtype, device), reader.config
+
+
+@torch.no_grad()
+def model_of(reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> LayerStack:
+    """The model of an opened checkpoint, in evaluation mode.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    with device:
+        model = build_gpt(reader.config.model).to(dtype)
+    for name, param in model.canonical_parameters():
+        param.copy_(shard_of(param).cut(reader.tensor(name), 0, 1))
+    return model.eval().requires_grad_(False)
+
+
+def training_dtype(config: RunConfig) -> torch.dtype:
+    """The number format that a run computed in."""
+    if config.precision.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.precision.fp16 else torch.float32
+
+
+def load_tokenizer(config: RunConfig, folder: Path) -> Tokenizer:
+    """The tokenizer of a run: from the files it was trained with, or else from the checkpoint.
+
+    Args:
+        config: configuration of the run.
+        folder: the checkpoint's folder.
+
+    Raises:
+        ConfigError: the run had no tokenizer.
+        ValueError: neither place has its files, or they are of another vocabulary.
+        FileNotFoundError: likewise.
+    """
+    own_folder = folder / "tokenizer"
+    try:
+        tokenizer = build_tokenizer(config.tokenizer)
+    except (FileNotFoundError, ConfigError):
+        if not own_folder.is_dir():
+            raise
+        tokenizer = build_tokenizer(
+            TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(own_folder))
+        )
+    vocab_size = config.model.unpadded_vocab_size
+    if vocab_size is not None and tokenizer.vocab_size > vocab_size:
+        raise ValueError(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model of {folder} has "
+            f"{vocab_size:,}: the files of {config.tokenizer.tokenizer_type} have changed since"
+        )
+    return tokenizer

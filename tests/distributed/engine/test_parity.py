@@ -1,0 +1,113 @@
+"""Every data-parallel layout trains as one plain process does (no DeepSpeed, torch's AdamW).
+
+Step 1 must agree to 1e-6. After that rounding grows: the allowed drift is 4 x the largest drift of
+plain runs that only add up their micro batches in another order.
+"""
+
+import itertools
+
+import numpy as np
+import pytest
+from training_jobs import TINY, train, train_plainly
+
+STEPS = 20
+FLAGS = [*TINY, "--train-iters", str(STEPS), "--lr-decay-style", "cosine", "--lr-warmup-iters", "3"]
+SHAPES = {
+    "gpt2": [],
+    "llama": (
+        "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --num-query-groups 2"
+    ).split(),
+}
+
+
+def drift(records, reference):
+    losses = [np.abs(np.subtract(r.losses, reference.losses)) for r in records]
+    norms = [
+        np.abs(np.subtract(r.norms, reference.norms)) / np.array(reference.norms) for r in records
+    ]
+    return np.max(losses, axis=0), np.max(norms, axis=0)
+
+
+@pytest.fixture(scope="module", params=SHAPES)
+def plain(request):
+    flags = FLAGS + SHAPES[request.param]
+    reference = train_plainly(flags)
+    orders = itertools.islice(itertools.permutations(range(4)), 1, None, 4)
+    others = [train_plainly(flags, list(order)) for order in itertools.islice(orders, 5)]
+    return flags, reference, drift(others, reference)
+
+
+CELLS = [(stage, size) for stage in (0, 1, 2, 3) for size in (1, 2, 4)]
+SAMPLE = {(0, 4), (1, 1), (1, 2), (2, 4), (3, 2)}
+"""The cells that every test run checks; `make proof` checks all."""
+
+
+@pytest.mark.parametrize(
+    ("stage", "size"),
+    [
+        pytest.param(*cell, marks=() if cell in SAMPLE else (pytest.mark.proof,))
+        for cell in CELLS
+    ],
+)
+def test_against_plain_torch(pool, plain, stage, size, record_property):
+    flags, reference, (loss_noise, norm_noise) = plain
+    record = pool.run(size, train, [*flags, "--zero-stage", str(stage)])[0]
+    loss_drift, norm_drift = drift([record], reference)
+    assert loss_drift[0] <= 1e-6 * reference.losses[0]
+    assert norm_drift[0] <= 1e-6
+    print(
+        f"zero {stage} on {size}: loss drift {loss_drift.max():.1e} (noise "
+        f"{loss_noise.max():.1e}), norm drift {norm_drift.max():.1e} (noise {norm_noise.max():.1e})"
+    )
+    assert loss_drift.max() <= 4 * loss_noise.max()
+    assert norm_drift.max() <= 4 * norm_noise.max()
+    assert reference.losses[-1] < reference.losses[0] - 0.3, "the run must learn something"
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+def test_tensor_parallel_against_plain_torch(pool, plain, stage):
+    flags, reference, (loss_noise, norm_noise) = plain
+    argv = [*flags, "--zero-stage", str(stage), "--attention-dropout", "0"]
+    reference = train_plainly([*flags, "--attention-dropout", "0"])
+    record = pool.run(2, train, [*argv, "--tensor-model-parallel-size", "2"])[0]
+    loss_drift, norm_drift = drift([record], reference)
+    assert loss_drift[0] <= 1e-6 * reference.losses[0]
+    assert norm_drift[0] <= 2e-6
+    assert loss_drift.max() <= 8 * loss_noise.max()
+
+
+def test_batch_rampup_and_samples(pool):
+    """The batch grows while training; lengths and learning rate count samples."""
+    flags = [*TINY, "--rampup-batch-size", "2", "2", "16", "--global-batch-size", "8"]
+    flags += ["--train-samples", "64", "--lr-warmup-samples", "8"]
+    reference = train_plainly(flags)
+    record = pool.run(2, train, [*flags, "--zero-stage", "1"])[0]
+    assert len(record.losses) > 8, "without the ramp there were 8 steps"
+    np.testing.assert_allclose(record.losses, reference.losses, rtol=2e-5)
+    np.testing.assert_allclose(record.norms, reference.norms, rtol=2e-4)
+
+
+@pytest.mark.parametrize("flag", ["--reset-position-ids", "--reset-attention-mask"])
+def test_document_masks(pool, flag):
+    flags = [*TINY, "--train-iters", "4", flag, "--eod-mask-loss"]
+    reference = train_plainly(flags)
+    record = pool.run(2, train, [*flags, "--zero-stage", "2"])[0]
+    np.testing.assert_allclose(record.losses, reference.losses, rtol=2e-6)
+    plain_losses = train_plainly([*TINY, "--train-iters", "4"]).losses
+    assert abs(reference.losses[0] - plain_losses[0]) > 1e-4, "the flags must act"
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_clipping_acts(pool, stage):
+    """A gradient norm above --clip-grad changes the update as torch's clipping does.
+
+    SGD, because Adam hardly sees the length of a gradient.
+    """
+    flags = [*TINY, "--train-iters", "3", "--zero-stage", str(stage), "--optimizer", "sgd"]
+    flags += ["--lr", "1.0", "--lr-decay-style", "constant", "--weight-decay", "0"]
+    loose = pool.run(2, train, [*flags, "--clip-grad", "0"])[0]
+    tight = pool.run(2, train, [*flags, "--clip-grad", "0.01"])[0]
+    assert loose.norms[0] == pytest.approx(tight.norms[0], rel=1e-6)
+    assert loose.norms[0] > 0.1
+    assert abs(tight.losses[2] - tight.losses[0]) < abs(loose.losses[2] - loose.losses[0])

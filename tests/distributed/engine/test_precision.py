@@ -1,0 +1,74 @@
+"""Half precision at ZeRO 1-3, autocast at stage 0, loss scaling, and steps that are not finite."""
+
+import numpy as np
+import pytest
+from training_jobs import TINY, train, train_plainly
+
+FLAGS = [*TINY, "--train-iters", "6", "--zero-stage"]
+
+
+@pytest.fixture(scope="module")
+def plain():
+    return train_plainly([*TINY, "--train-iters", "6"])
+
+
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_bf16_follows_fp32(pool, plain, stage):
+    record = pool.run(2, train, [*FLAGS, str(stage), "--bf16"])[0]
+    np.testing.assert_allclose(record.losses, plain.losses, rtol=3e-3)
+    np.testing.assert_allclose(record.norms, plain.norms, rtol=3e-2)
+    assert record.losses != plain.losses, "bf16 must round"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_fp16_follows_fp32(pool, plain, stage):
+    flags = [*FLAGS, str(stage), "--fp16", "--initial-loss-scale", "4096"]
+    record = pool.run(2, train, flags)[0]
+    np.testing.assert_allclose(record.losses, plain.losses, rtol=1e-3)
+    np.testing.assert_allclose(record.norms, plain.norms, rtol=1e-2)
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_growing_loss_scale_changes_nothing(pool, stage):
+    """The scale doubles every other step; losses and norms stay those of a scale that does not.
+
+    DeepSpeed itself divides by the doubled scale on such a step.
+    """
+    flags = [*FLAGS, str(stage), "--fp16", "--initial-loss-scale", "256", "--optimizer", "sgd"]
+    steady = pool.run(2, train, flags)[0]
+    growing = pool.run(2, train, [*flags, "--loss-scale-window", "2"])[0]
+    assert growing.scales[-1] > growing.scales[0]
+    np.testing.assert_allclose(growing.losses, steady.losses, rtol=1e-4)
+    np.testing.assert_allclose(growing.norms, steady.norms, rtol=1e-3)
+
+
+def test_overflow_skips_and_halves(pool):
+    flags = [*FLAGS, "1", "--fp16", "--initial-loss-scale", str(2.0**32), "--hysteresis", "1"]
+    record = pool.run(1, train, flags)[0]
+    assert record.skipped[0]
+    assert record.norms[0] == np.inf
+    assert record.scales[1] == record.scales[0] / 2
+    assert len(record.losses) == 6, "skipped steps are part of training"
+
+
+NOT_FINITE = ["--lr", "1e30", "--clip-grad", "0", "--optimizer", "sgd", "--lr-decay-style"]
+
+
+def stops(argv):
+    """The message with which training stops; for the pool."""
+    with pytest.raises(ValueError) as caught:
+        train(argv)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("stage", [0, 1, 3])
+def test_nan_stops_with_step_and_samples(pool, stage):
+    message = pool.run(2, stops, [*FLAGS, str(stage), *NOT_FINITE, "constant"])[0]
+    assert "at iteration 2, samples 4 to 7" in message
+    assert "--no-check-for-nan-in-loss-and-grad" in message
+
+
+def test_nan_is_counted_when_told_to(pool):
+    flags = [*FLAGS, "1", *NOT_FINITE, "constant", "--no-check-for-nan-in-loss-and-grad"]
+    record = pool.run(1, train, flags)[0]
+    assert record.skipped == [False, *[True] * 5]

@@ -1,0 +1,136 @@
+"""Checkpoints written as any layout would write them are read back whole, or refused by name."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from megatron.checkpoint.files import CheckpointError, write_json
+from megatron.checkpoint.folder import file_facts, incomplete_folder, publish, verify
+from megatron.checkpoint.index import Piece, piece_of
+from megatron.checkpoint.reader import CheckpointReader, differences, tensor_key
+from megatron.config import ModelConfig, RunConfig
+from megatron.parallel.shard import Shard
+
+SHARDS = {
+    "embedding.word_embeddings.weight": Shard((16, 6), 0, unpadded=11),
+    "layers.0.attention.qkv.weight": Shard((24, 6), 0, parts=(8, 8, 8)),
+    "layers.0.attention.proj.weight": Shard((6, 8), 1),
+    "final_norm.norm.weight": Shard((6,)),
+}
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+
+
+def whole_tensors():
+    generator = torch.Generator().manual_seed(3)
+    return {
+        (name, kind): torch.randn(shard.canonical_shape, generator=generator)
+        for name, shard in SHARDS.items()
+        for kind in KINDS
+    }
+
+
+def write_checkpoint(save, iteration, tensor_size, data_size):
+    """A checkpoint of tensor_size x data_size ranks, where ZeRO cuts every share evenly."""
+    folder = incomplete_folder(save, iteration)
+    folder.mkdir(parents=True)
+    index, facts, wholes = {}, {}, whole_tensors()
+    for rank in range(tensor_size * data_size):
+        data_rank, tensor_rank = divmod(rank, tensor_size)
+        stored = {}
+        for name, shard in SHARDS.items():
+            if shard.dim is None and tensor_rank:
+                continue
+            numel = math.prod(shard.local_shape(tensor_size))
+            step = -(-numel // data_size)
+            start, end = data_rank * step, min((data_rank + 1) * step, numel)
+            files = {kind: f"rank-{rank}.safetensors" for kind in KINDS}
+            piece = piece_of(shard, tensor_rank, tensor_size, start, end, files)
+            if piece is None:
+                continue
+            for kind in KINDS:
+                share = shard.cut(wholes[name, kind], tensor_rank, tensor_size).reshape(-1)
+                stored[tensor_key(name, kind)] = share[piece.start : piece.end].clone()
+            index.setdefault(name, []).append(piece.to_json())
+        save_file(stored, folder / f"rank-{rank}.safetensors")
+    write_json(folder / "index.json", index)
+    write_json(folder / "config.json", RunConfig().to_dict())
+    write_json(folder / "state.json", {"iteration": iteration})
+    for path in folder.iterdir():
+        facts[path.name] = file_facts(path)
+    return publish(save, iteration, facts)
+
+
+@pytest.mark.parametrize("tensor_size", [1, 2, 4])
+@pytest.mark.parametrize("data_size", [1, 2, 3])
+def test_any_layout_reads_whole(tmp_path, tensor_size, data_size):
+    reader = CheckpointReader(write_checkpoint(tmp_path, 7, tensor_size, data_size))
+    for (name, kind), expected in whole_tensors().items():
+        assert torch.equal(reader.tensor(name, kind), expected), (name, kind)
+
+
+def test_missing_piece_is_refused(tmp_path):
+    folder = write_checkpoint(tmp_path, 7, 2, 2)
+    index = json.loads((folder / "index.json").read_text())
+    index["layers.0.attention.proj.weight"].pop()
+    write_json(folder / "index.json", index)
+    reader = CheckpointReader(folder)
+    with pytest.raises(CheckpointError, match=r"weight of layers.0.attention.proj.weight has \d+"):
+        reader.tensor("layers.0.attention.proj.weight")
+    with pytest.raises(CheckpointError, match="no parameter layers.9"):
+        reader.tensor("layers.9")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", '{"a": [{"shape": 3}]}', '{"a": 3}'])
+def test_malformed_index_is_refused(tmp_path, content):
+    folder = write_checkpoint(tmp_path, 7, 1, 1)
+    (folder / "index.json").write_text(content)
+    with pytest.raises(CheckpointError, match="index.json"):
+        CheckpointReader(folder)
+
+
+def test_damage_is_found_by_name(tmp_path):
+    folder = write_checkpoint(tmp_path, 7, 2, 1)
+    verify(folder)
+    path = folder / "rank-1.safetensors"
+    content = path.read_bytes()
+    for damaged in (content[:-1], content + b"x", bytes([*content[:-1], content[-1] ^ 1])):
+        path.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match="rank-1.safetensors"):
+            verify(folder)
+    path.unlink()
+    with pytest.raises(CheckpointError, match="rank-1.safetensors is missing"):
+        verify(folder)
+
+
+def test_ranks_divide_the_verification(tmp_path):
+    folder = write_checkpoint(tmp_path, 7, 2, 2)
+    (folder / "rank-2.safetensors").write_bytes(b"")
+    found = []
+    for share in range(3):
+        try:
+            verify(folder, share, 3)
+        except CheckpointError:
+            found.append(share)
+    assert len(found) == 1
+
+
+def test_piece_round_trip():
+    piece = Piece((4, 6), 1, ((0, 2), (4, 1)), 3, 9, {"weight": "f"})
+    assert Piece.from_json(json.loads(json.dumps(piece.to_json()))) == piece
+    assert piece.share_shape == (4, 3)
+    assert not piece.is_whole_share
+    assert dataclasses.replace(piece, start=0, end=12).is_whole_share
+
+
+def test_differences_name_what_shapes_the_weights():
+    here = RunConfig(model=ModelConfig(num_layers=2, hidden_size=8, attention_dropout=0.0))
+    there = RunConfig(model=ModelConfig(num_layers=3, hidden_size=8, swiglu=True))
+    lines = differences(there, here)
+    assert lines == [
+        "num_layers is 3 there and 2 here",
+        "swiglu is true there and false here",
+    ]

@@ -1,0 +1,108 @@
+"""Small models and checkpoints for the tests of several packages."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from megatron.checkpoint.files import write_json
+from megatron.checkpoint.folder import file_facts, incomplete_folder, publish
+from megatron.checkpoint.index import piece_of
+from megatron.config import ModelConfig, RunConfig
+from megatron.model.gpt import build_gpt
+from megatron.model.layer_list import LayerStack
+from megatron.parallel.shard import shard_of
+
+SHAPE = {
+    "num_layers": 2,
+    "hidden_size": 32,
+    "ffn_hidden_size": 48,
+    "num_attention_heads": 4,
+    "num_query_groups": 4,
+    "kv_channels": 8,
+    "seq_length": 24,
+    "max_position_embeddings": 24,
+    "attention_dropout": 0.0,
+    "hidden_dropout": 0.0,
+}
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+}
+
+
+@pytest.fixture(scope="session")
+def gpt_config() -> Callable[..., RunConfig]:
+    """Makes the configuration of a small GPT-2; ``llama=True`` of a small Llama."""
+
+    def make(vocab_size: int = 61, llama: bool = False, **changes) -> RunConfig:
+        model = ModelConfig(**(SHAPE | (LLAMA if llama else {}) | changes))
+        return dataclasses.replace(RunConfig(), model=model).with_vocabulary(vocab_size)
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def random_gpt() -> Callable[..., LayerStack]:
+    """Makes a model whose weights are all random, biases and norms included, so that a parameter
+    in the wrong place shows."""
+
+    def make(config: RunConfig, seed: int = 5) -> LayerStack:
+        generator = torch.Generator().manual_seed(seed)
+        model = build_gpt(config.model)
+        with torch.no_grad():
+            for name, param in model.canonical_parameters():
+                shard = shard_of(param)
+                values = torch.randn(shard.canonical_shape, generator=generator) * 0.15
+                if "norm.weight" in name:
+                    values += 1.0
+                param.copy_(shard.cut(values, 0, 1))
+        return model.eval()
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def canonical() -> Callable[[LayerStack], dict[str, Tensor]]:
+    """Whole parameters without padding, by canonical name."""
+
+    def read(model: LayerStack) -> dict[str, Tensor]:
+        return {
+            name: shard_of(param).join([param.detach()])
+            for name, param in model.canonical_parameters()
+        }
+
+    return read
+
+
+@pytest.fixture(scope="session")
+def write_checkpoint() -> Callable[..., Path]:
+    """Writes a model as a checkpoint of one process."""
+
+    def write(save: Path, config: RunConfig, model: LayerStack, tokenizer=None, step=10) -> Path:
+        folder = incomplete_folder(save, step)
+        folder.mkdir(parents=True)
+        index, stored = {}, {}
+        for name, param in model.canonical_parameters():
+            files = {"weight": "weights-00000.safetensors"}
+            piece = piece_of(shard_of(param), 0, 1, 0, param.numel(), files)
+            index[name] = [piece.to_json()]
+            flat = param.detach().reshape(-1)
+            stored[name] = flat[piece.start : piece.end].view(piece.share_shape).clone()
+        save_file(stored, folder / "weights-00000.safetensors")
+        write_json(folder / "index.json", index)
+        write_json(folder / "config.json", config.to_dict())
+        write_json(folder / "state.json", {"iteration": step})
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder / "tokenizer")
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        facts = {str(path.relative_to(folder)): file_facts(path) for path in files}
+        return publish(save, step, facts)
+
+    return write

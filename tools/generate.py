@@ -1,0 +1,237 @@
+#!/usr/bin/env python
+"""Generates text from a training checkpoint.
+
+    python tools/generate.py --load checkpoints --prompt 'def main():' --temperature 0.8 --top-p 0.9
+
+Without a prompt it asks for prompts, line by line, and shows the text as it is made.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.files import write_text
+from megatron.checkpoint.folder import find
+from megatron.config import ConfigError, ModelConfig, parse_configs
+from megatron.config.flags import option
+from megatron.inference.generate import Continuation, OnToken, generate
+from megatron.inference.load import load_model, load_tokenizer
+from megatron.inference.sampling import Sampling
+from megatron.inference.text import TextStream, continuation_text
+from megatron.model.layer_list import LayerStack
+from megatron.tokenizer import Tokenizer
+
+
+@dataclass(frozen=True)
+class GenerateConfig:
+    """Generation: from which checkpoint and prompts, and how tokens are drawn."""
+
+    load: str | None = option(None)
+    """Folder of checkpoints, or one checkpoint."""
+    iteration: int | None = option(None, derived="the newest complete checkpoint")
+    """Iteration of the checkpoint."""
+    prompt: str | None = option(None)
+    """Text to continue; an empty one starts a new document."""
+    prompt_file: str | None = option(None)
+    """File with a prompt per line; in a .jsonl file each line is {"prompt": "..."}."""
+    max_new_tokens: int = option(128)
+    """Most tokens to add to a prompt."""
+    temperature: float | None = option(None, derived="1.0")
+    """Divides the logits: below 1 safer, above 1 wilder."""
+    top_k: int | None = option(None, derived="0, all tokens")
+    """Draw among this many most probable tokens."""
+    top_p: float | None = option(None, derived="1.0, all tokens")
+    """Draw among the fewest tokens whose probabilities sum up to this."""
+    greedy: bool = option(False)
+    """Always take the most probable token."""
+    seed: int = option(1234)
+    """Seed of the draws."""
+    num_samples: int = option(1)
+    """Texts per prompt."""
+    batch_size: int = option(8)
+    """Most prompts of equal length that go through the model together."""
+    output: str | None = option(None)
+    """JSON-lines file for the texts; without it they are printed."""
+
+    def check(self) -> None:
+        if self.load is None:
+            raise ConfigError("--load is missing")
+        if self.prompt is not None and self.prompt_file is not None:
+            raise ConfigError("--prompt and --prompt-file: give one of them")
+        if self.output is not None and self.prompt is None and self.prompt_file is None:
+            raise ConfigError("--output needs --prompt or --prompt-file")
+        for flag in ("max_new_tokens", "num_samples", "batch_size"):
+            if getattr(self, flag) < 1:
+                name = flag.replace("_", "-")
+                raise ConfigError(f"--{name} {getattr(self, flag)} must be positive")
+        drawn = [f for f in ("temperature", "top_k", "top_p") if getattr(self, f) is not None]
+        if self.greedy and drawn:
+            raise ConfigError(f"--greedy draws nothing, so --{drawn[0].replace('_', '-')} is void")
+        if self.greedy and self.num_samples > 1:
+            raise ConfigError(f"--greedy makes {self.num_samples} equal texts (--num-samples)")
+
+    def sampling(self) -> Sampling:
+        return Sampling(
+            greedy=self.greedy,
+            temperature=1.0 if self.temperature is None else self.temperature,
+            top_k=self.top_k or 0,
+            top_p=1.0 if self.top_p is None else self.top_p,
+            seed=self.seed,
+        )
+
+
+@dataclass(frozen=True)
+class Program:
+    """A loaded model with its tokenizer and the user's choices."""
+
+    options: GenerateConfig
+    model: LayerStack
+    config: ModelConfig
+    tokenizer: Tokenizer
+    eod: int | None
+
+    def encode(self, text: str) -> list[int]:
+        """Ids of a prompt; a new document begins behind the end of the last one."""
+        ids = self.tokenizer.tokenize(text)
+        return ids or [self.tokenizer.eod]
+
+    def continuations(
+        self, prompts: Sequence[list[int]], on_token: OnToken | None = None
+    ) -> list[Continuation]:
+        return generate(
+            self.model,
+            self.config,
+            prompts,
+            self.options.max_new_tokens,
+            self.options.sampling(),
+            self.eod,
+            self.options.batch_size,
+            on_token,
+        )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (options,) = parse_configs(
+        (GenerateConfig,), argv, description="Generates text from a training checkpoint."
+    )
+    try:
+        run(options)
+    except (ValueError, OSError) as error:
+        sys.exit(f"generate.py: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
+
+
+def run(options: GenerateConfig) -> None:
+    options.check()
+    options.sampling()
+    texts = read_prompts(options)
+    iteration = None if options.iteration is None else str(options.iteration)
+    model, config = load_model(options.load or "", iteration)
+    folder = find(options.load or "", iteration)
+    assert folder is not None
+    tokenizer = load_tokenizer(config, folder)
+    program = Program(options, model, config.model, tokenizer, eod_of(tokenizer))
+    if texts is None:
+        interact(program)
+    elif options.output is None:
+        show(program, texts)
+    else:
+        write(program, texts, Path(options.output))
+
+
+def eod_of(tokenizer: Tokenizer) -> int | None:
+    """The end-of-document token, if the vocabulary has one."""
+    try:
+        return tokenizer.eod
+    except ValueError:
+        return None
+
+
+def read_prompts(options: GenerateConfig) -> list[str] | None:
+    """The prompts of the flags; None when there are none."""
+    if options.prompt is not None:
+        return [options.prompt]
+    if options.prompt_file is None:
+        return None
+    path = Path(options.prompt_file)
+    try:
+        lines = path.read_text("utf-8").splitlines()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"--prompt-file {path} is not UTF-8 text: {error}") from None
+    if path.suffix == ".jsonl":
+        lines = [json_prompt(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not lines:
+        raise ValueError(f"--prompt-file {path} holds no prompt")
+    return lines
+
+
+def json_prompt(path: Path, number: int, line: str) -> str:
+    try:
+        prompt = json.loads(line)["prompt"]
+    except (json.JSONDecodeError, KeyError, TypeError):
+        prompt = None
+    if not isinstance(prompt, str):
+        raise ValueError(
+            f'--prompt-file {path}, line {number} is not of the form {{"prompt": "..."}}'
+        )
+    return prompt
+
+
+def interact(program: Program) -> None:
+    """Continues one line after another until the end of the input."""
+    while True:
+        try:
+            text = input("prompt> ")
+        except EOFError:
+            print()
+            return
+        try:
+            show(program, [text])
+        except ValueError as error:
+            print(f"error: {error}", file=sys.stderr)
+
+
+def show(program: Program, texts: Sequence[str]) -> None:
+    """Prints all texts; a single one as it is made."""
+    if len(texts) * program.options.num_samples > 1:
+        for record in records(program, texts):
+            print(f"{record['prompt']}{record['text']}\n{'-' * 8}")
+        return
+    prompt = program.encode(texts[0])
+    stream = TextStream(program.tokenizer, prompt, lambda piece: print(piece, end="", flush=True))
+    print(texts[0], end="", flush=True)
+    program.continuations([prompt], on_token=lambda _, token: stream.add(token))
+    stream.close()
+    print()
+
+
+def write(program: Program, texts: Sequence[str], path: Path) -> None:
+    """Writes all texts as JSON lines."""
+    lines = [json.dumps(record, ensure_ascii=False) + "\n" for record in records(program, texts)]
+    write_text(path, "".join(lines))
+    print(f"{path}: {len(lines)} texts")
+
+
+def records(program: Program, texts: Sequence[str]) -> list[dict[str, Any]]:
+    """A record for each sample of each prompt."""
+    numbered = [(text, sample) for text in texts for sample in range(program.options.num_samples)]
+    prompts = [program.encode(text) for text, _ in numbered]
+    found = program.continuations(prompts)
+    return [
+        {
+            "prompt": text,
+            "sample": sample,
+            "text": continuation_text(program.tokenizer, prompt, continuation.tokens),
+            "tokens": continuation.tokens,
+            "ended": continuation.ended,
+        }
+        for (text, sample), prompt, continuation in zip(numbered, prompts, found, strict=True)
+    ]
+
+
+if __name__ == "__main__":
+    main()
