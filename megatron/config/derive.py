@@ -77,6 +77,12 @@ def _positive(draft: Draft, *names: str) -> None:
         draft.check(value is None or value > 0, f"{draft.show(name)} must be positive")
 
 
+def _not_negative(draft: Draft, *names: str) -> None:
+    for name in names:
+        value = draft[name]
+        draft.check(value is None or value >= 0, f"{draft.show(name)} must not be negative")
+
+
 def _divides(draft: Draft, divisor: str, whole: str) -> None:
     draft.check(
         draft[whole] % draft[divisor] == 0,
@@ -89,6 +95,7 @@ def _model(draft: Draft, world_size: int) -> None:
     _positive(
         draft, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "kv_channels",
         "num_query_groups", "ffn_hidden_size", "make_vocab_size_divisible_by",
+        "max_position_embeddings", "norm_epsilon", "rotary_base", "init_method_std",
     )  # fmt: skip
     if draft["kv_channels"] is None:
         _divides(draft, "num_attention_heads", "hidden_size")
@@ -113,7 +120,7 @@ def _model(draft: Draft, world_size: int) -> None:
     )
     draft.check(
         not (draft["swiglu"] and draft["squared_relu"]),
-        "--swiglu and --squared-relu are two activations; give one",
+        "--swiglu contradicts --squared-relu: they are two activations; give one",
     )
     hidden = draft["hidden_size"]
     if draft["swiglu"]:
@@ -162,9 +169,9 @@ def _layout(draft: Draft, world_size: int) -> None:
     for name in ("num_attention_heads", "ffn_hidden_size"):
         _divides(draft, tensor, name)
     draft.check(
-        draft["num_query_groups"] % draft[tensor] == 0
-        or draft[tensor] % draft["num_query_groups"] == 0,
-        f"{draft.show('num_query_groups')} and {draft.show(tensor)}: one must divide the other",
+        draft["num_query_groups"] % draft[tensor] == 0,
+        f"{draft.show('num_query_groups')} must be a multiple of {draft.show(tensor)}: key and "
+        "value heads cannot be shared by ranks in this version",
     )
     draft.check(
         not draft["sequence_parallel"] or draft[tensor] > 1,
@@ -183,6 +190,7 @@ def _precision(draft: Draft, world_size: int) -> None:
         draft["loss_scale"] is None or draft["fp16"],
         f"{draft.show('loss_scale')} has an effect with --fp16 only",
     )
+    _positive(draft, "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     scale = draft["initial_loss_scale"]
     draft.check(
         scale >= 1 and math.log2(scale).is_integer(),
@@ -249,7 +257,8 @@ def _length(draft: Draft, world_size: int) -> None:
     )
     for name in ("log_interval", "eval_interval", "save_interval", "exit_interval"):
         _positive(draft, name)
-    draft.check(draft["eval_iters"] >= 0, f"{draft.show('eval_iters')} must not be negative")
+    _positive(draft, "exit_duration_in_mins")
+    _not_negative(draft, "eval_iters", "seed")
 
 
 def _schedule(draft: Draft, world_size: int) -> None:
@@ -260,15 +269,15 @@ def _schedule(draft: Draft, world_size: int) -> None:
     for other in _LENGTHS.values():
         for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
             draft.check(
-                other == unit or not draft.values.get(name),
-                f"{draft.flags.get(name)} goes with --train-{other}, but the run's length is "
-                f"{draft.flags[length]}; give --{name.replace(other, unit).replace('_', '-')}",
+                other == unit or not draft[name],
+                f"{draft.show(name)} goes with --train-{other}, but the run's length is "
+                f"{draft.show(length)}; give --{name.replace(other, unit).replace('_', '-')}",
             )
     if draft[length] is not None:
         draft.fill(f"lr_decay_{unit}", draft[length], f"train-{unit}")
     draft.check(
         not (draft["lr_warmup_fraction"] is not None and draft[f"lr_warmup_{unit}"]),
-        f"--lr-warmup-fraction contradicts {draft.show(f'lr_warmup_{unit}')}",
+        f"{draft.show('lr_warmup_fraction')} contradicts {draft.show(f'lr_warmup_{unit}')}",
     )
     if draft["lr_warmup_fraction"] is not None and draft[f"lr_decay_{unit}"] is not None:
         draft.check(
@@ -285,11 +294,16 @@ def _schedule(draft: Draft, world_size: int) -> None:
             draft["min_lr"] <= draft["lr"],
             f"{draft.show('min_lr')} is above {draft.show('lr')}",
         )
+    _positive(draft, "adam_eps")
+    _not_negative(draft, "clip_grad", "weight_decay")
+    for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
+        draft.check(0 <= draft[name] < 1, f"{draft.show(name)} must be in [0, 1)")
     constant = draft["weight_decay_incr_style"] == "constant"
     for name in ("start_weight_decay", "end_weight_decay"):
         draft.check(
             not constant or draft[name] in (None, draft["weight_decay"]),
-            f"{draft.show(name)} needs --weight-decay-incr-style linear or cosine",
+            f"{draft.show(name)} differs from {draft.show('weight_decay')}; that needs "
+            "--weight-decay-incr-style linear or cosine",
         )
         draft.fill(name, draft["weight_decay"], "weight-decay")
 
@@ -305,6 +319,7 @@ def _data(draft: Draft, world_size: int) -> None:
         not (draft["mock_data"] and (draft["data_path"] or own_paths)),
         "--mock-data contradicts a data path; give one of them",
     )
+    _not_negative(draft, "num_workers")
     if draft["save_interval"] is not None:
         draft.check(
             draft["save"] is not None,

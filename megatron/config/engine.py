@@ -77,3 +77,33 @@ class LegacyFlags:
         False, note="weights are always drawn on the CPU, equal for every layout"
     )
     """Initialise weights on the CPU."""
+    data_impl: str | None = option(
+        None, choices=("mmap", "infer"), note="the memory-mapped .bin/.idx format is the only one"
+    )
+    """Format of the data files."""
+    log_params_norm: bool = option(False, note="of the norms the gradients' is logged, always")
+    """Log the norm of the parameters."""
+    log_num_zeros_in_grad: bool = option(False, note="zeros in gradients are not counted")
+    """Log how many gradient values are zero."""
+    log_throughput: bool = option(False, note="throughput is always logged")
+    """Log tokens per second and TFLOP/s."""
+    log_progress: bool = option(False, note="--metrics-file records the progress of a run")
+    """Keep a progress file beside the checkpoints."""
+    log_world_size_to_tensorboard: bool = option(
+        False, note="the number of processes is in the configuration that a checkpoint holds"
+    )
+    """Write the number of processes to TensorBoard."""
+    log_optimizer_states_to_tensorboard: bool = option(
+        False, note="optimizer state is in the checkpoints only"
+    )
+    """Write norms of the optimizer state to TensorBoard."""
+    timing_log_level: int | None = option(
+        None, note="\"wall_clock_breakdown\" in the DeepSpeed JSON times the parts of a step"
+    )
+    """Detail of the timers."""
+    timing_log_option: str | None = option(
+        None,
+        choices=("max", "minmax", "all"),
+        note="\"wall_clock_breakdown\" in the DeepSpeed JSON times the parts of a step",
+    )
+    """How times are combined over ranks."""

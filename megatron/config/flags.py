@@ -115,18 +115,45 @@ def _kind(hint: Any) -> _Kind:
     return _Kind(hint, 0 if hint is bool else None)
 
 
+def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Setting:
+    """A setting from a file, checked as the command line checks a flag's value.
+
+    Args:
+        field: the config field that it sets.
+        hint: the field's type.
+        setting: the value and where it came from.
+
+    Raises:
+        ConfigError: the value has another type, or is none of the choices.
+    """
+    value, kind = setting.value, _kind(hint)
+    if kind.parse is float and type(value) is int:
+        return Setting(float(value), setting.origin)
+    if value is not None and type(value) is not kind.parse:
+        raise ConfigError(f"{setting.origin} is {value!r}, not of type {kind.parse.__name__}")
+    choices = field.metadata.get("choices")
+    if choices and value is not None and value not in choices:
+        raise ConfigError(
+            f"{setting.origin} is {value!r}; it must be one of {', '.join(map(str, choices))}"
+        )
+    return setting
+
+
 class _Record(argparse.Action):
     """Stores a Setting that remembers under which name the flag was given."""
 
     def __call__(self, parser, namespace, values, option_string=None):
-        previous = getattr(namespace, self.dest, None)
+        previous: Setting | None = getattr(namespace, self.dest, None)
         if self.nargs == 0:
             values = self.const
         elif isinstance(values, list):
             values = tuple(values)
         # The same flag again overrides, as scripts that append to a common line expect.
-        other_name = previous is not None and previous.origin != f"flag {option_string}"
-        if other_name and previous.value != values:
+        if (
+            previous is not None
+            and previous.origin != f"flag {option_string}"
+            and previous.value != values
+        ):
             parser.error(
                 f"{previous.origin.removeprefix('flag ')} {previous.value} and {option_string} "
                 f"{values} set the same thing; give one of them"
@@ -140,6 +167,7 @@ class FlagParser(argparse.ArgumentParser):
     def __init__(self, *classes: type, description: str | None = None, prog: str | None = None):
         super().__init__(
             prog=prog,
+            usage="%(prog)s [flags]",
             description=description,
             allow_abbrev=False,
             argument_default=argparse.SUPPRESS,
@@ -192,6 +220,10 @@ class FlagParser(argparse.ArgumentParser):
         if unknown:
             self._refuse(unknown)
         return dict(vars(namespace))
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong in one line, without the long list of flags, and exits with 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
     def _refuse(self, unknown: Sequence[str]) -> NoReturn:
         word = next((w for w in unknown if w.startswith("-")), unknown[0])

@@ -45,6 +45,8 @@ class OptimizerConfig:
     """Iterations of the last part of WSD."""
     lr_wsd_decay_samples: int | None = option(None)
     """Samples of the last part of WSD."""
+    lr_wsd_decay_tokens: int | None = option(None)
+    """Tokens of the last part of WSD."""
     weight_decay: float = option(0.01)
     """Decoupled weight decay of matrices; biases and norms have none."""
     start_weight_decay: float | None = option(None)

@@ -72,7 +72,7 @@ class RunConfig:
 
 
 def _parts(cls: type[RunConfig]) -> dict[str, type]:
-    return {name: hint for name, hint in typing.get_type_hints(cls).items()}
+    return typing.get_type_hints(cls)
 
 
 CONFIG_CLASSES: tuple[type, ...] = tuple(_parts(RunConfig).values())
@@ -114,14 +114,20 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
             name: settings[name].value if name in settings else f.default
             for name, f in fields.items()
         },
-        origins={name: settings[name].origin if name in settings else "default" for name in fields},
+        origins={
+            name: settings[name].origin
+            if name in settings
+            else "derived"
+            if f.metadata.get("internal")
+            else "default"
+            for name, f in fields.items()
+        },
         flags={name: flag_of(f) for name, f in fields.items()},
     )
     derive(draft, world_size)
-    complete = {name: value for name, value in draft.values.items()}
     config = RunConfig(
         **{
-            part: part_class(**{f.name: complete[f.name] for f in dataclasses.fields(part_class)})
+            part: part_class(**{f.name: draft[f.name] for f in dataclasses.fields(part_class)})
             for part, part_class in _parts(RunConfig).items()
         }
     )
@@ -141,8 +147,7 @@ def explain(resolved: Resolved) -> str:
         values = getattr(resolved.config, part)
         for f in dataclasses.fields(part_class):
             value = getattr(values, f.name)
-            origin = resolved.origins.get(f.name, "derived")
-            lines.append(f"  {f.name:<40} {json.dumps(value):<28} {origin}")
+            lines.append(f"  {f.name:<40} {json.dumps(value):<28} {resolved.origins[f.name]}")
     return "\n".join(lines)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -14,6 +15,8 @@ from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockGPTDataset
 from megatron.data.split import parse_split, split_documents
 from megatron.data.vocabulary import check_vocabulary
+
+logger = logging.getLogger(__name__)
 
 PARTS = ("train", "valid", "test")
 
@@ -129,24 +132,34 @@ class _Builder:
 
     def whole_files(self, blend: Blend, name: str, num_samples: int) -> SampleDataset:
         """A part that has files of its own."""
-        documents = [range(len(self._open(prefix))) for prefix in blend.prefixes]
+        documents = [range(len(self._open(blend, prefix))) for prefix in blend.prefixes]
         for prefix, found in zip(blend.prefixes, documents, strict=True):
             if not found:
                 raise ValueError(f"{blend.flag}: {prefix} holds no documents")
         return self._blended(blend, documents, name, num_samples)
 
-    def split_files(self, blend: Blend, split: str, part: int, num_samples: int) -> SampleDataset:
-        """A part that has a share of the documents of every file."""
+    def split_files(
+        self, blend: Blend, split: str, part: int, num_samples: int
+    ) -> SampleDataset | None:
+        """A part that has a share of the documents of every file.
+
+        None where the share comes to no document: the default split does that to the test part
+        of a small corpus, which is no reason not to train on it.
+        """
         documents = []
         for prefix in blend.prefixes:
-            total = len(self._open(prefix))
+            total = len(self._open(blend, prefix))
             documents.append(split_documents(split, total)[part])
             if not documents[-1]:
-                raise ValueError(
+                empty = (
                     f"--split {split} gives {PARTS[part]} no document of {prefix}, which has "
                     f"{total}: give {PARTS[part]} a larger share, or 0 to do without it, or more "
                     "documents"
                 )
+                if PARTS[part] == "train":
+                    raise ValueError(empty)
+                logger.warning(empty)
+                return None
         return self._blended(blend, documents, PARTS[part], num_samples)
 
     def _blended(
@@ -164,12 +177,15 @@ class _Builder:
     def _single(self, prefix: str, documents: range, name: str, num_samples: int) -> GPTDataset:
         cache = IndexCache.beside(prefix, self.cache_path)
         return GPTDataset.build(
-            self._open(prefix), documents, self.seq_length, num_samples, self.seed, cache, name
+            self.opened[prefix], documents, self.seq_length, num_samples, self.seed, cache, name
         )
 
-    def _open(self, prefix: str) -> IndexedDataset:
+    def _open(self, blend: Blend, prefix: str) -> IndexedDataset:
         if prefix not in self.opened:
-            indexed = IndexedDataset(prefix)
+            try:
+                indexed = IndexedDataset(prefix)
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{blend.flag} {prefix}: {error}") from None
             check_vocabulary(indexed, self.vocab_size, IndexCache.beside(prefix, self.cache_path))
             self.opened[prefix] = indexed
         return self.opened[prefix]

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import atexit
+import ctypes
+import multiprocessing
+import os
 import signal
-import weakref
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any, Generic, TypeVar
 
 import numpy as np
@@ -55,20 +58,21 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         sampler = MicroBatchSampler(
             len(dataset), consumed_samples, micro_batch_size, data_rank, data_size
         )
+        ending = multiprocessing.RawValue(ctypes.c_bool, False)
+        if num_workers:
+            atexit.register(setattr, ending, "value", True)  # before multiprocessing's own hook
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # map-style by protocol, not by inheritance
             batch_sampler=sampler,  # type: ignore[arg-type]
             collate_fn=collate,
             num_workers=num_workers,
             pin_memory=pin_memory,
-            worker_init_fn=_leave_signals_to_the_trainer,
+            worker_init_fn=partial(_leave_signals_to_the_trainer, ending),
             # The loader draws a seed for its workers: not from the global random state, which a
             # resumed run must find exactly where the first one left it.
             generator=torch.Generator(),
         )
         self._batches: Iterator[Batch] = iter(loader)
-        # Workers ignore the signal that the interpreter would end them with: stop them before.
-        atexit.register(_close_if_alive, weakref.ref(self))
 
     def __next__(self) -> Batch:
         try:
@@ -87,14 +91,17 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         self._batches = iter(())
 
 
-def _leave_signals_to_the_trainer(worker_id: int) -> None:
-    # Schedulers signal every process of a job. The trainer saves and stops; a worker that died
-    # first would take the save with it. Workers end when the trainer does.
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
+def _leave_signals_to_the_trainer(ending: Any, worker_id: int) -> None:
+    """In a worker: let no signal end it but the one that the trainer sends at its own end.
+
+    Schedulers signal every process of a job. The trainer then saves and stops; a worker that died
+    first would take the save with it.
+    """
+
+    def on_terminate(number: int, frame: object) -> None:
+        if ending.value:
+            os._exit(0)
+
+    signal.signal(signal.SIGTERM, on_terminate)
+    for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
-
-
-def _close_if_alive(reference: weakref.ref[MicroBatches[Any]]) -> None:
-    batches = reference()
-    if batches is not None:
-        batches.close()

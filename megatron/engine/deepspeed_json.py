@@ -7,15 +7,18 @@ from the JSON; where both speak, they must agree.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import difflib
 import json
 import math
+import typing
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from megatron.config import ConfigError, RunConfig, Setting, Settings
+from megatron.config import CONFIG_CLASSES, ConfigError, RunConfig, Setting, Settings
+from megatron.config.flags import check_value
 
 Json = dict[str, Any]
 
@@ -82,6 +85,23 @@ _PAIRS = (
     _Pair("optimizer.params.momentum", "sgd_momentum"),
 )
 
+_FIELDS = {
+    field.name: (field, typing.get_type_hints(part)[field.name])
+    for part in CONFIG_CLASSES
+    for field in dataclasses.fields(part)
+}
+
+_FIXED_OPTIMIZER_PARAMS: Json = {
+    "adam_w_mode": True,
+    "amsgrad": False,
+    "bias_correction": True,
+    "nesterov": False,
+}
+"""What the trainer's optimizers do; another value would be ignored, and is refused."""
+
+_IMPLEMENTATIONS = frozenset({"torch_adam", "fused", "foreach"})
+"""Optimizer parameters that choose a kernel and not a result."""
+
 _KNOWN_KEYS = frozenset(
     """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer
     scheduler communication_data_type prescale_gradients gradient_predivide_factor
@@ -112,10 +132,10 @@ def read_json(path: str) -> Json:
         ConfigError: the file is missing or not a JSON object, or has an unknown or refused key.
     """
     try:
-        content = json.loads(Path(path).read_text())
+        content = json.loads(Path(path).read_text(), object_pairs_hook=_without_duplicates)
     except FileNotFoundError:
         raise ConfigError(f"--deepspeed_config {path}: there is no such file") from None
-    except (json.JSONDecodeError, UnicodeDecodeError, OSError) as error:
+    except (ValueError, OSError) as error:
         raise ConfigError(f"--deepspeed_config {path}: not readable as JSON: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--deepspeed_config {path}: a JSON object is needed")
@@ -126,7 +146,54 @@ def read_json(path: str) -> Json:
             near = difflib.get_close_matches(key, _KNOWN_KEYS, n=1)
             hint = f'; the nearest known key is "{near[0]}"' if near else ""
             raise ConfigError(f'{path}: DeepSpeed knows no key "{key}"{hint}')
+    _check_sections(content, path)
+    _check_optimizer(content, path)
     return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Json:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'the key "{twice}" stands twice in one object')
+    return content
+
+
+def _check_sections(content: Json, path: str) -> None:
+    """Refuses a plain value where the keys of ``_PAIRS`` need an object or a list."""
+    for pair in _PAIRS:
+        sections = pair.key.split(".")[:-1]
+        for depth in range(1, len(sections) + 1):
+            name = ".".join(sections[:depth])
+            section = _get(content, name)
+            if name == "optimizer.params.betas":
+                if section not in (None, "auto") and not (
+                    isinstance(section, list) and len(section) == 2
+                ):
+                    raise ConfigError(
+                        f"{path}: {name} is {json.dumps(section)}; it must be a list of two numbers"
+                    )
+            elif section is not None and section != "auto" and not isinstance(section, dict):
+                raise ConfigError(f"{path}: {name} is {json.dumps(section)}; it must be an object")
+
+
+def _check_optimizer(content: Json, path: str) -> None:
+    params = _get(content, "optimizer.params")
+    if not isinstance(params, dict):
+        return
+    paired = {p.key.split(".")[2] for p in _PAIRS if p.key.startswith("optimizer.params.")}
+    known = paired | _IMPLEMENTATIONS | set(_FIXED_OPTIMIZER_PARAMS)
+    for key, value in params.items():
+        if key not in known:
+            near = difflib.get_close_matches(key, known, n=1)
+            hint = f'; the nearest known one is "{near[0]}"' if near else ""
+            raise ConfigError(f'{path}: optimizer.params has no "{key}" here{hint}')
+        if key in _FIXED_OPTIMIZER_PARAMS and value is not _FIXED_OPTIMIZER_PARAMS[key]:
+            raise ConfigError(
+                f"{path}: optimizer.params.{key} is {json.dumps(value)}, but the optimizers of "
+                f"this trainer have {json.dumps(_FIXED_OPTIMIZER_PARAMS[key])}; remove the key"
+            )
 
 
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
@@ -151,6 +218,7 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
             setting = Setting(pair.decode(value), f"{name}: {pair.key}")
         except (TypeError, OverflowError):
             raise ConfigError(f"{path}: {pair.key} is {value!r}, not a valid value") from None
+        setting = check_value(*_FIELDS[pair.field], setting)
         given = flags.get(pair.field)
         if given is None:
             merged[pair.field] = setting
@@ -173,9 +241,13 @@ def _with_accumulation(settings: Settings, content: Json, path: str, world: int)
     def value(field: str, default: Any = None) -> Any:
         return settings[field].value if field in settings else default
 
-    replicas = world // (
-        value("tensor_model_parallel_size", 1) * value("pipeline_model_parallel_size", 1)
-    )
+    def place(field: str) -> str:
+        return f"{settings[field].origin.removeprefix('flag ')} {value(field)}"
+
+    model = value("tensor_model_parallel_size", 1) * value("pipeline_model_parallel_size", 1)
+    if model < 1 or world % model:
+        return settings  # refused later, with the layout's own message
+    replicas = world // model
     micro, whole = value("micro_batch_size"), value("global_batch_size")
     origin = f"{Path(path).name}: gradient_accumulation_steps"
     if micro is None and whole is not None and whole % (steps * replicas) == 0:
@@ -184,9 +256,9 @@ def _with_accumulation(settings: Settings, content: Json, path: str, world: int)
         return settings | {"global_batch_size": Setting(micro * steps * replicas, origin)}
     if micro is not None and whole != micro * steps * replicas:
         raise ConfigError(
-            f"gradient_accumulation_steps {steps} in {path} contradicts --global-batch-size "
-            f"{whole} = --micro-batch-size {micro} x {replicas} data-parallel processes x "
-            f"{whole / (micro * replicas):g} steps; set it to "
+            f"gradient_accumulation_steps {steps} in {path} contradicts "
+            f"{place('global_batch_size')} = {place('micro_batch_size')} x {replicas} "
+            f"data-parallel processes x {whole / (micro * replicas):g} steps; set it to "
             '"auto"'
         )
     return settings
@@ -201,8 +273,6 @@ def complete(content: Json, config: RunConfig) -> Json:
     """
     values = {name: value for part in config.to_dict().values() for name, value in part.items()}
     result = copy.deepcopy(content)
-    if _get(result, "optimizer.params.betas") == "auto":
-        result["optimizer"]["params"]["betas"] = ["auto", "auto"]
     for pair in _PAIRS:
         section = pair.key.split(".")[0]
         if section == "fp16" and not config.precision.fp16 and pair.key != "fp16.enabled":
@@ -293,8 +363,9 @@ def _set(content: Json, key: str, value: Any) -> None:
     *sections, last = key.split(".")
     node: Any = content
     for part, following in zip(sections, (*sections, last)[1:], strict=True):
-        empty: Any = [None, None] if following.isdigit() else {}
-        node = node.setdefault(part, empty)
+        if node.get(part, "auto") == "auto":
+            node[part] = [None, None] if following.isdigit() else {}
+        node = node[part]
     if isinstance(node, list):
         node[int(last)] = value
     else:
@@ -302,13 +373,16 @@ def _set(content: Json, key: str, value: Any) -> None:
 
 
 def _drop_auto(content: Json, key: str) -> None:
+    """Leaves out a key that is "auto", or the list or the "auto" section that it would lie in."""
     *sections, last = key.split(".")
     node = _get(content, ".".join(sections)) if sections else content
-    if isinstance(node, dict) and node.get(last) == "auto":
-        del node[last]
-    elif isinstance(node, list):
-        parent = _get(content, ".".join(sections[:-1]))
-        parent.pop(sections[-1], None)
+    if isinstance(node, dict):
+        if node.get(last) == "auto":
+            del node[last]
+    elif node is not None:
+        *outer, name = sections
+        parent = _get(content, ".".join(outer)) if outer else content
+        parent.pop(name)
 
 
 def _autos(node: Any, path: str = "") -> Any:

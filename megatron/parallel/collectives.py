@@ -19,7 +19,8 @@ class _CopyToRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        grad = grad.contiguous()
+        # A gradient may belong to other branches of the graph too, so the sum is taken in a copy.
+        grad = grad.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(grad, group=ctx.group.handle)
         return grad, None
 
@@ -27,7 +28,7 @@ class _CopyToRanks(torch.autograd.Function):
 class _ReduceFromRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
-        x = x.contiguous().clone()
+        x = x.clone(memory_format=torch.contiguous_format)
         dist.all_reduce(x, group=group.handle)
         return x
 
@@ -50,6 +51,7 @@ def gather_last_dim(x: Tensor, group: Group) -> Tensor:
     """The shares of all ranks of ``group`` side by side along the last dimension; no gradient."""
     if group.size == 1:
         return x
+    x = x.contiguous()
     shares = [torch.empty_like(x) for _ in range(group.size)]
-    dist.all_gather(shares, x.contiguous(), group=group.handle)
+    dist.all_gather(shares, x, group=group.handle)
     return torch.cat(shares, dim=-1)

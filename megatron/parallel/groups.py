@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
 
 import torch.distributed as dist
 
@@ -47,12 +48,15 @@ class ProcessGroups:
     """All ranks that hold one replica of the model: tensor x pipeline."""
 
 
-def build_groups(tensor_size: int, pipeline_size: int) -> ProcessGroups:
+def build_groups(
+    tensor_size: int, pipeline_size: int, timeout: timedelta | None = None
+) -> ProcessGroups:
     """Creates the groups on every rank; torch.distributed must be initialised.
 
     Args:
         tensor_size: ranks per tensor-parallel group.
         pipeline_size: pipeline stages.
+        timeout: how long a collective may take; groups do not inherit it from the world's.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     data_size, rest = divmod(world_size, tensor_size * pipeline_size)
@@ -70,7 +74,7 @@ def build_groups(tensor_size: int, pipeline_size: int) -> ProcessGroups:
         # Every rank must take part in creating every group, in the same order.
         found = None
         for ranks in memberships:
-            handle = dist.new_group(ranks)
+            handle = dist.new_group(ranks, timeout=timeout)
             if rank in ranks:
                 found = Group(tuple(ranks), ranks.index(rank), handle)
         assert found is not None

@@ -33,7 +33,10 @@ class Shard:
     unpadded: int | None = None
 
     def __post_init__(self) -> None:
-        assert not self.parts or sum(self.parts) == self.full_shape[self.dim or 0]
+        if self.dim is None:
+            assert not self.parts and self.unpadded is None, "only a cut dimension has these"
+        else:
+            assert not self.parts or sum(self.parts) == self.full_shape[self.dim]
 
     @property
     def canonical_shape(self) -> tuple[int, ...]:
@@ -48,7 +51,7 @@ class Shard:
         if self.dim is None:
             return self.full_shape
         shape = list(self.full_shape)
-        shape[self.dim] //= size
+        shape[self.dim] = sum(length for _, length in self.ranges(0, size))
         return tuple(shape)
 
     def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
@@ -57,6 +60,7 @@ class Shard:
         if self.dim is None:
             return []
         parts = self.parts or (self.full_shape[self.dim],)
+        assert all(length % size == 0 for length in parts), (self, size)
         starts = [0, *accumulate(parts)]
         return [
             (start + rank * (length // size), length // size)

@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -41,7 +42,7 @@ class StopRequest:
         self._deadline_minutes = deadline_minutes
         self._clock = clock
         self._started = clock()
-        self._parent = os.getppid()
+        self._parents = launcher_chain()
         self._watch_parent = "LOCAL_RANK" in os.environ if watch_parent is None else watch_parent
         self._received: str | None = None
         self._previous: dict[signal.Signals, Any] = {}
@@ -51,8 +52,8 @@ class StopRequest:
         """Why this process should stop, ``"SIGTERM"`` for instance; None while it should go on."""
         if self._received is not None:
             return self._received
-        if self._watch_parent and os.getppid() != self._parent:
-            return f"end of the launcher (process {self._parent})"
+        if self._watch_parent and launcher_chain() != self._parents:
+            return f"end of the launcher (process {self._parents[-1]})"
         limit = self._deadline_minutes
         if limit is not None and self._clock() - self._started >= limit * 60:
             return f"--exit-duration-in-mins {limit:g}"
@@ -78,3 +79,22 @@ class StopRequest:
         self._received = self._received or signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+def launcher_chain() -> tuple[int, ...]:
+    """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two.
+
+    The ``deepspeed`` command starts ``deepspeed.launcher.launch``, which starts the workers; it is
+    the command that gets a scheduler's SIGTERM, and the process between lives on. Above any other
+    parent is a shell, whose end means nothing.
+    """
+    parent = os.getppid()
+    try:
+        command = Path(f"/proc/{parent}/cmdline").read_bytes()
+        if b"deepspeed.launcher.launch" not in command:
+            return (parent,)
+        # Behind the name, which may hold anything but is the last to be in brackets: state, parent.
+        status = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+        return (parent, int(status[1]))
+    except (OSError, IndexError, ValueError):
+        return (parent,)

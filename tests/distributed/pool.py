@@ -47,6 +47,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 
 from megatron.parallel.groups import Group
 
@@ -55,6 +56,7 @@ GRACE_SECONDS = 1.0
 
 
 _DONE = b"done"
+_LINEAR = F.linear
 
 
 class RankError(Exception):
@@ -191,9 +193,7 @@ class _Worker:
         os.close(handle)
         self.stack = Path(name)
         self.pipe, far_end = context.Pipe()
-        self.process: BaseProcess = context.Process(
-            target=serve, args=(far_end, name), daemon=True
-        )
+        self.process: BaseProcess = context.Process(target=serve, args=(far_end, name), daemon=True)
         self.process.start()
         far_end.close()
 
@@ -254,7 +254,10 @@ def _reset() -> None:
         groups._release_process_group_references()
         groups.mpu = None
     if "deepspeed.runtime.zero.parameter_offload" in sys.modules:
-        # ZeRO 3 compares these running numbers between ranks that have done different jobs.
+        # ZeRO 3 leaves its own F.linear, whose gradients come in another order: ranks that still
+        # have it would reduce them with another parameter's of ranks that never had. And it
+        # compares these running numbers between ranks, which may have done different jobs.
+        F.linear = _LINEAR
         offload = sys.modules["deepspeed.runtime.zero.parameter_offload"]
         (count,) = offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
         count[0] = 0

@@ -75,6 +75,7 @@ def train_plainly(argv: list[str], order: list[int] | None = None) -> Record:
         order: order in which the micro batches of a step are summed, to see what rounding does.
     """
     run = parse_run(None, argv)
+    torch.set_num_threads(1)
     return _plain_loop(run, TrainingPlan(run.config), order)
 
 

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
 
 RTOL, ATOL = 1.3e-6, 1e-5
-"""Largest relative and absolute difference of logits, those of torch.testing for float32."""
+"""Relative and absolute difference that logits may always have, those of torch.testing for
+float32."""
+
+ROUNDING = 2.0
+"""Beyond that they may be so many times as far from float64 logits as our own float32 logits are:
+in a deep model, or one with large weights, two right ways of computing differ by more."""
 
 
 @dataclass(frozen=True)
@@ -25,28 +29,28 @@ class Comparison:
         largest: largest absolute difference.
         magnitude: largest absolute logit.
         tokens: number of tokens that were compared.
-        agree: whether all logits agree within :data:`RTOL` and :data:`ATOL`.
+        rounding: what float32 arithmetic does to our own logits, the largest absolute error; None
+            when the logits agree within :data:`RTOL` and :data:`ATOL` and it was not needed.
+        agree: whether the difference is rounding.
     """
 
     largest: float
     magnitude: float
     tokens: int
+    rounding: float | None
     agree: bool
 
 
 @torch.no_grad()
 def compare_logits(
-    ours: Callable[[Tensor, Tensor], Tensor],
-    folder: Path,
-    model: ModelConfig,
-    seed: int = 1234,
+    ours: nn.Module, folder: Path, model: ModelConfig, seed: int = 1234
 ) -> Comparison:
     """Compares logits on random tokens at the first and at the last positions of the model.
 
     Args:
-        ours: logits [B, S, V and maybe padding] of token ids and positions, both int64 [B, S],
-            computed in float32 on the CPU.
-        folder: the exported model; `transformers` computes in float32 on the CPU too.
+        ours: maps token ids and positions, both int64 [B, S], to logits [B, S, V and maybe
+            padding]; float32, on the CPU, where `transformers` computes as well.
+        folder: the exported model.
         model: shape of the network.
         seed: seed of the tokens.
 
@@ -69,11 +73,28 @@ def compare_logits(
     tokens_BS = torch.randint(model.unpadded_vocab_size, (2, length), generator=random)
     starts_B1 = torch.tensor([[0], [model.max_position_embeddings - length]])
     positions_BS = starts_B1 + torch.arange(length)
-    ours_BSV = ours(tokens_BS, positions_BS)[..., : model.unpadded_vocab_size]
+
+    def our_logits() -> Tensor:
+        return ours(tokens_BS, positions_BS)[..., : model.unpadded_vocab_size]
+
+    ours_BSV = our_logits()
     theirs_BSV = theirs.eval()(input_ids=tokens_BS, position_ids=positions_BS).logits
+    rounding = None
+    agree = bool(torch.isclose(theirs_BSV, ours_BSV, rtol=RTOL, atol=ATOL).all())
+    if not agree:
+        ours.double()
+        exact_BSV = our_logits()
+        ours.float()
+        rounding = _largest(ours_BSV - exact_BSV)
+        agree = _largest(theirs_BSV - exact_BSV) <= ROUNDING * rounding
     return Comparison(
-        largest=float((ours_BSV - theirs_BSV).abs().max()),
-        magnitude=float(ours_BSV.abs().max()),
+        largest=_largest(ours_BSV - theirs_BSV),
+        magnitude=_largest(ours_BSV),
         tokens=tokens_BS.numel(),
-        agree=bool(torch.isclose(theirs_BSV, ours_BSV, rtol=RTOL, atol=ATOL).all()),
+        rounding=rounding,
+        agree=agree,
     )
+
+
+def _largest(x: Tensor) -> float:
+    return float(x.abs().max())

@@ -45,10 +45,7 @@ SAMPLE = {(0, 4), (1, 1), (1, 2), (2, 4), (3, 2)}
 
 @pytest.mark.parametrize(
     ("stage", "size"),
-    [
-        pytest.param(*cell, marks=() if cell in SAMPLE else (pytest.mark.proof,))
-        for cell in CELLS
-    ],
+    [pytest.param(*cell, marks=() if cell in SAMPLE else (pytest.mark.proof,)) for cell in CELLS],
 )
 def test_against_plain_torch(pool, plain, stage, size, record_property):
     flags, reference, (loss_noise, norm_noise) = plain

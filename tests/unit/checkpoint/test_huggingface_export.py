@@ -171,6 +171,26 @@ def test_comparison_notices_one_weight(reader_of, folder, random_gpt, gpt_config
     assert not other.agree and other.largest > 1e-5
 
 
+def test_comparison_knows_rounding(gpt_config, random_gpt, write_checkpoint, tmp_path):
+    """Large weights make large rounding errors, which a right export has, and a wrong one more."""
+    config = gpt_config(num_layers=24)
+    model = random_gpt(config)
+    with torch.no_grad():
+        for _, param in model.canonical_parameters():
+            if param.dim() == 2:
+                param.mul_(8.0)
+    reader = CheckpointReader(write_checkpoint(tmp_path / "save", config, model))
+    (tmp_path / "hf").mkdir()
+    write_model(reader, tmp_path / "hf", "float32", 10**9)
+    right = compare_logits(model, tmp_path / "hf", config.model)
+    assert right.agree and right.largest > 1e-5 and right.rounding > 0
+    assert {param.dtype for param in model.parameters()} == {torch.float32}
+    with torch.no_grad():
+        dict(model.canonical_parameters())["layers.3.mlp.down.bias"][3] += 0.05
+    wrong = compare_logits(model, tmp_path / "hf", config.model)
+    assert not wrong.agree
+
+
 def test_comparison_sees_the_last_positions(gpt_config, random_gpt, write_checkpoint, tmp_path):
     config = gpt_config(max_position_embeddings=300)
     model = random_gpt(config)

@@ -98,9 +98,20 @@ def test_mock_data() -> None:
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "100,1,0"])
-def test_too_few_documents_for_a_split(split: str, tmp_path: Path) -> None:
+def test_too_few_documents_for_validation(
+    split: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     prefix = write(tmp_path / "a", 3)
-    with pytest.raises(ValueError, match=rf"--split {split} gives valid no document of .*a, which"):
+    datasets = build(DataConfig(data_path=(str(prefix),), split=split), (8, 2, 0))
+    assert datasets.train is not None
+    assert datasets.valid is None
+    assert f"--split {split} gives valid no document of" in caplog.text
+
+
+@pytest.mark.parametrize("split", ["1,99,0"])
+def test_too_few_documents_for_training(split: str, tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 3)
+    with pytest.raises(ValueError, match=rf"--split {split} gives train no document of .*a, which"):
         build(DataConfig(data_path=(prefix,), split=split))
 
 

@@ -117,14 +117,14 @@ def test_batches_through_workers() -> None:
 def test_workers_outlive_the_signal_that_asks_the_trainer_to_save() -> None:
     before = set(multiprocessing.active_children())
     batches = stream(micro_batch_size=1, num_workers=2)
-    next(batches)
+    next(batches), next(batches)  # one of each worker: both are up
     workers = set(multiprocessing.active_children()) - before
     assert len(workers) == 2
     for worker in workers:
         assert worker.pid is not None
         os.kill(worker.pid, signal.SIGTERM)
         os.kill(worker.pid, signal.SIGUSR1)
-    assert [numbers(next(batches))[0] for _ in range(60)] == list(range(1, 61))
+    assert [numbers(next(batches))[0] for _ in range(60)] == list(range(2, 62))
     batches.close()
     for worker in workers:
         worker.join(10)
@@ -135,15 +135,26 @@ PROGRAM = """
 from test_loader import stream
 batches = stream(micro_batch_size=1, num_workers=2)
 next(batches)
-raise {error}
+{end}
 """
 
 
-@pytest.mark.parametrize(("error", "code"), [("SystemExit(3)", 3), ("ValueError('x')", 1)])
-def test_an_open_stream_does_not_keep_the_program_from_ending(error: str, code: int) -> None:
+KILL_A_WORKER = """
+import multiprocessing
+multiprocessing.active_children()[0].kill()
+for batch in batches: pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "code"),
+    [("raise SystemExit(3)", 3), ("raise ValueError('x')", 1), (KILL_A_WORKER, 1)],
+    ids=["exit", "error", "killed worker"],
+)
+def test_an_open_stream_does_not_keep_the_program_from_ending(end: str, code: int) -> None:
     environment = dict(
         os.environ, PYTHONPATH=os.pathsep.join([os.path.dirname(__file__), *sys.path])
     )
-    program = [sys.executable, "-c", PROGRAM.format(error=error)]
+    program = [sys.executable, "-c", PROGRAM.format(end=end)]
     result = subprocess.run(program, env=environment, timeout=60, capture_output=True)
     assert result.returncode == code, result.stderr.decode()

@@ -1,0 +1,109 @@
+# What the scripts of this folder share: models, the launcher, where things lie. Not run by itself:
+#
+#     source "$(dirname "$0")/common.sh"
+#     pretrain NAME --flag value ... -- "$@"        trains; everything goes to $RUNS/NAME
+#
+# Settings, from the environment:
+#
+#     DATA_PATH    prefix of the .bin/.idx pair, or "WEIGHT PREFIX WEIGHT PREFIX ..."
+#     VOCAB_FILE, MERGE_FILE    a GPT-2 vocabulary (vocab.json, merges.txt), or
+#     TOKENIZER    the folder of a Hugging Face tokenizer, which comes first
+#     RUNS         folder of all runs (default: runs)
+#     LAUNCHER     deepspeed (default), torchrun or python (one process)
+#     GPUS         processes on each node (default: as many as there are GPUs)
+#     HOSTFILE     deepspeed: the nodes and their slots
+#     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes
+#     DRY_RUN=1    print the command, do not run it
+
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+GPT2="--max-position-embeddings 1024 --seq-length 1024"
+LLAMA="--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear
+    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0"
+
+# Published shapes; MODEL[name] is meant to be split into words.
+declare -A MODEL=(
+    [gpt2-125m]="$GPT2 --num-layers 12 --hidden-size 768 --num-attention-heads 12"
+    [gpt2-345m]="$GPT2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16"
+    [gpt2-1.5b]="$GPT2 --num-layers 48 --hidden-size 1600 --num-attention-heads 25"
+    [llama-1b]="$LLAMA --num-layers 22 --hidden-size 2048 --ffn-hidden-size 5632
+        --num-attention-heads 32 --num-query-groups 4 --seq-length 2048"
+    [llama-8b]="$LLAMA --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
+        --num-attention-heads 32 --num-query-groups 8 --rotary-base 500000 --seq-length 8192"
+)
+
+fail() {
+    echo "${0##*/}: error: $*" >&2
+    exit 2
+}
+
+tokenizer() {
+    if [[ -n ${TOKENIZER:-} ]]; then
+        FLAGS+=(--tokenizer-type HFTokenizer --tokenizer-model "$TOKENIZER")
+    elif [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]]; then
+        FLAGS+=(--tokenizer-type GPT2BPETokenizer)
+        FLAGS+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+    else
+        fail "set TOKENIZER, or VOCAB_FILE and MERGE_FILE"
+    fi
+}
+
+data() {
+    local paths
+    [[ -n ${DATA_PATH:-} ]] || fail "set DATA_PATH to the prefix of the .bin and .idx files"
+    read -ra paths <<<"$DATA_PATH"
+    FLAGS+=(--data-path "${paths[@]}")
+}
+
+launcher() {
+    case ${LAUNCHER:-deepspeed} in
+        deepspeed)
+            LAUNCH=(deepspeed)
+            [[ -z ${HOSTFILE:-} ]] || LAUNCH+=(--hostfile "$HOSTFILE")
+            [[ -z ${GPUS:-} ]] || LAUNCH+=(--num_gpus "$GPUS")
+            ;;
+        torchrun)
+            LAUNCH=(torchrun --nproc-per-node "${GPUS:-gpu}" --nnodes "${NODES:-1}")
+            LAUNCH+=(--node-rank "${NODE_RANK:-0}" --master-addr "${MASTER_ADDR:-127.0.0.1}")
+            LAUNCH+=(--master-port "${MASTER_PORT:-29500}")
+            ;;
+        python) LAUNCH=(python) ;;
+        *) fail "LAUNCHER $LAUNCHER: deepspeed, torchrun or python" ;;
+    esac
+}
+
+# start FLAG... -- GIVEN...: a flag counts only once, so those of GIVEN take the place, values and
+# all, of the same flags before.
+start() {
+    local FLAGS=() LAUNCH=() word keep=1
+    local given=" ${*} "
+    given=" ${given#* -- }"
+    launcher
+    data
+    while [[ $1 != -- ]]; do
+        word=$1
+        shift
+        if [[ $word == --* ]]; then
+            [[ $given == *" $word "* ]] && keep= || keep=1
+        fi
+        [[ -z $keep ]] || FLAGS+=("$word")
+    done
+    shift
+    LAUNCH+=(pretrain_gpt.py "${FLAGS[@]}" "$@")
+    if [[ -n ${DRY_RUN:-} ]]; then
+        printf '%q ' "${LAUNCH[@]}"
+        echo
+    else
+        exec "${LAUNCH[@]}"
+    fi
+}
+
+# pretrain NAME FLAG... -- GIVEN...: starts, or resumes from what is there.
+pretrain() {
+    local folder=${RUNS:-runs}/$1 FLAGS=()
+    tokenizer
+    start "${FLAGS[@]}" --save "$folder" --load "$folder" --save-interval 1000 \
+        --tensorboard-dir "$folder/tensorboard" --log-interval 10 --eval-interval 1000 \
+        --eval-iters 20 "${@:2}"
+}

@@ -1,0 +1,192 @@
+"""Stopping and resuming changes nothing, bit for bit; at another layout, nothing but rounding."""
+
+import json
+import random
+
+import numpy as np
+import pytest
+from training_jobs import TINY, train
+
+STEPS = 8
+FLAGS = [*TINY, "--train-iters", str(STEPS), "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"]
+FLAGS += ["--eval-interval", "3", "--eval-iters", "1"]
+FP16 = ["--fp16", "--initial-loss-scale", str(2.0**21), "--loss-scale-window", "2"]
+CASES = {
+    "zero0": (1, ["--zero-stage", "0"]),
+    "zero0-dp2": (2, ["--zero-stage", "0"]),
+    "zero0-bf16": (1, ["--zero-stage", "0", "--bf16"]),
+    "zero1-dp2": (2, ["--zero-stage", "1"]),
+    "zero1-dp2-fp16": (2, ["--zero-stage", "1", *FP16, "--hysteresis", "1"]),
+    "zero2-dp2-bf16": (2, ["--zero-stage", "2", "--bf16"]),
+    "zero3-dp2": (2, ["--zero-stage", "3"]),
+    "zero3-dp2-bf16": (2, ["--zero-stage", "3", "--bf16"]),
+    "zero3-dp2-fp16": (2, ["--zero-stage", "3", *FP16]),
+    "zero1-dp4": (4, ["--zero-stage", "1"]),
+    "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
+    "sgd": (2, ["--zero-stage", "1", "--optimizer", "sgd"]),
+    "rampup": (2, ["--rampup-batch-size", "2", "2", "8", "--zero-stage", "1"]),
+}
+SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2"}
+"""Cases of every test run; `make proof` runs all, each with several stops."""
+RANDOM = random.Random(20)
+
+
+def cases():
+    for name in CASES:
+        for number in range(3):
+            stop = RANDOM.randrange(1, STEPS)
+            in_sample = name in SAMPLE and number == 0
+            marks = () if in_sample else (pytest.mark.proof,)
+            yield pytest.param(name, stop, marks=marks, id=f"{name}-stop{stop}-{number}")
+
+
+@pytest.fixture(scope="module")
+def unbroken(pool, tmp_path_factory):
+    """The same run without a stop, made once per case."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            size, flags = CASES[name]
+            save = tmp_path_factory.mktemp(name)
+            made[name] = (pool.run(size, train, [*FLAGS, *flags, "--save", str(save)]), save)
+        return made[name]
+
+    return make
+
+
+def evaluations(save):
+    rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return [
+        (row["iteration"], row["loss"]) for row in rows if row["kind"] in ("validation", "test")
+    ]
+
+
+@pytest.mark.parametrize(("name", "stop"), list(cases()))
+def test_resume_is_bitwise(pool, unbroken, tmp_path, name, stop):
+    size, flags = CASES[name]
+    whole, save = unbroken(name)
+    argv = [*FLAGS, *flags, "--save", str(tmp_path)]
+    first = pool.run(size, train, [*argv, "--exit-interval", str(stop)])
+    second = pool.run(size, train, [*argv, "--load", str(tmp_path)])
+    assert first[0].iteration == stop
+    assert second[0].iteration == STEPS
+    for rank in range(size):
+        for what in ("losses", "norms", "scales", "skipped"):
+            joined = getattr(first[rank], what) + getattr(second[rank], what)
+            assert joined == getattr(whole[rank], what), what
+        assert second[rank].state.keys() == whole[rank].state.keys()
+        for key, values in whole[rank].state.items():
+            assert np.array_equal(second[rank].state[key], values), key
+    if "fp16" in name:
+        assert any(whole[0].skipped), "the case is there to skip steps"
+    assert evaluations(tmp_path) == evaluations(save)
+
+
+LAYOUTS = {
+    "zero0": (1, ["--zero-stage", "0"]),
+    "zero1-dp4": (4, ["--zero-stage", "1"]),
+    "zero2-dp2": (2, ["--zero-stage", "2"]),
+    "zero3-dp2": (2, ["--zero-stage", "3"]),
+    "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
+}
+
+
+@pytest.mark.parametrize("target", LAYOUTS)
+@pytest.mark.parametrize("source", LAYOUTS)
+@pytest.mark.proof
+def test_any_layout_continues_any(pool, tmp_path, source, target):
+    check_continues(pool, tmp_path, LAYOUTS[source], LAYOUTS[target])
+
+
+def test_zero1_continues_as_zero3_and_back(pool, tmp_path):
+    check_continues(pool, tmp_path / "a", LAYOUTS["zero2-dp2"], LAYOUTS["zero0"])
+    check_continues(pool, tmp_path / "b", LAYOUTS["zero0"], LAYOUTS["zero3-dp2"])
+
+
+def check_continues(pool, save, source, target):
+    flags = [*FLAGS, "--attention-dropout", "0", "--save", str(save)]
+    size, layout = source
+    first = pool.run(size, train, [*flags, *layout, "--exit-interval", "4"])[0]
+    same = pool.run(size, train, [*flags, *layout, "--load", str(save)])[0]
+    size, layout = target
+    other = pool.run(size, train, [*flags, *layout, "--load", str(save), "--load-tag", "4"])[0]
+    np.testing.assert_allclose(other.losses, same.losses, rtol=5e-6)
+    np.testing.assert_allclose(other.norms, same.norms, rtol=5e-5)
+    assert len(first.losses) == len(other.losses) == 4
+
+
+def test_finetune_and_no_load_optim(pool, tmp_path):
+    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path / "a")]
+    pool.run(1, train, flags)
+    load = ["--load", str(tmp_path / "a"), "--save", str(tmp_path / "b")]
+    finetuned = pool.run(1, train, [*flags, *load, "--finetune"])[0]
+    assert len(finetuned.losses) == STEPS
+    scratch = pool.run(1, train, [*flags, "--save", str(tmp_path / "c")])[0]
+    assert finetuned.losses[0] < scratch.losses[0]
+    fresh = [*flags, *load, "--load-tag", "8", "--no-load-optim", "--train-iters", "9"]
+    assert len(pool.run(1, train, fresh)[0].losses) == 1
+
+
+def test_no_save_optim_is_weights_only(pool, tmp_path):
+    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
+    pool.run(1, train, [*flags, "--no-save-optim", "--no-save-rng"])
+    names = {path.name for path in (tmp_path / "global_step8").iterdir()}
+    assert not any(name.startswith(("optimizer", "random")) for name in names)
+    argv = [*flags, "--load", str(tmp_path), "--train-iters", "9"]
+    message = pool.run(1, refused, argv)[0]
+    assert "exp_avg" in message
+    assert "--no-load-optim" in message
+
+
+def refused(argv):
+    """The message with which a run is refused; for the pool."""
+    with pytest.raises(ValueError) as caught:
+        train(argv)
+    return str(caught.value)
+
+
+def test_another_architecture_is_refused(pool, tmp_path):
+    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
+    pool.run(1, train, flags)
+    argv = [*flags, "--load", str(tmp_path), "--hidden-size", "64", "--swiglu"]
+    message = pool.run(2, refused, argv)[0]
+    assert "hidden_size is 32 there and 64 here" in message
+    assert "swiglu is false there and true here" in message
+
+
+def test_damage_is_refused_on_all_ranks(pool, tmp_path):
+    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
+    pool.run(2, train, flags)
+    path = tmp_path / "global_step8" / "optimizer-00001.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 4
+    path.write_bytes(bytes(content))
+    messages = pool.run(2, refused, [*flags, "--load", str(tmp_path)])
+    assert any("optimizer-00001.safetensors is damaged" in message for message in messages)
+
+
+def test_a_rank_that_cannot_write_leaves_the_last_checkpoint(pool, tmp_path):
+    """Rank 1 fails in the middle of a save; both ranks say so and the older one stays."""
+    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
+    pool.run(2, train, [*flags, "--exit-interval", "4"])
+    messages = pool.run(2, refused_while_full, [*flags, "--load", str(tmp_path)])
+    assert "No space left" in messages[1]
+    assert "another rank" in messages[0]
+    assert (tmp_path / "latest").read_text() == "global_step4\n"
+    assert not list(tmp_path.glob(".global_step*"))
+    assert pool.run(2, train, [*flags, "--load", str(tmp_path)])[0].iteration == STEPS
+
+
+def refused_while_full(argv):
+    """Like ``refused``, while rank 1's disk is full; for the pool."""
+    import os
+    from unittest import mock
+
+    def full(*args, **kwargs):
+        raise OSError(28, "No space left on device")
+
+    if os.environ["RANK"] == "1":
+        with mock.patch("megatron.engine.checkpointing.save_file", full):
+            return refused(argv)
+    return refused(argv)

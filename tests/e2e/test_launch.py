@@ -1,0 +1,153 @@
+"""pretrain_gpt.py as people start it: three launchers, signals, a killed run, a full disk."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+BIN = Path(sys.executable).parent
+FLAGS = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16 --lr 1e-2 "
+    "--micro-batch-size 1 --global-batch-size 4 --tokenizer-type NullTokenizer --vocab-size 99 "
+    "--mock-data --num-workers 0 --eval-iters 0 --peak-tflops 1 --log-interval 1"
+).split()
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
+
+
+def command(launcher, *flags):
+    start = {
+        "python": [sys.executable],
+        "torchrun": [str(BIN / "torchrun"), "--nproc_per_node=2", "--master_port", free_port()],
+        "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", free_port()],
+    }[launcher]
+    return [*start, "pretrain_gpt.py", *FLAGS, *map(str, flags)]
+
+
+def environment():
+    kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
+    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+
+
+def run(launcher, *flags, **options):
+    return subprocess.run(
+        command(launcher, *flags),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=240,
+        **options,
+    )
+
+
+def rows(save):
+    lines = (save / "metrics.jsonl").read_text().splitlines()
+    return [row for row in map(json.loads, lines) if row["kind"] == "train"]
+
+
+def test_three_launchers_train_alike(tmp_path):
+    losses = {}
+    for launcher in ("python", "torchrun", "deepspeed"):
+        config = ROOT / "deepspeed_configs" / "ds_zero1.json"
+        save = tmp_path / launcher
+        done = run(launcher, "--train-iters", 3, "--save", save, "--deepspeed_config", config)
+        assert done.returncode == 0, done.stderr
+        losses[launcher] = [row["loss"] for row in rows(save)]
+        assert "ZeRO stage 1" in done.stdout
+    assert losses["torchrun"] == pytest.approx(losses["python"], rel=1e-6)
+    assert losses["deepspeed"] == losses["torchrun"]
+
+
+def wait_for_step(save, process, step=3):
+    deadline = time.time() + 120
+    while time.time() < deadline:
+        path = save / "metrics.jsonl"
+        if path.exists() and len(path.read_text().splitlines()) >= step:
+            return
+        assert process.poll() is None, process.stdout.read()
+        time.sleep(0.05)
+    raise AssertionError("no step was taken")
+
+
+@pytest.mark.parametrize("launcher", ["torchrun", "deepspeed"])
+def test_sigterm_saves_and_resumes(tmp_path, launcher):
+    """DeepSpeed's launcher leaves its workers behind on SIGTERM; they notice and save."""
+    argv = command(launcher, "--train-iters", 100000, "--save", tmp_path, "--zero-stage", 1)
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    wait_for_step(tmp_path, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    deadline = time.time() + 60
+    while not (tmp_path / "latest").exists() and time.time() < deadline:
+        time.sleep(0.1)
+    saved = json.loads(next(tmp_path.glob("global_step*/state.json")).read_text())
+    step = saved["iteration"]
+    assert 3 <= step < 100000, output
+    done = run(launcher, "--train-iters", step + 1, "--save", tmp_path, "--load", tmp_path,
+               "--zero-stage", 1)  # fmt: skip
+    assert f"at iteration {step}" in done.stdout, done.stdout + done.stderr
+    assert [row["iteration"] for row in rows(tmp_path)] == list(range(1, step + 2))
+
+
+def test_killed_run_resumes_from_the_last_save(tmp_path):
+    flags = ["--save", tmp_path, "--load", tmp_path, "--save-interval", 2]
+    argv = command("python", "--train-iters", 100000, *flags)
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=environment(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    wait_for_step(tmp_path, process, 5)
+    process.kill()
+    process.wait()
+    saved = int((tmp_path / "latest_checkpointed_iteration.txt").read_text())
+    assert saved >= 4
+    done = run("python", "--train-iters", saved + 2, *flags)
+    assert done.returncode == 0, done.stderr
+    assert f"at iteration {saved}" in done.stdout
+    assert not list(tmp_path.glob(".global_step*"))
+
+
+def test_full_disk_keeps_the_last_checkpoint(tmp_path):
+    """A limit on file size stands in for the full disk: writes fail in the middle of a file."""
+    flags = ["--save", tmp_path, "--load", tmp_path]
+    assert run("python", "--train-iters", 2, *flags).returncode == 0
+    size = (tmp_path / "global_step2" / "optimizer-00000.safetensors").stat().st_size
+    limited = ["bash", "-c", f'ulimit -f {size // 2048}; exec "$@"', "bash"]
+    done = subprocess.run(
+        [*limited, *command("python", "--train-iters", 4, *flags)],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 2, done.stderr
+    assert f"saving to {tmp_path} failed" in done.stderr
+    assert "earlier checkpoints are untouched" in done.stderr
+    assert (tmp_path / "latest").read_text() == "global_step2\n"
+    assert not list(tmp_path.glob(".global_step*"))
+    assert run("python", "--train-iters", 4, *flags).returncode == 0
+
+
+def test_explain_config(tmp_path):
+    path = tmp_path / "ds.json"
+    path.write_text('{"gradient_clipping": 0.25, "train_batch_size": "auto"}')
+    done = run("python", "--train-iters", 3, "--deepspeed_config", path, "--explain-config")
+    assert done.returncode == 0, done.stderr
+    lines = {line.split()[0]: line.split(None, 2)[1:] for line in done.stdout.splitlines()}
+    assert lines["hidden_size"] == ["32", "flag --hidden-size"]
+    assert lines["clip_grad"] == ["0.25", "ds.json: gradient_clipping"]
+    assert lines["seed"] == ["1234", "default"]
+    assert lines["ffn_hidden_size"][0] == "128"
+    assert lines["ffn_hidden_size"][1].startswith("derived")
+    assert lines["padded_vocab_size"][0] == "128"

@@ -1,0 +1,295 @@
+"""Resolving a configuration: what is derived, what is refused, what is explained."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.config import (
+    FLAG_CLASSES,
+    ConfigError,
+    FlagParser,
+    RunConfig,
+    Setting,
+    explain,
+    resolve,
+)
+
+MINIMAL = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --train-iters 100 --lr 1e-3"
+)
+
+
+def resolved(extra="", world_size=1, base=MINIMAL, **from_json):
+    """MINIMAL with further flags; a flag that is given again replaces the first."""
+    settings = FlagParser(*FLAG_CLASSES).settings(f"{base} {extra}".split())
+    settings |= {name: Setting(value, f"ds.json: {name}") for name, value in from_json.items()}
+    return resolve(settings, world_size)
+
+
+def without(flag):
+    words = MINIMAL.split()
+    at = words.index(flag)
+    return " ".join(words[:at] + words[at + 2 :])
+
+
+DERIVED = [
+    ("", 1, "model.ffn_hidden_size", 256),
+    ("--swiglu", 1, "model.ffn_hidden_size", 128),
+    ("--swiglu --hidden-size 768", 1, "model.ffn_hidden_size", 2048),
+    ("--swiglu --hidden-size 16", 1, "model.ffn_hidden_size", 16),
+    ("--swiglu --ffn-hidden-size 100", 1, "model.ffn_hidden_size", 100),
+    ("", 1, "model.kv_channels", 16),
+    ("--kv-channels 24", 1, "model.kv_channels", 24),
+    ("--hidden-size 66 --kv-channels 24", 1, "model.kv_channels", 24),
+    ("", 1, "model.num_query_groups", 4),
+    ("", 1, "model.group_query_attention", False),
+    ("--group-query-attention", 1, "model.num_query_groups", 1),
+    ("--num-query-groups 2", 1, "model.group_query_attention", True),
+    ("--num-key-value-heads 2", 1, "model.num_query_groups", 2),
+    ("", 1, "model.max_position_embeddings", 32),
+    ("--max-position-embeddings 64", 1, "model.max_position_embeddings", 64),
+    ("--use-rotary-position-embeddings", 1, "model.position_embedding_type", "rope"),
+    ("", 1, "model.activation", "gelu_tanh"),
+    ("--no-bias-gelu-fusion", 1, "model.activation", "gelu_erf"),
+    ("--no-bias-gelu-fusion --openai-gelu", 1, "model.activation", "gelu_tanh"),
+    ("--squared-relu", 1, "model.activation", "squared_relu"),
+    ("--swiglu", 1, "model.activation", "swiglu"),
+    ("", 1, "model.tied", True),
+    ("--untie-embeddings-and-output-weights", 1, "model.tied", False),
+    ("", 4, "training.global_batch_size", 8),
+    ("--tensor-model-parallel-size 2", 4, "training.global_batch_size", 4),
+    ("--tensor-model-parallel-size 2", 8, "parallel.data_parallel_size", 4),
+    ("--pipeline-model-parallel-size 2", 8, "parallel.data_parallel_size", 4),
+    ("", 8, "parallel.world_size", 8),
+    ("--checkpoint-activations", 1, "parallel.recompute_granularity", "full"),
+    ("--recompute-activations", 1, "parallel.recompute_granularity", "selective"),
+    ("--recompute-granularity full", 1, "parallel.recompute_method", "uniform"),
+    ("", 1, "optimizer.lr_decay_iters", 100),
+    ("--lr-decay-iters 50", 1, "optimizer.lr_decay_iters", 50),
+    ("--lr-warmup-fraction 0.1", 1, "optimizer.lr_warmup_iters", 10),
+    ("--lr-warmup-fraction 0.1 --lr-decay-iters 50", 1, "optimizer.lr_warmup_iters", 5),
+    ("--weight-decay 0.3", 1, "optimizer.start_weight_decay", 0.3),
+    ("--weight-decay 0.3", 1, "optimizer.end_weight_decay", 0.3),
+    ("--save runs/x/", 1, "logging.metrics_file", "runs/x/metrics.jsonl"),
+    ("--save runs/x --metrics-file m.jsonl", 1, "logging.metrics_file", "m.jsonl"),
+]
+
+
+@pytest.mark.parametrize("flags, world_size, where, expected", DERIVED)
+def test_derives(flags, world_size, where, expected):
+    part, name = where.split(".")
+    assert getattr(getattr(resolved(flags, world_size).config, part), name) == expected
+
+
+@pytest.mark.parametrize(
+    "length, unit, amount",
+    [("--train-samples 500", "samples", 50), ("--train-tokens 900", "tokens", 90)],
+)
+def test_schedule_follows_the_unit_of_the_length(length, unit, amount):
+    config = resolved(f"{length} --lr-warmup-fraction 0.1", base=without("--train-iters")).config
+    assert getattr(config.optimizer, f"lr_warmup_{unit}") == amount
+    assert getattr(config.optimizer, f"lr_decay_{unit}") == 10 * amount
+
+
+def test_evaluation_alone_needs_no_length_or_rate():
+    resolved("--skip-train", base=without("--train-iters").replace("--lr 1e-3", ""))
+
+
+REFUSED = [
+    ("--num-attention-heads 5", 1, ["--num-attention-heads 5", "--hidden-size 64"]),
+    ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
+    ("--swiglu --squared-relu", 1, ["--swiglu", "--squared-relu"]),
+    (
+        "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
+        1,
+        ["--use-rotary-position-embeddings", "--position-embedding-type learned_absolute"],
+    ),
+    ("--max-position-embeddings 16", 1, ["--seq-length 32", "--max-position-embeddings 16"]),
+    ("--rotary-percent 0", 1, ["--rotary-percent 0.0"]),
+    (
+        "--position-embedding-type rope --rotary-percent 0.45",
+        1,
+        ["--rotary-percent 0.45", "--kv-channels 16", "7"],
+    ),
+    ("--attention-dropout 1", 1, ["--attention-dropout 1.0", "[0, 1)"]),
+    ("--hidden-dropout -0.1", 1, ["--hidden-dropout -0.1", "[0, 1)"]),
+    ("--num-layers 0", 1, ["--num-layers 0", "positive"]),
+    ("--norm-epsilon 0", 1, ["--norm-epsilon 0.0", "positive"]),
+    ("--init-method-std -1", 1, ["--init-method-std -1.0", "positive"]),
+    (
+        "--no-pipeline-parallel --pipeline-model-parallel-size 2",
+        2,
+        ["--no-pipeline-parallel", "--pipeline-model-parallel-size 2"],
+    ),
+    ("--tensor-model-parallel-size 2", 3, ["--tensor-model-parallel-size 2", "3 processes"]),
+    ("--tensor-model-parallel-size 8", 8, ["--tensor-model-parallel-size 8", "--num-attention"]),
+    (
+        "--tensor-model-parallel-size 4 --ffn-hidden-size 30",
+        4,
+        ["--tensor-model-parallel-size 4", "--ffn-hidden-size 30"],
+    ),
+    (
+        "--tensor-model-parallel-size 4 --num-query-groups 2",
+        4,
+        ["--num-query-groups 2", "multiple of --tensor-model-parallel-size 4", "this version"],
+    ),
+    ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),
+    ("--distributed-timeout-minutes 0", 1, ["--distributed-timeout-minutes 0.0"]),
+    ("--fp16 --bf16 --zero-stage 1", 1, ["--fp16", "--bf16"]),
+    ("--fp16", 1, ["--fp16", "--zero-stage 0"]),
+    ("--loss-scale 128", 1, ["--loss-scale 128", "--fp16"]),
+    ("--fp16 --zero-stage 1 --initial-loss-scale 3", 1, ["--initial-loss-scale 3.0", "power"]),
+    ("--fp16 --zero-stage 1 --initial-loss-scale 0.5", 1, ["--initial-loss-scale 0.5"]),
+    ("--hysteresis 0", 1, ["--hysteresis 0"]),
+    (
+        "--checkpoint-activations --recompute-granularity selective",
+        1,
+        ["--checkpoint-activations", "--recompute-granularity selective"],
+    ),
+    (
+        "--recompute-activations --recompute-granularity full",
+        1,
+        ["--recompute-activations", "--recompute-granularity full"],
+    ),
+    ("--recompute-method block", 1, ["--recompute-method block", "--recompute-granularity full"]),
+    ("--recompute-num-layers 0", 1, ["--recompute-num-layers 0"]),
+    (
+        "--global-batch-size 10",
+        2,
+        ["--global-batch-size 10", "--micro-batch-size 2", "2 data-parallel", "8 and 12"],
+    ),
+    ("--global-batch-size 2", 2, ["--global-batch-size 2", "the nearest is 4"]),
+    ("--micro-batch-size 0", 1, ["--micro-batch-size 0"]),
+    ("--lr 0", 1, ["--lr 0.0"]),
+    ("--train-samples 5", 1, ["--train-iters 100", "--train-samples 5"]),
+    ("--train-iters 0", 1, ["--train-iters 0"]),
+    ("--eval-interval 0", 1, ["--eval-interval 0"]),
+    ("--eval-iters -1", 1, ["--eval-iters -1", "negative"]),
+    ("--seed -1", 1, ["--seed -1", "negative"]),
+    ("--exit-duration-in-mins 0", 1, ["--exit-duration-in-mins 0.0"]),
+    (
+        "--lr-warmup-samples 5",
+        1,
+        ["--lr-warmup-samples 5", "--train-iters 100", "--lr-warmup-iters"],
+    ),
+    ("--lr-decay-tokens 5", 1, ["--lr-decay-tokens 5", "--train-iters 100", "--lr-decay-iters"]),
+    (
+        "--lr-wsd-decay-samples 5",
+        1,
+        ["--lr-wsd-decay-samples 5", "--train-iters 100", "--lr-wsd-decay-iters"],
+    ),
+    (
+        "--lr-warmup-fraction 0.1 --lr-warmup-iters 5",
+        1,
+        ["--lr-warmup-fraction 0.1", "--lr-warmup-iters 5"],
+    ),
+    ("--lr-warmup-fraction 1", 1, ["--lr-warmup-fraction 1.0"]),
+    ("--min-lr 1", 1, ["--min-lr 1.0", "--lr 0.001"]),
+    ("--adam-beta2 1", 1, ["--adam-beta2 1.0"]),
+    ("--clip-grad -1", 1, ["--clip-grad -1.0"]),
+    (
+        "--end-weight-decay 0.2",
+        1,
+        ["--end-weight-decay 0.2", "--weight-decay 0.01", "--weight-decay-incr-style"],
+    ),
+    ("--data-path a --train-data-path b", 1, ["--data-path", "--train-data-path"]),
+    ("--data-path a --mock-data", 1, ["--mock-data", "data path"]),
+    ("--save-interval 5", 1, ["--save-interval 5", "--save"]),
+    ("--num-workers -1", 1, ["--num-workers -1"]),
+]
+
+
+@pytest.mark.parametrize("flags, world_size, told", REFUSED, ids=[flags for flags, *_ in REFUSED])
+def test_refuses_naming_flags_and_values(flags, world_size, told):
+    with pytest.raises(ConfigError) as raised:
+        resolved(flags, world_size)
+    assert all(text in str(raised.value) for text in told), str(raised.value)
+
+
+@pytest.mark.parametrize("flag", [word for word in MINIMAL.split() if word.startswith("--")])
+def test_names_the_missing_flag(flag):
+    with pytest.raises(ConfigError, match=f"missing.*{flag}"):
+        resolved(base=without(flag))
+
+
+def test_a_message_says_where_a_value_came_from():
+    with pytest.raises(ConfigError, match=r"--clip-grad -1.0 \(ds.json: clip_grad\)"):
+        resolved(clip_grad=-1.0)
+    with pytest.raises(ConfigError, match=r"--norm-epsilon 0.0 \(flag --layernorm-epsilon\)"):
+        resolved("--layernorm-epsilon 0")
+
+
+def test_round_trip_through_json():
+    config = resolved(
+        "--data-path 0.5 a 0.5 b --rampup-batch-size 2 2 100 --save x", world_size=2
+    ).config.with_vocabulary(1000)
+    assert RunConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_from_dict_fills_in_what_is_missing_and_passes_over_what_it_does_not_know():
+    config = RunConfig.from_dict({"model": {"num_layers": 3, "of_a_later_version": 1}})
+    expected = RunConfig()
+    model = dataclasses.replace(expected.model, num_layers=3)
+    assert config == dataclasses.replace(expected, model=model)
+
+
+@pytest.mark.parametrize(
+    "size, multiple, tensor, padded",
+    [
+        (50257, 128, 1, 50304),
+        (50257, 128, 2, 50432),
+        (256, 128, 2, 256),
+        (100, 1, 4, 100),
+        (1, 8, 1, 8),
+    ],
+)
+def test_vocabulary_is_padded_to_equal_shares(size, multiple, tensor, padded):
+    flags = f"--make-vocab-size-divisible-by {multiple} --tensor-model-parallel-size {tensor}"
+    model = resolved(flags, world_size=tensor).config.with_vocabulary(size).model
+    assert (model.unpadded_vocab_size, model.padded_vocab_size) == (size, padded)
+
+
+def test_explain_names_the_origin_of_every_value():
+    settings = FlagParser(*FLAG_CLASSES).settings(MINIMAL.split())
+    settings["zero_stage"] = Setting(2, "ds.json: zero_optimization.stage")
+    settings["norm_epsilon"] = Setting(1e-6, "checkpoint global_step10")
+    result = resolve(settings, 2)
+    result = dataclasses.replace(result, config=result.config.with_vocabulary(100))
+    lines = {line.split()[0]: line.split(maxsplit=2) for line in explain(result).splitlines()}
+    assert lines["hidden_size"] == ["hidden_size", "64", "flag --hidden-size"]
+    assert lines["seed"] == ["seed", "1234", "default"]
+    assert lines["zero_stage"] == ["zero_stage", "2", "ds.json: zero_optimization.stage"]
+    assert lines["norm_epsilon"] == ["norm_epsilon", "1e-06", "checkpoint global_step10"]
+    assert lines["kv_channels"][2] == "derived: hidden-size / num-attention-heads"
+    assert lines["padded_vocab_size"] == ["padded_vocab_size", "128", "derived"]
+    fields = {f.name for part in FLAG_CLASSES[:-1] for f in dataclasses.fields(part)}
+    assert fields <= set(lines)
+
+
+def test_accepted_flags_say_what_happens_instead():
+    notes = resolved("--use-flash-attn --DDP-impl local").notes
+    assert [note.split(" is accepted and not used: ")[0] for note in notes] == [
+        "--DDP-impl",
+        "--use-flash-attn",
+    ]
+    assert resolved().notes == ()
+
+
+def test_bf16_at_stage_0_says_that_it_is_autocast():
+    assert "autocast" in resolved("--bf16").notes[0]
+    assert resolved("--bf16 --zero-stage 1").notes == ()
+
+
+def test_config_imports_the_standard_library_only():
+    probe = "import sys, megatron.config; print(*{name.split('.')[0] for name in sys.modules})"
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-S", "-c", probe], cwd=root, capture_output=True, text=True, check=True
+    )
+    foreign = set(done.stdout.split()) - set(sys.stdlib_module_names) - {"megatron", "__main__"}
+    assert not foreign

@@ -1,0 +1,375 @@
+"""DeepSpeed's JSON and the flags resolve into one configuration."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
+from megatron.engine.deepspeed_json import complete, for_engine, merge, read_json
+
+SHIPPED = Path(__file__).parents[3] / "deepspeed_configs"
+
+FLAGS = (
+    "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --train-iters 10 "
+    "--deepspeed_config ds.json"
+)
+BATCH = "--micro-batch-size 2 --global-batch-size 16 --lr 1e-3"
+
+AUTO = {
+    "train_batch_size": "auto",
+    "train_micro_batch_size_per_gpu": "auto",
+    "gradient_accumulation_steps": "auto",
+    "gradient_clipping": "auto",
+    "zero_optimization": {"stage": "auto"},
+    "bf16": {"enabled": "auto"},
+    "fp16": {
+        "enabled": "auto",
+        "loss_scale": "auto",
+        "initial_scale_power": "auto",
+        "loss_scale_window": "auto",
+        "hysteresis": "auto",
+        "min_loss_scale": "auto",
+    },
+    "optimizer": {
+        "type": "auto",
+        "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"},
+    },
+}
+
+
+def run(flags, content, world_size=2):
+    """(configuration, completed JSON, origins) of flags and a JSON."""
+    settings = FlagParser(*FLAG_CLASSES).settings(f"{FLAGS} {flags}".split())
+    before = copy.deepcopy(content)
+    result = resolve(merge(settings, content, "folder/ds.json", world_size), world_size)
+    completed = complete(content, result.config)
+    assert content == before, "the JSON that was read stays as it is"
+    return result.config, completed, result.origins
+
+
+def refusal(flags, content, world_size=2):
+    with pytest.raises(ConfigError) as raised:
+        run(flags, content, world_size)
+    return str(raised.value)
+
+
+def reading(tmp_path, content):
+    path = tmp_path / "ds.json"
+    path.write_text(content if isinstance(content, str) else json.dumps(content))
+    return read_json(str(path))
+
+
+def test_every_auto_is_filled_from_the_flags():
+    flags = f"{BATCH} --fp16 --zero-stage 2 --clip-grad 0.5 --initial-loss-scale 65536"
+    _, completed, _ = run(f"{flags} --adam-beta2 0.95 --adam-eps 1e-6", AUTO)
+    assert completed == {
+        "train_batch_size": 16,
+        "train_micro_batch_size_per_gpu": 2,
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 0.5,
+        "zero_optimization": {"stage": 2},
+        "bf16": {"enabled": False},
+        "fp16": {
+            "enabled": True,
+            "loss_scale": 0,
+            "initial_scale_power": 16,
+            "loss_scale_window": 1000,
+            "hysteresis": 2,
+            "min_loss_scale": 1.0,
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {"lr": 1e-3, "betas": [0.9, 0.95], "eps": 1e-6, "weight_decay": 0.01},
+        },
+    }
+
+
+def test_values_of_a_number_format_that_is_off_are_left_out():
+    _, completed, _ = run(f"{BATCH} --bf16 --zero-stage 1", AUTO)
+    assert completed["fp16"] == {"enabled": False} and completed["bf16"] == {"enabled": True}
+
+
+def test_sgd_has_momentum_and_no_betas():
+    content = {
+        "optimizer": {
+            "type": "auto",
+            "params": {"betas": "auto", "eps": "auto", "momentum": "auto"},
+        }
+    }
+    _, completed, _ = run(f"{BATCH} --optimizer sgd --sgd-momentum 0.8", content)
+    params = {"lr": 1e-3, "weight_decay": 0.01, "momentum": 0.8}
+    assert completed["optimizer"] == {"type": "SGD", "params": params}
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        {"optimizer": "auto"},
+        {"optimizer": {"type": "AdamW", "params": "auto"}},
+        {"optimizer": {"params": {"betas": ["auto", 0.999]}}},
+        {"zero_optimization": "auto", "fp16": "auto", "bf16": "auto", "data_types": {}},
+        {},
+    ],
+    ids=lambda content: json.dumps(content)[:50],
+)
+def test_whole_sections_may_be_auto_or_absent(content):
+    _, completed, _ = run(BATCH, content)
+    assert completed["optimizer"]["params"]["betas"] == [0.9, 0.999]
+    assert completed["optimizer"]["type"] == "AdamW"
+    assert completed["zero_optimization"]["stage"] == 0
+
+
+JSON_FILLS = [
+    ({"train_micro_batch_size_per_gpu": 4}, "training", "micro_batch_size", 4),
+    ({"gradient_clipping": 2}, "optimizer", "clip_grad", 2.0),
+    ({"zero_optimization": {"stage": 3}}, "engine", "zero_stage", 3),
+    ({"bf16": {"enabled": True}}, "precision", "bf16", True),
+    ({"fp16": {"loss_scale": 0}}, "precision", "loss_scale", None),
+    ({"fp16": {"initial_scale_power": 8}}, "precision", "initial_loss_scale", 256.0),
+    ({"fp16": {"loss_scale_window": 9}}, "precision", "loss_scale_window", 9),
+    ({"fp16": {"hysteresis": 3}}, "precision", "hysteresis", 3),
+    ({"fp16": {"min_loss_scale": 2}}, "precision", "min_loss_scale", 2.0),
+    (
+        {"data_types": {"grad_accum_dtype": "fp32"}},
+        "precision",
+        "accumulate_allreduce_grads_in_fp32",
+        True,
+    ),
+    ({"optimizer": {"type": "SGD"}}, "optimizer", "optimizer", "sgd"),
+    ({"optimizer": {"type": "Adam"}}, "optimizer", "optimizer", "adam"),
+    ({"optimizer": {"params": {"betas": [0.8, 0.9]}}}, "optimizer", "adam_beta1", 0.8),
+    ({"optimizer": {"params": {"betas": [0.8, 0.9]}}}, "optimizer", "adam_beta2", 0.9),
+    ({"optimizer": {"params": {"betas": [0.8, "auto"]}}}, "optimizer", "adam_beta2", 0.999),
+    ({"optimizer": {"params": {"eps": 1e-6}}}, "optimizer", "adam_eps", 1e-6),
+    ({"optimizer": {"params": {"weight_decay": 0}}}, "optimizer", "weight_decay", 0.0),
+    ({"optimizer": {"params": {"momentum": 0.5}}}, "optimizer", "sgd_momentum", 0.5),
+]
+
+
+@pytest.mark.parametrize("content, part, name, expected", JSON_FILLS)
+def test_json_fills_what_no_flag_gives(content, part, name, expected):
+    flags = "--lr 1e-3" + ("" if name == "micro_batch_size" else " --micro-batch-size 2")
+    config, _, origins = run(flags, content)
+    value = getattr(getattr(config, part), name)
+    assert (type(value), value) == (type(expected), expected)
+    if name != "adam_beta2" or content["optimizer"]["params"]["betas"][1] != "auto":
+        assert origins[name].startswith("ds.json: ")
+
+
+CONTRADICTIONS = [
+    ("--clip-grad 0.5", {"gradient_clipping": 1.0}, ["--clip-grad 0.5", "gradient_clipping 1.0"]),
+    ("", {"train_batch_size": 32}, ["--global-batch-size 16", "train_batch_size 32"]),
+    (
+        "",
+        {"train_micro_batch_size_per_gpu": 1},
+        ["--micro-batch-size 2", "train_micro_batch_size_per_gpu 1"],
+    ),
+    (
+        "--zero-stage 1",
+        {"zero_optimization": {"stage": 2}},
+        ["--zero-stage 1", "zero_optimization.stage 2"],
+    ),
+    ("--bf16", {"bf16": {"enabled": False}}, ["--bf16 True", "bf16.enabled false"]),
+    ("--fp16", {"fp16": {"enabled": False}}, ["--fp16 True", "fp16.enabled false"]),
+    ("--loss-scale 8", {"fp16": {"loss_scale": 0}}, ["--loss-scale 8.0", "fp16.loss_scale 0"]),
+    (
+        "--initial-loss-scale 4",
+        {"fp16": {"initial_scale_power": 3}},
+        ["--initial-loss-scale 4.0", "fp16.initial_scale_power 3"],
+    ),
+    (
+        "--accumulate-allreduce-grads-in-fp32",
+        {"data_types": {"grad_accum_dtype": "bf16"}},
+        ["--accumulate-allreduce-grads-in-fp32", 'data_types.grad_accum_dtype "bf16"'],
+    ),
+    ("--optimizer sgd", {"optimizer": {"type": "AdamW"}}, ["--optimizer sgd", '"AdamW"']),
+    ("", {"optimizer": {"params": {"lr": 2e-3}}}, ["--lr 0.001", "optimizer.params.lr 0.002"]),
+    (
+        "--adam-beta2 0.95",
+        {"optimizer": {"params": {"betas": [0.9, 0.999]}}},
+        ["--adam-beta2 0.95", "optimizer.params.betas.1 0.999"],
+    ),
+]
+
+
+@pytest.mark.parametrize("flags, content, told", CONTRADICTIONS)
+def test_a_contradiction_names_both_values_and_places(flags, content, told):
+    message = refusal(f"{BATCH} {flags}", content)
+    assert all(text in message for text in [*told, "folder/ds.json", '"auto"']), message
+
+
+def test_equal_values_are_no_contradiction():
+    content = {"train_batch_size": 16, "optimizer": {"type": "Adam", "params": {"lr": 0.001}}}
+    config, _, origins = run(f"{BATCH} --optimizer adam", content)
+    assert config.training.global_batch_size == 16 and origins["lr"] == "flag --lr"
+
+
+STEPS = [
+    # flags, JSON, (micro, global, steps) on 2 processes
+    ("--micro-batch-size 2", {"gradient_accumulation_steps": 4}, (2, 16, 4)),
+    ("--global-batch-size 16", {"gradient_accumulation_steps": 4}, (2, 16, 4)),
+    ("--micro-batch-size 2 --global-batch-size 16", {"gradient_accumulation_steps": 4}, (2, 16, 4)),
+    ("", {"gradient_accumulation_steps": 2, "train_batch_size": 8}, (2, 8, 2)),
+    ("--micro-batch-size 2", {"gradient_accumulation_steps": "auto"}, (2, 4, 1)),
+    (
+        "--micro-batch-size 2 --tensor-model-parallel-size 2",
+        {"gradient_accumulation_steps": 4},
+        (2, 8, 4),
+    ),
+]
+
+
+@pytest.mark.parametrize("flags, content, expected", STEPS)
+def test_accumulation_steps_and_batches_fit_together(flags, content, expected):
+    config, completed, _ = run(f"--lr 1e-3 {flags}", content)
+    micro, whole, steps = expected
+    assert (config.training.micro_batch_size, config.training.global_batch_size) == (micro, whole)
+    assert completed["train_micro_batch_size_per_gpu"] == micro
+    assert completed["train_batch_size"] == whole
+    assert completed["gradient_accumulation_steps"] == steps
+
+
+def test_contradicting_accumulation_steps():
+    message = refusal(BATCH, {"gradient_accumulation_steps": 3})
+    for text in ("gradient_accumulation_steps 3", "--global-batch-size 16", "--micro-batch-size 2"):
+        assert text in message
+    both = {"train_batch_size": 16, "gradient_accumulation_steps": 3}
+    message = refusal("--micro-batch-size 2 --lr 1e-3", both)
+    assert "ds.json: train_batch_size 16" in message and "--micro-batch-size 2" in message
+    assert "0 is" not in refusal(BATCH, {"gradient_accumulation_steps": 0})
+    assert "not a count" in refusal(BATCH, {"gradient_accumulation_steps": 0})
+
+
+def test_a_layout_that_does_not_fit_gets_its_own_message():
+    content = {"gradient_accumulation_steps": 2}
+    message = refusal("--lr 1 --micro-batch-size 2 --tensor-model-parallel-size 4", content, 2)
+    assert "--tensor-model-parallel-size 4" in message and "2 processes" in message
+
+
+def test_gradients_accumulated_in_another_format_stay():
+    _, completed, _ = run(BATCH, {"data_types": {"grad_accum_dtype": "bf16"}})
+    assert completed["data_types"] == {"grad_accum_dtype": "bf16"}
+
+
+INVALID = [
+    ({"train_batch_size": "16"}, "train_batch_size is '16', not of type int"),
+    ({"bf16": {"enabled": "yes"}}, "bf16.enabled is 'yes', not of type bool"),
+    ({"zero_optimization": {"stage": 5}}, "zero_optimization.stage is 5; it must be one of 0, 1"),
+    ({"fp16": {"initial_scale_power": "big"}}, "fp16.initial_scale_power is 'big'"),
+    ({"fp16": {"initial_scale_power": 5000}}, "fp16.initial_scale_power is 5000"),
+    ({"optimizer": {"type": "Lion"}}, 'optimizer.type "Lion"'),
+]
+
+
+@pytest.mark.parametrize("content, told", INVALID)
+def test_values_of_the_wrong_kind_are_refused(content, told):
+    assert told in refusal("--micro-batch-size 2 --lr 1e-3", content)
+
+
+UNREADABLE = [
+    ("{", "not readable as JSON"),
+    ("[]", "a JSON object is needed"),
+    ('{"bf16": {}, "bf16": {}}', 'the key "bf16" stands twice'),
+    ({"gradient_cliping": 1}, 'no key "gradient_cliping"; the nearest known key is "gradient_clip'),
+    ({"zzzz": 1}, 'no key "zzzz"'),
+    ({"fp16": True}, "fp16 is true; it must be an object"),
+    ({"optimizer": {"params": [1]}}, "optimizer.params is [1]; it must be an object"),
+    ({"optimizer": {"params": {"betas": [0.9]}}}, "betas is [0.9]; it must be a list of two"),
+    ({"optimizer": {"params": {"betas": 0.9}}}, "betas is 0.9; it must be a list of two"),
+    ({"optimizer": {"params": {"weigth_decay": 1}}}, 'nearest known one is "weight_decay"'),
+    ({"optimizer": {"params": {"adam_w_mode": False}}}, "adam_w_mode is false, but"),
+    ({"scheduler": {"type": "WarmupLR"}}, '"scheduler": the learning rate follows --lr-decay'),
+    ({"amp": {"enabled": True}}, '"amp": NVIDIA apex'),
+    ({"torch_autocast": {}}, '"torch_autocast"'),
+    ({"tensor_parallel": {"autotp_size": 2}}, "--tensor-model-parallel-size"),
+    ({"hybrid_engine": {}}, "tools/generate.py"),
+]
+
+
+@pytest.mark.parametrize("content, told", UNREADABLE)
+def test_a_file_that_is_wrong_is_refused_by_name(tmp_path, content, told):
+    with pytest.raises(ConfigError) as raised:
+        reading(tmp_path, content)
+    assert told in str(raised.value) and str(tmp_path / "ds.json") in str(raised.value)
+
+
+def test_a_missing_file_is_refused_by_name(tmp_path):
+    with pytest.raises(ConfigError, match="--deepspeed_config .*absent.json: there is no such"):
+        read_json(str(tmp_path / "absent.json"))
+    with pytest.raises(ConfigError, match="not readable"):
+        read_json(str(tmp_path))
+
+
+def test_an_auto_that_no_flag_stands_for_is_refused():
+    content = {"zero_optimization": {"reduce_bucket_size": "auto"}, "steps_per_print": "auto"}
+    message = refusal(BATCH, content)
+    assert "zero_optimization.reduce_bucket_size, steps_per_print" in message
+    assert message.startswith("ds.json: ")
+
+
+OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
+
+
+@pytest.mark.parametrize(
+    "flags, zero, told",
+    [
+        ("", OFFLOAD, "offload_optimizer needs ZeRO stage 1, 2 or 3, not 0"),
+        (
+            "--zero-stage 2",
+            {"offload_param": {"device": "cpu"}},
+            "offload_param needs ZeRO stage 3",
+        ),
+        ("--zero-stage 2 --pipeline-model-parallel-size 2", {}, "ZeRO stage 2 does not go with"),
+    ],
+)
+def test_combinations_that_deepspeed_gets_wrong_are_refused(flags, zero, told):
+    assert told in refusal(f"{BATCH} {flags}", {"zero_optimization": zero})
+
+
+def engine_json(flags, content, on_cpu=True):
+    config, completed, _ = run(f"{BATCH} {flags}", content)
+    return for_engine(completed, config, on_cpu)
+
+
+def test_the_trainer_clips_at_stage_0_and_deepspeed_above():
+    assert engine_json("--clip-grad 0.5", {})["gradient_clipping"] == 0.0
+    assert engine_json("--clip-grad 0.5 --zero-stage 1", {})["gradient_clipping"] == 0.5
+
+
+def test_bf16_at_stage_0_is_autocast():
+    settings = engine_json("--bf16", {"bf16": {"enabled": "auto"}})
+    assert settings["bf16"]["enabled"] is False
+    assert settings["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    settings = engine_json("--bf16 --zero-stage 1", {})
+    assert settings["bf16"]["enabled"] is True and "torch_autocast" not in settings
+
+
+def test_the_optimizer_is_the_trainers():
+    settings = engine_json("", AUTO)
+    assert "optimizer" not in settings
+    assert settings["zero_allow_untested_optimizer"] is True
+    assert settings["zero_force_ds_cpu_optimizer"] is False
+
+
+def test_quantised_zero_needs_gpus():
+    content = {"zero_optimization": {"stage": 3, "zero_quantized_weights": True}}
+    with pytest.raises(ConfigError, match="zero_quantized_weights runs on GPUs only"):
+        engine_json("", content)
+    engine_json("", content, on_cpu=False)
+
+
+@pytest.mark.parametrize("path", sorted(SHIPPED.glob("*.json")), ids=lambda path: path.name)
+def test_shipped_file_resolves_with_typical_flags(path):
+    content = read_json(str(path))
+    for world_size in (1, 2, 8):
+        config, completed, _ = run(BATCH, content, world_size)
+        settings = for_engine(completed, config, True)
+        assert completed["train_batch_size"] == 16
+        assert completed["gradient_accumulation_steps"] == 16 // 2 // world_size
+        assert '"auto"' not in json.dumps(settings)
+
+
+def test_files_are_shipped():
+    assert list(SHIPPED.glob("*.json"))

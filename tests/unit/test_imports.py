@@ -1,0 +1,100 @@
+"""Imports point one way, and DeepSpeed lives in one package."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+BELOW = {
+    "config": set(),
+    "parallel": {"config"},
+    "tokenizer": {"config"},
+    "data": {"config", "parallel", "tokenizer"},
+    "model": {"config", "parallel", "tokenizer"},
+    "checkpoint": {"config", "parallel", "tokenizer", "model"},
+    "engine": {"config", "parallel", "tokenizer", "data", "model", "checkpoint"},
+}
+BELOW["training"] = BELOW["inference"] = BELOW["engine"] | {"engine"}
+BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
+"""What each package may import of megatron, besides itself. Packages that are not named here are
+programs: nothing imports them, and they may import all."""
+
+
+IMPORTERS = {"import_module", "__import__"}
+
+
+def sources() -> list[Path]:
+    files = [*ROOT.glob("*.py"), *(ROOT / "tools").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]
+    return sorted([*files, *(ROOT / "megatron").rglob("*.py")])
+
+
+def imports(source: str) -> Iterator[str]:
+    """Modules that a source imports, those inside functions included."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, "imports are absolute"
+            yield node.module or ""
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif (
+            isinstance(node, ast.Call)
+            and getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPORTERS
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
+            yield str(node.args[0].value)
+
+
+def package_of(path: Path) -> str | None:
+    parts = path.relative_to(ROOT).parts
+    return parts[1] if parts[0] == "megatron" and len(parts) > 2 else None
+
+
+def faults(package: str | None, source: str) -> list[str]:
+    """Imports of a source that its package may not make."""
+    found = []
+    for module in imports(source):
+        first, *rest = module.split(".")
+        if first == "deepspeed" and package != "engine":
+            found.append(module)
+        if first == "megatron" and rest and package in BELOW:
+            allowed = BELOW[package] | {package}
+            found += [] if rest[0] in allowed else [module]
+    return found
+
+
+@pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
+def test_imports_point_one_way(path):
+    assert faults(package_of(path), path.read_text()) == []
+
+
+def test_every_package_has_a_place_in_the_order():
+    packages = {p.parent.name for p in (ROOT / "megatron").glob("*/__init__.py")}
+    imported = {
+        name.split(".")[1]
+        for path in sources()
+        if (package := package_of(path))
+        for name in imports(path.read_text())
+        if name.startswith("megatron.") and name.split(".")[1] != package
+    }
+    assert imported & packages <= set(BELOW)
+
+
+@pytest.mark.parametrize(
+    "package, source",
+    [
+        ("config", "import megatron.parallel.shard"),
+        ("model", "from megatron import engine"),
+        ("data", "def f():\n    from megatron.training.plan import TrainingPlan"),
+        ("training", "from megatron.tasks import anything"),
+        ("training", "def f():\n    import deepspeed.comm"),
+        (None, "from deepspeed import zero"),
+        ("data", "import importlib\nimportlib.import_module('deepspeed')"),
+    ],
+)
+def test_the_check_finds(package, source):
+    assert faults(package, source)
