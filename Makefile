@@ -2,7 +2,7 @@
 
 PYTHON ?= python3
 # What is installed where .venv has no torch that fits. For GPUs that need another build of it:
-#   make install TORCH='torch==2.13.0 --index-url https://download.pytorch.org/whl/cu128'
+#   make install TORCH='torch==2.13.0 --index-url URL'
 TORCH ?= torch==2.13.0
 
 BIN := .venv/bin

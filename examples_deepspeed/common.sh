@@ -1,7 +1,7 @@
 # What the scripts of this folder share: models, the launcher, where things lie. Not run by itself:
 #
 #     source "$(dirname "$0")/common.sh"
-#     pretrain NAME --flag value ... -- "$@"        trains; everything goes to $RUNS/NAME
+#     pretrain NAME --flag value ... "$@"        trains; everything goes to $RUNS/NAME
 #
 # Settings, from the environment:
 #
@@ -73,33 +73,20 @@ launcher() {
     esac
 }
 
-# start FLAG... -- GIVEN...: a flag counts only once, so those of GIVEN take the place, values and
-# all, of the same flags before.
 start() {
-    local FLAGS=() LAUNCH=() word keep=1
-    local given=" ${*} "
-    given=" ${given#* -- }"
+    local LAUNCH=() FLAGS=()
     launcher
     data
-    while [[ $1 != -- ]]; do
-        word=$1
-        shift
-        if [[ $word == --* ]]; then
-            [[ $given == *" $word "* ]] && keep= || keep=1
-        fi
-        [[ -z $keep ]] || FLAGS+=("$word")
-    done
-    shift
-    LAUNCH+=(pretrain_gpt.py "${FLAGS[@]}" "$@")
+    set -- "${LAUNCH[@]}" pretrain_gpt.py "${FLAGS[@]}" "$@"
     if [[ -n ${DRY_RUN:-} ]]; then
-        printf '%q ' "${LAUNCH[@]}"
+        printf '%q ' "$@"
         echo
     else
-        exec "${LAUNCH[@]}"
+        exec "$@"
     fi
 }
 
-# pretrain NAME FLAG... -- GIVEN...: starts, or resumes from what is there.
+# Starts, or resumes from what is there. Of a flag that comes twice the last one counts.
 pretrain() {
     local folder=${RUNS:-runs}/$1 FLAGS=()
     tokenizer

@@ -13,4 +13,4 @@ source "$(dirname "$0")/common.sh"
 folder=$1
 shift
 start --use-checkpoint-args --load "$folder" --save "$folder" --save-interval 1000 \
-    --tensorboard-dir "$folder/tensorboard" --log-interval 10 --eval-iters 20 -- "$@"
+    --tensorboard-dir "$folder/tensorboard" --log-interval 10 --eval-iters 20 "$@"

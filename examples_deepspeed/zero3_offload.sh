@@ -8,4 +8,4 @@ pretrain llama-8b ${MODEL[llama-8b]} \
     --recompute-granularity full --recompute-method uniform \
     --micro-batch-size 1 --global-batch-size 64 --train-iters 5000 \
     --lr 1e-4 --min-lr 1e-5 --lr-decay-style cosine --lr-warmup-iters 200 \
-    --weight-decay 0.1 --adam-beta2 0.95 -- "$@"
+    --weight-decay 0.1 --adam-beta2 0.95 "$@"

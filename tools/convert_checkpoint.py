@@ -17,7 +17,7 @@ import torch
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import verify
-from megatron.checkpoint.huggingface.compare import Comparison, compare_logits
+from megatron.checkpoint.huggingface.compare import ATOL, RTOL, Comparison, compare_logits
 from megatron.checkpoint.huggingface.export import DTYPES, write_model
 from megatron.checkpoint.huggingface.folder import published
 from megatron.checkpoint.reader import CheckpointReader
@@ -83,21 +83,14 @@ def to_hf(argv: Sequence[str]) -> None:
         if not result.agree:
             raise CheckpointError(
                 f"transformers computes other logits than the checkpoint {reader.folder}: the "
-                f"largest difference is {result.largest:.3g}, where rounding makes "
-                f"{result.rounding:.2g}; --output {config.output} is not written"
+                f"largest difference is {result.largest:.3g} (allowed {ATOL:g} + {RTOL:g} x "
+                f"logit); --output {config.output} is not written"
             )
-    print(f"{config.output}: {reader.folder} in {dtype}; {agreement(result)}")
-
-
-def agreement(result: Comparison) -> str:
-    """What the comparison found, for people."""
-    line = (
-        f"logits of {result.tokens} tokens agree, largest difference {result.largest:.2g} of "
-        f"logits up to {result.magnitude:.3g}"
+    print(
+        f"{config.output}: {reader.folder} in {dtype}; logits of {result.tokens} tokens agree, "
+        f"largest difference {result.largest:.2g} of logits up to {result.magnitude:.3g} "
+        f"(computed in {str(result.dtype).removeprefix('torch.')})"
     )
-    if result.rounding is None:
-        return line
-    return f"{line} (rounding alone makes {result.rounding:.2g})"
 
 
 def parse_size(text: str) -> int:

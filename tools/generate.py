@@ -6,6 +6,8 @@
 Without a prompt it asks for prompts, line by line, and shows the text as it is made.
 """
 
+import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Sequence
@@ -183,14 +185,16 @@ def json_prompt(path: Path, number: int, line: str) -> str:
 
 def interact(program: Program) -> None:
     """Continues one line after another until the end of the input."""
-    while True:
+    for number in itertools.count():
         try:
             text = input("prompt> ")
         except EOFError:
             print()
             return
+        # The same prompt again gives another text.
+        options = dataclasses.replace(program.options, seed=program.options.seed + number)
         try:
-            show(program, [text])
+            show(dataclasses.replace(program, options=options), [text])
         except ValueError as error:
             print(f"error: {error}", file=sys.stderr)
 

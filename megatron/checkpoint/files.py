@@ -17,7 +17,7 @@ def write_text(path: Path, text: str) -> None:
     """Replaces a file atomically; after a crash it has its old or its new content."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "w") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())
@@ -40,7 +40,7 @@ def read_json(path: Path) -> Any:
         CheckpointError: the file is missing or not JSON.
     """
     try:
-        return json.loads(path.read_text())
+        return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

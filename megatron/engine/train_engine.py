@@ -91,8 +91,6 @@ class TrainEngine:
         self.names = {param: name for name, param in self.model.canonical_parameters()}
         for param, name in self.names.items():
             self._initialise(name, param)
-        if self.stage == 0 and device.type != "cpu":
-            self.model.to(device)
         if config.training.torch_compile:
             compile_blocks(self.model, device)
         self.optimizer = build_optimizer(self.names, config.optimizer, fused=self._fused(settings))

@@ -25,7 +25,7 @@ MODEL = """--num-layers 4 --hidden-size 192 --num-attention-heads 6 --use-rotary
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --init-method-std 0.05""".split()
 
-OPTIMIZER = """--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-iters 20
+OPTIMIZER = """--lr 4e-3 --min-lr 4e-4 --lr-decay-style cosine --lr-warmup-fraction 0.03
     --weight-decay 0.1 --adam-beta2 0.95""".split()
 
 # Nothing of this project: what people who get the model will do.

@@ -100,6 +100,16 @@ def test_interactive(main, load, capsys, monkeypatch):
     assert "at most --max-new-tokens 4" in err
 
 
+def test_the_same_line_again_gives_another_text(main, load, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("5\n5\n"))
+    main(load)
+    first, second = capsys.readouterr().out.split("prompt> ")[1:3]
+    assert first != second
+    monkeypatch.setattr(sys, "stdin", io.StringIO("5\n5\n"))
+    main(load)
+    assert capsys.readouterr().out.split("prompt> ")[1:3] == [first, second]
+
+
 def test_longer_than_the_model_leaves_nothing(main, load, tmp_path):
     output = tmp_path / "texts.jsonl"
     with pytest.raises(SystemExit, match="--max-new-tokens 24 after a prompt of 1 tokens"):

@@ -1,0 +1,68 @@
+"""The quickstart whole, on a few source files and a few steps."""
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megatron.quickstart.corpus import standard_library
+
+ROOT = Path(__file__).parents[2]
+LAST_LINE = (
+    r"quickstart: validation loss (\d+\.\d\d) \(unigram (\d+\.\d\d), bits per byte \d+\.\d\d\), "
+    r"\d+\.\dM tokens, exported to (.*)/hf"
+)
+
+
+def quickstart(folder: Path, *flags: str) -> str:
+    """Runs it; returns its output."""
+    command = [sys.executable, "tools/quickstart.py", "--output", str(folder / "out")]
+    command += ["--sources", str(folder / "sources"), "--train-iters", "8", *flags]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1"}
+    result = subprocess.run(
+        command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> tuple[Path, str]:
+    """A quickstart in a folder, and its output."""
+    folder = tmp_path_factory.mktemp("quickstart")
+    for package in ("asyncio", "email", "json", "logging"):
+        ignore = shutil.ignore_patterns("__pycache__")
+        target = folder / "sources" / package
+        shutil.copytree(standard_library() / package, target, ignore=ignore)
+    return folder, quickstart(folder)
+
+
+def test_result(first):
+    folder, output = first
+    out = folder / "out"
+    for name in ("tokenizer", "data", "checkpoints", "hf", "tensorboard"):
+        assert any((out / name).iterdir()), name
+    assert (out / "loss.png").stat().st_size > 10_000
+    last = re.fullmatch(LAST_LINE, output.splitlines()[-1])
+    assert last and last[3] == str(out)
+    assert 5 < float(last[2]) < 7
+    rows = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    assert [row["iteration"] for row in rows if row["kind"] == "resume"] == [4]
+    assert [row["iteration"] for row in rows if row["kind"] == "train"] == list(range(1, 9))
+    assert "def read_file(path):" in output, "the generated text is shown"
+
+
+def test_second_run_reuses(first):
+    folder, output = first
+    trained = (folder / "out" / "metrics.jsonl").stat().st_mtime_ns
+    again = quickstart(folder)
+    assert re.findall(r"quickstart: (\w+): up to date", again) == [
+        *("tokenizer", "data", "train", "resume", "export"),
+    ]
+    assert again.splitlines()[-1] == output.splitlines()[-1]
+    assert (folder / "out" / "metrics.jsonl").stat().st_mtime_ns == trained

@@ -1,0 +1,234 @@
+"""GPT as a layer list: recomputation, packed documents, generation's cache, names."""
+
+import dataclasses
+
+import pytest
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.model.gpt import build_gpt, gpt_layers, gpt_loss
+from megatron.model.layer_list import (
+    LayerStack,
+    canonical_name,
+    canonical_prefixes,
+    initialise,
+    recomputed_chunks,
+)
+from megatron.parallel.groups import SINGLE
+from megatron.parallel.shard import Init, init_of, shard_of
+
+VOCAB, LENGTH = 40, 12
+
+LLAMA = {
+    "position_embedding_type": "rope",
+    "normalization": "RMSNorm",
+    "swiglu": True,
+    "add_bias_linear": False,
+    "num_query_groups": 2,
+    "untie_embeddings_and_output_weights": True,
+}
+MODELS = {"gpt2": {}, "llama": LLAMA}
+
+
+def config(**changes) -> ModelConfig:
+    shape = {
+        "num_layers": 4, "hidden_size": 16, "ffn_hidden_size": 32, "num_attention_heads": 4,
+        "num_query_groups": 4, "kv_channels": 4, "seq_length": LENGTH,
+        "max_position_embeddings": LENGTH, "make_vocab_size_divisible_by": 16,
+        "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    }  # fmt: skip
+    return RunConfig(model=ModelConfig(**(shape | changes))).with_vocabulary(VOCAB).model
+
+
+def gpt(model: ModelConfig, parallel: ParallelConfig | None = None, std=0.3) -> LayerStack:
+    """A GPT in float64 with wide random weights, biases too."""
+    stack = build_gpt(model, parallel).double()
+    for name, param in stack.canonical_parameters():
+        param.init = Init(std=std) if std else init_of(param)
+        initialise(name, param, 1, 0, 1)
+    return stack
+
+
+def tokens(rows=2, length=LENGTH) -> Tensor:
+    return torch.randint(VOCAB, (rows, length), generator=torch.Generator().manual_seed(0))
+
+
+def step(stack: LayerStack) -> tuple[Tensor, list[Tensor]]:
+    """Loss and gradients of a training step, dropout seeded."""
+    ids = tokens(length=LENGTH + 1)
+    torch.manual_seed(3)
+    logits = stack.train()(ids[:, :-1])
+    loss = gpt_loss(logits, ids[:, 1:], torch.ones(ids[:, 1:].shape), VOCAB, SINGLE)
+    return loss.detach(), list(torch.autograd.grad(loss, list(stack.parameters())))
+
+
+RECOMPUTE = [("selective", None, 1)] + [
+    ("full", method, layers) for method in ("uniform", "block") for layers in (1, 2, 3, 9)
+]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("granularity, method, layers", RECOMPUTE)
+def test_recomputation_changes_nothing(granularity, method, layers, model, backend):
+    model_config = config(
+        **MODELS[model], attention_dropout=0.2, hidden_dropout=0.2, attention_backend=backend
+    )
+    parallel = ParallelConfig(
+        recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
+    )
+    loss, gradients = step(gpt(model_config))
+    loss_again, gradients_again = step(gpt(model_config, parallel))
+    assert torch.equal(loss, loss_again)
+    assert all(torch.equal(*pair) for pair in zip(gradients, gradients_again, strict=True))
+
+
+@pytest.mark.parametrize(
+    "granularity, method, layers, expected",
+    [
+        (None, None, 1, [(0, 7, False)]),
+        ("selective", None, 1, [(0, 7, False)]),
+        ("full", "uniform", 1, [(0, 1, False), *((n, n + 1, True) for n in range(1, 5)), (5, 7, False)]),
+        ("full", "uniform", 3, [(0, 1, False), (1, 4, True), (4, 5, True), (5, 7, False)]),
+        ("full", "block", 2, [(0, 1, False), (1, 2, True), (2, 3, True), (3, 7, False)]),
+        ("full", "block", 9, [(0, 1, False), *((n, n + 1, True) for n in range(1, 5)), (5, 7, False)]),
+    ],
+)  # fmt: skip
+def test_recomputed_chunks(granularity, method, layers, expected):
+    parallel = ParallelConfig(
+        recompute_granularity=granularity, recompute_method=method, recompute_num_layers=layers
+    )
+    assert recomputed_chunks(gpt_layers(config(), parallel), parallel) == expected
+
+
+def test_full_recomputation_runs_the_blocks_twice():
+    parallel = ParallelConfig(recompute_granularity="full", recompute_method="block",
+                              recompute_num_layers=3)  # fmt: skip
+    stack, runs = gpt(config(), parallel), []
+    for place in range(1, 5):
+        stack.get_submodule(str(place)).register_forward_hook(lambda *_, p=place: runs.append(p))
+    step(stack)
+    assert [runs.count(place) for place in range(1, 5)] == [2, 2, 2, 1]
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", MODELS)
+def test_packed_documents_equal_separate_documents(model, backend):
+    stack = gpt(config(**MODELS[model], attention_backend=backend)).eval()
+    ids, lengths = tokens(rows=1), [5, 1, 6]
+    positions = torch.cat([torch.arange(n) for n in lengths]).unsqueeze(0)
+    documents = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths)).unsqueeze(0)
+    packed = stack(ids, positions, documents)
+    separate = torch.cat([stack(part) for part in ids.split(lengths, dim=1)], dim=1)
+    torch.testing.assert_close(packed, separate, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(stack(ids), separate)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_positions_are_counted_from_zero_by_default(model):
+    stack, ids = gpt(config(**MODELS[model])).eval(), tokens()
+    positions = torch.arange(LENGTH).expand(2, -1)
+    torch.testing.assert_close(stack(ids), stack(ids, positions), rtol=1e-13, atol=1e-13)
+
+
+class Cache:
+    """Keeps all keys and values."""
+
+    def __init__(self) -> None:
+        self.layers: dict[int, tuple[Tensor, Tensor]] = {}
+
+    def extend(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        if layer in self.layers:
+            earlier = self.layers[layer]
+            k, v = torch.cat([earlier[0], k], 2), torch.cat([earlier[1], v], 2)
+        self.layers[layer] = k, v
+        return k, v
+
+
+@pytest.mark.parametrize("backend", ["sdpa", "eager"])
+@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("pieces", [[LENGTH], [1] * LENGTH, [4, 3, 1, 4]], ids=str)
+def test_generation_with_a_cache_gives_the_same_logits(pieces, model, backend):
+    stack, ids = gpt(config(**MODELS[model], attention_backend=backend)).eval(), tokens()
+    cache, logits, start = Cache(), [], 0
+    for length in pieces:
+        positions = torch.arange(start, start + length).expand(2, -1)
+        logits.append(stack(ids[:, start : start + length], positions, cache=cache))
+        start += length
+    torch.testing.assert_close(torch.cat(logits, 1), stack(ids), rtol=1e-12, atol=1e-12)
+    assert sorted(cache.layers) == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_no_token_sees_a_later_one(model):
+    stack, ids = gpt(config(**MODELS[model])).eval(), tokens()
+    changed = ids.clone()
+    changed[:, 7:] = (changed[:, 7:] + 1) % VOCAB
+    before, after = stack(ids), stack(changed)
+    assert torch.equal(before[:, :7], after[:, :7]) and not torch.allclose(before, after)
+
+
+GPT2_NAMES = """
+embedding.word_embeddings.weight embedding.position_embeddings.weight
+layers.0.attention_norm.weight layers.0.attention_norm.bias
+layers.0.attention.qkv.weight layers.0.attention.qkv.bias
+layers.0.attention.proj.weight layers.0.attention.proj.bias
+layers.0.mlp_norm.weight layers.0.mlp_norm.bias
+layers.0.mlp.up.weight layers.0.mlp.up.bias layers.0.mlp.down.weight layers.0.mlp.down.bias
+final_norm.norm.weight final_norm.norm.bias
+""".split()
+
+LLAMA_NAMES = """
+embedding.word_embeddings.weight
+layers.0.attention_norm.weight layers.0.attention.qkv.weight layers.0.attention.proj.weight
+layers.0.mlp_norm.weight layers.0.mlp.up.weight layers.0.mlp.down.weight
+final_norm.norm.weight output_layer.weight
+""".split()
+
+
+@pytest.mark.parametrize("model, expected", [("gpt2", GPT2_NAMES), ("llama", LLAMA_NAMES)])
+def test_canonical_names(model, expected):
+    stack = build_gpt(config(**MODELS[model], num_layers=1))
+    names = [name for name, _ in stack.canonical_parameters()]
+    assert names == expected and len(set(names)) == len(names)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_canonical_names_are_a_bijection_of_the_registered_ones(model):
+    stack = build_gpt(config(**MODELS[model], num_layers=12))
+    prefixes = canonical_prefixes(stack.recipes)
+    registered = [name for name, _ in stack.named_parameters()]
+    names = {canonical_name(name, prefixes) for name in registered}
+    assert len(names) == len(registered) == len(list(stack.parameters()))
+    assert canonical_name("12.mlp.up.weight", prefixes) == "layers.11.mlp.up.weight"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_initial_weights_are_megatrons(model):
+    """Normal with 0.02; divided by sqrt(2 layers) where a block writes to the residual stream."""
+    stack = gpt(config(**MODELS[model], hidden_size=128, ffn_hidden_size=256), std=None)
+    for name, param in stack.canonical_parameters():
+        whole = shard_of(param).join([param.detach()])
+        if name.endswith("norm.weight"):
+            assert (whole == 1).all(), name
+        elif name.endswith("bias"):
+            assert (whole == 0).all(), name
+        else:
+            std = 0.02 / 8**0.5 if name.split(".")[-2] in ("proj", "down") else 0.02
+            assert 0.9 * std < float(whole.std()) < 1.1 * std, name
+
+
+def test_padding_of_the_vocabulary_does_not_change_the_loss():
+    losses = []
+    for multiple in (1, 16, 64):
+        model = config(make_vocab_size_divisible_by=multiple)
+        padded = dataclasses.replace(RunConfig(), model=model).with_vocabulary(VOCAB).model
+        losses.append(step(gpt(padded))[0].item())
+    assert losses[0] == pytest.approx(losses[1], rel=1e-14) == pytest.approx(losses[2], rel=1e-14)
+
+
+def test_parameters_have_the_shape_that_their_shard_says():
+    for changes in MODELS.values():
+        for name, param in build_gpt(config(**changes)).canonical_parameters():
+            assert tuple(param.shape) == shard_of(param).full_shape, name
