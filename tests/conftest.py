@@ -4,6 +4,10 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+# Tiny tensors on many threads spend their time waiting, above all where other tests run beside.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

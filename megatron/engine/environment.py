@@ -65,14 +65,19 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
         torch.cuda.set_device(device)
     else:
         _share_cores()
+    timeout = timedelta(minutes=config.distributed_timeout_minutes)
     deepspeed.init_distributed(
         dist_backend=backend,
         auto_mpi_discovery=False,
         verbose=False,
-        timeout=timedelta(minutes=config.distributed_timeout_minutes),
+        timeout=timeout,
     )
     try:
-        yield build_groups(config.tensor_model_parallel_size, config.pipeline_model_parallel_size)
+        yield build_groups(
+            config.tensor_model_parallel_size,
+            config.pipeline_model_parallel_size,
+            timeout=timeout,
+        )
         # A process that leaves while another is still in a collective can take that one down.
         dist.barrier()
     finally:

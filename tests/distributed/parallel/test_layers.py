@@ -147,8 +147,13 @@ def shared_gradient() -> None:
     """The sum over ranks in the backward pass must not reach a gradient that others use too."""
     group = tensor_group()
     x, other = draw(3).requires_grad_(), draw(3).requires_grad_()
-    (copy_to_ranks(x, group) + other).sum().backward()
-    assert x.grad.tolist() == [group.size] * 3 and other.grad.tolist() == [1.0] * 3
+    # A sum hands the same gradient tensor to both of its terms, here in either order.
+    for y in (copy_to_ranks(x, group) + other, other + copy_to_ranks(x, group)):
+        x.grad = other.grad = None
+        given = torch.ones(3, dtype=torch.float64)
+        y.backward(given)
+        assert x.grad.tolist() == [group.size] * 3
+        assert other.grad.tolist() == given.tolist() == [1.0] * 3
 
 
 def collectives() -> None:

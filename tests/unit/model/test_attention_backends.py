@@ -1,4 +1,4 @@
-"""Attention kernels against the definition written out with loops over nothing but softmax."""
+"""Attention kernels against the definition, one query at a time."""
 
 import math
 
@@ -74,9 +74,9 @@ def test_dropout_acts_and_keeps_the_mean(backend):
     torch.manual_seed(0)
     q, k, v = (t.detach() for t in tensors(6, 6, 4))
     plain = backend(q, k, v, None, 0.0)
-    dropped = torch.stack([backend(q, k, v, None, 0.3) for _ in range(600)])
+    dropped = torch.stack([backend(q, k, v, None, 0.3) for _ in range(200)])
     assert not torch.equal(dropped[0], dropped[1])
-    assert (dropped.mean(0) - plain).abs().max() < 0.25
+    assert (dropped.mean(0) - plain).abs().max() < 0.4
 
 
 def test_causal_mask_puts_the_last_query_at_the_last_key():

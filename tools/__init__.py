@@ -1,0 +1,1 @@
+"""Command lines; they run as they lie here, and are installed as megatron.tools."""
