@@ -23,7 +23,7 @@ REQUIRES = [
 EXTRAS = {
     "numba": ["numba"],
     "wandb": ["wandb"],
-    "test": ["hypothesis", "mypy", "pytest>=8", "pytest-xdist", "ruff"],
+    "test": ["hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"],
 }
 
 COMMANDS = [

@@ -82,7 +82,7 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
         dist.barrier()
     finally:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            deepspeed.comm.destroy_process_group()
 
 
 def _share_cores() -> None:

