@@ -47,6 +47,12 @@ def incomplete_folder(save: Path, iteration: int) -> Path:
     return save / f".{tag(iteration)}.incomplete"
 
 
+def remove_incomplete(save: Path) -> None:
+    """Removes what killed saves left behind."""
+    for folder in save.glob(".global_step*.incomplete"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 def file_facts(path: Path) -> dict[str, int | str]:
     """What the manifest says of a file."""
     return {"bytes": path.stat().st_size, "sha256": checksum(path)}
@@ -73,7 +79,8 @@ def publish(save: Path, iteration: int, facts: dict[str, dict[str, int | str]]) 
     write_text(save / MEGATRON_TRACKER, f"{iteration}\n")
     write_text(save / TRACKER, f"{tag(iteration)}\n")
     if replaced is not None:
-        shutil.rmtree(replaced)
+        # The save has succeeded, whatever keeps the old folder from going.
+        shutil.rmtree(replaced, ignore_errors=True)
     return final
 
 
@@ -99,14 +106,15 @@ def find(load: str, wanted: str | None = None) -> Path | None:
         The checkpoint's folder; None when the folder has no checkpoint at all.
 
     Raises:
-        CheckpointError: the wanted checkpoint is not there or not complete.
+        CheckpointError: the wanted checkpoint is not there or not complete, or the folder's
+            checkpoints are in another format.
     """
     root = Path(load)
     if (root / MANIFEST).is_file():
         return root
-    if not root.is_dir():
+    if not root.is_dir() and wanted is None:
         return None
-    known = complete_tags(root)
+    known = complete_tags(root) if root.is_dir() else []
     if wanted is not None:
         name = tag(int(wanted)) if wanted.isdigit() else wanted
         if name not in known:
@@ -122,6 +130,11 @@ def find(load: str, wanted: str | None = None) -> Path | None:
             f"{', '.join(known) or 'none'}"
         )
     if not named and not known:
+        if (root / MEGATRON_TRACKER).is_file():
+            raise CheckpointError(
+                f"{root / MEGATRON_TRACKER} names a checkpoint, but {root} has none in this "
+                "project's format"
+            )
         return None
     return root / (named or known[-1])
 

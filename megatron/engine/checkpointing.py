@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,12 +15,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, sync_file, write_json
-from megatron.checkpoint.folder import file_facts, incomplete_folder, publish, verify
+from megatron.checkpoint.folder import (
+    file_facts,
+    incomplete_folder,
+    publish,
+    remove_incomplete,
+    verify,
+)
 from megatron.checkpoint.index import piece_of
 from megatron.checkpoint.reader import CheckpointReader, differences, tensor_key
 from megatron.engine.agreement import any_rank
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.state import (
+    MOMENTS,
     Fragment,
     create_moments,
     fragments,
@@ -69,7 +76,7 @@ class CheckpointWriter:
         def prepare() -> None:
             if main:
                 save.mkdir(parents=True, exist_ok=True)
-                shutil.rmtree(folder, ignore_errors=True)
+                remove_incomplete(save)
                 folder.mkdir()
 
         def finish() -> None:
@@ -183,11 +190,11 @@ def load_checkpoint(engine: TrainEngine, folder: Path) -> dict[str, Any]:
         CheckpointError: the checkpoint is damaged or of another architecture.
     """
     options, world = engine.config.checkpoint, engine.groups.world
-    damage: CheckpointError | None = None
+    damage: CheckpointError | OSError | None = None
     try:
         verify(folder, world.rank, world.size)
         reader = CheckpointReader(folder)
-    except CheckpointError as error:
+    except (CheckpointError, OSError) as error:
         damage = error
     if any_rank(damage is not None, engine.device):
         raise damage or CheckpointError(f"{folder} is damaged: another rank says which file")
@@ -227,19 +234,18 @@ def load_optimizer(engine: TrainEngine, reader: CheckpointReader) -> None:
     Raises:
         CheckpointError: the checkpoint has no optimizer state, or that of another optimizer.
     """
+    saved, name = reader.config, engine.config.optimizer.optimizer
+    if not saved.checkpoint.save_optim or saved.optimizer.optimizer != name:
+        raise CheckpointError(
+            f"{reader.folder} has no {', '.join(MOMENTS[name])}: it was saved with "
+            "--no-save-optim or by another optimizer; --no-load-optim starts anew"
+        )
     set_loss_scaler_state(engine, reader.state["loss_scaler"])
-    step = reader.state["optimizer_step"]
-    if step == 0:
-        return
-    create_moments(engine, step)
+    if all(reader.kinds(parameter) == ["weight"] for parameter in reader.pieces):
+        return  # saved before the first update, or by SGD without momentum
+    create_moments(engine, reader.state["optimizer_step"])
     tensor = engine.groups.tensor
     for part in fragments(engine):
-        missing = set(part.moments) - set(reader.kinds(part.name))
-        if missing:
-            raise CheckpointError(
-                f"{reader.folder} has no {', '.join(sorted(missing))}: it was saved with "
-                "--no-save-optim or by another optimizer; --no-load-optim starts anew"
-            )
         for kind, values in part.moments.items():
             whole = reader.tensor(part.name, kind)
             _fill(values, part, part.shard.cut(whole, tensor.rank, tensor.size))
@@ -272,9 +278,8 @@ def check_writable(save: str) -> None:
     """
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
-        probe = Path(save) / f".probe.{os.getpid()}"
-        probe.write_text("probe")
-        probe.unlink()
+        with tempfile.TemporaryFile(dir=save) as probe:
+            probe.write(b"probe")
     except OSError as error:
         raise CheckpointError(
             f"--save {save}: cannot write there ({error.strerror}); name a folder that you can "

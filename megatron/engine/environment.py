@@ -24,7 +24,19 @@ STALE_LOCK_SECONDS = 600.0
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher."""
+    """Number of processes that the launcher started; 1 without a launcher.
+
+    Raises:
+        ConfigError: srun or mpirun started several processes that know nothing of each other.
+    """
+    if "WORLD_SIZE" not in os.environ:
+        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+            if int(os.environ.get(name, "1")) > 1:
+                raise ConfigError(
+                    f"{name} is {os.environ[name]} and WORLD_SIZE is not set: every process would "
+                    "train alone; start by deepspeed or torchrun, or set RANK, LOCAL_RANK, "
+                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+                )
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
@@ -48,12 +60,12 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
         ConfigError: ``--distributed-backend`` does not fit the device, or a DeepSpeed operator
             build was left locked.
     """
+    os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     device = training_device()
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
         raise ConfigError("--distributed-backend nccl needs GPUs; none is visible; use gloo")
     os.environ.setdefault("RANK", "0")
-    os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
     if "MASTER_PORT" not in os.environ:
@@ -72,6 +84,7 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
         verbose=False,
         timeout=timeout,
     )
+    healthy = False
     try:
         yield build_groups(
             config.tensor_model_parallel_size,
@@ -80,8 +93,11 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
         )
         # A process that leaves while another is still in a collective can take that one down.
         dist.barrier()
+        healthy = True
     finally:
-        if dist.is_initialized():
+        # NCCL's shutdown waits for all ranks, of which some may be waiting for this one. After an
+        # error this process ends, and the launcher ends the others.
+        if dist.is_initialized() and (healthy or backend != "nccl"):
             deepspeed.comm.destroy_process_group()
 
 

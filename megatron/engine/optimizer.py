@@ -12,14 +12,13 @@ from megatron.parallel.shard import shard_of
 
 
 def build_optimizer(
-    params: Iterable[nn.Parameter], config: OptimizerConfig, fused: bool
+    params: Iterable[nn.Parameter], config: OptimizerConfig
 ) -> torch.optim.Optimizer:
     """AdamW or SGD over two groups: matrices, which decay, and vectors, which do not.
 
     Args:
         params: parameters with shard descriptions.
         config: optimizer values; the schedule sets learning rate and decay before every step.
-        fused: use torch's fused kernel, which needs no compilation.
     """
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
@@ -38,7 +37,7 @@ def build_optimizer(
         lr=lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
-        fused=fused,
+        fused=True,  # torch's own kernel, for CPUs too; nothing is compiled
     )
 
 

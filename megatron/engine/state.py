@@ -13,11 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from megatron.engine.train_engine import TrainEngine, partition_range
+from megatron.engine.train_engine import TrainEngine, partition_range, set_partition
 from megatron.parallel.shard import Shard, shard_of
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """Names of the optimizer's state tensors, as torch.optim calls them."""
+
+_SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 
 
 @dataclass(frozen=True)
@@ -44,15 +46,19 @@ def fragments(engine: TrainEngine) -> Iterator[Fragment]:
 
     At stage 0 every data-parallel rank owns whole parameters, all of them equal.
     """
-    read = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
+    find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
+    place_of = find(engine)
     for param, name in engine.names.items():
-        found = read(engine, param)
-        if found is not None:
-            start, weight, moments = found
+        start, holder, offset, count = place_of(param)
+        if count > 0:
+            weight = holder.data.view(-1).narrow(0, offset, count)
+            moments = _moments(engine, holder, offset, count)
             yield Fragment(name, shard_of(param), start, weight, moments)
 
 
-_Found = tuple[int, Tensor, dict[str, Tensor]]
+_PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
+"""From a parameter to: where this rank's range starts in it, the tensor that the optimizer updates,
+where the range starts in that, its length (none below 1)."""
 
 
 def _moments(engine: TrainEngine, holder: Tensor, start: int, count: int) -> dict[str, Tensor]:
@@ -64,32 +70,40 @@ def _moments(engine: TrainEngine, holder: Tensor, start: int, count: int) -> dic
     }
 
 
-def _whole(engine: TrainEngine, param: nn.Parameter) -> _Found:
-    flat = param.data.view(-1)
-    return 0, flat, _moments(engine, param, 0, flat.numel())
+def _whole(engine: TrainEngine) -> _PlaceOf:
+    return lambda param: (0, param, 0, param.numel())
 
 
-def _flat_partition(engine: TrainEngine, param: nn.Parameter) -> _Found | None:
-    mapping = param._hp_mapping  # type: ignore[attr-defined]
-    if mapping is None:
-        return None
-    place = mapping.get_hp_fragment_address()
-    partitions = engine.optimizer_wrapper.single_partition_of_fp32_groups
-    holder = partitions[mapping.param_group_index]
-    moments = _moments(engine, holder, place.start, place.numel)
-    return mapping.lp_fragment_address.start, mapping.hp_fragment, moments
-
-
-def _own_partition(engine: TrainEngine, param: nn.Parameter) -> _Found | None:
+def _flat_partition(engine: TrainEngine) -> _PlaceOf:
+    # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order into which
+    # round_robin_gradients brings them.
     wrapper = engine.optimizer_wrapper
-    start, end = partition_range(param, engine.groups.data)
-    if start == end:
-        return None
-    group, offset, _ = wrapper.grad_position[wrapper.get_param_id(param)]
-    holder = wrapper.fp32_partitioned_groups_flat[group]
-    count = end - start
-    weight = holder.data.narrow(0, offset, count)
-    return start, weight, _moments(engine, holder, offset, count)
+    groups = zip(wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, strict=True)
+    places = {
+        param: (group, offset)
+        for group, (params, offsets) in enumerate(groups)
+        for param, offset in zip(params, offsets, strict=True)
+    }
+
+    def place_of(param: nn.Parameter) -> tuple[int, Tensor, int, int]:
+        group, offset = places[param]
+        holder = wrapper.single_partition_of_fp32_groups[group]
+        first = engine.data_rank * holder.numel() - offset
+        start, end = max(0, first), min(param.numel(), first + holder.numel())
+        return start, holder, start - first, end - start
+
+    return place_of
+
+
+def _own_partition(engine: TrainEngine) -> _PlaceOf:
+    wrapper = engine.optimizer_wrapper
+
+    def place_of(param: nn.Parameter) -> tuple[int, Tensor, int, int]:
+        start, end = partition_range(param, engine.groups.data)
+        group, offset, _ = wrapper.grad_position[wrapper.get_param_id(param)]
+        return start, wrapper.fp32_partitioned_groups_flat[group], offset, end - start
+
+    return place_of
 
 
 def holders(engine: TrainEngine) -> list[Tensor]:
@@ -102,7 +116,7 @@ def holders(engine: TrainEngine) -> list[Tensor]:
 
 
 def optimizer_step(engine: TrainEngine) -> int:
-    """How many updates the optimizer has made."""
+    """How many updates Adam has made; 0 for SGD, which does not count them."""
     for holder in holders(engine):
         step = engine.optimizer.state.get(holder, {}).get("step")
         if step is not None:
@@ -118,9 +132,8 @@ def create_moments(engine: TrainEngine, step: int) -> None:
         for moment in MOMENTS[name]:
             state[moment] = torch.zeros_like(holder, memory_format=torch.preserve_format)
         if name == "adam":
-            fused = engine.optimizer.defaults.get("fused")
-            device = holder.device if fused else torch.device("cpu")
-            state["step"] = torch.tensor(float(step), dtype=torch.float32, device=device)
+            # The fused kernel keeps the count beside the weights.
+            state["step"] = torch.tensor(float(step), dtype=torch.float32, device=holder.device)
 
 
 @torch.no_grad()
@@ -135,24 +148,25 @@ def set_working_weights(engine: TrainEngine, whole: Callable[[str, Shard], Tenso
         if engine.stage < 3:
             param.data.copy_(values)
         else:
-            start, end = partition_range(param, engine.groups.data)
-            own = param.ds_tensor.data  # type: ignore[attr-defined]
-            own[: end - start].copy_(values.reshape(-1)[start:end])
+            set_partition(param, engine.groups.data, values)
 
 
 def loss_scaler_state(engine: TrainEngine) -> dict[str, Any]:
     """The dynamic loss scaler's numbers; empty without one."""
-    scaler = getattr(engine.optimizer_wrapper, "loss_scaler", None)
-    return {
-        key: getattr(scaler, key)
-        for key in ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
-        if hasattr(scaler, key)
-    }
+    scaler = _dynamic_scaler(engine)
+    return {} if scaler is None else {key: getattr(scaler, key) for key in _SCALER_NUMBERS}
 
 
 def set_loss_scaler_state(engine: TrainEngine, state: dict[str, Any]) -> None:
-    """The inverse of :func:`loss_scaler_state`."""
-    scaler = getattr(engine.optimizer_wrapper, "loss_scaler", None)
-    for key, value in state.items():
-        if hasattr(scaler, key):
+    """The inverse of :func:`loss_scaler_state`; a scaler that only one of two runs has starts or
+    stays as its flags say."""
+    scaler = _dynamic_scaler(engine)
+    if scaler is not None and state.keys() == set(_SCALER_NUMBERS):
+        for key, value in state.items():
             setattr(scaler, key, value)
+
+
+def _dynamic_scaler(engine: TrainEngine) -> Any:
+    """DeepSpeed has a scaler of scale 1 in the other number formats too; that is no state."""
+    scaler = getattr(engine.optimizer_wrapper, "loss_scaler", None)
+    return scaler if getattr(scaler, "dynamic", False) else None

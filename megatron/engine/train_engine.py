@@ -93,7 +93,7 @@ class TrainEngine:
             self._initialise(name, param)
         if config.training.torch_compile:
             compile_blocks(self.model, device)
-        self.optimizer = build_optimizer(self.names, config.optimizer, fused=self._fused(settings))
+        self.optimizer = build_optimizer(self.names, config.optimizer)
         self.engine, *_ = deepspeed.initialize(
             model=self.model, optimizer=self.optimizer, config=settings, mpu=Mpu(groups)
         )
@@ -118,14 +118,7 @@ class TrainEngine:
         values = nn.Parameter(torch.empty(shard.local_shape(tensor.size)))
         values.shard, values.init = shard, init_of(param)  # type: ignore[attr-defined]
         initialise(name, values, seed, tensor.rank, tensor.size)
-        start, end = partition_range(param, self.groups.data)
-        own = param.ds_tensor.data  # type: ignore[attr-defined]
-        own[: end - start].copy_(values.data.view(-1)[start:end])
-
-    def _fused(self, settings: Json) -> bool:
-        offload = settings.get("zero_optimization", {}).get("offload_optimizer") or {}
-        swapped = offload.get("device") == "nvme"
-        return not swapped
+        set_partition(param, self.groups.data, values.data)
 
     @property
     def data_rank(self) -> int:
@@ -231,6 +224,15 @@ def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
     size = param.ds_tensor.ds_numel  # type: ignore[attr-defined]
     start = min(data.rank * size, param.ds_numel)  # type: ignore[attr-defined]
     return start, min(start + size, param.ds_numel)  # type: ignore[attr-defined]
+
+
+def set_partition(param: nn.Parameter, data: Group, share: Tensor) -> None:
+    """Fills this rank's partition of a parameter at ZeRO stage 3 from the whole local share."""
+    start, end = partition_range(param, data)
+    own = param.ds_tensor.data  # type: ignore[attr-defined]
+    own[: end - start].copy_(share.reshape(-1)[start:end])
+    # hpZ keeps a second copy from an earlier partitioning; without it DeepSpeed makes a new one.
+    param.ds_secondary_tensor = None  # type: ignore[attr-defined]
 
 
 def defer_scale_growth(wrapper: Any) -> Callable[[], None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from megatron.config import RunConfig
+from megatron.config import ConfigError, RunConfig
 from megatron.training.batch_size import batch_size_schedule
 from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedule
 
@@ -24,7 +24,7 @@ class TrainingPlan:
         seq_length: tokens of a sample.
 
     Raises:
-        ConfigError: the schedules' values contradict each other.
+        ConfigError: the schedules' values contradict each other, or the run has no step.
     """
 
     def __init__(self, config: RunConfig) -> None:
@@ -51,6 +51,11 @@ class TrainingPlan:
         else:
             self.unit, length = "iters", training.train_iters or 0
             self.train_iters = length
+        if self.train_iters == 0 and not training.skip_train:
+            raise ConfigError(
+                f"--train-{self.unit} {length} is less than one step takes: "
+                f"{self.batch_size.batch_size(0)} samples of {self.seq_length} tokens"
+            )
         decay = getattr(optimizer, f"lr_decay_{self.unit}") or max(1, length)
         self.learning_rate = LearningRateSchedule(
             lr=optimizer.lr or 0.0,
@@ -84,8 +89,9 @@ class TrainingPlan:
         return self.eval_iters * per_batch
 
     def valid_samples_before(self, iteration: int) -> int:
-        """Validation samples that the evaluations before the one at ``iteration`` have read."""
-        evaluations = max(0, iteration - 1) // self.eval_interval
+        """Validation samples that the evaluations before the one at ``iteration`` have read;
+        past the end of the run those before its last one."""
+        evaluations = max(0, min(iteration, self.train_iters) - 1) // self.eval_interval
         return evaluations * self.eval_iters * self.global_batch_size
 
     @property

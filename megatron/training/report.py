@@ -25,6 +25,7 @@ class Reporter:
         groups: the layout's process groups.
         device: this process's device.
         iteration: steps done before.
+        consumed_samples: samples consumed by them.
         resumed_from: the checkpoint that was loaded, if any.
     """
 
@@ -35,6 +36,7 @@ class Reporter:
         groups: ProcessGroups,
         device: torch.device,
         iteration: int,
+        consumed_samples: int,
         resumed_from: Path | None,
     ) -> None:
         config = run.config
@@ -42,18 +44,19 @@ class Reporter:
         self.main = groups.world.rank == 0
         self.flops_per_token = transformer_shape(config).flops_per_token(causal=True)
         self.peak = _peak(config, device)
-        samples = plan.batch_size.samples(iteration)
         self.writer: Writer = TeeWriter(())
         if self.main:
             self.writer = build_writers(
                 config.logging,
                 resume_iteration=iteration,
-                resume_samples=samples,
+                resume_samples=consumed_samples,
                 configuration=config.to_dict(),
             )
             if iteration:
-                tokens = samples * plan.seq_length
-                self.writer.scalars("resume", iteration, {}, samples=samples, tokens=tokens)
+                tokens = consumed_samples * plan.seq_length
+                self.writer.scalars(
+                    "resume", iteration, {}, samples=consumed_samples, tokens=tokens
+                )
         self._announce(run, iteration, resumed_from)
 
     def _announce(self, run: Run, iteration: int, resumed_from: Path | None) -> None:

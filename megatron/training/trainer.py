@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import find
 from megatron.data.build import GPTDatasets
 from megatron.data.loader import MicroBatches
@@ -60,7 +62,9 @@ class Trainer:
         self.saved_at: int | None = None
         self._valid: MicroBatches | None = None
         resumed_from = self._load()
-        self.report = Reporter(run, self.plan, groups, self.device, self.iteration, resumed_from)
+        self.report = Reporter(
+            run, self.plan, groups, self.device, self.iteration, self.consumed_samples, resumed_from
+        )
         self.meter = self.report.meter()
 
     def fit(self) -> None:
@@ -69,13 +73,12 @@ class Trainer:
         Raises:
             TrainingStopped: the loss or the gradients are not finite.
         """
-        with self.stop:
+        with self.stop, contextlib.closing(self.report):
             reason = None if self.config.training.skip_train else self._train()
             if reason is None:
                 self._evaluate_at_end()
             else:
                 self.report.say(f"stopped by {reason} after iteration {self.iteration}")
-        self.report.close()
 
     def _train(self) -> str | None:
         """Steps until the end; returns why it ended early, if it did."""
@@ -192,13 +195,33 @@ class Trainer:
 
     def _load(self) -> Path | None:
         options = self.config.checkpoint
-        if not options.load:
-            return None
-        folder = find(options.load, options.load_tag)
+        folder = find(options.load, options.load_tag) if options.load else None
         if folder is None:
+            if options.finetune or options.load_tag:
+                flag = "--finetune" if options.finetune else f"--load-tag {options.load_tag}"
+                raise CheckpointError(f"{flag}: no checkpoint in --load {options.load}")
             return None
         state = load_checkpoint(self.engine, folder)
         if not options.finetune:
             self.iteration = state["iteration"]
             self.consumed_samples = state["consumed_samples"]
+            self._check_position(folder)
         return folder
+
+    def _check_position(self, folder: Path) -> None:
+        """Refuses batch sizes with which the rest of the run would not come out.
+
+        Raises:
+            CheckpointError: the data would run out, or the run would end early.
+        """
+        if self.config.training.skip_train:
+            return
+        plan, consumed = self.plan, self.consumed_samples
+        planned = plan.batch_size.samples(self.iteration)
+        if consumed > planned or (consumed < planned and plan.unit != "iters"):
+            raise CheckpointError(
+                f"{folder} holds step {self.iteration} after {consumed} samples; with "
+                f"--global-batch-size {plan.global_batch_size} and its ramp-up that step comes "
+                f"after {planned}: keep the batch sizes, or start anew from the weights by "
+                "--finetune"
+            )

@@ -5,6 +5,7 @@ plain runs that only add up their micro batches in another order.
 """
 
 import itertools
+import json
 
 import numpy as np
 import pytest
@@ -60,6 +61,42 @@ def test_against_plain_torch(pool, plain, stage, size, record_property):
     assert loss_drift.max() <= 4 * loss_noise.max()
     assert norm_drift.max() <= 4 * norm_noise.max()
     assert reference.losses[-1] < reference.losses[0] - 0.3, "the run must learn something"
+
+
+RECOMPUTE = {
+    "uniform": "--recompute-granularity full --recompute-num-layers 2".split(),
+    "block": "--recompute-granularity full --recompute-method block".split(),
+    "selective": ["--recompute-activations"],
+}
+ZERO3 = {
+    "gathered": {},
+    "sub-groups": {"sub_group_size": 3000},
+    "hpz": {"zero_hpz_partition_size": 2},
+}
+
+
+def zero3(path, **options):
+    """Flags for stage 3, where no parameter of this small model may stay gathered."""
+    zero = {"stage": 3, "stage3_param_persistence_threshold": 0, **options}
+    path.write_text(json.dumps({"zero_optimization": zero}))
+    return ["--deepspeed_config", str(path)]
+
+
+def few_steps_follow(pool, plain, argv):
+    flags, reference, _ = plain
+    record = pool.run(2, train, [*flags, *argv, "--exit-interval", "6"])[0]
+    np.testing.assert_allclose(record.losses, reference.losses[:6], rtol=2e-6)
+    np.testing.assert_allclose(record.norms, reference.norms[:6], rtol=1e-5)
+
+
+@pytest.mark.parametrize("options", ZERO3)
+def test_zero3_options_against_plain_torch(pool, plain, tmp_path, options):
+    few_steps_follow(pool, plain, zero3(tmp_path / "ds.json", **ZERO3[options]))
+
+
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+def test_recomputation_against_plain_torch(pool, plain, tmp_path, recompute):
+    few_steps_follow(pool, plain, [*zero3(tmp_path / "ds.json"), *RECOMPUTE[recompute]])
 
 
 @pytest.mark.parametrize("stage", [0, 3])

@@ -8,8 +8,8 @@ import pytest
 from training_jobs import TINY, train
 
 STEPS = 8
-FLAGS = [*TINY, "--train-iters", str(STEPS), "--lr-decay-style", "cosine", "--lr-warmup-iters", "2"]
-FLAGS += ["--eval-interval", "3", "--eval-iters", "1"]
+ENDLESS = [*TINY, "--lr-decay-style", "cosine", "--eval-interval", "3", "--eval-iters", "1"]
+FLAGS = [*ENDLESS, "--train-iters", str(STEPS), "--lr-warmup-iters", "2"]
 FP16 = ["--fp16", "--initial-loss-scale", str(2.0**21), "--loss-scale-window", "2"]
 CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
@@ -26,7 +26,7 @@ CASES = {
     "sgd": (2, ["--zero-stage", "1", "--optimizer", "sgd"]),
     "rampup": (2, ["--rampup-batch-size", "2", "2", "8", "--zero-stage", "1"]),
 }
-SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2"}
+SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "sgd"}
 """Cases of every test run; `make proof` runs all, each with several stops."""
 RANDOM = random.Random(20)
 
@@ -137,6 +137,69 @@ def test_no_save_optim_is_weights_only(pool, tmp_path):
     message = pool.run(1, refused, argv)[0]
     assert "exp_avg" in message
     assert "--no-load-optim" in message
+
+
+def test_another_optimizer_is_refused(pool, tmp_path):
+    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
+    pool.run(1, train, [*flags, "--exit-interval", "2"])
+    argv = [*flags, "--load", str(tmp_path), "--optimizer", "sgd"]
+    message = pool.run(1, refused, argv)[0]
+    assert "has no momentum_buffer" in message and "--no-load-optim" in message
+    assert len(pool.run(1, train, [*argv, "--no-load-optim"])[0].losses) == STEPS - 2
+
+
+def test_another_number_format_starts_its_own_loss_scale(pool, tmp_path):
+    flags = [*FLAGS, "--zero-stage", "1"]
+    pool.run(1, train, [*flags, "--bf16", "--save", str(tmp_path), "--exit-interval", "2"])
+    argv = [*flags, "--fp16", "--initial-loss-scale", "4096", "--load", str(tmp_path)]
+    assert set(pool.run(1, train, argv)[0].scales) == {4096.0}
+
+
+ZERO = {
+    "round-robin": {"stage": 1, "round_robin_gradients": True},
+    "alignment": {"stage": 2, "round_robin_gradients": True, "parameter_alignment": True},
+    "sub-groups": {"stage": 3, "sub_group_size": 3000},
+    "hpz": {"stage": 3, "stage3_param_persistence_threshold": 0, "zero_hpz_partition_size": 2},
+    "offload": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+}
+"""Options of the JSON with which DeepSpeed keeps weights or optimizer state elsewhere."""
+
+
+@pytest.mark.parametrize("options", ZERO)
+def test_zero_options(pool, tmp_path, options):
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": ZERO[options]}))
+    flags = [*FLAGS, "--deepspeed_config", str(tmp_path / "ds.json"), "--save", str(tmp_path)]
+    whole = pool.run(2, train, flags)[0]
+    pool.run(2, train, [*flags, "--exit-interval", "4"])
+    assert pool.run(2, train, [*flags, "--load", str(tmp_path)])[0].losses == whole.losses[4:]
+    plain = [*FLAGS, "--zero-stage", "0", "--load", str(tmp_path), "--load-tag", "4"]
+    other = pool.run(2, train, plain)[0].losses
+    np.testing.assert_allclose(other, whole.losses[4:], rtol=5e-6)
+
+
+def test_evaluation_alone(pool, tmp_path):
+    """Also of a checkpoint that lies past the run that the flags describe."""
+    files = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    pool.run(1, train, [*FLAGS, *files])
+    pool.run(1, train, [*ENDLESS, *files, "--skip-train", "--global-batch-size", "2"])
+    pool.run(1, train, [*FLAGS, *files, "--train-iters", "4"])
+    assert [iteration for iteration, _ in evaluations(tmp_path)] == [3, 6, *[8] * 6]
+
+
+def test_batch_sizes_that_do_not_continue(pool, tmp_path):
+    flags = [*FLAGS, "--zero-stage", "1"]
+    pool.run(1, train, [*flags, "--save", str(tmp_path), "--exit-interval", "4"])
+    load = ["--load", str(tmp_path), "--global-batch-size"]
+    message = pool.run(1, refused, [*flags, *load, "2"])[0]
+    assert "step 4 after 16 samples" in message and "--global-batch-size 2" in message
+    argv = [*ENDLESS, "--train-samples", "32", *load, "8"]
+    assert "comes after 32" in pool.run(1, refused, argv)[0]
+    assert len(pool.run(1, train, [*flags, *load, "8"])[0].losses) == STEPS - 4
+
+
+def test_finetune_needs_a_checkpoint(pool, tmp_path):
+    message = pool.run(1, refused, [*FLAGS, "--finetune", "--load", str(tmp_path / "typo")])[0]
+    assert "--finetune" in message and "typo" in message
 
 
 def refused(argv):

@@ -9,6 +9,7 @@ from megatron.checkpoint.folder import (
     find,
     incomplete_folder,
     publish,
+    remove_incomplete,
 )
 
 
@@ -49,6 +50,28 @@ def test_nothing_is_not_an_error_but_a_broken_tracker_is(tmp_path):
         find(str(tmp_path))
     with pytest.raises(CheckpointError, match="no complete checkpoint global_step7"):
         find(str(tmp_path), "7")
+
+
+def test_what_killed_saves_left_is_removed(tmp_path):
+    make(tmp_path, 5)
+    for iteration in (5, 7):
+        incomplete_folder(tmp_path, iteration).mkdir()
+        (incomplete_folder(tmp_path, iteration) / "a.bin").write_text("half")
+    remove_incomplete(tmp_path)
+    assert not list(tmp_path.glob(".*"))
+    assert find(str(tmp_path)) == tmp_path / "global_step5"
+
+
+def test_a_folder_of_megatron_is_no_fresh_start(tmp_path):
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("100")
+    (tmp_path / "iter_0000100").mkdir()
+    with pytest.raises(CheckpointError, match="none in this project's format"):
+        find(str(tmp_path))
+
+
+def test_a_wanted_checkpoint_of_no_folder(tmp_path):
+    with pytest.raises(CheckpointError, match="no complete checkpoint global_step7; it has none"):
+        find(str(tmp_path / "absent"), "7")
 
 
 def test_half_written_is_never_picked(tmp_path):

@@ -321,6 +321,12 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
             {"offload_param": {"device": "cpu"}},
             "offload_param needs ZeRO stage 3",
         ),
+        (
+            "--zero-stage 3",
+            {"offload_optimizer": {"device": "nvme"}},
+            "offload_optimizer.device nvme",
+        ),
+        ("--zero-stage 3", {"offload_param": {"device": "nvme"}}, "offload_param.device nvme"),
         ("--zero-stage 2 --pipeline-model-parallel-size 2", {}, "ZeRO stage 2 does not go with"),
     ],
 )
