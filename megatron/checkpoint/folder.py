@@ -111,6 +111,8 @@ def find(load: str, wanted: str | None = None) -> Path | None:
     """
     root = Path(load)
     if (root / MANIFEST).is_file():
+        if wanted not in (None, root.name, root.name.removeprefix("global_step")):
+            raise CheckpointError(f"{root} is one checkpoint, and not {wanted}")
         return root
     if not root.is_dir() and wanted is None:
         return None
@@ -127,7 +129,8 @@ def find(load: str, wanted: str | None = None) -> Path | None:
     if named and named not in known:
         raise CheckpointError(
             f"{tracker} names {named!r}, which is not a complete checkpoint in {root}; it has "
-            f"{', '.join(known) or 'none'}"
+            f"{', '.join(known) or 'none'} (a save that was killed while it replaced one leaves "
+            f"the old one as .{named}.replaced)"
         )
     if not named and not known:
         if (root / MEGATRON_TRACKER).is_file():

@@ -120,7 +120,7 @@ def differences(saved: RunConfig, wanted: RunConfig) -> list[str]:
     """Values that shape the weights and differ between two configurations, a line each."""
     shaping = (
         "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-        "position_embedding_type normalization swiglu add_bias_linear add_qkv_bias "
+        "position_embedding_type normalization activation add_bias_linear add_qkv_bias "
         "untie_embeddings_and_output_weights unpadded_vocab_size"
     ).split()
     if saved.model.position_embedding_type == "learned_absolute":

@@ -24,6 +24,7 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.index import piece_of
 from megatron.checkpoint.reader import CheckpointReader, differences, tensor_key
+from megatron.config import RunConfig
 from megatron.engine.agreement import any_rank
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.state import (
@@ -180,11 +181,11 @@ class CheckpointWriter:
         publish(save, iteration, facts)
 
 
-def load_checkpoint(engine: TrainEngine, folder: Path) -> dict[str, Any]:
+def load_checkpoint(engine: TrainEngine, folder: Path) -> tuple[RunConfig, dict[str, Any]]:
     """Loads a checkpoint written at any layout; every rank must call it.
 
     Returns:
-        The state that was saved with it (see ``state.json``).
+        The configuration and the state (see ``state.json``) that were saved with it.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another architecture.
@@ -203,13 +204,13 @@ def load_checkpoint(engine: TrainEngine, folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{folder} holds another architecture: {'; '.join(differing)}")
     load_weights(engine, reader)
     if options.finetune:
-        return {}
+        return reader.config, reader.state
     if options.load_optim:
         load_optimizer(engine, reader)
     path = folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and reader.state["world_size"] == world.size and path.is_file():
         set_random_state(load_file(path))
-    return reader.state
+    return reader.config, reader.state
 
 
 @torch.no_grad()

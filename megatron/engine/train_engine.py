@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -256,6 +257,9 @@ def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
 
 def compile_blocks(model: LayerStack, device: torch.device) -> None:
     """Compiles every block in place; without a compiler they stay eager, said in a line."""
+    if device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
+        # Triton compiles the code that starts its kernels.
+        return _stay_eager("C")
     if device.type == "cpu":
         # Seconds to import, and needed here only.
         from torch._inductor.cpp_builder import get_cpp_compiler
@@ -264,8 +268,11 @@ def compile_blocks(model: LayerStack, device: torch.device) -> None:
         try:
             get_cpp_compiler()
         except InvalidCxxCompiler:
-            if is_main_process():
-                print("--torch-compile: no C++ compiler found; the blocks run eagerly", flush=True)
-            return
+            return _stay_eager("C++")
     for block in model.blocks():
         block.compile()
+
+
+def _stay_eager(language: str) -> None:
+    if is_main_process():
+        print(f"--torch-compile: no {language} compiler found; the blocks run eagerly", flush=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from pathlib import Path
 
 import torch
 
@@ -12,6 +11,7 @@ from megatron.parallel.groups import ProcessGroups
 from megatron.training.flops import TransformerShape, measure_matmul_peak, peak_flops
 from megatron.training.metrics import EvaluationMetrics, IntervalMeter
 from megatron.training.plan import TrainingPlan
+from megatron.training.resume import Start
 from megatron.training.run import Run
 from megatron.training.writers import TeeWriter, Writer, build_writers
 
@@ -24,9 +24,7 @@ class Reporter:
         plan: its course.
         groups: the layout's process groups.
         device: this process's device.
-        iteration: steps done before.
-        consumed_samples: samples consumed by them.
-        resumed_from: the checkpoint that was loaded, if any.
+        begin: where it starts.
     """
 
     def __init__(
@@ -35,9 +33,7 @@ class Reporter:
         plan: TrainingPlan,
         groups: ProcessGroups,
         device: torch.device,
-        iteration: int,
-        consumed_samples: int,
-        resumed_from: Path | None,
+        begin: Start,
     ) -> None:
         config = run.config
         self.plan, self.groups, self.device = plan, groups, device
@@ -48,18 +44,17 @@ class Reporter:
         if self.main:
             self.writer = build_writers(
                 config.logging,
-                resume_iteration=iteration,
-                resume_samples=consumed_samples,
+                resume_iteration=begin.iteration,
+                resume_samples=begin.consumed_samples,
                 configuration=config.to_dict(),
             )
-            if iteration:
-                tokens = consumed_samples * plan.seq_length
-                self.writer.scalars(
-                    "resume", iteration, {}, samples=consumed_samples, tokens=tokens
-                )
-        self._announce(run, iteration, resumed_from)
+            if begin.iteration:
+                samples = begin.consumed_samples
+                tokens = samples * plan.seq_length
+                self.writer.scalars("resume", begin.iteration, {}, samples=samples, tokens=tokens)
+        self._announce(run, begin)
 
-    def _announce(self, run: Run, iteration: int, resumed_from: Path | None) -> None:
+    def _announce(self, run: Run, begin: Start) -> None:
         config = run.config
         given = {n: o for n, o in run.resolved.origins.items() if o.startswith(("flag", "derived"))}
         self.say(f"{len(given)} values given or derived; --explain-config prints all")
@@ -80,12 +75,16 @@ class Reporter:
                 f"FLOP utilisation is relative to {self.peak / 1e12:.3g} TFLOP/s per device "
                 f"({_peak_source(config, self.device)}); causal attention counted once"
             )
-        if config.checkpoint.load and resumed_from is None:
-            self.say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
-        elif config.checkpoint.finetune and resumed_from is not None:
-            self.say(f"weights from {resumed_from}; starting at iteration 0")
-        elif resumed_from is not None:
-            self.say(f"resumed from {resumed_from} at iteration {iteration}")
+        if begin.folder is None:
+            if config.checkpoint.load:
+                self.say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
+            return
+        if config.checkpoint.finetune:
+            self.say(f"weights from {begin.folder}; starting at iteration 0")
+        else:
+            self.say(f"resumed from {begin.folder} at iteration {begin.iteration}")
+        for line in begin.changed:
+            self.say(f"differs from the checkpoint's run: {line}")
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""

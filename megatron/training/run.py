@@ -81,8 +81,10 @@ def parse_run(description: str | None, argv: Sequence[str] | None = None) -> Run
 
 def _with_checkpoint(settings: Settings) -> Settings:
     """With --use-checkpoint-args, values of model and tokenizer that nothing else gives."""
-    if "use_checkpoint_args" not in settings or "load" not in settings:
+    if "use_checkpoint_args" not in settings:
         return settings
+    if "load" not in settings:
+        raise ConfigError("--use-checkpoint-args needs --load, the checkpoint to take them from")
     wanted = settings["load_tag"].value if "load_tag" in settings else None
     folder = find(settings["load"].value, wanted)
     if folder is None:

@@ -6,18 +6,16 @@ import contextlib
 import math
 from collections.abc import Iterator
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
-from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import find
 from megatron.data.build import GPTDatasets
 from megatron.data.loader import MicroBatches
 from megatron.engine.agreement import any_rank
-from megatron.engine.checkpointing import CheckpointWriter, check_writable, load_checkpoint
+from megatron.engine.checkpointing import CheckpointWriter
 from megatron.engine.environment import training_device
 from megatron.engine.train_engine import ModelProgram, StepResult, TrainEngine
 from megatron.parallel.groups import ProcessGroups
+from megatron.training import resume
 from megatron.training.metrics import EvaluationMetrics, StepMetrics
 from megatron.training.plan import TrainingPlan
 from megatron.training.report import Reporter
@@ -53,18 +51,14 @@ class Trainer:
         self.stop = StopRequest(run.config.training.exit_duration_in_mins, run.launched)
         self.device = training_device()
         self.plan = TrainingPlan(self.config)
-        if self.config.checkpoint.save:
-            check_writable(self.config.checkpoint.save)
+        checkpoint = resume.locate(self.config.checkpoint)
         self.engine = TrainEngine(self.config, run.content, program, groups, self.device)
         self.writer = CheckpointWriter(self.engine, run.content, run.tokenizer.save_pretrained)
-        self.iteration = 0
-        self.consumed_samples = 0
+        begin = resume.load(self.engine, self.plan, checkpoint)
+        self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
         self.saved_at: int | None = None
         self._valid: MicroBatches | None = None
-        resumed_from = self._load()
-        self.report = Reporter(
-            run, self.plan, groups, self.device, self.iteration, self.consumed_samples, resumed_from
-        )
+        self.report = Reporter(run, self.plan, groups, self.device, begin)
         self.meter = self.report.meter()
 
     def fit(self) -> None:
@@ -90,12 +84,14 @@ class Trainer:
             logging = self.config.logging
             if self.iteration % logging.log_interval == 0 or self._at_end():
                 self.report.interval(self.meter, self.iteration, self.consumed_samples)
-            if self._due(self.config.training.eval_interval) and not self._at_end():
-                with self.meter.paused():
+            with self.meter.paused():
+                # Saved before it is evaluated: an evaluation is long, and may not be survived.
+                if self._due(self.config.checkpoint.save_interval) or self._at_end():
+                    self._save()
+                if self._due(self.config.training.eval_interval) and not self._at_end():
                     self._evaluate("valid")
-            reason = self._reason_to_stop()
-            if self._due(self.config.checkpoint.save_interval) or reason or self._at_end():
-                with self.meter.paused():
+                reason = self._reason_to_stop()
+                if reason is not None:
                     self._save()
         batches.close()
         return reason
@@ -146,7 +142,7 @@ class Trainer:
         return interval is not None and self.iteration % interval == 0
 
     def _reason_to_stop(self) -> str | None:
-        if self._due(self.config.training.exit_interval):
+        if self._due(self.config.training.exit_interval) and not self._at_end():
             return f"--exit-interval {self.config.training.exit_interval}"
         if any_rank(self.stop.requested is not None, self.device):
             return self.stop.requested or "a request to another rank"
@@ -192,36 +188,3 @@ class Trainer:
         self.writer.save(self.iteration, counters)
         self.saved_at = self.iteration
         self.report.say(f"saved checkpoint at iteration {self.iteration} to {options.save}")
-
-    def _load(self) -> Path | None:
-        options = self.config.checkpoint
-        folder = find(options.load, options.load_tag) if options.load else None
-        if folder is None:
-            if options.finetune or options.load_tag:
-                flag = "--finetune" if options.finetune else f"--load-tag {options.load_tag}"
-                raise CheckpointError(f"{flag}: no checkpoint in --load {options.load}")
-            return None
-        state = load_checkpoint(self.engine, folder)
-        if not options.finetune:
-            self.iteration = state["iteration"]
-            self.consumed_samples = state["consumed_samples"]
-            self._check_position(folder)
-        return folder
-
-    def _check_position(self, folder: Path) -> None:
-        """Refuses batch sizes with which the rest of the run would not come out.
-
-        Raises:
-            CheckpointError: the data would run out, or the run would end early.
-        """
-        if self.config.training.skip_train:
-            return
-        plan, consumed = self.plan, self.consumed_samples
-        planned = plan.batch_size.samples(self.iteration)
-        if consumed > planned or (consumed < planned and plan.unit != "iters"):
-            raise CheckpointError(
-                f"{folder} holds step {self.iteration} after {consumed} samples; with "
-                f"--global-batch-size {plan.global_batch_size} and its ramp-up that step comes "
-                f"after {planned}: keep the batch sizes, or start anew from the weights by "
-                "--finetune"
-            )

@@ -1,5 +1,7 @@
 """Stopping and resuming changes nothing, bit for bit; at another layout, nothing but rounding."""
 
+import contextlib
+import io
 import json
 import random
 
@@ -124,8 +126,42 @@ def test_finetune_and_no_load_optim(pool, tmp_path):
     assert len(finetuned.losses) == STEPS
     scratch = pool.run(1, train, [*flags, "--save", str(tmp_path / "c")])[0]
     assert finetuned.losses[0] < scratch.losses[0]
-    fresh = [*flags, *load, "--load-tag", "8", "--no-load-optim", "--train-iters", "9"]
+    fresh = [*flags, "--load", str(tmp_path / "a"), "--no-load-optim", "--train-iters", "9"]
     assert len(pool.run(1, train, fresh)[0].losses) == 1
+
+
+def test_another_run_is_not_overwritten(pool, tmp_path):
+    """Forgetting --load, or fine-tuning into the same folder, must not start over in it."""
+    flags = [*FLAGS, "--save", str(tmp_path / "a")]
+    pool.run(1, train, flags)
+    pool.run(1, train, [*FLAGS, "--save", str(tmp_path / "b")])
+    for more in (
+        [],
+        ["--load", str(tmp_path / "a"), "--finetune"],
+        ["--load", str(tmp_path / "b")],
+    ):
+        message = pool.run(1, refused, [*flags, *more])[0]
+        assert "holds global_step8, which this run does not continue" in message
+        assert f"--load {tmp_path / 'a'}" in message
+    assert (tmp_path / "a" / "latest").read_text() == "global_step8\n"
+
+
+def test_changed_values_are_said(pool, tmp_path):
+    flags = [*FLAGS, "--save", str(tmp_path)]
+    pool.run(1, train, [*flags, "--exit-interval", "4"])
+    argv = [*flags, "--load", str(tmp_path), "--seed", "5", "--norm-epsilon", "1e-6"]
+    output = pool.run(1, printed, argv)[0]
+    assert "differs from the checkpoint's run: seed: 1234 -> 5" in output
+    assert "differs from the checkpoint's run: norm_epsilon: 1e-05 -> 1e-06" in output
+    assert "hidden_size" not in output
+
+
+def printed(argv):
+    """What a run prints; for the pool."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        train(argv)
+    return output.getvalue()
 
 
 def test_no_save_optim_is_weights_only(pool, tmp_path):
@@ -168,9 +204,9 @@ ZERO = {
 @pytest.mark.parametrize("options", ZERO)
 def test_zero_options(pool, tmp_path, options):
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": ZERO[options]}))
-    flags = [*FLAGS, "--deepspeed_config", str(tmp_path / "ds.json"), "--save", str(tmp_path)]
+    flags = [*FLAGS, "--deepspeed_config", str(tmp_path / "ds.json")]
     whole = pool.run(2, train, flags)[0]
-    pool.run(2, train, [*flags, "--exit-interval", "4"])
+    pool.run(2, train, [*flags, "--save", str(tmp_path), "--exit-interval", "4"])
     assert pool.run(2, train, [*flags, "--load", str(tmp_path)])[0].losses == whole.losses[4:]
     plain = [*FLAGS, "--zero-stage", "0", "--load", str(tmp_path), "--load-tag", "4"]
     other = pool.run(2, train, plain)[0].losses
@@ -215,7 +251,7 @@ def test_another_architecture_is_refused(pool, tmp_path):
     argv = [*flags, "--load", str(tmp_path), "--hidden-size", "64", "--swiglu"]
     message = pool.run(2, refused, argv)[0]
     assert "hidden_size is 32 there and 64 here" in message
-    assert "swiglu is false there and true here" in message
+    assert 'activation is "gelu_tanh" there and "swiglu" here' in message
 
 
 def test_damage_is_refused_on_all_ranks(pool, tmp_path):

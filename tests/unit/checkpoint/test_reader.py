@@ -132,5 +132,5 @@ def test_differences_name_what_shapes_the_weights():
     lines = differences(there, here)
     assert lines == [
         "num_layers is 3 there and 2 here",
-        "swiglu is true there and false here",
+        'activation is "swiglu" there and "gelu_tanh" here',
     ]
