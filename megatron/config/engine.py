@@ -98,12 +98,67 @@ class LegacyFlags:
     )
     """Write norms of the optimizer state to TensorBoard."""
     timing_log_level: int | None = option(
-        None, note="\"wall_clock_breakdown\" in the DeepSpeed JSON times the parts of a step"
+        None, note='"wall_clock_breakdown" in the DeepSpeed JSON times the parts of a step'
     )
     """Detail of the timers."""
     timing_log_option: str | None = option(
         None,
         choices=("max", "minmax", "all"),
-        note="\"wall_clock_breakdown\" in the DeepSpeed JSON times the parts of a step",
+        note='"wall_clock_breakdown" in the DeepSpeed JSON times the parts of a step',
     )
     """How times are combined over ranks."""
+    override_opt_param_scheduler: bool = option(
+        False,
+        flag="--override-opt_param-scheduler",
+        aliases=("--override-lr-scheduler",),
+        note="the schedules always follow the flags, also after a resume",
+    )
+    """Take the schedules' values from the flags and not from the checkpoint."""
+    partition_activations: bool = option(
+        False, note="what is recomputed is set by --recompute-granularity"
+    )
+    """Partition activation checkpoints over tensor-parallel ranks."""
+    checkpoint_in_cpu: bool = option(False, note="activation checkpoints stay on the device")
+    """Keep activation checkpoints in main memory."""
+    synchronize_each_layer: bool = option(False, note="layers do not wait for the device")
+    """Wait for the device after each layer."""
+    profile_backward: bool = option(
+        False, note='"flops_profiler" in the DeepSpeed JSON profiles a step'
+    )
+    """Profile the backward pass."""
+    async_tensor_model_parallel_allreduce: bool = option(
+        True,
+        off="--no-async-tensor-model-parallel-allreduce",
+        note="tensor-parallel collectives are synchronous",
+    )
+    """Turn off asynchronous tensor-parallel collectives."""
+    overlap_grad_reduce: bool = option(
+        False, note='"overlap_comm" of zero_optimization in the DeepSpeed JSON does this'
+    )
+    """Overlap the reduction of gradients with the backward pass."""
+    overlap_param_gather: bool = option(
+        False, note='"overlap_comm" of zero_optimization in the DeepSpeed JSON does this'
+    )
+    """Overlap the gathering of parameters."""
+    persist_layer_norm: bool = option(
+        True, off="--no-persist-layer-norm", note="the norms are torch's"
+    )
+    """Turn off the persistent norm kernel."""
+    rope_fusion: bool = option(
+        True, off="--no-rope-fusion", note="fusion comes from --torch-compile"
+    )
+    """Turn off the fused rotary kernel."""
+    use_mcore_models: bool = option(False, note="there is one implementation of each model")
+    """Choose Megatron-Core's model classes."""
+    transformer_impl: str | None = option(
+        None, choices=("local", "transformer_engine"), note="there is one implementation"
+    )
+    """Choose the implementation of the layers."""
+    dataloader_type: str | None = option(
+        None, choices=("single",), note="samples are read in one pass, in Megatron's order"
+    )
+    """Order in which samples are read."""
+    mmap_warmup: bool = option(False, note="data files are read as they are needed")
+    """Read the data files once beforehand."""
+    manual_gc: bool = option(False, note="Python collects garbage by itself")
+    """Collect garbage at fixed steps."""

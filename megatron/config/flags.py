@@ -16,7 +16,7 @@ import inspect
 import textwrap
 import types
 import typing
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 
@@ -43,6 +43,7 @@ def option(
     aliases: Sequence[str] = (),
     off: str | None = None,
     choices: Sequence[Any] | None = None,
+    spellings: Mapping[str, str] | None = None,
     note: str | None = None,
     derived: str | None = None,
     internal: bool = False,
@@ -55,6 +56,7 @@ def option(
         aliases: further accepted names.
         off: for a boolean that defaults to True, the flag that makes it False.
         choices: the accepted values.
+        spellings: other spellings of some choices, and which they mean.
         note: what happens instead, for flags accepted only because people's scripts pass them.
         derived: how the value is found when neither a flag nor the JSON gives one.
         internal: the field is filled by the program and has no flag.
@@ -64,6 +66,7 @@ def option(
         "aliases": tuple(aliases),
         "off": off,
         "choices": tuple(choices) if choices is not None else None,
+        "spellings": dict(spellings or {}),
         "note": note,
         "derived": derived,
         "internal": internal,
@@ -161,6 +164,10 @@ class _Record(argparse.Action):
         setattr(namespace, self.dest, Setting(values, f"flag {option_string}"))
 
 
+def _parser(parse: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:
+    return (lambda text: spellings.get(text, text)) if spellings else parse
+
+
 class FlagParser(argparse.ArgumentParser):
     """An argument parser over config classes whose errors name the nearest known flag."""
 
@@ -189,7 +196,7 @@ class FlagParser(argparse.ArgumentParser):
                 text += f" Accepted, not used: {meta['note']}."
             elif meta.get("derived"):
                 text += f" (default: {meta['derived']})"
-            elif field.default is not None and not isinstance(field.default, bool):
+            elif field.default not in (None, ()) and not isinstance(field.default, bool):
                 text += f" (default: {_plain(field.default)})"
             kind = _kind(hints[field.name])
             common: dict[str, Any] = {"dest": field.name, "action": _Record}
@@ -206,7 +213,7 @@ class FlagParser(argparse.ArgumentParser):
             choices = "|".join(map(str, meta["choices"])) if meta.get("choices") else None
             group.add_argument(
                 *names,
-                type=kind.parse,
+                type=_parser(kind.parse, meta.get("spellings") or {}),
                 nargs=kind.count,
                 choices=meta.get("choices"),
                 metavar=choices or kind.parse.__name__.upper(),

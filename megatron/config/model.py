@@ -43,7 +43,11 @@ class ModelConfig:
     """Base of the rotary frequencies."""
     rotary_percent: float = option(1.0)
     """Share of each head's width that is rotated."""
-    normalization: str = option("LayerNorm", choices=("LayerNorm", "RMSNorm"))
+    normalization: str = option(
+        "LayerNorm",
+        choices=("LayerNorm", "RMSNorm"),
+        spellings={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+    )
     """Normalisation in front of attention, MLP and head."""
     norm_epsilon: float = option(1e-5, aliases=("--layernorm-epsilon",))
     """Added to the variance in the norms."""
