@@ -3,6 +3,7 @@ that nothing is compiled or waited for."""
 
 from __future__ import annotations
 
+import ctypes
 import logging
 import os
 import socket
@@ -77,6 +78,7 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
         torch.cuda.set_device(device)
     else:
         _share_cores()
+        _keep_freed_memory()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     deepspeed.init_distributed(
         dist_backend=backend,
@@ -106,6 +108,20 @@ def _share_cores() -> None:
     if "OMP_NUM_THREADS" not in os.environ:
         processes = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
         torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(processes)))
+
+
+def _keep_freed_memory() -> None:
+    """Has glibc keep the memory of large tensors for the next ones.
+
+    By default it gives every freed block of more than some megabytes back to the system, and the
+    next logits fault in all their pages again: a tenth to a quarter of a step on a CPU at a
+    vocabulary of 50,000.
+    """
+    trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(mmap_threshold, 2**30)
+        mallopt(trim_threshold, 2**31 - 1)
 
 
 def prepare_deepspeed() -> None:

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.attention_backends import attention_backend, document_mask
+from megatron.model.attention_backends import attention_backend
 from megatron.model.layer_list import Stream
 from megatron.model.rope import apply_rope, rope_table
 from megatron.parallel.groups import Group
@@ -66,7 +66,7 @@ class Attention(nn.Module):
             q_BNSD, k_BKSD = apply_rope(q_BNSD, cos, sin), apply_rope(k_BKSD, cos, sin)
         if stream.cache is not None:
             k_BKSD, v_BKSD = stream.cache.extend(self.layer, k_BKSD, v_BKSD)
-        mask = None if stream.document_ids is None else document_mask(stream.document_ids)
+        mask = stream.attention_mask
         if self.recompute and x_BSH.requires_grad:
             y_BNSD = checkpoint(self._attend, q_BNSD, k_BKSD, v_BKSD, mask, use_reentrant=False)
         else:

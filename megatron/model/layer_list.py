@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
+from megatron.model.attention_backends import document_mask
 from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
 
@@ -30,13 +31,14 @@ class Stream(NamedTuple):
         hidden: token ids int64 [B, S] into the first layer, hidden states [B, S, H] between
             layers, logits [B, S, V / tensor size] out of the last.
         position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
-        document_ids: int64 [B, S]; tokens attend to equal ids only. None for one document.
+        attention_mask: bool [B, 1, S, S], True where a token sees another; None for plain causal
+            attention.
         cache: keys and values of earlier positions when generating.
     """
 
     hidden: Tensor
     position_ids: Tensor | None = None
-    document_ids: Tensor | None = None
+    attention_mask: Tensor | None = None
     cache: LayerCache | None = None
 
     def with_hidden(self, hidden: Tensor) -> Stream:
@@ -99,8 +101,12 @@ class LayerStack(nn.Module):
         document_ids_BS: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        """Token ids [B, S] to this rank's logits [B, S, V / tensor size]."""
-        stream = Stream(tokens_BS, position_ids_BS, document_ids_BS, cache)
+        """Token ids [B, S] to this rank's logits [B, S, V / tensor size].
+
+        Tokens attend to those with the same document id only; without ids to all before them.
+        """
+        mask = None if document_ids_BS is None else document_mask(document_ids_BS)
+        stream = Stream(tokens_BS, position_ids_BS, mask, cache)
         for first, last, recomputed in self.chunks:
             if recomputed and torch.is_grad_enabled():
                 stream = checkpoint(self._run, first, last, stream, use_reentrant=False)
