@@ -168,6 +168,10 @@ class TrainEngine:
             loss_scale=scale_before,
         )
 
+    def close(self) -> None:
+        """Takes DeepSpeed's hooks off the parameters; they would keep the engine alive for ever."""
+        self.engine.destroy()
+
     def _forward(self, batch: Batch) -> Tensor:
         batch = batch.to(self.device, non_blocking=True)
         logits = self.engine(*self.program.inputs(batch))

@@ -73,6 +73,8 @@ class Trainer:
                 self._evaluate_at_end()
             else:
                 self.report.say(f"stopped by {reason} after iteration {self.iteration}")
+        # Not after an error: it waits for the device, and the device perhaps for another rank.
+        self.engine.close()
 
     def _train(self) -> str | None:
         """Steps until the end; returns why it ended early, if it did."""
