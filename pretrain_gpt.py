@@ -11,17 +11,22 @@ torchrun starts it in the same way, and plain python runs it on one process.
 
 from megatron.engine.environment import distributed
 from megatron.training.gpt import gpt_data, gpt_program
-from megatron.training.run import errors_for_users, parse_run
+from megatron.training.run import end_process_after, errors_for_users, parse_run
 from megatron.training.trainer import Trainer
 
 
-def main() -> None:
+def train() -> None:
     """Parses the command line, builds the model and its data, trains."""
     with errors_for_users():
         run = parse_run(__doc__)
         with distributed(run.config.parallel) as groups:
             datasets, collate = gpt_data(run)
             Trainer(run, gpt_program(run.config), datasets, collate, groups).fit()
+
+
+def main() -> None:
+    """The command."""
+    end_process_after(train)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import dataclasses
 import os
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NoReturn
 
 from megatron.checkpoint.folder import find
 from megatron.checkpoint.reader import CheckpointReader
@@ -135,3 +137,24 @@ def errors_for_users() -> Iterator[None]:
             print(f"rank {os.environ['RANK']}: ", end="", file=sys.stderr)
         print(f"error: {error}", file=sys.stderr, flush=True)
         sys.exit(2)
+
+
+def end_process_after(command: Callable[[], None]) -> NoReturn:
+    """Runs a command and ends the process, without having Python take itself apart.
+
+    gloo's threads let go of tensors some time after a collective. When that falls into the
+    interpreter's own end, they are refused its lock and take the finished process down with SIGABRT
+    (torch 2.13).
+    """
+    status: Any = 0
+    try:
+        command()
+    except SystemExit as exit:
+        status = exit.code
+    if not isinstance(status, int | None):
+        print(status, file=sys.stderr)
+        status = 1
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status or 0)

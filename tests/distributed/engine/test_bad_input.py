@@ -22,7 +22,7 @@ def run_main(argv):
     sys.argv = ["pretrain_gpt.py", *argv]
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         try:
-            pretrain_gpt.main()
+            pretrain_gpt.train()
         except SystemExit as exit:
             return exit.code, errors.getvalue()
     return 0, errors.getvalue()
