@@ -1,0 +1,96 @@
+"""Cuts a layer list into pipeline stages."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from itertools import accumulate
+
+
+def stage_bounds(
+    blocks: Sequence[bool], weights: Sequence[int], stages: int, method: str
+) -> list[int]:
+    """Where each stage starts in the layer list, and, last, the list's length.
+
+    Every stage gets at least one of the repeated blocks. Layers before the first block belong to
+    the first stage, layers after the last block to the last one.
+
+    Args:
+        blocks: whether each layer is one of the repeated blocks.
+        weights: parameters of each layer.
+        stages: number of stages.
+        method: ``blocks`` (equal numbers of blocks; what is left over goes to the middle stages,
+            away from embedding and head), ``parameters`` (the largest stage as small as possible),
+            or the numbers of blocks, separated by commas.
+
+    Raises:
+        ValueError: the list does not fit.
+    """
+    places = [place for place, block in enumerate(blocks) if block]
+    if len(places) < stages:
+        raise ValueError(f"{len(places)} blocks cannot be cut into {stages} pipeline stages")
+    if method == "blocks":
+        counts = _even(len(places), stages)
+    elif method == "parameters":
+        counts = _balanced(places, weights, stages)
+    else:
+        counts = explicit_counts(method)
+        if len(counts) != stages or sum(counts) != len(places) or min(counts) < 1:
+            raise ValueError(
+                f"--pipeline-partition {method} must be {stages} positive numbers of blocks, one "
+                f"per stage, with the sum {len(places)}"
+            )
+    starts = [places[first] for first in accumulate(counts[:-1])]
+    return [0, *starts, len(blocks)]
+
+
+def explicit_counts(method: str) -> list[int]:
+    """The numbers of ``3,4,4,3``.
+
+    Raises:
+        ValueError: it is no such list.
+    """
+    try:
+        return [int(count) for count in method.split(",")]
+    except ValueError:
+        raise ValueError(
+            f"--pipeline-partition {method}: blocks, parameters, or the number of blocks of each "
+            "stage, separated by commas"
+        ) from None
+
+
+def _even(blocks: int, stages: int) -> list[int]:
+    each, over = divmod(blocks, stages)
+    first = (stages - over) // 2
+    return [each + (first <= stage < first + over) for stage in range(stages)]
+
+
+def _balanced(places: Sequence[int], weights: Sequence[int], stages: int) -> list[int]:
+    """Numbers of blocks per stage that make the heaviest stage as light as possible.
+
+    The smallest bound under which filling stages one after the other needs no more than ``stages``
+    of them, found by bisection.
+    """
+    begins, ends = [0, *places[1:]], [*places[1:], len(weights)]
+    loads = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
+    low, high = max(loads), sum(loads)
+    bound = low + bisect_left(
+        range(low, high + 1), True, key=lambda bound: len(_fill(loads, bound)) <= stages
+    )
+    counts = _fill(loads, bound)
+    # Fewer stages than there are: splitting the fullest ones never makes the heaviest heavier.
+    while len(counts) < stages:
+        fullest = max(range(len(counts)), key=lambda stage: counts[stage])
+        counts[fullest : fullest + 1] = [counts[fullest] - counts[fullest] // 2, counts[fullest] // 2]
+    return counts
+
+
+def _fill(loads: Sequence[int], bound: int) -> list[int]:
+    counts, load = [0], 0
+    for weight in loads:
+        if load + weight > bound:
+            counts.append(0)
+            load = 0
+        counts[-1] += 1
+        load += weight
+    return counts

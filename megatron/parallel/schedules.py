@@ -1,0 +1,189 @@
+"""Pipeline schedules: in which order each rank runs the forwards and backwards of its stages.
+
+The layer list is cut into ``ranks * chunks`` stages, numbered in layer order. A rank holds
+``chunks`` of them, and a step takes every micro batch forward through all stages and back.
+
+- ``1f1b``: one stage per rank. After its warm-up a rank alternates one forward, one backward
+  (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
+- ``interleaved``: stage s lies on rank s % ranks. The same alternation over several chunks, groups
+  of ``ranks`` micro batches at a time (section 2.2.2).
+- ``dualpipev``: two stages per rank; micro batches go down the ranks and come back up, so that the
+  first rank also holds the last stage (DeepSeek-AI, https://github.com/deepseek-ai/DualPipe;
+  here a backward computes the gradients of inputs and weights together).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+SCHEDULES = ("1f1b", "interleaved", "dualpipev")
+
+
+@dataclass(frozen=True)
+class Action:
+    """The forward or backward of one micro batch through one stage."""
+
+    backward: bool
+    stage: int
+    micro_batch: int
+
+
+@dataclass(frozen=True)
+class PipelineSchedule:
+    """Who does what in which order during one step of a pipeline.
+
+    Attributes:
+        name: one of :data:`SCHEDULES`.
+        ranks: processes of the pipeline.
+        chunks: stages per rank.
+        micro_batches: micro batches per step.
+        forward_only: evaluation; any number of micro batches goes.
+
+    Raises:
+        ValueError: there is no such schedule; the message says why and what would be right.
+    """
+
+    name: str
+    ranks: int
+    chunks: int
+    micro_batches: int
+    forward_only: bool = False
+
+    def __post_init__(self) -> None:
+        reason = _malformed(self.name, self.ranks, self.chunks, self.micro_batches)
+        if reason is None and not self.forward_only:
+            reason = refusal(self.name, self.ranks, self.chunks, self.micro_batches)
+        if reason is not None:
+            raise ValueError(reason)
+
+    @property
+    def stages(self) -> int:
+        """Stages of the whole pipeline."""
+        return self.ranks * self.chunks
+
+    def rank_of(self, stage: int) -> int:
+        """The rank that holds a stage."""
+        assert 0 <= stage < self.stages, (stage, self)
+        if self.name == "dualpipev":
+            return min(stage, self.stages - 1 - stage)
+        return stage % self.ranks
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank, in the order of its chunks."""
+        return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
+
+    def actions(self, rank: int) -> list[Action]:
+        """What a rank does in one step, in order."""
+        assert 0 <= rank < self.ranks, (rank, self)
+        if self.forward_only:
+            return self._forwards(rank)
+        if self.name == "dualpipev":
+            return list(self._dualpipev(rank))
+        return self._alternating(rank)
+
+    def _alternating(self, rank: int) -> list[Action]:
+        """Warm-up forwards, then one forward and one backward by turns, then what is left."""
+        p, m = self.ranks, self.micro_batches
+        if self.name == "1f1b":
+            warm_up = p - rank - 1
+        elif m == p:
+            warm_up = m * self.chunks
+        else:
+            warm_up = (p - rank - 1) * 2 + (self.chunks - 1) * p
+        forwards, backwards = self._forwards(rank), self._backwards(rank)
+        order = forwards[:warm_up]
+        for forward, backward in zip_longest(forwards[warm_up:], backwards):
+            order += [backward] if forward is None else [forward, backward]
+        return order
+
+    def _forwards(self, rank: int) -> list[Action]:
+        """All forwards of a rank, in the order in which a pipeline that never waits meets them."""
+        forwards = [
+            Action(False, stage, micro_batch)
+            for stage in self.stages_of(rank)
+            for micro_batch in range(self.micro_batches)
+        ]
+        return sorted(forwards, key=self._tick)
+
+    def _backwards(self, rank: int) -> list[Action]:
+        """The mirror image of the forwards: the last chunk comes first."""
+        stages = self.stages_of(rank)
+        mirror = dict(zip(stages, reversed(stages), strict=True))
+        return [Action(True, mirror[a.stage], a.micro_batch) for a in self._forwards(rank)]
+
+    def _tick(self, forward: Action) -> int:
+        """When a forward runs if each takes one tick: later than that of the stage before, and
+        no two at once on one rank."""
+        if self.name == "dualpipev":
+            # A rank's two stages are an odd number apart, so every second tick is free for each.
+            return 2 * forward.micro_batch + forward.stage
+        group, place = divmod(forward.micro_batch, self.ranks)
+        return group * self.stages + forward.stage + place
+
+    def _dualpipev(self, rank: int) -> Iterator[Action]:
+        """DualPipeV's seven phases; F and B are forward and backward, 0 and 1 the chunk."""
+        below = self.ranks - rank - 1
+        phases = (
+            (2 * below, "F0"),
+            (rank + 1, "F0 F1"),
+            (below, "B1 F1"),
+            (self.micro_batches - 2 * self.ranks + rank + 1, "F0 B1 F1 B0"),
+            (below, "B1 F1 B0"),
+            (rank + 1, "B1 B0"),
+            (below, "B0"),
+        )
+        stages = self.stages_of(rank)
+        done = dict.fromkeys(("F0", "F1", "B0", "B1"), 0)
+        for times, phase in phases:
+            for kind in phase.split() * times:
+                yield Action(kind[0] == "B", stages[int(kind[1])], done[kind])
+                done[kind] += 1
+
+
+def refusal(name: str, ranks: int, chunks: int, micro_batches: int) -> str | None:
+    """Why a step of training cannot run so, and what would be right; None when it can."""
+    reason = _malformed(name, ranks, chunks, micro_batches)
+    if reason is not None:
+        return reason
+    unit = "micro batches per step (global-batch-size / (micro-batch-size x data-parallel size))"
+    least = smallest_micro_batches(name, ranks)
+    below = micro_batches - micro_batches % ranks
+    if name == "interleaved" and below != micro_batches:
+        needed = f"a multiple of {ranks} {unit}"
+        right = f"; {below} or {below + ranks} would do" if below else ""
+    elif micro_batches < least:
+        needed, right = f"at least {least} {unit}", ""
+    else:
+        return None
+    return (
+        f"--pipeline-schedule {name} on {ranks} pipeline ranks takes {needed}, "
+        f"not {micro_batches}{right}"
+    )
+
+
+def smallest_micro_batches(name: str, ranks: int) -> int:
+    """The least number of micro batches per step of training."""
+    return {"1f1b": 1, "interleaved": ranks, "dualpipev": 2 * ranks}[name]
+
+
+def _malformed(name: str, ranks: int, chunks: int, micro_batches: int) -> str | None:
+    """What is wrong with the numbers even for evaluation."""
+    if name not in SCHEDULES:
+        return f"--pipeline-schedule {name!r} is not one of {', '.join(SCHEDULES)}"
+    if ranks < 1:
+        return f"--pipeline-model-parallel-size {ranks} must be at least 1"
+    right = {
+        "1f1b": None if chunks == 1 else "1 stage",
+        "interleaved": None if chunks >= 2 else "2 or more stages",
+        "dualpipev": None if chunks == 2 else "2 stages",
+    }[name]
+    if right is not None:
+        return (
+            f"--num-virtual-stages-per-pipeline-rank {chunks}: the {name} schedule has {right} "
+            "on each rank"
+        )
+    if micro_batches < 1:
+        return f"{micro_batches} micro batches per step; at least 1 is needed"
+    return None

@@ -1,0 +1,182 @@
+"""Orders of forwards and backwards, against the schedules of DeepSpeed and torch."""
+
+import pytest
+from deepspeed.runtime.pipe import schedule as deepspeed_schedule
+from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
+
+from megatron.parallel.schedules import (
+    SCHEDULES,
+    Action,
+    PipelineSchedule,
+    refusal,
+    smallest_micro_batches,
+)
+
+RANKS = (1, 2, 3, 4, 6, 8)
+SHAPES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2)]
+
+
+def words(actions: list[Action], stages: tuple[int, ...]) -> str:
+    """F or B, chunk, micro batch: "F0.0 F1.0 B1.0"."""
+    return " ".join(f"{'FB'[a.backward]}{stages.index(a.stage)}.{a.micro_batch}" for a in actions)
+
+
+def deepspeed_order(schedule, micro_batches: int) -> list[tuple[bool, int, int]]:
+    """(backward, chunk, micro batch) of the passes in DeepSpeed's instructions."""
+    order, seen = [], {False: 0, True: 0}
+    for instructions in schedule.steps():
+        for instruction in instructions:
+            backward = isinstance(instruction, deepspeed_schedule.BackwardPass)
+            if not backward and not isinstance(instruction, deepspeed_schedule.ForwardPass):
+                continue
+            if hasattr(instruction, "phase"):
+                chunk, micro_batch = divmod(instruction.buffer_id, micro_batches)
+                assert chunk == instruction.phase
+            else:  # buffers are reused, but 1F1B takes the micro batches in order
+                chunk, micro_batch = 0, seen[backward]
+                seen[backward] += 1
+            order.append((backward, chunk, micro_batch))
+    return order
+
+
+@pytest.mark.parametrize("name", ["1f1b", "dualpipev"])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_against_deepspeed(name, ranks):
+    theirs = {
+        "1f1b": deepspeed_schedule.TrainSchedule,
+        "dualpipev": deepspeed_schedule.DualPipeVSchedule,
+    }[name]
+    chunks = 1 if name == "1f1b" else 2
+    least = smallest_micro_batches(name, ranks)
+    for micro_batches in range(least, least + 2 * ranks + 3):
+        ours = PipelineSchedule(name, ranks, chunks, micro_batches)
+        for rank in range(ranks):
+            stages = ours.stages_of(rank)
+            order = [(a.backward, stages.index(a.stage), a.micro_batch) for a in ours.actions(rank)]
+            assert order == deepspeed_order(theirs(micro_batches, ranks, rank), micro_batches)
+
+
+def torch_interleaved_order(ranks: int, chunks: int, micro_batches: int, rank: int) -> list[Action]:
+    """The order of torch's schedule, made without its stages, which hold modules."""
+    theirs = ScheduleInterleaved1F1B.__new__(ScheduleInterleaved1F1B)
+    theirs.pp_group_size, theirs.n_local_stages = ranks, chunks
+    theirs._n_microbatches, theirs.microbatches_per_round = micro_batches, ranks
+    operations = [op for op in theirs._calculate_single_rank_operations(rank) if op is not None]
+    return [
+        Action(op.computation_type.name == "FULL_BACKWARD", op.stage_index, op.microbatch_index)
+        for op in operations
+    ]
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_against_torch_interleaved(ranks, chunks):
+    # With as many micro batches as ranks torch alternates where the paper's code does not.
+    for micro_batches in (2 * ranks, 3 * ranks, 5 * ranks):
+        ours = PipelineSchedule("interleaved", ranks, chunks, micro_batches)
+        for rank in range(ranks):
+            theirs = torch_interleaved_order(ranks, chunks, micro_batches, rank)
+            assert ours.actions(rank) == theirs
+
+
+def test_interleaved_spelled_out():
+    schedule = PipelineSchedule("interleaved", 2, 2, 4)
+    assert words(schedule.actions(0), (0, 2)) == (
+        "F0.0 F0.1 F1.0 F1.1 F0.2 B1.0 F0.3 B1.1 F1.2 B0.0 F1.3 B0.1 B1.2 B1.3 B0.2 B0.3"
+    )
+    assert words(schedule.actions(1), (1, 3)) == (
+        "F0.0 F0.1 F1.0 B1.0 F1.1 B1.1 F0.2 B0.0 F0.3 B0.1 F1.2 B1.2 F1.3 B1.3 B0.2 B0.3"
+    )
+    # As many micro batches as ranks: all forwards first.
+    assert words(PipelineSchedule("interleaved", 2, 2, 2).actions(1), (1, 3)) == (
+        "F0.0 F0.1 F1.0 F1.1 B1.0 B1.1 B0.0 B0.1"
+    )
+
+
+@pytest.mark.parametrize("chunks", [2, 3, 4])
+@pytest.mark.parametrize("ranks", RANKS)
+def test_interleaved_warm_up(ranks, chunks):
+    for groups in (1, 2, 3):
+        schedule = PipelineSchedule("interleaved", ranks, chunks, groups * ranks)
+        for rank in range(ranks):
+            directions = [action.backward for action in schedule.actions(rank)]
+            warm_up = (ranks - rank - 1) * 2 + (chunks - 1) * ranks
+            if groups == 1:
+                assert directions == [False] * ranks * chunks + [True] * ranks * chunks
+                continue
+            left = schedule.stages // ranks * schedule.micro_batches - warm_up
+            assert directions == [False] * warm_up + [False, True] * left + [True] * warm_up
+
+
+@pytest.mark.parametrize("name, chunks", SHAPES)
+@pytest.mark.parametrize("forward_only", [False, True])
+def test_every_action_once_on_its_rank(name, chunks, forward_only):
+    for ranks in RANKS:
+        for micro_batches in (1, 2, 5, ranks, 2 * ranks, 3 * ranks):
+            if not forward_only and refusal(name, ranks, chunks, micro_batches):
+                continue
+            schedule = PipelineSchedule(name, ranks, chunks, micro_batches, forward_only)
+            held = [schedule.stages_of(rank) for rank in range(ranks)]
+            assert sorted(s for stages in held for s in stages) == list(range(ranks * chunks))
+            for rank, stages in enumerate(held):
+                assert {schedule.rank_of(stage) for stage in stages} == {rank}
+                assert len(stages) == chunks
+                actions = schedule.actions(rank)
+                assert len(actions) == len(set(actions))
+                assert set(actions) == {
+                    Action(backward, stage, micro_batch)
+                    for backward in ([False] if forward_only else [False, True])
+                    for stage in stages
+                    for micro_batch in range(micro_batches)
+                }
+
+
+def test_where_the_stages_are():
+    assert PipelineSchedule("1f1b", 3, 1, 1).stages_of(2) == (2,)
+    assert PipelineSchedule("interleaved", 3, 3, 3).stages_of(1) == (1, 4, 7)
+    v = PipelineSchedule("dualpipev", 3, 2, 6)
+    assert [v.stages_of(rank) for rank in range(3)] == [(0, 5), (1, 4), (2, 3)]
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_smallest_micro_batches_is_the_least_that_is_not_refused(ranks):
+    for name, chunks in SHAPES:
+        counts = range(1, 4 * ranks + 1)
+        allowed = [m for m in counts if refusal(name, ranks, chunks, m) is None]
+        assert allowed[0] == smallest_micro_batches(name, ranks)
+        expected = {"1f1b": counts, "interleaved": range(ranks, 4 * ranks + 1, ranks)}
+        assert allowed == list(expected.get(name, range(2 * ranks, 4 * ranks + 1)))
+
+
+@pytest.mark.parametrize(
+    "name, ranks, chunks, micro_batches, reason",
+    [
+        ("interleaved", 4, 2, 6, "takes a multiple of 4 micro batches per step"),
+        ("interleaved", 4, 2, 6, "not 6; 4 or 8 would do"),
+        ("interleaved", 4, 2, 3, "not 3"),
+        ("interleaved", 4, 1, 4, "--num-virtual-stages-per-pipeline-rank 1: .* 2 or more stages"),
+        ("dualpipev", 4, 2, 7, "takes at least 8 micro batches per step .*, not 7"),
+        ("dualpipev", 4, 3, 8, "--num-virtual-stages-per-pipeline-rank 3: .* 2 stages"),
+        ("1f1b", 4, 2, 8, "--num-virtual-stages-per-pipeline-rank 2: .* 1 stage "),
+        ("1f1b", 4, 1, 0, "0 micro batches"),
+        ("1f1b", 0, 1, 1, "--pipeline-model-parallel-size 0"),
+        ("gpipe", 4, 1, 1, "--pipeline-schedule 'gpipe' is not one of 1f1b, interleaved"),
+    ],
+)
+def test_refusals(name, ranks, chunks, micro_batches, reason):
+    with pytest.raises(ValueError, match=reason) as error:
+        PipelineSchedule(name, ranks, chunks, micro_batches)
+    assert str(error.value) == refusal(name, ranks, chunks, micro_batches)
+    if name in SCHEDULES and "per step" in reason:
+        assert "global-batch-size / (micro-batch-size x data-parallel size)" in str(error.value)
+
+
+@pytest.mark.parametrize("name, chunks", SHAPES)
+def test_evaluation_takes_any_number_of_micro_batches(name, chunks):
+    for micro_batches in (1, 3, 5):
+        assert PipelineSchedule(name, 4, chunks, micro_batches, True).actions(0)
+    with pytest.raises(ValueError, match="0 micro batches"):
+        PipelineSchedule(name, 4, chunks, 0, True)
+    if chunks == 2:
+        with pytest.raises(ValueError, match="--num-virtual-stages-per-pipeline-rank 1"):
+            PipelineSchedule(name, 4, 1, 8, True)

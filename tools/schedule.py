@@ -1,0 +1,327 @@
+#!/usr/bin/env python
+"""Shows what each rank of a pipeline does when, without running it.
+
+    python tools/schedule.py --pipeline-schedule interleaved --pipeline-model-parallel-size 4 \
+        --num-virtual-stages-per-pipeline-rank 2 --micro-batches 8 --picture schedule.png
+
+Prints a timeline per schedule and a table of bubbles, activations held and messages. Exits
+with 2 and the reason where there is no such schedule.
+"""
+
+import math
+import os
+import shutil
+import sys
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from fractions import Fraction
+from pathlib import Path
+from string import ascii_lowercase
+from typing import TYPE_CHECKING
+
+from megatron.config import ConfigError, parse_configs
+from megatron.config.flags import option
+from megatron.parallel.schedules import SCHEDULES, Action, PipelineSchedule
+from megatron.parallel.timeline import Timeline, simulate, theory, transfer_of
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.patches import Patch
+
+FORWARD_COLOURS = ("#2f5f98", "#a9c8e8")
+BACKWARD_COLOURS = ("#c9622c", "#f6cda4")
+"""Of the first and the last chunk; those between are mixed."""
+WAITING = "#ececec"
+WIDTH = 13
+"""Of the picture, in inches."""
+
+
+@dataclass(frozen=True)
+class ScheduleConfig:
+    """Pipeline: which schedule, of what size, in what time."""
+
+    pipeline_schedule: str = option("all", choices=(*SCHEDULES, "all"))
+    """The schedule; all compares those that exist for these numbers."""
+    pipeline_model_parallel_size: int = option(4)
+    """Ranks of the pipeline."""
+    num_virtual_stages_per_pipeline_rank: int | None = option(
+        None, derived="1 for 1f1b, else 2; all gives it to interleaved alone"
+    )
+    """Chunks: stages that each rank holds."""
+    micro_batches: int = option(8)
+    """Micro batches per step: global-batch-size / (micro-batch-size x data-parallel size)."""
+    forward_time: float = option(1.0)
+    """Time of one micro batch forward through all that one rank holds."""
+    backward_time: float = option(2.0)
+    """Time of one micro batch backward through the same."""
+    transfer_time: float = option(0.0)
+    """Time from one rank to another."""
+    picture: str | None = option(None)
+    """PNG file for the timelines."""
+
+    def check(self) -> None:
+        for name in ("pipeline_model_parallel_size", "micro_batches"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{flag(name)} {getattr(self, name)} must be at least 1")
+        for name in ("forward_time", "backward_time", "transfer_time"):
+            value = getattr(self, name)
+            if not math.isfinite(value) or value < 0 or (value == 0 and name != "transfer_time"):
+                raise ConfigError(f"{flag(name)} {value:g} must be a positive number")
+        chunks, most = self.num_virtual_stages_per_pipeline_rank, len(ascii_lowercase)
+        if chunks is not None and chunks > most:
+            name = flag("num_virtual_stages_per_pipeline_rank")
+            raise ConfigError(f"{name} {chunks}: the timeline has letters for {most} only")
+        if self.picture is not None and Path(self.picture).suffix != ".png":
+            raise ConfigError(f"--picture {self.picture} must end in .png")
+
+    def chunks(self, name: str) -> int:
+        """Chunks per rank of a schedule."""
+        usual = 1 if name == "1f1b" else 2
+        if self.pipeline_schedule == "all" and name != "interleaved":
+            return usual
+        given = self.num_virtual_stages_per_pipeline_rank
+        return usual if given is None else given
+
+    def simulated(self, name: str) -> Timeline:
+        """A schedule in time.
+
+        Raises:
+            ConfigError: there is none with these numbers.
+        """
+        ranks, micro_batches = self.pipeline_model_parallel_size, self.micro_batches
+        try:
+            schedule = PipelineSchedule(name, ranks, self.chunks(name), micro_batches)
+        except ValueError as error:
+            raise ConfigError(f"--micro-batches {micro_batches}: {error}") from None
+        # Times as they were written: 0.1 is a tenth, and not the nearest binary fraction.
+        times = (self.forward_time, self.backward_time, self.transfer_time)
+        return simulate(schedule, *(Fraction(str(time)) for time in times))
+
+
+def flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (options,) = parse_configs(
+        (ScheduleConfig,), argv, description="Shows pipeline schedules without running them."
+    )
+    try:
+        run(options)
+    except (ValueError, OSError) as error:
+        print(f"schedule.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(options: ScheduleConfig) -> None:
+    options.check()
+    timelines, refused = [], []
+    if options.pipeline_schedule == "all":
+        for name in SCHEDULES:
+            try:
+                timelines.append(options.simulated(name))
+            except ConfigError as error:
+                refused.append(f"{name}: none. {error}")
+    else:
+        timelines.append(options.simulated(options.pipeline_schedule))
+    if options.picture is not None:
+        draw(timelines, Path(options.picture))
+    unit = unit_of(timelines)
+    print(
+        f"A column is {float(unit):g} of time. 3a: micro batch 3 forward through the rank's first"
+    )
+    print("stage; 3A: backward; 3b, 3B: through its second stage; '.': waiting.")
+    width = shutil.get_terminal_size((240, 24)).columns
+    for timeline in timelines:
+        print(f"\n{heading(timeline)}")
+        print("\n".join(text_of(timeline, unit, width)))
+    print("\n" + "\n".join(table(timelines)))
+    for line in refused:
+        print(line)
+    if options.picture is not None:
+        print(f"picture: {options.picture}")
+
+
+def heading(timeline: Timeline) -> str:
+    schedule = timeline.schedule
+    stages = f", {schedule.chunks} stages a rank" if schedule.chunks > 1 else ""
+    return f"{schedule.name}{stages}"
+
+
+def chunk_of(schedule: PipelineSchedule, action: Action) -> int:
+    return schedule.stages_of(schedule.rank_of(action.stage)).index(action.stage)
+
+
+def unit_of(timelines: Sequence[Timeline]) -> Fraction:
+    """The time of a column: what divides all durations, unless that is very fine."""
+    durations = {slot.end - slot.start for timeline in timelines for slot in timeline.slots}
+    denominator = math.lcm(*(duration.denominator for duration in durations))
+    divisor = Fraction(math.gcd(*(int(d * denominator) for d in durations)), denominator)
+    shortest = min(durations)
+    return divisor if divisor * 4 >= shortest else shortest
+
+
+def text_of(timeline: Timeline, unit: Fraction, width: int) -> list[str]:
+    """The timeline in letters, in as many blocks as the width makes necessary."""
+    schedule = timeline.schedule
+    cell = len(str(schedule.micro_batches - 1)) + 2  # number, letter, space
+
+    def column(time: Fraction) -> int:
+        return math.floor(time / unit + Fraction(1, 2))
+
+    columns = column(timeline.span)
+    rows = [[".".ljust(cell)] * columns for _ in range(schedule.ranks)]
+    for slot in timeline.slots:
+        letter = ascii_lowercase[chunk_of(schedule, slot.action)]
+        label = f"{slot.action.micro_batch}{letter.upper() if slot.action.backward else letter}"
+        start, end = column(slot.start), column(slot.end)
+        bar = label.ljust((end - start) * cell - 1, "-") + " "
+        rows[slot.rank][start:end] = [bar[i : i + cell] for i in range(0, len(bar), cell)]
+    margin = len(f"rank {schedule.ranks - 1}  ")
+    per_block = max(1, (width - margin) // cell)
+    lines = []
+    for first in range(0, columns, per_block):
+        lines += [""] if first else []
+        for rank, row in enumerate(rows):
+            name = f"rank {rank}".ljust(margin)
+            lines.append((name + "".join(row[first : first + per_block])).rstrip())
+    return lines
+
+
+def table(timelines: Sequence[Timeline]) -> list[str]:
+    """Figures of each schedule, with what they mean."""
+    head = (
+        "schedule", "span", "bubble share", "bubble ratio", "by formula", "activations held",
+        "messages sent",
+    )  # fmt: skip
+    rows = [head]
+    for timeline in timelines:
+        schedule = timeline.schedule
+        formula = theory(schedule.name, schedule.ranks, schedule.chunks, schedule.micro_batches)
+        messages = [
+            sum(transfer_of(schedule, action) is not None for action in schedule.actions(rank))
+            for rank in range(schedule.ranks)
+        ]
+        rows.append(
+            (
+                heading(timeline),
+                f"{float(timeline.span):.4g}",
+                f"{100 * float(timeline.bubble_share):.1f}%",
+                f"{float(timeline.bubble_ratio):.3f}",
+                "-" if formula is None else f"{float(formula):.3f}",
+                per_rank(timeline.peak_activations),
+                per_rank(messages),
+            )
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
+    return [
+        *lines,
+        "",
+        "bubble share: waiting / all time; bubble ratio: waiting / working time, (p-1)/(v m)",
+        "activations held: most micro batches through the rank's whole share, rank by rank",
+    ]
+
+
+def per_rank(values: Sequence[Fraction | int]) -> str:
+    """A number for each rank, or their range when there are many."""
+    if len(values) <= 8:
+        return " ".join(f"{float(value):.4g}" for value in values)
+    return f"{float(min(values)):.4g} to {float(max(values)):.4g}"
+
+
+def draw(timelines: Sequence[Timeline], path: Path) -> None:
+    """Draws the timelines under one another, on one scale of time."""
+    # Figure, and not pyplot: no window system, no global state. Imported late, as it takes seconds.
+    from matplotlib.figure import Figure
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [timeline.schedule.ranks for timeline in timelines]
+    row_height = max(0.1, min(0.36, 24 / sum(rows)))
+    figure = Figure(
+        figsize=(WIDTH, row_height * sum(rows) + 0.6 * len(rows) + 0.8),
+        dpi=150,
+        layout="constrained",
+    )
+    panels = figure.subplots(len(rows), 1, sharex=True, squeeze=False, height_ratios=rows)[:, 0]
+    span = float(max(timeline.span for timeline in timelines))
+    for axes, timeline in zip(panels, timelines, strict=True):
+        draw_timeline(axes, timeline, span)
+    panels[-1].set_xlabel("time")
+    figure.legend(
+        handles=legend(max(timeline.schedule.chunks for timeline in timelines)),
+        loc="outside lower center",
+        ncols=8,
+        frameon=False,
+    )
+    temporary = path.with_name(path.name + ".tmp")
+    figure.savefig(temporary, format="png")
+    os.replace(temporary, path)
+
+
+def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:
+    """Ranks from top to bottom, a box per action, the micro batch in it where there is room."""
+    schedule = timeline.schedule
+    ranks = schedule.ranks
+    axes.barh(range(ranks), float(timeline.span), height=0.86, color=WAITING, zorder=1)
+    boxes: dict[tuple[int, str], list[tuple[float, float]]] = defaultdict(list)
+    for slot in timeline.slots:
+        start, duration = float(slot.start), float(slot.end - slot.start)
+        chunk = chunk_of(schedule, slot.action)
+        colour, ink = colours(slot.action.backward, chunk, schedule.chunks)
+        boxes[slot.rank, colour].append((start, duration))
+        label = str(slot.action.micro_batch)
+        if WIDTH * duration / span > 0.075 * len(label) + 0.03 and ranks <= 32:
+            axes.text(
+                start + duration / 2, slot.rank, label, color=ink, fontsize=8,
+                ha="center", va="center_baseline", zorder=3,
+            )  # fmt: skip
+    shortest = min(duration for spans in boxes.values() for _, duration in spans)
+    line = min(0.8, 0.05 * WIDTH * 72 * shortest / span)
+    for (rank, colour), spans in boxes.items():
+        axes.broken_barh(
+            spans, (rank - 0.43, 0.86), color=colour, edgecolor="white", linewidth=line, zorder=2
+        )
+    formula = theory(schedule.name, ranks, schedule.chunks, schedule.micro_batches)
+    theirs = "" if formula is None else f" ({float(formula):.3f} by formula)"
+    axes.set_title(heading(timeline), loc="left", fontsize=11, fontweight="bold")
+    axes.set_title(
+        f"waiting {100 * float(timeline.bubble_share):.1f}% of the time, "
+        f"bubble ratio {float(timeline.bubble_ratio):.3f}{theirs}",
+        loc="right",
+        fontsize=9.5,
+        color="#444444",
+    )
+    axes.set_xlim(0, span)
+    axes.set_ylim(ranks - 0.5, -0.5)
+    every = max(1, ranks // 16)
+    axes.set_yticks(range(0, ranks, every), [f"rank {r}" for r in range(0, ranks, every)])
+    axes.tick_params(length=0)
+    axes.spines[:].set_visible(False)
+
+
+def colours(backward: bool, chunk: int, chunks: int) -> tuple[str, str]:
+    """Colour of a box, dark for the first chunk and light for the last, and of what is in it."""
+    from matplotlib.colors import to_hex, to_rgb
+
+    dark, light = map(to_rgb, BACKWARD_COLOURS if backward else FORWARD_COLOURS)
+    share = chunk / (chunks - 1) if chunks > 1 else 0.0
+    red, green, blue = (d + share * (b - d) for d, b in zip(dark, light, strict=True))
+    return to_hex((red, green, blue)), "white" if red + green + blue < 1.8 else "#222222"
+
+
+def legend(chunks: int) -> list["Patch"]:
+    from matplotlib.patches import Patch
+
+    handles = []
+    for backward in (False, True):
+        what = "backward" if backward else "forward"
+        for chunk in sorted({0, chunks - 1}):
+            which = f", {'last' if chunk else 'first'} stage of the rank" if chunks > 1 else ""
+            handles.append(Patch(color=colours(backward, chunk, chunks)[0], label=f"{what}{which}"))
+    return [*handles, Patch(color=WAITING, label="waiting")]
+
+
+if __name__ == "__main__":
+    main()
