@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.flags import ConfigError
+from megatron.config.layouts import complete_schedule
 
 
 @dataclass
@@ -67,7 +68,9 @@ def derive(draft: Draft, world_size: int) -> None:
     Raises:
         ConfigError: naming flags, values and what would be right.
     """
-    for step in (_model, _layout, _precision, _recompute, _batch, _length, _schedule, _data):
+    for step in (
+        _model, _layout, _pipeline, _precision, _recompute, _batch, _length, _schedule, _data,
+    ):  # fmt: skip
         step(draft, world_size)
 
 
@@ -168,24 +171,91 @@ def _layout(draft: Draft, world_size: int) -> None:
     draft.put("data_parallel_size", world_size // model_parallel, "processes / (tensor x pipeline)")
     for name in ("num_attention_heads", "ffn_hidden_size"):
         _divides(draft, tensor, name)
+    groups, size = draft["num_query_groups"], draft[tensor]
     draft.check(
-        draft["num_query_groups"] % draft[tensor] == 0,
-        f"{draft.show('num_query_groups')} must be a multiple of {draft.show(tensor)}: key and "
-        "value heads cannot be shared by ranks in this version",
+        groups % size == 0 or size % groups == 0,
+        f"{draft.show('num_query_groups')} and {draft.show(tensor)}: one must be a multiple of the "
+        "other, so that every process holds whole key and value heads",
+    )
+    if draft["sequence_parallel"]:
+        _divides(draft, tensor, "seq_length")
+
+
+def _pipeline(draft: Draft, world_size: int) -> None:
+    ranks, schedule = draft["pipeline_model_parallel_size"], draft["pipeline_schedule"]
+    chunks, blocks = (
+        "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
+    )  # fmt: skip
+    _positive(draft, chunks, blocks)
+    if draft[blocks] is not None:
+        draft.check(
+            schedule in (None, "interleaved"),
+            f"{draft.show(blocks)} asks for an interleaved pipeline and contradicts "
+            f"{draft.show('pipeline_schedule')}",
+        )
+        found = _chunks_of_blocks(draft)
+        draft.check(
+            draft[chunks] in (None, found),
+            f"{draft.show(chunks)} contradicts {draft.show(blocks)}, which makes it {found}",
+        )
+        draft.fill(chunks, found, "num-layers / pipeline size / blocks per stage")
+    schedule, count = complete_schedule(schedule, draft[chunks])
+    draft.fill(chunks, count, f"pipeline-schedule {schedule}")
+    draft.fill("pipeline_schedule", schedule, f"{count} stage{'s' * (count > 1)} per process")
+    _partition(draft, ranks * draft[chunks])
+
+
+def _chunks_of_blocks(draft: Draft) -> int:
+    """Stages per process that --num-layers-per-virtual-pipeline-stage comes to."""
+    ranks, layers = draft["pipeline_model_parallel_size"], draft["num_layers"]
+    share, rest = divmod(layers, ranks)
+    wanted = draft["num_layers_per_virtual_pipeline_stage"]
+    if not rest and share % wanted == 0 and share > wanted:
+        return share // wanted
+    fitting = [n for n in range(1, share) if not rest and share % n == 0]
+    raise ConfigError(
+        f"{draft.show('num_layers_per_virtual_pipeline_stage')}: each of the {ranks} processes of "
+        "the pipeline must hold two or more stages of that many blocks, all "
+        f"{draft.show('num_layers')} together; "
+        + (
+            f"possible: {', '.join(map(str, fitting))}"
+            if fitting
+            else "no number does that; uneven stages come from "
+            "--num-virtual-stages-per-pipeline-rank and --pipeline-partition"
+        )
+    )
+
+
+def _partition(draft: Draft, stages: int) -> None:
+    """Checks --pipeline-partition, and that every stage gets a block."""
+    layers, partition = draft["num_layers"], draft["pipeline_partition"]
+    draft.check(
+        stages <= layers,
+        f"{draft.show('num_layers')}: each of the {stages} stages of the pipeline needs a block",
+    )
+    if partition in ("blocks", "parameters"):
+        return
+    numbers = [int(word) if word.isdecimal() else 0 for word in partition.split(",")]
+    draft.check(
+        all(numbers),
+        f"{draft.show('pipeline_partition')} must be blocks, parameters, or the number of blocks "
+        "of each stage, as in 3,4,4,3",
     )
     draft.check(
-        not draft["sequence_parallel"] or draft[tensor] > 1,
-        f"--sequence-parallel needs --tensor-model-parallel-size above 1, not {draft[tensor]}",
+        len(numbers) == stages and sum(numbers) == layers,
+        f"{draft.show('pipeline_partition')} lists {len(numbers)} stages of {sum(numbers)} blocks "
+        f"together; the pipeline has {stages} stages and the model {layers} blocks",
+    )
+    each = draft["num_layers_per_virtual_pipeline_stage"]
+    draft.check(
+        each is None or set(numbers) == {each},
+        f"{draft.show('pipeline_partition')} contradicts "
+        f"{draft.show('num_layers_per_virtual_pipeline_stage')}; give one of them",
     )
 
 
 def _precision(draft: Draft, world_size: int) -> None:
     draft.check(not (draft["fp16"] and draft["bf16"]), "--fp16 contradicts --bf16")
-    draft.check(
-        not (draft["fp16"] and draft["zero_stage"] == 0),
-        f"--fp16 needs --zero-stage 1, 2 or 3, not {draft.show('zero_stage')}: at stage 0 "
-        "DeepSpeed's fp16 optimizer divides gradients by a loss scale that the loss never got",
-    )
     draft.check(
         draft["loss_scale"] is None or draft["fp16"],
         f"{draft.show('loss_scale')} has an effect with --fp16 only",
@@ -199,6 +269,11 @@ def _precision(draft: Draft, world_size: int) -> None:
     if draft["bf16"] and draft["zero_stage"] == 0:
         draft.notes.append(
             "bf16 at ZeRO stage 0 runs as autocast: float32 weights, bfloat16 matrix products"
+        )
+    half = draft["fp16"] or (draft["bf16"] and draft["zero_stage"] > 0)
+    if draft["accumulate_allreduce_grads_in_fp32"] and not half:
+        draft.notes.append(
+            "--accumulate-allreduce-grads-in-fp32 changes nothing: gradients are float32 anyway"
         )
 
 
@@ -217,10 +292,11 @@ def _recompute(draft: Draft, world_size: int) -> None:
         draft.put("recompute_granularity", "selective", "--recompute-activations")
     if draft["recompute_granularity"] == "full":
         draft.fill("recompute_method", "uniform", "full recomputation")
-    draft.check(
-        draft["recompute_method"] is None or draft["recompute_granularity"] == "full",
-        f"{draft.show('recompute_method')} needs --recompute-granularity full",
-    )
+    for name in ("recompute_method", "recompute_num_layers"):
+        draft.check(
+            draft["recompute_granularity"] == "full" or not draft.given(name),
+            f"{draft.show(name)} needs --recompute-granularity full",
+        )
     _positive(draft, "recompute_num_layers")
 
 

@@ -15,6 +15,7 @@ from megatron.config.data import DataConfig
 from megatron.config.derive import Draft, derive
 from megatron.config.engine import EngineConfig, LegacyFlags
 from megatron.config.flags import ConfigError, Settings, build, flag_of
+from megatron.config.layouts import Layout, check_layout
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
@@ -106,7 +107,8 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         world_size: number of processes.
 
     Raises:
-        ConfigError: a required value is missing, or values contradict each other.
+        ConfigError: a required value is missing, values contradict each other, or there is no such
+            layout.
     """
     fields = {f.name: f for cls in CONFIG_CLASSES for f in dataclasses.fields(cls)}
     draft = Draft(
@@ -131,6 +133,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
             for part, part_class in _parts(RunConfig).items()
         }
     )
+    check_layout(Layout.of(config))
     notes = [
         f"{flag_of(f)} is accepted and not used: {f.metadata['note']}"
         for f in dataclasses.fields(LegacyFlags)

@@ -12,13 +12,14 @@ import difflib
 import json
 import math
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.config import CONFIG_CLASSES, ConfigError, RunConfig, Setting, Settings
 from megatron.config.flags import check_value
+from megatron.config.layouts import Layout, check_layout
 
 Json = dict[str, Any]
 
@@ -125,9 +126,10 @@ _REFUSED = {
     "--recompute-method and --recompute-num-layers; remove the key",
     "data_efficiency": "the trainer feeds its own data in Megatron's order; remove the key",
     "load_universal_checkpoint": "--load reads a checkpoint of any layout; remove the key",
-    "pipeline": "this version trains on one pipeline stage; remove the key",
-    "sequence_parallel_size": "this version splits no activations along the sequence; remove the "
-    "key",
+    "pipeline": "the pipeline is set by --pipeline-model-parallel-size, --pipeline-schedule and "
+    "--pipeline-partition; remove the key",
+    "sequence_parallel_size": "activations are split along the sequence by --sequence-parallel, "
+    "over the tensor-parallel processes; remove the key",
     "weight_quantization": "weights are trained in the number format of --bf16 or --fp16; remove "
     "the key",
     "checkpoint": "checkpoints are the trainer's own (--save, --load); remove the key",
@@ -319,33 +321,12 @@ def complete(content: Json, config: RunConfig) -> Json:
 
 def _refuse(content: Json, config: RunConfig) -> None:
     path = config.engine.deepspeed_config
-    zero: Mapping[str, Any] = content.get("zero_optimization", {})
-    stage = config.engine.zero_stage
-    if _device(zero, "offload_optimizer") and stage == 0:
-        raise ConfigError(f"{path}: offload_optimizer needs ZeRO stage 1, 2 or 3, not 0")
-    if _device(zero, "offload_param") and stage != 3:
-        raise ConfigError(f"{path}: offload_param needs ZeRO stage 3, not {stage}")
     if content.get("bf16", {}).get("check_grad_overflow") is False:
         raise ConfigError(
             f"{path}: bf16.check_grad_overflow false would let gradients that are not finite into "
             "the weights; remove the key (--no-check-for-nan-in-loss-and-grad skips such steps)"
         )
-    for key in ("offload_optimizer", "offload_param"):
-        if _device(zero, key) == "nvme":
-            raise ConfigError(
-                f"{path}: {key}.device nvme: checkpoints are saved from memory; use cpu"
-            )
-    if stage > 1 and config.parallel.pipeline_model_parallel_size > 1:
-        raise ConfigError(
-            f"ZeRO stage {stage} does not go with --pipeline-model-parallel-size "
-            f"{config.parallel.pipeline_model_parallel_size}: gradients and parameters that are "
-            "partitioned cannot be accumulated over a pipeline's micro batches; use stage 0 or 1"
-        )
-
-
-def _device(zero: Mapping[str, Any], key: str) -> str | None:
-    device = (zero.get(key) or {}).get("device")
-    return None if device in (None, "none") else device
+    check_layout(Layout.of(config, content))
 
 
 def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
@@ -361,6 +342,9 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
     # torch's AdamW does the offloaded step, so that nothing has to be compiled.
     result["zero_force_ds_cpu_optimizer"] = False
     result["zero_allow_untested_optimizer"] = True
+    if config.precision.accumulate_allreduce_grads_in_fp32:
+        # DeepSpeed would accumulate in float32 and then reduce in half precision.
+        result.setdefault("communication_data_type", "fp32")
     if config.engine.zero_stage == 0:
         result["gradient_clipping"] = 0.0
         if config.precision.bf16:

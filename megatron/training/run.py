@@ -72,7 +72,6 @@ def parse_run(description: str | None, argv: Sequence[str] | None = None) -> Run
     tokenizer = build_tokenizer(resolved.config.tokenizer)
     config = resolved.config.with_vocabulary(tokenizer.vocab_size)
     resolved = dataclasses.replace(resolved, config=config)
-    _refuse_pipelines(config)
     completed = deepspeed_json.complete(content, config)
     if config.training.explain_config:
         if is_main_process():
@@ -99,20 +98,6 @@ def _with_checkpoint(settings: Settings) -> Settings:
             if value != field.default and not field.metadata.get("internal"):
                 found[field.name] = Setting(value, f"checkpoint {folder.name}")
     return found | settings
-
-
-def _refuse_pipelines(config: RunConfig) -> None:
-    stages = config.parallel.pipeline_model_parallel_size
-    if stages > 1:
-        raise ConfigError(
-            f"--pipeline-model-parallel-size {stages}: this version trains on one pipeline stage; "
-            "use --tensor-model-parallel-size or --zero-stage to fit a larger model"
-        )
-    if config.parallel.sequence_parallel:
-        raise ConfigError(
-            "--sequence-parallel: this version splits no activations along the sequence; "
-            "--recompute-activations saves activation memory too"
-        )
 
 
 @contextlib.contextmanager

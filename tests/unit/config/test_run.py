@@ -37,6 +37,11 @@ def without(flag):
     return " ".join(words[:at] + words[at + 2 :])
 
 
+PIPELINE = "--num-layers 8 --pipeline-model-parallel-size 2 --global-batch-size 8"
+CHUNKS, BLOCKS = (
+    "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage",
+)  # fmt: skip
+
 DERIVED = [
     ("", 1, "model.ffn_hidden_size", 256),
     ("--swiglu", 1, "model.ffn_hidden_size", 128),
@@ -66,6 +71,18 @@ DERIVED = [
     ("--tensor-model-parallel-size 2", 8, "parallel.data_parallel_size", 4),
     ("--pipeline-model-parallel-size 2", 8, "parallel.data_parallel_size", 4),
     ("", 8, "parallel.world_size", 8),
+    ("", 1, "parallel.pipeline_schedule", "1f1b"),
+    ("", 1, "parallel.num_virtual_stages_per_pipeline_rank", 1),
+    ("--pipeline-model-parallel-size 2", 2, "parallel.pipeline_schedule", "1f1b"),
+    ("--pipeline-model-parallel-size 2", 2, "parallel.stages", 2),
+    (f"{PIPELINE} --pipeline-schedule interleaved", 2, "parallel.stages", 4),
+    (f"{PIPELINE} --pipeline-schedule dualpipev", 2, "parallel.stages", 4),
+    (f"{PIPELINE} {CHUNKS} 4", 2, "parallel.pipeline_schedule", "interleaved"),
+    (f"{PIPELINE} {CHUNKS} 2 --pipeline-schedule dualpipev", 2, "parallel.stages", 4),
+    (f"{PIPELINE} {BLOCKS} 1", 2, "parallel.pipeline_schedule", "interleaved"),
+    (f"{PIPELINE} {BLOCKS} 1", 2, "parallel.num_virtual_stages_per_pipeline_rank", 4),
+    (f"{PIPELINE} {BLOCKS} 2 {CHUNKS} 2", 2, "parallel.stages", 4),
+    (f"{PIPELINE} --pipeline-partition 5,3", 2, "parallel.pipeline_partition", "5,3"),
     ("--checkpoint-activations", 1, "parallel.recompute_granularity", "full"),
     ("--recompute-activations", 1, "parallel.recompute_granularity", "selective"),
     ("--recompute-granularity full", 1, "parallel.recompute_method", "uniform"),
@@ -134,14 +151,84 @@ REFUSED = [
         ["--tensor-model-parallel-size 4", "--ffn-hidden-size 30"],
     ),
     (
-        "--tensor-model-parallel-size 4 --num-query-groups 2",
+        "--tensor-model-parallel-size 4 --num-attention-heads 12 --kv-channels 8 "
+        "--num-query-groups 6",
         4,
-        ["--num-query-groups 2", "multiple of --tensor-model-parallel-size 4", "this version"],
+        ["--num-query-groups 6", "--tensor-model-parallel-size 4", "a multiple of the other"],
     ),
-    ("--sequence-parallel", 1, ["--sequence-parallel", "--tensor-model-parallel-size"]),
+    (
+        "--tensor-model-parallel-size 2 --sequence-parallel --seq-length 31",
+        2,
+        ["--tensor-model-parallel-size 2", "--seq-length 31"],
+    ),
+    (
+        "--num-layers 12 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 4",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 4", "--num-layers 12", "possible: 1, 2, 3"],
+    ),
+    (
+        "--num-layers 12 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 6",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 6", "two or more stages", "possible: 1, 2, 3"],
+    ),
+    (
+        "--num-layers 13 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 1",
+        2,
+        ["--num-layers 13", "no number does that", "--pipeline-partition"],
+    ),
+    (
+        "--num-layers 8 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 2 --pipeline-schedule 1f1b",
+        2,
+        ["--num-layers-per-virtual-pipeline-stage 2", "--pipeline-schedule 1f1b"],
+    ),
+    (
+        "--num-layers 8 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 2 --num-virtual-stages-per-pipeline-rank 4",
+        2,
+        [
+            "--num-layers-per-virtual-pipeline-stage 2, which makes it 2",
+            "--num-virtual-stages-per-pipeline-rank 4",
+        ],
+    ),
+    (
+        "--num-virtual-stages-per-pipeline-rank 0",
+        1,
+        ["--num-virtual-stages-per-pipeline-rank 0", "positive"],
+    ),
+    ("--pipeline-model-parallel-size 4", 4, ["--num-layers 2", "4 stages"]),
+    (
+        "--pipeline-model-parallel-size 2 --num-virtual-stages-per-pipeline-rank 2",
+        2,
+        ["--num-layers 2", "4 stages"],
+    ),
+    ("--pipeline-partition layers", 1, ["--pipeline-partition layers", "parameters", "3,4,4,3"]),
+    (
+        "--num-layers 3 --pipeline-model-parallel-size 2 --pipeline-partition 3,0",
+        2,
+        ["--pipeline-partition 3,0", "blocks of each stage"],
+    ),
+    (
+        "--num-layers 3 --pipeline-model-parallel-size 2 --pipeline-partition 1,1,1",
+        2,
+        ["--pipeline-partition 1,1,1", "3 stages of 3 blocks", "2 stages and the model 3"],
+    ),
+    (
+        "--num-layers 4 --pipeline-model-parallel-size 2 --pipeline-partition 1,2",
+        2,
+        ["--pipeline-partition 1,2", "3 blocks", "the model 4"],
+    ),
+    (
+        "--num-layers 8 --pipeline-model-parallel-size 2 "
+        "--num-layers-per-virtual-pipeline-stage 2 --pipeline-partition 1,3,2,2",
+        2,
+        ["--pipeline-partition 1,3,2,2", "--num-layers-per-virtual-pipeline-stage 2"],
+    ),
     ("--distributed-timeout-minutes 0", 1, ["--distributed-timeout-minutes 0.0"]),
     ("--fp16 --bf16 --zero-stage 1", 1, ["--fp16", "--bf16"]),
-    ("--fp16", 1, ["--fp16", "--zero-stage 0"]),
     ("--loss-scale 128", 1, ["--loss-scale 128", "--fp16"]),
     ("--fp16 --zero-stage 1 --initial-loss-scale 3", 1, ["--initial-loss-scale 3.0", "power"]),
     ("--fp16 --zero-stage 1 --initial-loss-scale 0.5", 1, ["--initial-loss-scale 0.5"]),
@@ -157,7 +244,12 @@ REFUSED = [
         ["--recompute-activations", "--recompute-granularity full"],
     ),
     ("--recompute-method block", 1, ["--recompute-method block", "--recompute-granularity full"]),
-    ("--recompute-num-layers 0", 1, ["--recompute-num-layers 0"]),
+    (
+        "--recompute-activations --recompute-num-layers 2",
+        1,
+        ["--recompute-num-layers 2", "--recompute-granularity full"],
+    ),
+    ("--recompute-granularity full --recompute-num-layers 0", 1, ["--recompute-num-layers 0"]),
     (
         "--global-batch-size 10",
         2,
@@ -283,6 +375,13 @@ def test_accepted_flags_say_what_happens_instead():
 def test_bf16_at_stage_0_says_that_it_is_autocast():
     assert "autocast" in resolved("--bf16").notes[0]
     assert resolved("--bf16 --zero-stage 1").notes == ()
+
+
+def test_accumulation_in_float32_says_where_it_changes_nothing():
+    flag = "--accumulate-allreduce-grads-in-fp32"
+    assert "changes nothing" in resolved(flag).notes[0]
+    assert "changes nothing" in resolved(f"{flag} --bf16").notes[1]
+    assert resolved(f"{flag} --bf16 --zero-stage 3").notes == ()
 
 
 def test_config_imports_the_standard_library_only():

@@ -312,26 +312,9 @@ def test_an_auto_that_no_flag_stands_for_is_refused():
 OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 
 
-@pytest.mark.parametrize(
-    "flags, zero, told",
-    [
-        ("", OFFLOAD, "offload_optimizer needs ZeRO stage 1, 2 or 3, not 0"),
-        (
-            "--zero-stage 2",
-            {"offload_param": {"device": "cpu"}},
-            "offload_param needs ZeRO stage 3",
-        ),
-        (
-            "--zero-stage 3",
-            {"offload_optimizer": {"device": "nvme"}},
-            "offload_optimizer.device nvme",
-        ),
-        ("--zero-stage 3", {"offload_param": {"device": "nvme"}}, "offload_param.device nvme"),
-        ("--zero-stage 2 --pipeline-model-parallel-size 2", {}, "ZeRO stage 2 does not go with"),
-    ],
-)
-def test_combinations_that_deepspeed_gets_wrong_are_refused(flags, zero, told):
-    assert told in refusal(f"{BATCH} {flags}", {"zero_optimization": zero})
+def test_layouts_that_do_not_exist_are_refused_by_what_the_json_alone_says():
+    assert "offload_optimizer.device cpu" in refusal(BATCH, {"zero_optimization": OFFLOAD})
+    run(f"{BATCH} --zero-stage 1", {"zero_optimization": OFFLOAD})
 
 
 def engine_json(flags, content, on_cpu=True):

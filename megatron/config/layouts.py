@@ -1,0 +1,372 @@
+"""What goes with what: every layout that exists, and for every other one the reason why not.
+
+A layout is refused by the first of :data:`RULES` that applies to it; one that no rule refuses is
+supported, and trains to the same result as one process. Sizes that must divide each other are no
+matter of combinations and are checked where they are derived.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any
+
+from megatron.config.flags import ConfigError
+
+if TYPE_CHECKING:
+    from megatron.config.run import RunConfig
+
+SCHEDULES = ("1f1b", "interleaved", "dualpipev")
+PRECISIONS = ("fp32", "bf16", "fp16")
+RECOMPUTE = ("selective", "uniform", "block")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The values of a run that decide whether its parts go together.
+
+    Attributes:
+        tensor: processes that share each layer's matrices.
+        sequence: whether activations between those matrices are split along the sequence.
+        pipeline: processes that the layer list is cut over.
+        schedule: order of the pipeline's work, one of :data:`SCHEDULES`.
+        chunks: stages per process of the pipeline.
+        data: replicas of the model.
+        zero: ZeRO stage.
+        precision: one of :data:`PRECISIONS`.
+        grads_in_fp32: whether half-precision gradients are accumulated in float32.
+        recompute: one of :data:`RECOMPUTE`; None recomputes nothing.
+        offload_optimizer: device that optimizer state is moved to, if any.
+        offload_param: device that parameters are moved to, if any.
+        micro_batches: micro batches per step of training, each number that a ramp-up of the batch
+            goes through; empty when it is not known, or nothing is trained.
+    """
+
+    tensor: int = 1
+    sequence: bool = False
+    pipeline: int = 1
+    schedule: str = "1f1b"
+    chunks: int = 1
+    data: int = 1
+    zero: int = 0
+    precision: str = "fp32"
+    grads_in_fp32: bool = False
+    recompute: str | None = None
+    offload_optimizer: str | None = None
+    offload_param: str | None = None
+    micro_batches: tuple[int, ...] = ()
+
+    @classmethod
+    def of(cls, config: RunConfig, content: Mapping[str, Any] | None = None) -> Layout:
+        """The layout of a resolved configuration.
+
+        Args:
+            config: the configuration.
+            content: the DeepSpeed JSON, which alone says what is offloaded.
+        """
+        parallel, precision = config.parallel, config.precision
+        zero = (content or {}).get("zero_optimization") or {}
+        full = parallel.recompute_granularity == "full"
+        return cls(
+            tensor=parallel.tensor_model_parallel_size,
+            sequence=parallel.sequence_parallel,
+            pipeline=parallel.pipeline_model_parallel_size,
+            schedule=parallel.pipeline_schedule or "1f1b",
+            chunks=parallel.num_virtual_stages_per_pipeline_rank or 1,
+            data=parallel.data_parallel_size,
+            zero=config.engine.zero_stage,
+            precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
+            grads_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
+            recompute=parallel.recompute_method if full else parallel.recompute_granularity,
+            offload_optimizer=_device(zero, "offload_optimizer"),
+            offload_param=_device(zero, "offload_param"),
+            micro_batches=_micro_batches(config),
+        )
+
+    @property
+    def processes(self) -> int:
+        """Number of processes."""
+        return self.tensor * self.pipeline * self.data
+
+    @property
+    def fewest_micro_batches(self) -> int:
+        """The least number of micro batches per step that the schedule can work on."""
+        factor = {"1f1b": 0, "interleaved": 1, "dualpipev": 2}[self.schedule]
+        return factor * self.pipeline or 1
+
+    @property
+    def dropout(self) -> str:
+        """Which dropout masks are those of one process: ``all``, ``hidden`` or ``none``.
+
+        Masks belong to samples, so that data parallelism, ZeRO and pipelines keep them. Tensor
+        parallelism draws those of attention for each process's heads, and sequence parallelism
+        all of them for each process's part of the sequence.
+        """
+        if self.sequence:
+            return "none"
+        return "hidden" if self.tensor > 1 else "all"
+
+    @property
+    def name(self) -> str:
+        """The short name, which :func:`parse_layout` reads; it leaves out what has no token."""
+        words = {value: word for word, value in _WORDS.items()}
+        tokens = [
+            f"{_SIZES[key]}{value}" if key in _SIZES else words[key, value]
+            for key, value in self._stated().items()
+            if key in _SIZES or (key, value) in words
+        ]
+        return "-".join(tokens) or "dp1"
+
+    def flags(self) -> list[str]:
+        """The flags that ask for this layout, those that state a default left out.
+
+        How many processes there are is the launcher's to say, micro batches follow from batch
+        sizes, and offload is set in the DeepSpeed JSON.
+        """
+        stated = self._stated()
+        words = []
+        for name, flag in _VALUE_FLAGS.items():
+            if name in stated:
+                words += [flag, str(stated[name])]
+        words += ["--sequence-parallel"] * self.sequence
+        words += [f"--{self.precision}"] * (self.precision != "fp32")
+        words += ["--accumulate-allreduce-grads-in-fp32"] * self.grads_in_fp32
+        if self.recompute == "selective":
+            words += ["--recompute-granularity", "selective"]
+        elif self.recompute:
+            words += ["--recompute-granularity", "full", "--recompute-method", self.recompute]
+        return words
+
+    def _stated(self) -> dict[str, Any]:
+        """The values that must be stated; all others are defaults or follow from those."""
+        chunks = complete_schedule(self.schedule, None)[1]
+        # Several stages without the name of a schedule would ask for an interleaved one.
+        usual = Layout(schedule="1f1b" if self.chunks == 1 else "", chunks=chunks)
+        names = [field.name for field in fields(self)]
+        return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(usual, n)}
+
+    def show(self, name: str) -> str:
+        """One of the values as a user knows it."""
+        value = getattr(self, name)
+        if name in _VALUE_FLAGS:
+            return f"{_VALUE_FLAGS[name]} {value}"
+        if name == "micro_batches":
+            return (
+                f"{' or '.join(map(str, value))} micro batches per step (global batch / (micro "
+                "batch x data-parallel size))"
+            )
+        if name.startswith("offload"):
+            return f"{name}.device {value} in the DeepSpeed JSON"
+        return {"sequence": "--sequence-parallel", "precision": f"--{value}"}[name]
+
+
+_VALUE_FLAGS = {
+    "tensor": "--tensor-model-parallel-size",
+    "pipeline": "--pipeline-model-parallel-size",
+    "schedule": "--pipeline-schedule",
+    "chunks": "--num-virtual-stages-per-pipeline-rank",
+    "zero": "--zero-stage",
+}
+
+
+def _device(zero: Mapping[str, Any], key: str) -> str | None:
+    device = (zero.get(key) or {}).get("device")
+    return None if device in (None, "none") else device
+
+
+def _micro_batches(config: RunConfig) -> tuple[int, ...]:
+    training = config.training
+    if training.skip_train:
+        return ()
+    assert training.micro_batch_size is not None and training.global_batch_size is not None
+    each = training.micro_batch_size * config.parallel.data_parallel_size
+    sizes = {training.global_batch_size}
+    if training.rampup_batch_size is not None:
+        start, increment, _ = training.rampup_batch_size
+        if start > 0 and increment > 0:
+            sizes |= set(range(start, training.global_batch_size, increment))
+    # A ramp through sizes that do not divide is refused as such.
+    return tuple(size // each for size in sorted(sizes) if size % each == 0)
+
+
+def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, int]:
+    """A pipeline's schedule and stages per process, where one or both are not given."""
+    if chunks is None:
+        chunks = 2 if schedule in ("interleaved", "dualpipev") else 1
+    return schedule or ("interleaved" if chunks > 1 else "1f1b"), chunks
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Why some layouts do not exist.
+
+    Attributes:
+        name: a short name.
+        values: the fields of a layout that clash.
+        refuses: whether a layout is one of those.
+        reason: why, as a clause.
+        better: what to do instead, as a clause.
+    """
+
+    name: str
+    values: tuple[str, ...]
+    refuses: Callable[[Layout], bool]
+    reason: str
+    better: str
+
+    def message(self, layout: Layout) -> str:
+        """What a user is told who asked for ``layout``."""
+        given = [name for name in self.values if getattr(layout, name) is not None]
+        values = ", ".join(layout.show(name) for name in given)
+        return f"{values}: {self.reason}; {self.better}"
+
+
+RULES = (
+    Rule(
+        "sequence without tensor parallelism",
+        ("sequence", "tensor"),
+        lambda a: a.sequence and a.tensor == 1,
+        "activations are split along the sequence over the processes that share each layer's "
+        "matrices, and there is only one",
+        "set --tensor-model-parallel-size to 2 or more, or leave --sequence-parallel out",
+    ),
+    Rule(
+        "schedule without a pipeline",
+        ("schedule", "chunks", "pipeline"),
+        lambda a: a.pipeline == 1 and (a.schedule != "1f1b" or a.chunks > 1),
+        "one process has no one to pass its work on to",
+        "set --pipeline-model-parallel-size to 2 or more, or leave the schedule and the stages "
+        "per process out",
+    ),
+    Rule(
+        "1f1b with several stages per process",
+        ("schedule", "chunks"),
+        lambda a: a.schedule == "1f1b" and a.chunks > 1,
+        "with this schedule each process holds one stage",
+        "use --pipeline-schedule interleaved, or one stage per process",
+    ),
+    Rule(
+        "interleaved with one stage per process",
+        ("schedule", "chunks"),
+        lambda a: a.schedule == "interleaved" and a.chunks < 2,
+        "there is nothing to interleave",
+        "hold 2 or more stages per process, or use --pipeline-schedule 1f1b",
+    ),
+    Rule(
+        "dualpipev with other than two stages per process",
+        ("schedule", "chunks"),
+        lambda a: a.schedule == "dualpipev" and a.chunks != 2,
+        "micro batches go down the processes and come back up, so that each holds exactly 2 stages",
+        "set --num-virtual-stages-per-pipeline-rank to 2 or leave it out",
+    ),
+    Rule(
+        "interleaved with an uneven number of micro batches",
+        ("schedule", "pipeline", "micro_batches"),
+        lambda a: a.schedule == "interleaved" and any(m % a.pipeline for m in a.micro_batches),
+        "the stages of a process take turns on groups of as many micro batches as the pipeline has "
+        "processes",
+        "choose --global-batch-size, and the sizes of --rampup-batch-size, so that every step has "
+        "a multiple of that many",
+    ),
+    Rule(
+        "dualpipev with few micro batches",
+        ("schedule", "pipeline", "micro_batches"),
+        lambda a: a.schedule == "dualpipev" and any(m < 2 * a.pipeline for m in a.micro_batches),
+        "the schedule fills the pipeline from both ends and needs at least twice as many micro "
+        "batches as the pipeline has processes",
+        "choose a larger --global-batch-size, or first size of --rampup-batch-size",
+    ),
+    Rule(
+        "pipelines with ZeRO 2 or 3",
+        ("zero", "pipeline"),
+        lambda a: a.pipeline > 1 and a.zero > 1,
+        "gradients and parameters that are partitioned cannot be accumulated over a pipeline's "
+        "micro batches",
+        "use --zero-stage 0 or 1",
+    ),
+    Rule(
+        "fp16 without ZeRO",
+        ("precision", "zero"),
+        lambda a: a.precision == "fp16" and a.zero == 0,
+        "at stage 0 DeepSpeed's fp16 optimizer divides gradients by a loss scale that the loss "
+        "never got",
+        "use --zero-stage 1, 2 or 3 (1 with pipelines), or --bf16",
+    ),
+    Rule(
+        "offload to NVMe",
+        ("offload_optimizer", "offload_param"),
+        lambda a: "nvme" in (a.offload_optimizer, a.offload_param),
+        "checkpoints are saved from memory",
+        "use cpu",
+    ),
+    Rule(
+        "offload_optimizer without ZeRO",
+        ("offload_optimizer", "zero"),
+        lambda a: a.offload_optimizer is not None and a.zero == 0,
+        "it is ZeRO that keeps optimizer state apart from the parameters",
+        "use --zero-stage 1, 2 or 3, or remove the key",
+    ),
+    Rule(
+        "offload_param below ZeRO 3",
+        ("offload_param", "zero"),
+        lambda a: a.offload_param is not None and a.zero < 3,
+        "parameters can leave the device only when they are partitioned",
+        "use --zero-stage 3, without a pipeline, or remove the key",
+    ),
+)
+"""Every reason for which a layout does not exist, the most basic first."""
+
+
+def refusal(layout: Layout) -> Rule | None:
+    """The rule that refuses a layout; None when it is supported."""
+    return next((rule for rule in RULES if rule.refuses(layout)), None)
+
+
+def check_layout(layout: Layout) -> None:
+    """Raises ConfigError with the reason unless the layout is supported."""
+    rule = refusal(layout)
+    if rule is not None:
+        raise ConfigError(rule.message(layout))
+
+
+_SIZES = {"tensor": "tp", "pipeline": "pp", "chunks": "v", "data": "dp", "zero": "zero"}
+_WORDS: dict[str, tuple[str, Any]] = {
+    "sp": ("sequence", True),
+    **{word: ("schedule", word) for word in SCHEDULES},
+    **{word: ("precision", word) for word in PRECISIONS},
+    **{word: ("recompute", word) for word in RECOMPUTE},
+}
+
+
+def parse_layout(name: str) -> Layout:
+    """The layout that a short name stands for, such as ``tp2-sp-pp2-dp2-zero1-bf16``.
+
+    It need not be one that is supported.
+
+    Raises:
+        ConfigError: a token is unknown, or says something twice.
+    """
+    values: dict[str, Any] = {}
+    sizes = {token: key for key, token in _SIZES.items()}
+    for token in name.split("-"):
+        size = re.fullmatch(f"({'|'.join(sizes)})([0-9]+)", token)
+        if size:
+            key, value = sizes[size[1]], int(size[2])
+            fits = value <= 3 if key == "zero" else value >= 1
+        else:
+            key, value = _WORDS.get(token, ("", None))
+            fits = key != ""
+        if not fits:
+            raise ConfigError(
+                f"layout {name}: there is no {token!r}; a layout is made of tpN, sp, ppN, vN "
+                f"(stages per process), dpN, zero0 to zero3, {', '.join(list(_WORDS)[1:])}, joined "
+                "by '-'"
+            )
+        if key in values:
+            raise ConfigError(f"layout {name}: {token!r} says the {key} a second time")
+        values[key] = value
+    values["schedule"], values["chunks"] = complete_schedule(
+        values.get("schedule"), values.get("chunks")
+    )
+    return Layout(**values)

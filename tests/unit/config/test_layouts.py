@@ -1,0 +1,241 @@
+"""The table of layouts: what it claims is what the configuration does."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
+from megatron.config.layouts import (
+    PRECISIONS,
+    RECOMPUTE,
+    RULES,
+    SCHEDULES,
+    Layout,
+    complete_schedule,
+    parse_layout,
+    refusal,
+)
+from megatron.engine.deepspeed_json import complete, merge
+from megatron.parallel import schedules
+
+MODEL = (
+    "--num-layers 48 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --train-iters 100 --lr 1e-3 --deepspeed_config ds.json"
+).split()
+PARSER = FlagParser(*FLAG_CLASSES)
+
+
+def asked(layout, extra=()):
+    """What a run with the layout's flags and JSON resolves to: its layout, or why there is none."""
+    devices = {key: getattr(layout, key) for key in ("offload_optimizer", "offload_param")}
+    content = {"zero_optimization": {key: {"device": d} for key, d in devices.items() if d}}
+    words = [*MODEL, *layout.flags(), *extra]
+    if layout.micro_batches:
+        each = 2 * layout.data
+        words += ["--global-batch-size", str(max(layout.micro_batches) * each)]
+        if len(layout.micro_batches) > 1:
+            first, second, *_ = layout.micro_batches
+            words += ["--rampup-batch-size", *map(str, (first * each, (second - first) * each, 64))]
+    else:
+        words += ["--skip-train"]
+    settings = merge(PARSER.settings(words), content, "ds.json", layout.processes)
+    try:
+        config = resolve(settings, layout.processes).config.with_vocabulary(100)
+        complete(content, config)
+    except ConfigError as error:
+        return str(error)
+    return Layout.of(config, content)
+
+
+def cells():
+    """Layouts of every kind, those that make no sense included."""
+    for tensor, sequence, pipeline, schedule, chunks in itertools.product(
+        (1, 2), (False, True), (1, 2), SCHEDULES, (1, 2, 3)
+    ):
+        for zero, precision, offload in itertools.product(
+            range(4),
+            PRECISIONS,
+            ((None, None), ("cpu", None), (None, "cpu"), ("cpu", "nvme"), ("nvme", None)),
+        ):
+            yield Layout(
+                tensor, sequence, pipeline, schedule, chunks, 1 + zero % 2, zero, precision,
+                offload_optimizer=offload[0], offload_param=offload[1],
+            )  # fmt: skip
+
+
+def claim(layout):
+    """What the table makes of a layout: itself, or the message of the rule that refuses it."""
+    rule = refusal(layout)
+    return layout if rule is None else rule.message(layout)
+
+
+@pytest.mark.parametrize("tensor, sequence", [(1, False), (1, True), (2, False), (2, True)])
+def test_every_cell_is_what_a_run_does(tensor, sequence):
+    chosen = [a for a in cells() if (a.tensor, a.sequence) == (tensor, sequence)]
+    assert len(chosen) == 2 * 3 * 3 * 4 * 3 * 5
+    for layout in chosen:
+        assert asked(layout) == claim(layout), layout
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("pipeline", [2, 3, 4])
+def test_every_number_of_micro_batches_is_what_a_run_does(schedule, pipeline):
+    chunks = complete_schedule(schedule, None)[1]
+    for first, second in itertools.product(range(1, 10), range(0, 10)):
+        counts = (first,) if second <= first else (first, second)
+        layout = Layout(pipeline=pipeline, schedule=schedule, chunks=chunks, micro_batches=counts)
+        assert asked(layout) == claim(layout), layout
+
+
+def test_ramp_up_of_the_batch_passes_through_every_size():
+    words = ["--rampup-batch-size", "4", "4", "64"]
+    layout = Layout(pipeline=2, schedule="interleaved", chunks=2, micro_batches=(8,))
+    assert asked(layout, words).micro_batches == (2, 4, 6, 8)
+    words = ["--rampup-batch-size", "4", "6", "64"]
+    assert "2 or 5 or 8 micro batches per step" in asked(layout, words)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_against_the_schedules(schedule):
+    """The pipeline's own order of work exists where the table says so."""
+    for pipeline, chunks, count in itertools.product((2, 3, 4), (1, 2, 3), range(1, 10)):
+        layout = Layout(pipeline=pipeline, schedule=schedule, chunks=chunks, micro_batches=(count,))
+        reason = schedules.refusal(schedule, pipeline, chunks, count)
+        assert (refusal(layout) is None) == (reason is None), (layout, reason)
+
+
+# What the project's documentation promises, written down by hand: "." is refused.
+PROMISED = """
+                        fp32    bf16    fp16
+    dp2                 0123    0123    .123
+    tp2                 0123    0123    .123
+    tp2-sp              0123    0123    .123
+    pp2                 01..    01..    .1..
+    pp2-interleaved     01..    01..    .1..
+    pp2-interleaved-v3  01..    01..    .1..
+    pp2-dualpipev       01..    01..    .1..
+    tp2-sp-pp2-dp2      01..    01..    .1..
+    tp2-pp2-dualpipev   01..    01..    .1..
+    sp                  ....    ....    ....
+    interleaved         ....    ....    ....
+    pp2-1f1b-v2         ....    ....    ....
+    pp2-interleaved-v1  ....    ....    ....
+    pp2-dualpipev-v3    ....    ....    ....
+"""
+
+
+@pytest.mark.parametrize("row", PROMISED.strip().splitlines()[1:], ids=lambda row: row.split()[0])
+def test_against_what_is_promised(row):
+    name, *promised = row.split()
+    for precision, cells in zip(PRECISIONS, promised, strict=True):
+        found = ""
+        for zero in range(4):
+            layout = parse_layout(f"{name}-zero{zero}-{precision}")
+            found += "." if refusal(layout) else str(zero)
+        assert found == cells, (name, precision)
+
+
+@pytest.mark.parametrize(
+    "layout, told",
+    [
+        (Layout(sequence=True), ["--sequence-parallel, --tensor-model-parallel-size 1:"]),
+        (
+            Layout(pipeline=2, zero=2),
+            ["--zero-stage 2, --pipeline-model-parallel-size 2:", "use --zero-stage 0 or 1"],
+        ),
+        (Layout(precision="fp16"), ["--fp16, --zero-stage 0:", "loss scale"]),
+        (Layout(zero=2, offload_param="cpu"), ["offload_param.device cpu", "--zero-stage 2:"]),
+        (Layout(zero=1, offload_optimizer="nvme"), ["offload_optimizer.device nvme", "use cpu"]),
+        (
+            Layout(pipeline=2, schedule="dualpipev", chunks=2, micro_batches=(3,)),
+            ["--pipeline-schedule dualpipev", "3 micro batches per step", "twice as many"],
+        ),
+    ],
+)
+def test_a_refusal_names_the_values(layout, told):
+    message = refusal(layout).message(layout)
+    assert all(text in message for text in told), message
+    assert "None" not in message
+
+
+def test_every_rule_refuses_something_first_and_says_it_once():
+    micro = [Layout(pipeline=2, schedule=s, chunks=2, micro_batches=(3,)) for s in SCHEDULES[1:]]
+    found = {refusal(layout) for layout in (*cells(), *micro)} - {None}
+    assert found == set(RULES)
+    for text in ("name", "reason"):
+        assert len({getattr(rule, text) for rule in RULES}) == len(RULES)
+
+
+@pytest.mark.parametrize(
+    "name, layout",
+    [
+        ("dp1", Layout()),
+        ("zero0-fp32-tp1", Layout()),
+        ("dp4-zero3-bf16", Layout(data=4, zero=3, precision="bf16")),
+        (
+            "tp2-sp-pp2-dp2-zero1-interleaved-bf16",
+            Layout(2, True, 2, "interleaved", 2, 2, 1, "bf16"),
+        ),
+        ("pp2-v4", Layout(pipeline=2, schedule="interleaved", chunks=4)),
+        ("pp4-dualpipev", Layout(pipeline=4, schedule="dualpipev", chunks=2)),
+        ("tp2-uniform", Layout(tensor=2, recompute="uniform")),
+    ],
+)
+def test_parses_short_names(name, layout):
+    assert parse_layout(name) == layout
+
+
+def test_names_and_flags_round_trip():
+    for layout in cells():
+        layout = dataclasses.replace(layout, offload_optimizer=None, offload_param=None)
+        assert parse_layout(layout.name) == layout, layout.name
+    for recompute in RECOMPUTE:
+        layout = Layout(recompute=recompute, grads_in_fp32=True, zero=1, precision="bf16")
+        assert asked(layout) == layout
+
+
+@pytest.mark.parametrize(
+    "name, told",
+    [
+        ("tp2-cp2", "'cp2'"),
+        ("", "''"),
+        ("tp2--sp", "''"),
+        ("TP2", "'TP2'"),
+        ("tp0", "'tp0'"),
+        ("zero4", "'zero4'"),
+        ("tp", "'tp'"),
+        ("tp2-tp4", "'tp4' says the tensor a second time"),
+        ("bf16-fp16", "'fp16' says the precision a second time"),
+    ],
+)
+def test_refuses_names_that_it_does_not_know(name, told):
+    with pytest.raises(ConfigError) as raised:
+        parse_layout(name)
+    assert told in str(raised.value)
+    assert "second" in told or "tpN, sp, ppN, vN" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "name, kept",
+    [
+        ("dp4-zero3", "all"),
+        ("pp2-dp2", "all"),
+        ("tp2", "hidden"),
+        ("tp2-pp2", "hidden"),
+        ("tp2-sp", "none"),
+    ],
+)
+def test_dropout_masks(name, kept):
+    assert parse_layout(name).dropout == kept
+
+
+@pytest.mark.parametrize(
+    "name, fewest", [("dp4", 1), ("pp4", 1), ("pp4-interleaved", 4), ("pp4-dualpipev", 8)]
+)
+def test_fewest_micro_batches_are_taken_and_one_fewer_is_not(name, fewest):
+    layout = parse_layout(name)
+    assert layout.fewest_micro_batches == fewest
+    assert refusal(dataclasses.replace(layout, micro_batches=(fewest, 2 * fewest))) is None
+    if fewest > 1:
+        assert refusal(dataclasses.replace(layout, micro_batches=(fewest - 1,)))

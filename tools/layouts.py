@@ -1,0 +1,169 @@
+#!/usr/bin/env python
+"""Prints what goes with what: every kind of layout, supported or refused, with the reason.
+
+python tools/layouts.py
+python tools/layouts.py --markdown > docs/layouts.md
+"""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+
+from megatron.config import parse_configs
+from megatron.config.flags import option
+from megatron.config.layouts import PRECISIONS, RULES, Layout, parse_layout, refusal
+
+STAGES = range(4)
+
+FAMILIES: tuple[tuple[str, Layout], ...] = (
+    ("data", parse_layout("dp2")),
+    ("tensor", parse_layout("tp2-dp2")),
+    ("tensor, sequence", parse_layout("tp2-sp-dp2")),
+    ("pipeline 1f1b", parse_layout("pp2-dp2")),
+    ("pipeline interleaved", parse_layout("pp2-interleaved-dp2")),
+    ("pipeline dualpipev", parse_layout("pp2-dualpipev-dp2")),
+    ("tensor, pipeline 1f1b", parse_layout("tp2-pp2-dp2")),
+    ("tensor, pipeline interleaved", parse_layout("tp2-pp2-interleaved-dp2")),
+    ("tensor, pipeline dualpipev", parse_layout("tp2-pp2-dualpipev-dp2")),
+    ("tensor, sequence, pipeline 1f1b", parse_layout("tp2-sp-pp2-dp2")),
+    ("tensor, sequence, pipeline interleaved", parse_layout("tp2-sp-pp2-interleaved-dp2")),
+    ("tensor, sequence, pipeline dualpipev", parse_layout("tp2-sp-pp2-dualpipev-dp2")),
+)
+"""Kinds of layouts; where a size is 2, any larger one is meant too."""
+
+OPTIONS: tuple[tuple[str, Layout], ...] = (
+    ("offload_optimizer cpu", Layout(offload_optimizer="cpu")),
+    ("offload_param cpu", Layout(offload_param="cpu")),
+    ("offload to NVMe", Layout(offload_optimizer="nvme")),
+    ("gradients in fp32", Layout(grads_in_fp32=True)),
+    ("recompute selective", Layout(recompute="selective")),
+    ("recompute uniform", Layout(recompute="uniform")),
+    ("recompute block", Layout(recompute="block")),
+)
+"""What can be added; shown without a pipeline and with one, tensor parallel or not."""
+
+LATER = ("context", "experts")
+"""Columns of context parallelism and mixtures of experts; their only value so far is off."""
+
+INTRODUCTION = """# What goes with what
+
+A layout that is supported trains like one process: the same loss, gradients and weights, up to
+rounding. One that is not is refused at start-up with the reason below; nothing runs half-right.
+This page is what `python tools/layouts.py --markdown` prints, from `megatron/config/layouts.py`.
+
+`no8` is refused for reason 8. Sizes of 2 and more are alike. Columns 0 to 3 are ZeRO stages; bf16
+at stage 0 runs as autocast over float32 weights. `context` is context parallelism.
+"""
+
+LEGEND = """Columns: number format and ZeRO stage. no8 is refused for reason 8. dropout: which masks
+are those of one process. context, experts: context parallelism, mixtures of experts."""
+
+DROPOUT = """*Dropout* says which masks are those of one process: `all` of them, those on `hidden`
+activations only (attention weights get masks of their own on each tensor-parallel process), or
+`none`. Without dropout every layout gives the same result; with it, those that keep all masks do.
+"""
+
+NOTES = """Goes with all of them: tied and untied embeddings, grouped-query attention (the number of
+key-value heads divides the tensor-parallel size or is a multiple of it; with fewer heads than
+processes they are replicated), gradient accumulation, `--torch-compile`.
+
+Sizes must also fit: the tensor-parallel size divides attention heads, feed-forward size and, with
+sequence parallelism, the sequence length; every stage of a pipeline holds at least one block.
+Accumulating gradients in fp32 changes something where they are bf16 or fp16.
+"""
+
+NAMES = """## Short names
+
+Tools call a layout by its tokens joined by `-`, sizes of 1 and other defaults left out:
+`tp2-sp-pp2-interleaved-dp2-zero1-bf16`.
+
+| token | flag |
+|---|---|
+| `tpN` | `--tensor-model-parallel-size N` |
+| `sp` | `--sequence-parallel` |
+| `ppN` | `--pipeline-model-parallel-size N` |
+| `1f1b` `interleaved` `dualpipev` | `--pipeline-schedule` |
+| `vN` | `--num-virtual-stages-per-pipeline-rank N` |
+| `dpN` | N replicas: the number of processes |
+| `zeroN` | `--zero-stage N` |
+| `fp32` `bf16` `fp16` | neither, `--bf16`, `--fp16` |
+| `selective` | `--recompute-granularity selective` |
+| `uniform` `block` | `--recompute-granularity full --recompute-method` |
+"""
+
+
+@dataclass(frozen=True)
+class LayoutsConfig:
+    """Layouts: how the table is printed."""
+
+    markdown: bool = option(False)
+    """Print the page of the documentation."""
+
+
+def kinds() -> Iterator[tuple[str, Layout]]:
+    """Title and layout of every row; stage and number format are the columns'."""
+    yield from FAMILIES
+    for title, added in OPTIONS:
+        for place, pipeline in (("", 1), (", pipeline", 2)):
+            yield title + place, replace(added, pipeline=pipeline, data=2)
+
+
+def cells(kind: Layout) -> list[Layout]:
+    """The layouts of a row: every number format, at every ZeRO stage."""
+    return [replace(kind, precision=p, zero=zero) for p in PRECISIONS for zero in STAGES]
+
+
+def mark(layout: Layout) -> str:
+    """``yes``, or ``no`` and the number of the reason."""
+    rule = refusal(layout)
+    return "yes" if rule is None else f"no{RULES.index(rule) + 1}"
+
+
+def heading() -> list[str]:
+    """Columns; the number format stands at the first of its stages."""
+    stages = [f"{precision} {zero}" for precision in PRECISIONS for zero in STAGES]
+    stages = [name if name.endswith(" 0") else name.split()[1] for name in stages]
+    return ["layout", *stages, "dropout", *LATER]
+
+
+def rows() -> list[list[str]]:
+    """The table without its heading."""
+    return [
+        [title, *map(mark, cells(kind)), kind.dropout, *("off" for _ in LATER)]
+        for title, kind in kinds()
+    ]
+
+
+def reasons() -> list[str]:
+    return [
+        f"{number}. {rule.name}: {rule.reason}; {rule.better}."
+        for number, rule in enumerate(RULES, 1)
+    ]
+
+
+def text() -> str:
+    """The table for a terminal."""
+    table = [heading(), *rows()]
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        " ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    return "\n".join([*lines, "", LEGEND, "", *reasons()])
+
+
+def markdown() -> str:
+    """The page of the documentation."""
+    table = [heading(), ["---"] * len(heading()), *rows()]
+    lines = [f"| {' | '.join(row)} |" for row in table]
+    return "\n".join(
+        [INTRODUCTION, *lines, "", DROPOUT, "## Reasons", "", *reasons(), "", NOTES, NAMES.rstrip()]
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (config,) = parse_configs((LayoutsConfig,), argv, description="What goes with what.")
+    print(markdown() if config.markdown else text())
+
+
+if __name__ == "__main__":
+    main()
