@@ -26,6 +26,8 @@ class Piece:
         start: first element of the flattened share that is held.
         end: element after the last one.
         files: file that holds the elements of ``weight`` and of each moment.
+        part: tells apart the pieces of one parameter that one process holds several of; it is a
+            part of their keys in the files.
     """
 
     shape: tuple[int, ...]
@@ -34,6 +36,7 @@ class Piece:
     start: int
     end: int
     files: dict[str, str]
+    part: str = ""
 
     @property
     def share_shape(self) -> tuple[int, ...]:
@@ -62,6 +65,7 @@ class Piece:
             start=content["start"],
             end=content["end"],
             files=dict(content["files"]),
+            part=content.get("part", ""),
         )
 
 
@@ -90,4 +94,5 @@ def piece_of(
         end = min(end, rows * math.prod(shard.full_shape[1:]))
     if start >= end:
         return None
-    return Piece(shard.canonical_shape, shard.dim, tuple(ranges), start, end, files)
+    part = "" if shard.held is None else "parts" + "-".join(map(str, shard.held))
+    return Piece(shard.canonical_shape, shard.dim, tuple(ranges), start, end, files, part)

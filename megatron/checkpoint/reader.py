@@ -16,9 +16,16 @@ from megatron.checkpoint.index import Piece
 from megatron.config import RunConfig
 
 
-def tensor_key(name: str, kind: str) -> str:
-    """Key of a parameter's weights or of one of its moments in a safetensors file."""
-    return name if kind == "weight" else f"{name}.{kind}"
+def tensor_key(name: str, kind: str, part: str = "") -> str:
+    """Key of a parameter's weights or of one of its moments in a safetensors file.
+
+    Args:
+        name: canonical name of the parameter.
+        kind: ``weight`` or the name of a moment.
+        part: see :class:`Piece`.
+    """
+    words = (name, part, "" if kind == "weight" else kind)
+    return ".".join(word for word in words if word)
 
 
 class CheckpointReader:
@@ -98,7 +105,7 @@ class CheckpointReader:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(path, framework="pt")
-            stored = self._open[file].get_tensor(tensor_key(name, kind))
+            stored = self._open[file].get_tensor(tensor_key(name, kind, piece.part))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {error}") from None
         if stored.numel() != piece.end - piece.start:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError, sync_file, write_json
 from megatron.checkpoint.folder import (
@@ -38,7 +38,7 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import TrainEngine
-from megatron.parallel.shard import Shard
+from megatron.parallel.shard import shard_of
 
 _PIECES = "pieces-{rank:05d}.json"
 
@@ -112,9 +112,9 @@ class CheckpointWriter:
         tensor = engine.groups.tensor
         weights: dict[str, Tensor] = {}
         moments: dict[str, Tensor] = {}
-        pieces: dict[str, Any] = {}
+        pieces: dict[str, list[Any]] = {}
         for part in fragments(engine) if self._owns_state() else ():
-            if part.shard.dim is None and tensor.rank > 0:
+            if not engine.owns(part.param):
                 continue
             files = {"weight": f"weights-{rank:05d}.safetensors"}
             if options.save_optim:
@@ -131,8 +131,8 @@ class CheckpointWriter:
                 values = part.weight if kind == "weight" else part.moments[kind]
                 target = weights if kind == "weight" else moments
                 values = values[:count].detach().to("cpu", torch.float32).contiguous()
-                target[tensor_key(part.name, kind)] = values.view(shape)
-            pieces[part.name] = piece.to_json()
+                target[tensor_key(part.name, kind, piece.part)] = values.view(shape)
+            pieces.setdefault(part.name, []).append(piece.to_json())
         written = {
             f"weights-{rank:05d}.safetensors": weights,
             f"optimizer-{rank:05d}.safetensors": moments,
@@ -157,8 +157,8 @@ class CheckpointWriter:
         for rank in range(engine.groups.world.size):
             path = folder / _PIECES.format(rank=rank)
             part = json.loads(path.read_text())
-            for name, piece in part["pieces"].items():
-                index.setdefault(name, []).append(piece)
+            for name, found in part["pieces"].items():
+                index.setdefault(name, []).extend(found)
             facts |= part["files"]
             path.unlink()
         write_json(folder / "index.json", index)
@@ -217,12 +217,13 @@ def load_checkpoint(engine: TrainEngine, folder: Path) -> tuple[RunConfig, dict[
 def load_weights(engine: TrainEngine, reader: CheckpointReader) -> None:
     """Fills the float32 weights that this rank owns, and the model's working weights."""
     tensor = engine.groups.tensor
-    owned = {part.name: part for part in fragments(engine)}
+    held = {part.param: part for part in fragments(engine)}
 
-    def share(name: str, shard: Shard) -> Tensor:
-        values = shard.cut(reader.tensor(name), tensor.rank, tensor.size)
-        if name in owned:
-            _fill(owned[name].weight, owned[name], values)
+    def share(param: nn.Parameter) -> Tensor:
+        whole = reader.tensor(engine.names[param])
+        values = shard_of(param).cut(whole, tensor.rank, tensor.size)
+        if param in held:
+            _fill(held[param].weight, held[param], values)
         return values
 
     set_working_weights(engine, share)

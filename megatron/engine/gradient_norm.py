@@ -9,7 +9,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.parallel.groups import Group
-from megatron.parallel.shard import shard_of
 
 
 @torch.no_grad()
@@ -18,14 +17,13 @@ def gradient_norm(params: Iterable[nn.Parameter], group: Group) -> Tensor:
     float64 gradients).
 
     Args:
-        params: this rank's parameters, gradients averaged over data-parallel ranks.
-        group: the tensor-parallel group; parameters that are not cut are counted on its first
-            rank only.
+        params: those of this rank whose copy counts, gradients averaged over data-parallel ranks.
+        group: the ranks that hold one replica of the model.
     """
     squares = [
         param.grad.to(torch.promote_types(param.grad.dtype, torch.float32)).pow(2).sum()
         for param in params
-        if param.grad is not None and (shard_of(param).dim is not None or group.rank == 0)
+        if param.grad is not None
     ]
     total = torch.stack(squares).sum() if squares else torch.zeros(())
     if group.size > 1:

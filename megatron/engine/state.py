@@ -8,12 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
-from megatron.engine.train_engine import TrainEngine, partition_range, set_partition
+from megatron.engine.train_engine import TrainEngine
+from megatron.engine.zero3 import partition_range, set_partition
 from megatron.parallel.shard import Shard, shard_of
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -27,13 +30,15 @@ class Fragment:
     """A flat range of one parameter's local share, with its float32 weights and moments.
 
     Attributes:
-        name: canonical name of the parameter.
+        param: the parameter.
+        name: its canonical name.
         shard: how the parameter is cut over tensor-parallel ranks.
         start: where the range starts in the flattened local share.
         weight: float32 values, flat; writing to it changes the engine's state.
         moments: optimizer state, flat, by name; empty before the first step.
     """
 
+    param: nn.Parameter
     name: str
     shard: Shard
     start: int
@@ -53,7 +58,7 @@ def fragments(engine: TrainEngine) -> Iterator[Fragment]:
         if count > 0:
             weight = holder.data.view(-1).narrow(0, offset, count)
             moments = _moments(engine, holder, offset, count)
-            yield Fragment(name, shard_of(param), start, weight, moments)
+            yield Fragment(param, name, shard_of(param), start, weight, moments)
 
 
 _PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
@@ -75,19 +80,24 @@ def _whole(engine: TrainEngine) -> _PlaceOf:
 
 
 def _flat_partition(engine: TrainEngine) -> _PlaceOf:
-    # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order into which
-    # round_robin_gradients brings them.
     wrapper = engine.optimizer_wrapper
-    groups = zip(wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets, strict=True)
+    if isinstance(wrapper, BF16_Optimizer):
+        groups = wrapper.bf16_groups
+        offsets = [accumulate((p.numel() for p in params), initial=0) for params in groups]
+    else:
+        # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order into
+        # which round_robin_gradients brings them.
+        groups, offsets = wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets
     places = {
         param: (group, offset)
-        for group, (params, offsets) in enumerate(groups)
-        for param, offset in zip(params, offsets, strict=True)
+        for group, params in enumerate(groups)
+        for param, offset in zip(params, offsets[group], strict=False)
     }
+    flat = holders(engine)
 
     def place_of(param: nn.Parameter) -> tuple[int, Tensor, int, int]:
         group, offset = places[param]
-        holder = wrapper.single_partition_of_fp32_groups[group]
+        holder = flat[group]
         first = engine.data_rank * holder.numel() - offset
         start, end = max(0, first), min(param.numel(), first + holder.numel())
         return start, holder, start - first, end - start
@@ -110,9 +120,12 @@ def holders(engine: TrainEngine) -> list[Tensor]:
     """The tensors that the wrapped optimizer has its state for."""
     if engine.stage == 0:
         return list(engine.names)
+    wrapper = engine.optimizer_wrapper
     if engine.stage == 3:
-        return list(engine.optimizer_wrapper.fp32_partitioned_groups_flat)
-    return list(engine.optimizer_wrapper.single_partition_of_fp32_groups)
+        return list(wrapper.fp32_partitioned_groups_flat)
+    if isinstance(wrapper, BF16_Optimizer):  # stage 1, bf16 gradients accumulated in float32
+        return list(wrapper.fp32_groups_flat_partition)
+    return list(wrapper.single_partition_of_fp32_groups)
 
 
 def optimizer_step(engine: TrainEngine) -> int:
@@ -137,14 +150,14 @@ def create_moments(engine: TrainEngine, step: int) -> None:
 
 
 @torch.no_grad()
-def set_working_weights(engine: TrainEngine, whole: Callable[[str, Shard], Tensor]) -> None:
+def set_working_weights(engine: TrainEngine, share: Callable[[nn.Parameter], Tensor]) -> None:
     """Sets the weights that the model computes with, in their own number format.
 
     Args:
-        whole: gives this tensor-parallel rank's share of a parameter, at its local shape.
+        share: gives this tensor-parallel rank's share of a parameter, at its local shape.
     """
-    for param, name in engine.names.items():
-        values = whole(name, shard_of(param))
+    for param in engine.names:
+        values = share(param)
         if engine.stage < 3:
             param.data.copy_(values)
         else:

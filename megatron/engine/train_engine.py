@@ -1,14 +1,12 @@
-"""One optimizer step, and evaluation, on DeepSpeed's engine."""
+"""One optimizer step, and evaluation, on one of DeepSpeed's engines."""
 
 from __future__ import annotations
 
-import contextlib
 import shutil
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
-from typing import Any, Protocol
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
-import deepspeed
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -17,56 +15,17 @@ from megatron.config import RunConfig
 from megatron.engine.deepspeed_json import Json, for_engine
 from megatron.engine.environment import is_main_process
 from megatron.engine.gradient_norm import clip_gradients, gradient_norm
-from megatron.engine.mpu import Mpu
 from megatron.engine.optimizer import build_optimizer, set_rates
-from megatron.model.layer_list import LayerStack, initialise
-from megatron.parallel.groups import Group, ProcessGroups
-from megatron.parallel.random import seed_micro_batch
-from megatron.parallel.shard import init_of, shard_of
+from megatron.engine.program import Batch, ModelProgram, StepResult
+from megatron.model.layer_list import canonical_parameters, initialise
+from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.random import dropout_seed
+from megatron.parallel.region import TensorParallel
+from megatron.parallel.shard import shard_of
 
 
-class Batch(Protocol):
-    """A micro batch that can move to a device."""
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
-        """The batch on ``device``."""
-        ...
-
-
-@dataclass(frozen=True)
-class ModelProgram:
-    """What the engine runs: a model and what to do with its batches.
-
-    Attributes:
-        build: makes the model, uninitialised.
-        inputs: the model's positional arguments, from a batch.
-        loss: scalar mean loss of a micro batch, from the model's output and the batch.
-    """
-
-    build: Callable[[Group], LayerStack]
-    inputs: Callable[[Any], tuple[Tensor | None, ...]]
-    loss: Callable[[Tensor, Any, Group], Tensor]
-
-
-@dataclass(frozen=True)
-class StepResult:
-    """What one optimizer step did.
-
-    Attributes:
-        loss: mean loss over micro batches and data-parallel ranks, a scalar on the device.
-        grad_norm: global 2-norm of the gradients before clipping; infinite when they overflowed.
-        skipped: whether the gradients were not finite, so that no weight changed.
-        loss_scale: the scale that the loss had.
-    """
-
-    loss: Tensor
-    grad_norm: float
-    skipped: bool
-    loss_scale: float
-
-
-class TrainEngine:
-    """A model inside DeepSpeed's engine, at any ZeRO stage.
+class TrainEngine(ABC):
+    """A model in training.
 
     Args:
         config: the run.
@@ -74,7 +33,14 @@ class TrainEngine:
         program: the model and its loss.
         groups: the layout's process groups.
         device: where the model runs.
+
+    Attributes:
+        names: canonical name of each parameter that this process holds (part of).
+        optimizer: torch's optimizer, inside DeepSpeed's wrapper.
+        engine: DeepSpeed's engine.
     """
+
+    engine: Any
 
     def __init__(
         self,
@@ -86,45 +52,68 @@ class TrainEngine:
     ) -> None:
         self.config, self.program, self.groups, self.device = config, program, groups, device
         self.stage = config.engine.zero_stage
+        self.recipes = program.layers(
+            TensorParallel(groups.tensor, config.parallel.sequence_parallel)
+        )
         settings = for_engine(content, config, device.type == "cpu")
-        with self._partitioned_construction(settings):
-            self.model = program.build(groups.tensor)
-        self.names = {param: name for name, param in self.model.canonical_parameters()}
+        self.model = self._build_model(settings)
+        self.names = {param: name for name, param in canonical_parameters(self.model, self.recipes)}
         for param, name in self.names.items():
             self._initialise(name, param)
         if config.training.torch_compile:
-            compile_blocks(self.model, device)
+            compile_blocks(self.blocks(), device)
         self.optimizer = build_optimizer(self.names, config.optimizer)
-        self.engine, *_ = deepspeed.initialize(
-            model=self.model, optimizer=self.optimizer, config=settings, mpu=Mpu(groups)
-        )
-        if self.stage > 0:
-            self._grow_scale = defer_scale_growth(self.engine.optimizer)
+        self.engine = self._build_engine(settings)
+        self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
 
-    def _partitioned_construction(self, settings: Json) -> contextlib.AbstractContextManager:
-        """At stage 3 each parameter is partitioned as soon as it exists."""
-        return deepspeed.zero.Init(
-            data_parallel_group=self.groups.data.handle,
-            config_dict_or_path=settings,
-            enabled=self.stage == 3,
-            mpu=Mpu(self.groups),
-        )
+    @abstractmethod
+    def _build_model(self, settings: Json) -> nn.Module:
+        """This process's layers, uninitialised."""
+
+    @abstractmethod
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks that this process holds."""
+
+    @abstractmethod
+    def _build_engine(self, settings: Json) -> Any:
+        """DeepSpeed's engine around model and optimizer."""
+
+    @abstractmethod
+    def _accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
+        """Forward and backward of a step's micro batches, gradients averaged over data ranks.
+
+        Args:
+            batches: as many are taken as there are seeds.
+            seeds: what the dropout masks of each micro batch derive from; None without dropout.
+
+        Returns:
+            Sum of the losses where they are computed, zero on other pipeline stages.
+        """
+
+    @abstractmethod
+    def _apply(self) -> None:
+        """Updates the weights."""
+
+    @abstractmethod
+    def _evaluate(self, batches: Iterator[Batch], count: int) -> Tensor:
+        """Sum of the losses of ``count`` batches where they are computed, zero elsewhere."""
 
     def _initialise(self, name: str, param: nn.Parameter) -> None:
-        seed, tensor = self.config.training.seed, self.groups.tensor
-        if self.stage < 3:
-            initialise(name, param, seed, tensor.rank, tensor.size)
-            return
-        shard = shard_of(param)
-        values = nn.Parameter(torch.empty(shard.local_shape(tensor.size)))
-        values.shard, values.init = shard, init_of(param)  # type: ignore[attr-defined]
-        initialise(name, values, seed, tensor.rank, tensor.size)
-        set_partition(param, self.groups.data, values.data)
+        tensor = self.groups.tensor
+        initialise(name, param, self.config.training.seed, tensor.rank, tensor.size)
 
     @property
     def data_rank(self) -> int:
         """This process's data-parallel rank."""
         return self.groups.data.rank
+
+    def owns(self, param: nn.Parameter) -> bool:
+        """Whether this process's copy of a parameter is the one that counts: in the norm of the
+        gradients, and in checkpoints. (Data-parallel ranks do not count.)"""
+        tensor = self.groups.tensor
+        return shard_of(param).counted(tensor.rank, tensor.size) and not getattr(
+            param, "ds_pipe_replicated", False
+        )
 
     def train_step(
         self,
@@ -143,45 +132,44 @@ class TrainEngine:
             lr: learning rate of this step.
             weight_decay: weight decay of this step.
         """
-        engine = self.engine
-        engine.train()
+        self.engine.train()
         set_rates(self.optimizer, lr, weight_decay)
         samples = self.config.training.micro_batch_size or 1
         per_round = samples * self.groups.data.size
-        engine.set_train_batch_size(per_round * micro_batches)
-        total = torch.zeros((), device=self.device)
-        for number in range(micro_batches):
-            first_sample = consumed_samples + number * per_round + self.data_rank * samples
-            seed_micro_batch(self.config.training.seed, first_sample)
-            engine.set_gradient_accumulation_boundary(number == micro_batches - 1)
-            loss = self._forward(next(batches))
-            engine.backward(loss)
-            total += loss.detach()
-            if number < micro_batches - 1:
-                engine.step()
+        self.engine.set_train_batch_size(per_round * micro_batches)
+        first = consumed_samples + self.data_rank * samples
+        seeds = [self._dropout_seed(first + n * per_round) for n in range(micro_batches)]
+        total = self._accumulate(batches, seeds)
         scale_before = self._loss_scale()
         norm, skipped = self._update()
         return StepResult(
-            loss=self._data_mean(total / micro_batches),
+            loss=self._mean_over_ranks(total / micro_batches),
             grad_norm=norm,
             skipped=skipped,
             loss_scale=scale_before,
         )
 
+    def _dropout_seed(self, first_sample: int) -> int | None:
+        model = self.config.model
+        if not model.hidden_dropout and not model.attention_dropout:
+            return None
+        return dropout_seed(self.config.training.seed, first_sample)
+
+    @torch.no_grad()
+    def evaluate(self, batches: Iterator[Batch], count: int) -> float:
+        """Mean loss over ``count`` micro batches of every data-parallel rank."""
+        self.engine.eval()
+        return float(self._mean_over_ranks(self._evaluate(batches, count) / count))
+
     def close(self) -> None:
         """Takes DeepSpeed's hooks off the parameters; they would keep the engine alive for ever."""
         self.engine.destroy()
-
-    def _forward(self, batch: Batch) -> Tensor:
-        batch = batch.to(self.device, non_blocking=True)
-        logits = self.engine(*self.program.inputs(batch))
-        return self.program.loss(logits, batch, self.groups.tensor)
 
     def _update(self) -> tuple[float, bool]:
         """Clips and applies the gradients; returns their norm and whether the step was skipped."""
         if self.stage == 0:
             return self._update_unpartitioned()
-        self.engine.step()
+        self._apply()
         if self.optimizer_wrapper.overflow:
             return float("inf"), True
         self._grow_scale()
@@ -189,14 +177,14 @@ class TrainEngine:
 
     def _update_unpartitioned(self) -> tuple[float, bool]:
         params = list(self.names)
-        norm = gradient_norm(params, self.groups.tensor)
+        norm = gradient_norm(filter(self.owns, params), self.groups.model)
         finite = bool(torch.isfinite(norm))
         if not finite:
             for param in params:
                 param.grad = None
         elif self.config.optimizer.clip_grad > 0:
             clip_gradients(params, norm, self.config.optimizer.clip_grad)
-        self.engine.step()
+        self._apply()
         return (float(norm), False) if finite else (float("inf"), True)
 
     @property
@@ -207,37 +195,12 @@ class TrainEngine:
     def _loss_scale(self) -> float:
         return float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
 
-    def _data_mean(self, value: Tensor) -> Tensor:
-        if self.groups.data.size > 1:
-            dist.all_reduce(value, group=self.groups.data.handle)
-            value = value / self.groups.data.size
-        return value
-
-    @torch.no_grad()
-    def evaluate(self, batches: Iterable[Batch]) -> float:
-        """Mean loss over all micro batches of all data-parallel ranks."""
-        self.engine.eval()
-        total, count = torch.zeros((), device=self.device), 0
-        for batch in batches:
-            total += self._forward(batch)
-            count += 1
-        return float(self._data_mean(total / count))
-
-
-def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
-    """Where this rank's partition lies in a flattened parameter at ZeRO stage 3: [start, end)."""
-    size = param.ds_tensor.ds_numel  # type: ignore[attr-defined]
-    start = min(data.rank * size, param.ds_numel)  # type: ignore[attr-defined]
-    return start, min(start + size, param.ds_numel)  # type: ignore[attr-defined]
-
-
-def set_partition(param: nn.Parameter, data: Group, share: Tensor) -> None:
-    """Fills this rank's partition of a parameter at ZeRO stage 3 from the whole local share."""
-    start, end = partition_range(param, data)
-    own = param.ds_tensor.data  # type: ignore[attr-defined]
-    own[: end - start].copy_(share.reshape(-1)[start:end])
-    # hpZ keeps a second copy from an earlier partitioning; without it DeepSpeed makes a new one.
-    param.ds_secondary_tensor = None  # type: ignore[attr-defined]
+    def _mean_over_ranks(self, value: Tensor) -> Tensor:
+        """Sum over pipeline stages, of which one computes the loss; mean over data ranks."""
+        for group in (self.groups.pipeline, self.groups.data):
+            if group.size > 1:
+                dist.all_reduce(value, group=group.handle)
+        return value / self.groups.data.size
 
 
 def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
@@ -249,7 +212,9 @@ def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
     Returns:
         The update that is due after every step that was not skipped.
     """
-    update = wrapper._update_scale
+    update = getattr(wrapper, "_update_scale", None)
+    if update is None:
+        return lambda: None
 
     def on_overflow_only(overflow: bool = False) -> None:
         if overflow:
@@ -259,7 +224,7 @@ def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
     return lambda: update(False)
 
 
-def compile_blocks(model: LayerStack, device: torch.device) -> None:
+def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
     """Compiles every block in place; without a compiler they stay eager, said in a line."""
     if device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         # Triton compiles the code that starts its kernels.
@@ -273,7 +238,7 @@ def compile_blocks(model: LayerStack, device: torch.device) -> None:
             get_cpp_compiler()
         except InvalidCxxCompiler:
             return _stay_eager("C++")
-    for block in model.blocks():
+    for block in blocks:
         block.compile()
 
 

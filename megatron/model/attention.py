@@ -9,9 +9,9 @@ from megatron.config import ModelConfig
 from megatron.model.attention_backends import attention_backend
 from megatron.model.layer_list import Stream
 from megatron.model.rope import apply_rope, rope_table
-from megatron.parallel.groups import Group
-from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.layers import QKVParallelLinear, RowParallelLinear
 from megatron.parallel.random import tensor_parallel_random
+from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
 
 
@@ -21,48 +21,50 @@ class Attention(nn.Module):
     Args:
         config: shape of the network.
         layer: number of the block, from 0; names its place in a cache.
-        group: the tensor-parallel group; heads are cut over it.
+        region: the tensor-parallel ranks; heads are cut over it.
         recompute: compute the attention kernel again in the backward pass instead of keeping its
             inner activations.
     """
 
-    def __init__(self, config: ModelConfig, layer: int, group: Group, recompute: bool) -> None:
+    def __init__(
+        self, config: ModelConfig, layer: int, region: TensorParallel, recompute: bool
+    ) -> None:
         super().__init__()
         assert config.hidden_size and config.num_layers and config.kv_channels
         assert config.num_attention_heads and config.num_query_groups
         assert config.max_position_embeddings
-        self.layer, self.group, self.recompute = layer, group, recompute
+        self.layer, self.group, self.recompute = layer, region.group, recompute
         self.head_dim = config.kv_channels
-        self.heads_local = config.num_attention_heads // group.size
-        self.kv_heads_local = config.num_query_groups // group.size
         self.dropout = config.attention_dropout
         self.attend = attention_backend(config.attention_backend)
         rope = config.position_embedding_type == "rope"
         self.rotated = int(self.head_dim * config.rotary_percent) if rope else 0
         self.rotary_base = config.rotary_base
         self.max_positions = config.max_position_embeddings
-        q_width = config.num_attention_heads * self.head_dim
-        kv_width = config.num_query_groups * self.head_dim
-        self.qkv = ColumnParallelLinear(
+        self.qkv = QKVParallelLinear(
             config.hidden_size,
-            (q_width, kv_width, kv_width),
+            config.num_attention_heads,
+            config.num_query_groups,
+            self.head_dim,
             bias=config.add_bias_linear or config.add_qkv_bias,
             init=Init(config.init_method_std),
-            group=group,
+            region=region,
         )
         self.proj = RowParallelLinear(
-            q_width,
+            config.num_attention_heads * self.head_dim,
             config.hidden_size,
             bias=config.add_bias_linear,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
-            group=group,
+            region=region,
         )
 
     def forward(self, x_BSH: Tensor, stream: Stream) -> Tensor:
         """[B, S, H] to [B, S, H]; positions, documents and cache come from ``stream``."""
-        q_BNSD, k_BKSD, v_BKSD = self._heads(self.qkv(x_BSH))
+        q_BNSD, k_BKSD, v_BKSD = (
+            x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in self.qkv(x_BSH)
+        )
         if self.rotated:
-            cos, sin = self._angles(stream, x_BSH)
+            cos, sin = self._angles(stream, q_BNSD)
             q_BNSD, k_BKSD = apply_rope(q_BNSD, cos, sin), apply_rope(k_BKSD, cos, sin)
         if stream.cache is not None:
             k_BKSD, v_BKSD = stream.cache.extend(self.layer, k_BKSD, v_BKSD)
@@ -73,16 +75,11 @@ class Attention(nn.Module):
             y_BNSD = self._attend(q_BNSD, k_BKSD, v_BKSD, mask)
         return self.proj(y_BNSD.transpose(1, 2).flatten(2))
 
-    def _heads(self, qkv_BSW: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        q_width, kv_width = self.heads_local * self.head_dim, self.kv_heads_local * self.head_dim
-        split = qkv_BSW.split([q_width, kv_width, kv_width], dim=-1)
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in split)
-        return q, k, v
-
-    def _angles(self, stream: Stream, x_BSH: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = rope_table(self.max_positions, self.rotated, self.rotary_base, x_BSH.device)
+    def _angles(self, stream: Stream, q_BNSD: Tensor) -> tuple[Tensor, Tensor]:
+        cos, sin = rope_table(self.max_positions, self.rotated, self.rotary_base, q_BNSD.device)
         if stream.position_ids is None:
-            return cos[: x_BSH.shape[1]], sin[: x_BSH.shape[1]]
+            length = q_BNSD.shape[2]
+            return cos[:length], sin[:length]
         at_B1S = stream.position_ids.unsqueeze(1)
         return cos[at_B1S], sin[at_B1S]
 

@@ -9,7 +9,8 @@ from megatron.model.attention import Attention
 from megatron.model.layer_list import Stream
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
-from megatron.parallel.groups import Group
+from megatron.parallel.layers import Dropout
+from megatron.parallel.region import TensorParallel
 
 
 class Block(nn.Module):
@@ -18,19 +19,19 @@ class Block(nn.Module):
     Args:
         config: shape of the network.
         layer: number of the block, from 0.
-        group: the tensor-parallel group.
+        region: the tensor-parallel ranks.
         recompute_attention: compute the attention kernel again in the backward pass.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, group: Group, recompute_attention: bool
+        self, config: ModelConfig, layer: int, region: TensorParallel, recompute_attention: bool
     ) -> None:
         super().__init__()
-        self.attention_norm = build_norm(config)
-        self.attention = Attention(config, layer, group, recompute_attention)
-        self.mlp_norm = build_norm(config)
-        self.mlp = MLP(config, group)
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.attention_norm = build_norm(config, region)
+        self.attention = Attention(config, layer, region, recompute_attention)
+        self.mlp_norm = build_norm(config, region)
+        self.mlp = MLP(config, region)
+        self.dropout = Dropout(config.hidden_dropout, region)
 
     def forward(self, stream: Stream) -> Stream:
         """Hidden states [B, S, H] to [B, S, H]."""

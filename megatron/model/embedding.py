@@ -1,4 +1,4 @@
-"""The first layer: token and position embeddings."""
+"""The first layers: token table and positions."""
 
 from __future__ import annotations
 
@@ -7,48 +7,64 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.model.layer_list import Stream
-from megatron.parallel.groups import Group
-from megatron.parallel.layers import ReplicatedEmbedding, VocabParallelEmbedding
+from megatron.parallel.layers import Dropout, PositionEmbedding, VocabParallelEmbedding
+from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
 
 
-class Embedding(nn.Module):
-    """Token embeddings, learned positions if the model has them, dropout.
+class TokenTable(VocabParallelEmbedding):
+    """A row per token: embeddings going in, or, with ``project``, logits coming out.
 
     Args:
         config: shape of the network, with the vocabulary sizes filled in.
-        group: the tensor-parallel group; the token table is cut over it.
+        region: the tensor-parallel ranks; the table is cut over them.
     """
 
-    def __init__(self, config: ModelConfig, group: Group) -> None:
-        super().__init__()
-        assert config.padded_vocab_size and config.unpadded_vocab_size
-        assert config.hidden_size and config.max_position_embeddings
-        init = Init(config.init_method_std)
-        self.word_embeddings = VocabParallelEmbedding(
+    def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
+        assert config.padded_vocab_size and config.unpadded_vocab_size and config.hidden_size
+        super().__init__(
             config.padded_vocab_size,
             config.unpadded_vocab_size,
             config.hidden_size,
-            init=init,
-            group=group,
+            init=Init(config.init_method_std),
+            region=region,
         )
+
+    def forward(self, stream: Stream, project: bool = False) -> Stream:  # type: ignore[override]
+        """Token ids [B, S] to [B, S, H]; with ``project`` hidden states [B, S, H] to this rank's
+        logits [B, S, V / tensor size]."""
+        return stream.with_hidden(super().forward(stream.hidden, project))
+
+
+class Positions(nn.Module):
+    """Adds learned positions, if the model has them; dropout.
+
+    Args:
+        config: shape of the network.
+        region: the tensor-parallel ranks.
+    """
+
+    def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
+        super().__init__()
+        assert config.hidden_size and config.max_position_embeddings
+        self.region = region
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
-            self.position_embeddings = ReplicatedEmbedding(
-                config.max_position_embeddings, config.hidden_size, init=init
+            self.position_embeddings = PositionEmbedding(
+                config.max_position_embeddings,
+                config.hidden_size,
+                init=Init(config.init_method_std),
+                region=region,
             )
-        self.dropout = nn.Dropout(config.hidden_dropout)
+        self.dropout = Dropout(config.hidden_dropout, region)
 
-    def forward(self, stream: Stream, project: bool = False) -> Stream:
-        """Token ids [B, S] to [B, S, H]; with ``project`` hidden states to logits, as the head of
-        a model that shares these weights."""
-        if project:
-            return stream.with_hidden(self.word_embeddings(stream.hidden, project=True))
-        tokens_BS = stream.hidden
-        x_BSH = self.word_embeddings(tokens_BS)
+    def forward(self, stream: Stream) -> Stream:
+        """[B, S, H] to [B, S, H]."""
+        x_BSH = stream.hidden
         if self.position_embeddings is not None:
             positions = stream.position_ids
             if positions is None:
-                positions = torch.arange(tokens_BS.shape[1], device=tokens_BS.device)
+                length = x_BSH.shape[1] * self.region.slices
+                positions = torch.arange(length, device=x_BSH.device)
             x_BSH = x_BSH + self.position_embeddings(positions)
         return stream.with_hidden(self.dropout(x_BSH))

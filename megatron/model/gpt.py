@@ -8,53 +8,53 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
-from megatron.model.embedding import Embedding
-from megatron.model.head import FinalNorm, OutputHead
+from megatron.model.embedding import Positions, TokenTable
+from megatron.model.head import FinalNorm
 from megatron.model.layer_list import LayerRecipe, LayerStack, Stream
 from megatron.parallel.cross_entropy import masked_mean, vocab_parallel_cross_entropy
-from megatron.parallel.groups import SINGLE, Group
+from megatron.parallel.groups import Group
+from megatron.parallel.region import TensorParallel
 
 
-def _project(embedding: nn.Module, stream: Stream) -> Stream:
-    return embedding(stream, project=True)
+def _project(table: nn.Module, stream: Stream) -> Stream:
+    return table(stream, project=True)
 
 
 def gpt_layers(
-    model: ModelConfig, parallel: ParallelConfig, group: Group = SINGLE
+    model: ModelConfig, parallel: ParallelConfig, region: TensorParallel | None = None
 ) -> list[LayerRecipe]:
-    """The layers of a GPT: embedding, blocks, final norm, head.
+    """The layers of a GPT: token table, positions, blocks, final norm, head.
 
     Args:
         model: shape of the network, with the vocabulary sizes filled in.
         parallel: what is recomputed in the backward pass.
-        group: the tensor-parallel group.
+        region: the tensor-parallel ranks; this process alone without it.
     """
     assert model.num_layers is not None
+    region = region or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
-    embed = partial(Embedding, model, group)
-    tied_key = "embed" if model.tied else None
-    head = (
-        LayerRecipe("embedding", embed, tied_key, _project)
-        if model.tied
-        else LayerRecipe("output_layer", partial(OutputHead, model, group))
-    )
+    table = partial(TokenTable, model, region)
+    words, tied_key = "embedding.word_embeddings", "embed" if model.tied else None
     return [
-        LayerRecipe("embedding", embed, tied_key),
+        LayerRecipe(words, table, tied_key),
+        LayerRecipe("embedding", partial(Positions, model, region)),
         *(
-            LayerRecipe(f"layers.{n}", partial(Block, model, n, group, selective), block=True)
+            LayerRecipe(f"layers.{n}", partial(Block, model, n, region, selective), block=True)
             for n in range(model.num_layers)
         ),
-        LayerRecipe("final_norm", partial(FinalNorm, model)),
-        head,
+        LayerRecipe("final_norm", partial(FinalNorm, model, region)),
+        LayerRecipe(words if model.tied else "output_layer", table, tied_key, _project),
     ]
 
 
 def build_gpt(
-    model: ModelConfig, parallel: ParallelConfig | None = None, group: Group = SINGLE
+    model: ModelConfig,
+    parallel: ParallelConfig | None = None,
+    region: TensorParallel | None = None,
 ) -> LayerStack:
     """A GPT as one module, not yet initialised."""
     parallel = parallel or ParallelConfig()
-    return LayerStack(gpt_layers(model, parallel, group), parallel)
+    return LayerStack(gpt_layers(model, parallel, region), parallel)
 
 
 def gpt_loss(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, Protocol
 
 import torch
@@ -12,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
 from megatron.model.attention_backends import document_mask
-from megatron.parallel.random import generator
+from megatron.parallel.random import derive_seed, generator
 from megatron.parallel.shard import init_of, shard_of
 
 
@@ -34,12 +35,15 @@ class Stream(NamedTuple):
         attention_mask: bool [B, 1, S, S], True where a token sees another; None for plain causal
             attention.
         cache: keys and values of earlier positions when generating.
+        dropout_seed: what the dropout masks of this micro batch derive from; None leaves torch's
+            generators alone.
     """
 
     hidden: Tensor
     position_ids: Tensor | None = None
     attention_mask: Tensor | None = None
     cache: LayerCache | None = None
+    dropout_seed: int | None = None
 
     def with_hidden(self, hidden: Tensor) -> Stream:
         """The same stream carrying other hidden states."""
@@ -54,7 +58,7 @@ class LayerRecipe:
         name: canonical name of the layer (``layers.3``); its parameters' names start with it.
         build: makes the module, whose forward maps a Stream to a Stream.
         tied_key: layers with the same key are one module at several places of the list.
-        forward: how a tied layer runs at this place; None calls the module.
+        forward: how the module runs at this place; None calls it with the stream.
         block: whether this is one of the repeated blocks, which recomputation is about.
     """
 
@@ -63,6 +67,49 @@ class LayerRecipe:
     tied_key: str | None = None
     forward: Callable[[nn.Module, Stream], Stream] | None = None
     block: bool = False
+
+
+class LayerRun:
+    """Consecutive layers of a list, as they run on one process.
+
+    Args:
+        recipes: the layers.
+        first: place of the first one in the whole list.
+        modules: a module for each; tied layers share one.
+        parallel: what is recomputed in the backward pass.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[LayerRecipe],
+        first: int,
+        modules: Sequence[nn.Module],
+        parallel: ParallelConfig,
+    ) -> None:
+        self.first = first
+        self.steps = [
+            module if recipe.forward is None else partial(recipe.forward, module)
+            for recipe, module in zip(recipes, modules, strict=True)
+        ]
+        self.chunks = recomputed_chunks(recipes, parallel)
+
+    def __call__(self, stream: Stream) -> Stream:
+        """Takes the stream through the layers."""
+        for begin, end, recomputed in self.chunks:
+            if recomputed and torch.is_grad_enabled():
+                stream = checkpoint(self._run, begin, end, stream, use_reentrant=False)
+            else:
+                stream = self._run(begin, end, stream)
+        return stream
+
+    def _run(self, begin: int, end: int, stream: Stream) -> Stream:
+        for place in range(begin, end):
+            if stream.dropout_seed is not None:
+                # A layer's masks depend on its place alone, not on the layers before it on this
+                # process: they are the same however the list is cut into pipeline stages.
+                torch.manual_seed(derive_seed(stream.dropout_seed, self.first + place))
+            stream = self.steps[place](stream)
+        return stream
 
 
 class LayerStack(nn.Module):
@@ -80,19 +127,16 @@ class LayerStack(nn.Module):
         super().__init__()
         self.recipes = tuple(recipes)
         self.tied_modules = nn.ModuleDict()
+        modules = []
         for place, recipe in enumerate(recipes):
             if recipe.tied_key is None:
                 self.add_module(str(place), recipe.build())
-            elif recipe.tied_key not in self.tied_modules:
-                self.tied_modules[recipe.tied_key] = recipe.build()
-        self.steps = [self._step(place, recipe) for place, recipe in enumerate(recipes)]
-        self.chunks = recomputed_chunks(recipes, parallel)
-
-    def _step(self, place: int, recipe: LayerRecipe) -> Callable[[Stream], Stream]:
-        if recipe.tied_key is None:
-            return self._modules[str(place)]  # type: ignore[return-value]
-        module, forward = self.tied_modules[recipe.tied_key], recipe.forward
-        return module if forward is None else lambda stream: forward(module, stream)
+                modules.append(self._modules[str(place)])
+            else:
+                if recipe.tied_key not in self.tied_modules:
+                    self.tied_modules[recipe.tied_key] = recipe.build()
+                modules.append(self.tied_modules[recipe.tied_key])
+        self.run = LayerRun(recipes, 0, modules, parallel)  # type: ignore[arg-type]
 
     def forward(
         self,
@@ -100,24 +144,14 @@ class LayerStack(nn.Module):
         position_ids_BS: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
         cache: LayerCache | None = None,
+        dropout_seed: int | None = None,
     ) -> Tensor:
         """Token ids [B, S] to this rank's logits [B, S, V / tensor size].
 
         Tokens attend to those with the same document id only; without ids to all before them.
         """
         mask = None if document_ids_BS is None else document_mask(document_ids_BS)
-        stream = Stream(tokens_BS, position_ids_BS, mask, cache)
-        for first, last, recomputed in self.chunks:
-            if recomputed and torch.is_grad_enabled():
-                stream = checkpoint(self._run, first, last, stream, use_reentrant=False)
-            else:
-                stream = self._run(first, last, stream)
-        return stream.hidden
-
-    def _run(self, first: int, last: int, stream: Stream) -> Stream:
-        for step in self.steps[first:last]:
-            stream = step(stream)
-        return stream
+        return self.run(Stream(tokens_BS, position_ids_BS, mask, cache, dropout_seed)).hidden
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks, in order."""
@@ -129,9 +163,7 @@ class LayerStack(nn.Module):
 
     def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of every parameter once, in registration order."""
-        names = canonical_prefixes(self.recipes)
-        for name, param in self.named_parameters():
-            yield canonical_name(name, names), param
+        return canonical_parameters(self, self.recipes)
 
 
 def recomputed_chunks(
@@ -146,6 +178,8 @@ def recomputed_chunks(
     if parallel.recompute_granularity != "full":
         return [(0, length, False)]
     blocks = [place for place, recipe in enumerate(recipes) if recipe.block]
+    if not blocks:
+        return [(0, length, False)]
     first, end = blocks[0], blocks[-1] + 1
     if parallel.recompute_method == "block":
         stop, step = min(end, first + parallel.recompute_num_layers), 1
@@ -153,6 +187,18 @@ def recomputed_chunks(
         stop, step = end, parallel.recompute_num_layers
     chunks = [(at, min(at + step, stop), True) for at in range(first, stop, step)]
     return [(0, first, False), *chunks, (stop, length, False)]
+
+
+def canonical_parameters(
+    module: nn.Module, recipes: Sequence[LayerRecipe]
+) -> Iterator[tuple[str, nn.Parameter]]:
+    """(canonical name, parameter) of the parameters of a module that registers layers of this list
+    by their places; parameters that are parts of one have its name in common."""
+    prefixes = canonical_prefixes(recipes)
+    for registered, param in module.named_parameters():
+        name = canonical_name(registered, prefixes)
+        whole = shard_of(param).whole
+        yield (name if whole is None else f"{name.rpartition('.')[0]}.{whole}"), param
 
 
 def canonical_prefixes(recipes: Sequence[LayerRecipe]) -> dict[str, str]:

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.parallel.groups import Group
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
 
 
@@ -31,10 +31,10 @@ class MLP(nn.Module):
 
     Args:
         config: shape of the network.
-        group: the tensor-parallel group; the inner width is cut over it.
+        region: the tensor-parallel ranks; the inner width is cut over it.
     """
 
-    def __init__(self, config: ModelConfig, group: Group) -> None:
+    def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
         super().__init__()
         assert config.hidden_size and config.ffn_hidden_size and config.num_layers
         inner = config.ffn_hidden_size
@@ -44,14 +44,14 @@ class MLP(nn.Module):
             (inner, inner) if config.swiglu else (inner,),
             bias=config.add_bias_linear,
             init=Init(config.init_method_std),
-            group=group,
+            region=region,
         )
         self.down = RowParallelLinear(
             inner,
             config.hidden_size,
             bias=config.add_bias_linear,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
-            group=group,
+            region=region,
         )
 
     def forward(self, x_BSH: Tensor) -> Tensor:

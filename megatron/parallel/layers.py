@@ -1,117 +1,216 @@
-"""Tensor-parallel layers. Shapes: B batch, S sequence, I input, O output, V vocabulary, H hidden;
-a width followed by P is one rank's share of it."""
+"""Tensor-parallel layers. Shapes: B batch, S sequence (outside the cut layers a rank's slice of it
+if the region is split), I input, O output, V vocabulary, H hidden; a width followed by P is one
+rank's share of it."""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.collectives import copy_to_ranks, reduce_from_ranks
-from megatron.parallel.groups import Group
+from megatron.parallel.column_linear import LinearMap
+from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x A^T + b with the output features cut over the ranks of ``group``.
+    """y = x A^T + b with the output features cut over the ranks of ``region``.
 
     Args:
         inputs: width I of the input.
         outputs: widths of the fused outputs, each cut by itself; O is their sum.
         bias: whether there is a bias.
         init: initial values of the weight; the bias starts at zero.
-        group: the tensor-parallel group.
+        region: the tensor-parallel ranks.
     """
 
     def __init__(
-        self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, group: Group
+        self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, region: TensorParallel
     ) -> None:
         super().__init__()
-        self.group = group
+        self.region = region
         parts, total = tuple(outputs), sum(outputs)
-        self.weight = parameter(Shard((total, inputs), 0, parts), init, group.size)
-        self.bias = parameter(Shard((total,), 0, parts), Init(), group.size) if bias else None
+        self.weight = parameter(Shard((total, inputs), 0, parts), init, region.group)
+        self.bias = parameter(Shard((total,), 0, parts), Init(), region.group) if bias else None
 
     def forward(self, x_BSI: Tensor) -> Tensor:
-        """[B, S, I] on every rank to this rank's [B, S, OP]."""
-        return F.linear(copy_to_ranks(x_BSI, self.group), self.weight, self.bias)
+        """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
+        (y_BSO,) = self.region.enter(x_BSI, LinearMap(self.weight, self.bias))
+        return y_BSO
+
+
+class QKVParallelLinear(nn.Module):
+    """Queries, keys and values by one product, heads cut over the ranks of ``region``.
+
+    With fewer key and value heads than ranks each is held by several neighbouring ranks, whose
+    queries attend to it; its weights are then parameters of their own, ``kv_weight`` and
+    ``kv_bias``, with the same canonical names as the queries'.
+
+    Args:
+        inputs: width I of the input.
+        heads: number of query heads, divisible by the ranks.
+        kv_heads: number of key and value heads; it divides the number of ranks or is divisible by
+            it.
+        head_dim: width of a head.
+        bias: whether there are biases.
+        init: initial values of the weights; biases start at zero.
+        region: the tensor-parallel ranks.
+    """
+
+    def __init__(
+        self,
+        inputs: int,
+        heads: int,
+        kv_heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        init: Init,
+        region: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self.copies = max(1, region.group.size // kv_heads)
+        self.kv_width = max(1, kv_heads // region.group.size) * head_dim
+        parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
+
+        def share(
+            held: tuple[int, ...] | None, copies: int
+        ) -> tuple[nn.Parameter, nn.Parameter | None]:
+            shape = (sum(parts), inputs)
+            weight = Shard(shape, 0, parts, held=held, copies=copies, whole="weight")
+            of_bias = dataclasses.replace(weight, full_shape=shape[:1], whole="bias")
+            return (
+                parameter(weight, init, region.group),
+                parameter(of_bias, Init(), region.group) if bias else None,
+            )
+
+        fused = self.copies == 1
+        self.weight, self.bias = share(None if fused else (0,), 1)
+        self.kv_weight: nn.Parameter | None = None
+        self.kv_bias: nn.Parameter | None = None
+        if not fused:
+            self.kv_weight, self.kv_bias = share((1, 2), self.copies)
+
+    def forward(self, x_BSI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """[B, S, I] to this rank's queries, keys and values of the whole sequence, each with its
+        heads side by side in the last dimension."""
+        maps = [LinearMap(self.weight, self.bias)]
+        if self.kv_weight is not None:
+            maps.append(LinearMap(self.kv_weight, self.kv_bias, self.copies))
+        outputs = self.region.enter(x_BSI, *maps)
+        if len(outputs) == 2:
+            q, kv = outputs
+            k, v = kv.chunk(2, dim=-1)
+        else:
+            q_width = outputs[0].shape[-1] - 2 * self.kv_width
+            q, k, v = outputs[0].split([q_width, self.kv_width, self.kv_width], dim=-1)
+        return q, k, v
 
 
 class RowParallelLinear(nn.Module):
-    """y = x A^T + b with the input features cut over the ranks of ``group``.
+    """y = x A^T + b with the input features cut over the ranks of ``region``.
 
     Args:
         inputs: width I of the whole input.
         outputs: width O of the output.
         bias: whether there is a bias; it is added once, after the sum over ranks.
         init: initial values of the weight; the bias starts at zero.
-        group: the tensor-parallel group.
+        region: the tensor-parallel ranks.
     """
 
-    def __init__(self, inputs: int, outputs: int, *, bias: bool, init: Init, group: Group) -> None:
+    def __init__(
+        self, inputs: int, outputs: int, *, bias: bool, init: Init, region: TensorParallel
+    ) -> None:
         super().__init__()
-        self.group = group
-        self.weight = parameter(Shard((outputs, inputs), 1), init, group.size)
-        self.bias = parameter(Shard((outputs,)), Init(), group.size) if bias else None
+        self.region = region
+        self.weight = parameter(Shard((outputs, inputs), 1), init, region.group)
+        self.bias = parameter(Shard((outputs,)), Init(), region.group) if bias else None
 
-    def forward(self, x_BSIP: Tensor) -> Tensor:
-        """This rank's [B, S, IP] to [B, S, O] on every rank."""
-        if self.group.size == 1:
-            return F.linear(x_BSIP, self.weight, self.bias)
-        y_BSO = reduce_from_ranks(F.linear(x_BSIP, self.weight), self.group)
-        return y_BSO if self.bias is None else y_BSO + self.bias
+    def forward(self, x_BSI: Tensor) -> Tensor:
+        """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
+        if self.region.group.size == 1:
+            return F.linear(x_BSI, self.weight, self.bias)
+        y_BSO = self.region.leave(F.linear(x_BSI, self.weight))
+        return y_BSO if self.bias is None else y_BSO + self.region.shared(self.bias)[0]
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token table with its rows cut over the ranks of ``group``; also the output head that shares
+    """Token table with its rows cut over the ranks of ``region``; also the output head that shares
     its weights.
 
     Args:
-        rows: rows of the table, padding included; divisible by the group's size.
+        rows: rows of the table, padding included; divisible by the ranks.
         unpadded: rows that are tokens.
         width: width H of an embedding.
         init: initial values.
-        group: the tensor-parallel group.
+        region: the tensor-parallel ranks.
     """
 
-    def __init__(self, rows: int, unpadded: int, width: int, *, init: Init, group: Group) -> None:
+    def __init__(
+        self, rows: int, unpadded: int, width: int, *, init: Init, region: TensorParallel
+    ) -> None:
         super().__init__()
-        self.group = group
-        self.weight = parameter(Shard((rows, width), 0, unpadded=unpadded), init, group.size)
-        self.rows_local = rows // group.size
-        self.first_row = group.rank * self.rows_local
+        self.region = region
+        self.weight = parameter(Shard((rows, width), 0, unpadded=unpadded), init, region.group)
+        self.rows_local = rows // region.group.size
+        self.first_row = region.group.rank * self.rows_local
 
     def forward(self, x: Tensor, project: bool = False) -> Tensor:
-        """Token ids [B, S] to embeddings [B, S, H]; with ``project`` hidden states [B, S, H] to
-        this rank's logits [B, S, VP].
+        """Token ids of the whole sequence to embeddings [B, S, H]; with ``project`` hidden states
+        [B, S, H] to this rank's logits [B, S, VP] of the whole sequence.
 
         Both go through ``forward`` because ZeRO 3 gathers the weight around module calls.
         """
         if project:
-            return F.linear(copy_to_ranks(x, self.group), self.weight)
-        if self.group.size == 1:
+            return self.region.enter(x, LinearMap(self.weight, None))[0]
+        if self.region.group.size == 1:
             return F.embedding(x, self.weight)
         rows_BS = x - self.first_row
         elsewhere_BS = (rows_BS < 0) | (rows_BS >= self.rows_local)
         found_BSH = F.embedding(rows_BS.masked_fill(elsewhere_BS, 0), self.weight)
-        found_BSH = found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0)
-        return reduce_from_ranks(found_BSH, self.group)
+        return self.region.leave(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))
 
 
-class ReplicatedEmbedding(nn.Module):
-    """Table that every rank holds whole (learned positions).
+class PositionEmbedding(nn.Module):
+    """Table of learned positions, which every rank holds whole.
 
     Args:
-        rows: number of rows.
+        rows: number of positions.
         width: width H of a row.
         init: initial values.
+        region: the tensor-parallel ranks.
     """
 
-    def __init__(self, rows: int, width: int, *, init: Init) -> None:
+    def __init__(self, rows: int, width: int, *, init: Init, region: TensorParallel) -> None:
         super().__init__()
-        self.weight = parameter(Shard((rows, width)), init, 1)
+        self.region = region
+        self.weight = parameter(Shard((rows, width)), init, region.group)
 
-    def forward(self, ids_BS: Tensor) -> Tensor:
-        """Row ids [B, S] to [B, S, H]."""
-        return F.embedding(ids_BS, self.weight)
+    def forward(self, ids_S: Tensor) -> Tensor:
+        """Positions of the whole sequence, [S] or [B, S], to rows of those that this rank holds,
+        [S, H] or [B, S, H]."""
+        (weight,) = self.region.shared(self.weight)
+        return F.embedding(self.region.own(ids_S, dim=-1), weight)
+
+
+class Dropout(nn.Module):
+    """Dropout outside the cut layers.
+
+    Args:
+        probability: of a zero.
+        region: the tensor-parallel ranks; where they hold the same, they draw the same.
+    """
+
+    def __init__(self, probability: float, region: TensorParallel) -> None:
+        super().__init__()
+        self.probability, self.region = probability, region
+
+    def forward(self, x_BSH: Tensor) -> Tensor:
+        """[B, S, H] to [B, S, H]."""
+        if not self.training or not self.probability:
+            return x_BSH
+        with self.region.random():
+            return F.dropout(x_BSH, self.probability)

@@ -1,9 +1,10 @@
 """Random numbers that do not depend on the layout.
 
 Weights: every parameter is drawn whole from a generator of its own, seeded by the run's seed and
-the parameter's canonical name, then cut. Dropout: the generators are seeded anew for every micro
-batch by the run's seed and the number of the batch's first sample, so that the masks are a function
-of the sample number alone: the same for any data-parallel size, and the same after a resume.
+the parameter's canonical name, then cut. Dropout: the generators are seeded anew for every layer
+of every micro batch by the run's seed, the number of the batch's first sample and the layer's
+place, so that the masks are the same for any data-parallel size, in any pipeline, and after a
+resume.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def generator(seed: int, name: str) -> torch.Generator:
     return torch.Generator().manual_seed(derive_seed(seed, name))
 
 
-def seed_micro_batch(seed: int, first_sample: int) -> None:
-    """Seeds torch's generators on all devices for the micro batch that starts at a sample."""
-    torch.manual_seed(derive_seed(seed, "dropout", first_sample))
+def dropout_seed(seed: int, first_sample: int) -> int:
+    """What the dropout masks of the micro batch that starts at a sample derive from."""
+    return derive_seed(seed, "dropout", first_sample)
 
 
 @contextlib.contextmanager

@@ -13,6 +13,8 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
+from megatron.parallel.groups import Group
+
 
 @dataclass(frozen=True)
 class Shard:
@@ -25,16 +27,25 @@ class Shard:
         parts: lengths along ``dim`` of matrices fused into this one, for example
             (query, key, value); each part is cut by itself. Empty means one part.
         unpadded: length along ``dim`` without padding; None when nothing is padded.
+        held: which of the parts this parameter holds, by number; None for all. What is left is in
+            another parameter of the same layer.
+        copies: how many neighbouring ranks hold the same share.
+        whole: last name of the whole parameter where it is held in several, each of which has a
+            name of its own.
     """
 
     full_shape: tuple[int, ...]
     dim: int | None = None
     parts: tuple[int, ...] = ()
     unpadded: int | None = None
+    held: tuple[int, ...] | None = None
+    copies: int = 1
+    whole: str | None = None
 
     def __post_init__(self) -> None:
         if self.dim is None:
-            assert not self.parts and self.unpadded is None, "only a cut dimension has these"
+            plain = not self.parts and self.unpadded is None and self.copies == 1
+            assert plain and self.held is None, "only a cut dimension has these"
         else:
             assert not self.parts or sum(self.parts) == self.full_shape[self.dim]
 
@@ -60,12 +71,20 @@ class Shard:
         if self.dim is None:
             return []
         parts = self.parts or (self.full_shape[self.dim],)
-        assert all(length % size == 0 for length in parts), (self, size)
         starts = [0, *accumulate(parts)]
+        assert size % self.copies == 0, (self, size)
+        place, places = rank // self.copies, size // self.copies
+        held = range(len(parts)) if self.held is None else self.held
+        assert all(parts[part] % places == 0 for part in held), (self, size)
+        widths = [parts[part] // places for part in held]
         return [
-            (start + rank * (length // size), length // size)
-            for start, length in zip(starts, parts, strict=False)
+            (starts[part] + place * width, width) for part, width in zip(held, widths, strict=True)
         ]
+
+    def counted(self, rank: int, size: int) -> bool:
+        """Whether this rank's copy counts, in norms and checkpoints: of ranks that hold the same
+        values the first one's does."""
+        return rank % (size if self.dim is None else self.copies) == 0
 
     def cut(self, canonical: Tensor, rank: int, size: int) -> Tensor:
         """One rank's share of a whole parameter without padding; padding is filled with zeros."""
@@ -79,17 +98,31 @@ class Shard:
         pieces = [canonical.narrow(self.dim, *r) for r in self.ranges(rank, size)]
         return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
 
-    def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """The whole parameter without padding, from the shares of all ranks in order."""
+    def place(self, canonical: Tensor, share: Tensor, rank: int, size: int) -> None:
+        """Writes one rank's share into a whole parameter without padding; inverse of :meth:`cut`.
+
+        What the share does not hold stays as it is.
+        """
+        assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
         if self.dim is None:
-            return shares[0]
-        full = shares[0].new_empty(self.full_shape)
+            canonical.copy_(share)
+            return
+        end, taken = self.canonical_shape[self.dim], 0
+        for start, length in self.ranges(rank, size):
+            kept = max(0, min(length, end - start))
+            if kept:
+                target = canonical.narrow(self.dim, start, kept)
+                target.copy_(share.narrow(self.dim, taken, kept))
+            taken += length
+
+    def join(self, shares: Sequence[Tensor]) -> Tensor:
+        """The whole parameter without padding, from the shares of all ranks in order; for a
+        parameter that is held in one."""
+        assert self.held is None, self
+        canonical = shares[0].new_empty(self.canonical_shape)
         for rank, share in enumerate(shares):
-            taken = 0
-            for start, length in self.ranges(rank, len(shares)):
-                full.narrow(self.dim, start, length).copy_(share.narrow(self.dim, taken, length))
-                taken += length
-        return full if self.unpadded is None else full.narrow(self.dim, 0, self.unpadded)
+            self.place(canonical, share, rank, len(shares))
+        return canonical
 
 
 @dataclass(frozen=True)
@@ -106,13 +139,19 @@ class Init:
         return torch.full(tuple(shape), self.constant)
 
 
-def parameter(shard: Shard, init: Init, tensor_size: int) -> nn.Parameter:
-    """An uninitialised parameter: this rank's share, with its descriptions attached."""
-    param = nn.Parameter(torch.empty(shard.local_shape(tensor_size)))
+def parameter(shard: Shard, init: Init, group: Group) -> nn.Parameter:
+    """An uninitialised parameter: this rank's share, with its descriptions attached.
+
+    Args:
+        shard: how it is cut.
+        init: initial values.
+        group: the ranks over which it is cut.
+    """
+    param = nn.Parameter(torch.empty(shard.local_shape(group.size)))
     param.shard = shard  # type: ignore[attr-defined]
     param.init = init  # type: ignore[attr-defined]
-    # DeepSpeed counts parameters without this mark on tensor rank 0 only.
-    param.tensor_model_parallel = shard.dim is not None  # type: ignore[attr-defined]
+    # DeepSpeed's gradient norm takes a parameter without this mark on tensor rank 0 only.
+    param.tensor_model_parallel = shard.counted(group.rank, group.size)  # type: ignore[attr-defined]
     return param
 
 

@@ -9,8 +9,8 @@ from torch import Tensor
 from megatron.config import RunConfig
 from megatron.data.batch import GPTBatch, GPTCollator
 from megatron.data.build import GPTDatasets, build_gpt_datasets
-from megatron.engine.train_engine import ModelProgram
-from megatron.model.gpt import build_gpt, gpt_loss
+from megatron.engine.program import ModelInputs, ModelProgram
+from megatron.model.gpt import gpt_layers, gpt_loss
 from megatron.parallel.groups import Group
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
@@ -21,13 +21,13 @@ def gpt_program(config: RunConfig) -> ModelProgram:
     vocab_size = config.model.unpadded_vocab_size
     assert vocab_size is not None
 
-    def inputs(batch: GPTBatch) -> tuple[Tensor | None, ...]:
-        return batch.tokens_BS, batch.position_ids_BS, batch.document_ids_BS
+    def inputs(batch: GPTBatch) -> ModelInputs:
+        return ModelInputs(batch.tokens_BS, batch.position_ids_BS, batch.document_ids_BS)
 
     def loss(logits_BSV: Tensor, batch: GPTBatch, group: Group) -> Tensor:
         return gpt_loss(logits_BSV, batch.labels_BS, batch.loss_mask_BS, vocab_size, group)
 
-    return ModelProgram(partial(build_gpt, config.model, config.parallel), inputs, loss)
+    return ModelProgram(partial(gpt_layers, config.model, config.parallel), inputs, loss)
 
 
 def gpt_data(run: Run) -> tuple[GPTDatasets, GPTCollator]:

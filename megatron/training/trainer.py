@@ -5,15 +5,15 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator
-from itertools import islice
 from typing import Any
 
 from megatron.data.build import GPTDatasets
 from megatron.data.loader import MicroBatches
 from megatron.engine.agreement import any_rank
+from megatron.engine.build import build_engine
 from megatron.engine.checkpointing import CheckpointWriter
 from megatron.engine.environment import training_device
-from megatron.engine.train_engine import ModelProgram, StepResult, TrainEngine
+from megatron.engine.program import ModelProgram, StepResult
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import resume
 from megatron.training.metrics import EvaluationMetrics, StepMetrics
@@ -52,7 +52,7 @@ class Trainer:
         self.device = training_device()
         self.plan = TrainingPlan(self.config)
         checkpoint = resume.locate(self.config.checkpoint)
-        self.engine = TrainEngine(self.config, run.content, program, groups, self.device)
+        self.engine = build_engine(self.config, run.content, program, groups, self.device)
         self.writer = CheckpointWriter(self.engine, run.content, run.tokenizer.save_pretrained)
         begin = resume.load(self.engine, self.plan, checkpoint)
         self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
@@ -174,7 +174,7 @@ class Trainer:
             if self._valid is None:
                 self._valid = self._batches(part, self.plan.valid_samples_before(self.iteration))
             batches = self._valid
-        loss = self.engine.evaluate(islice(batches, self.plan.eval_micro_batches))
+        loss = self.engine.evaluate(batches, self.plan.eval_micro_batches)
         metrics = EvaluationMetrics(self.iteration, loss, test=part == "test")
         self.report.evaluation(metrics, self.consumed_samples)
 

@@ -25,10 +25,29 @@ CASES = {
     "zero3-dp2-fp16": (2, ["--zero-stage", "3", *FP16]),
     "zero1-dp4": (4, ["--zero-stage", "1"]),
     "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
+    "zero1-dp2-bf16-sums-fp32": (
+        2,
+        ["--zero-stage", "1", "--bf16", "--accumulate-allreduce-grads-in-fp32"],
+    ),
+    "zero3-tp2-sp-shared-kv": (
+        2,
+        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--num-query-groups", "1",
+         "--zero-stage", "3"],
+    ),
+    "zero0-pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "zero1-pp2-dp2-fp16": (
+        4,
+        ["--zero-stage", "1", *FP16, "--pipeline-model-parallel-size", "2"],
+    ),
+    "zero1-pp2-interleaved-bf16": (
+        2,
+        ["--zero-stage", "1", "--bf16", "--pipeline-model-parallel-size", "2", "--num-layers", "4",
+         "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
     "sgd": (2, ["--zero-stage", "1", "--optimizer", "sgd"]),
     "rampup": (2, ["--rampup-batch-size", "2", "2", "8", "--zero-stage", "1"]),
 }
-SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "sgd"}
+SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "zero1-pp2-dp2-fp16", "sgd"}
 """Cases of every test run; `make proof` runs all, each with several stops."""
 RANDOM = random.Random(20)
 
@@ -91,6 +110,12 @@ LAYOUTS = {
     "zero2-dp2": (2, ["--zero-stage", "2"]),
     "zero3-dp2": (2, ["--zero-stage", "3"]),
     "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
+    "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
+    "zero1-tp2-sp-pp2": (
+        4,
+        "--zero-stage 1 --tensor-model-parallel-size 2 --sequence-parallel "
+        "--pipeline-model-parallel-size 2".split(),
+    ),
 }
 
 
@@ -101,13 +126,22 @@ def test_any_layout_continues_any(pool, tmp_path, source, target):
     check_continues(pool, tmp_path, LAYOUTS[source], LAYOUTS[target])
 
 
-def test_zero1_continues_as_zero3_and_back(pool, tmp_path):
-    check_continues(pool, tmp_path / "a", LAYOUTS["zero2-dp2"], LAYOUTS["zero0"])
-    check_continues(pool, tmp_path / "b", LAYOUTS["zero0"], LAYOUTS["zero3-dp2"])
+def test_some_layouts_continue_others(pool, tmp_path):
+    check_continues(pool, tmp_path / "a", LAYOUTS["zero2-dp2"], LAYOUTS["zero1-pp2"])
+    check_continues(pool, tmp_path / "b", LAYOUTS["zero1-pp2"], LAYOUTS["zero3-dp2"])
+
+
+def test_shared_key_value_heads_continue_whole_ones(pool, tmp_path):
+    """One key-value head on two ranks: two parameters there are one here."""
+    heads = ["--num-query-groups", "1"]
+    shared = (2, ["--zero-stage", "2", "--tensor-model-parallel-size", "2", *heads])
+    whole = (1, ["--zero-stage", "1", *heads])
+    check_continues(pool, tmp_path / "a", shared, whole)
+    check_continues(pool, tmp_path / "b", whole, shared)
 
 
 def check_continues(pool, save, source, target):
-    flags = [*FLAGS, "--attention-dropout", "0", "--save", str(save)]
+    flags = [*FLAGS, "--attention-dropout", "0", "--hidden-dropout", "0", "--save", str(save)]
     size, layout = source
     first = pool.run(size, train, [*flags, *layout, "--exit-interval", "4"])[0]
     same = pool.run(size, train, [*flags, *layout, "--load", str(save)])[0]

@@ -1,4 +1,9 @@
-"""A whole GPT cut over 2 and 4 ranks against one process, float64: loss and every gradient."""
+"""A whole GPT cut over 2 and 4 ranks, with and without sequence parallelism, against one process,
+float64: loss, every gradient and their norm."""
+
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
 
 import pytest
 import torch
@@ -7,14 +12,14 @@ from pool import tensor_group
 from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.engine.gradient_norm import gradient_norm
 from megatron.model.gpt import build_gpt, gpt_loss
-from megatron.model.layer_list import initialise
-from megatron.parallel.groups import SINGLE, Group
+from megatron.model.layer_list import LayerStack, initialise
+from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, shard_of
 
 VOCAB, BATCH, LENGTH = 50, 3, 16
 
-GPT2: dict = {}
 LLAMA = {
     "position_embedding_type": "rope",
     "normalization": "RMSNorm",
@@ -22,8 +27,8 @@ LLAMA = {
     "add_bias_linear": False,
     "untie_embeddings_and_output_weights": True,
 }
-MODELS = {
-    "gpt2": GPT2,
+MODELS: dict[str, dict] = {
+    "gpt2": {},
     "llama": LLAMA,
     "gpt2-untied": {"untie_embeddings_and_output_weights": True},
     "gpt2-erf": {"bias_gelu_fusion": False},
@@ -33,72 +38,206 @@ MODELS = {
 }
 
 
-def config(size: int, changes: dict) -> RunConfig:
+@dataclass(frozen=True)
+class Case:
+    """A cell of the table."""
+
+    model: str
+    size: int = 1
+    sequence: bool = False
+    kv_heads: int = 8
+    recompute: str | None = None
+    documents: bool = False
+    dropout: float = 0.0
+
+    def __str__(self) -> str:
+        words = [self.model, f"tensor{self.size}", f"kv{self.kv_heads}"]
+        words += ["sequence"] * self.sequence + ["documents"] * self.documents
+        return "-".join(words + [self.recompute] * bool(self.recompute))
+
+
+@dataclass
+class Result:
+    """Loss, gradients by canonical name, joined from all ranks, and their norm."""
+
+    loss: float
+    gradients: dict[str, Tensor]
+    norm: float
+
+
+def build(case: Case, region: TensorParallel) -> LayerStack:
+    """The model, all of its values wide and random, biases and norms too, so that every gradient
+    is large."""
     shape = {
         "num_layers": 2, "hidden_size": 32, "ffn_hidden_size": 48, "num_attention_heads": 8,
-        "num_query_groups": 8, "kv_channels": 4, "seq_length": LENGTH,
+        "num_query_groups": case.kv_heads, "kv_channels": 4, "seq_length": LENGTH,
         "max_position_embeddings": LENGTH, "make_vocab_size_divisible_by": 8,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "attention_backend": "eager",
+        "attention_dropout": case.dropout, "hidden_dropout": case.dropout,
+        "attention_backend": "eager",
     }  # fmt: skip
-    parallel = ParallelConfig(tensor_model_parallel_size=size)
-    run = RunConfig(model=ModelConfig(**(shape | changes)), parallel=parallel)
-    return run.with_vocabulary(VOCAB)
-
-
-def loss_and_gradients(
-    group: Group, changes: dict, recompute: str | None
-) -> tuple[float, dict[str, Tensor]]:
-    run = config(group.size, changes)
     parallel = ParallelConfig(
-        recompute_granularity=recompute,
-        recompute_method="uniform" if recompute == "full" else None,
+        tensor_model_parallel_size=case.size,
+        sequence_parallel=case.sequence,
+        recompute_granularity=case.recompute,
+        recompute_method="uniform" if case.recompute == "full" else None,
     )
-    model = build_gpt(run.model, parallel, group).double()
+    run = RunConfig(model=ModelConfig(**(shape | MODELS[case.model])), parallel=parallel)
+    model = build_gpt(run.with_vocabulary(VOCAB).model, parallel, region).double()
     for name, param in model.canonical_parameters():
-        # Wider than at the start of a training, biases too, so that every gradient is large.
         param.init = Init(std=0.3)
-        initialise(name, param, 1234, group.rank, group.size)
+        initialise(name, param, 1234, region.group.rank, region.group.size)
+    return model
+
+
+def backward(case: Case, model: LayerStack, region: TensorParallel) -> Tensor:
+    """The loss of a batch, after its backward pass."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=draw)
     mask = (torch.rand(BATCH, LENGTH, generator=draw) < 0.8).double()
-    loss = gpt_loss(model(tokens[:, :-1]), tokens[:, 1:], mask, VOCAB, group)
+    inputs = [tokens[:, :-1]]
+    if case.documents:
+        ids = (torch.rand(BATCH, LENGTH, generator=draw) < 0.2).long().cumsum(1)
+        places = torch.arange(LENGTH).expand(BATCH, -1)
+        starts = torch.where(ids.diff(dim=1, prepend=ids[:, :1] - 1) != 0, places, 0)
+        inputs += [places - starts.cummax(1).values, ids]
+    logits = model(*inputs, dropout_seed=5 if case.dropout else None)
+    loss = gpt_loss(logits, tokens[:, 1:], mask, VOCAB, region.group)
     loss.backward()
-    gradients = {}
+    return loss.detach()
+
+
+def join_gradients(model: LayerStack, region: TensorParallel) -> dict[str, Tensor]:
+    """Whole gradients by canonical name, from the copies that count. Every other copy must be the
+    same: bit by bit where a collective made it, else nearly, for ranks compute it each."""
+    group, joined = region.group, {}
     for name, param in model.canonical_parameters():
-        shares = [param.grad]
+        shard = shard_of(param)
+        shares = [param.grad.contiguous()]
         if group.size > 1:
-            shares = [torch.empty_like(param.grad) for _ in range(group.size)]
-            dist.all_gather(shares, param.grad, group=group.handle)
-        if shard_of(param).dim is None:
-            # Every rank holds this parameter, and must find the same gradient for it.
-            assert all(torch.allclose(share, shares[0], rtol=1e-13, atol=0) for share in shares)
-        gradients[name] = shard_of(param).join(shares).clone()
-    return loss.item(), gradients
+            shares = [torch.empty_like(shares[0]) for _ in range(group.size)]
+            dist.all_gather(shares, param.grad.contiguous(), group=group.handle)
+        if name not in joined:
+            joined[name] = torch.full(shard.canonical_shape, torch.nan, dtype=torch.float64)
+        for rank, share in enumerate(shares):
+            if shard.counted(rank, group.size):
+                shard.place(joined[name], share, rank, group.size)
+                first = share
+            elif shard.copies > 1 or region.split:
+                assert torch.equal(share, first), name
+            else:
+                assert torch.allclose(share, first, rtol=1e-13, atol=0), name
+    return joined
 
 
-def on_ranks(changes: dict, recompute: str | None) -> tuple[float, dict[str, Tensor]]:
-    return loss_and_gradients(tensor_group(), changes, recompute)
+def compute(case: Case, region: TensorParallel) -> Result:
+    model = build(case, region)
+    loss = backward(case, model, region)
+    counted = [param for param in model.parameters() if param.tensor_model_parallel]
+    norm = gradient_norm(counted, region.group)
+    return Result(float(loss), join_gradients(model, region), float(norm))
 
 
-CASES = [
-    (name, size, groups, recompute)
-    for name in MODELS
-    for size, groups, recompute in [(2, 8, None), (4, 4, None)]
-] + [("gpt2", 2, 2, None), ("llama", 2, 2, "full"), ("llama", 4, 4, "selective")]
+def on_ranks(cases: list[Case]) -> list[Result]:
+    group = tensor_group()
+    return [compute(case, TensorParallel(group, case.sequence)) for case in cases]
 
 
-@pytest.mark.parametrize(
-    "name, size, groups, recompute",
-    CASES,
-    ids=[f"{n}-tensor{s}-groups{g}" + (f"-{r}" if r else "") for n, s, g, r in CASES],
-)
-def test_against_one_process(pool, name, size, groups, recompute):
-    changes = MODELS[name] | {"num_query_groups": groups}
-    loss, expected = loss_and_gradients(SINGLE, changes, None)
-    largest = max(float(grad.abs().max()) for grad in expected.values())
-    for rank_loss, found in pool.run(size, on_ranks, changes, recompute):
-        assert abs(rank_loss - loss) <= 1e-12 * loss
-        assert list(found) == list(expected)
-        for key, grad in expected.items():
-            bound = 1e-12 * max(float(grad.abs().max()), 1e-3 * largest)
-            assert float((found[key] - grad).abs().max()) <= bound, key
+@cache
+def reference(model: str, kv_heads: int, documents: bool) -> Result:
+    case = Case(model, kv_heads=kv_heads, documents=documents)
+    return compute(case, TensorParallel())
+
+
+def check(case: Case, found: Result) -> None:
+    """DESIGN: each gradient to 1e-12 of the larger of its maximum and 1e-3 x the model's largest
+    (a key bias has a gradient of exactly zero in theory)."""
+    expected = reference(case.model, case.kv_heads, case.documents)
+    largest = max(float(grad.abs().max()) for grad in expected.gradients.values())
+    assert abs(found.loss - expected.loss) <= 1e-12 * expected.loss
+    assert abs(found.norm - expected.norm) <= 1e-12 * expected.norm
+    assert list(found.gradients) == list(expected.gradients)
+    for name, grad in expected.gradients.items():
+        bound = 1e-12 * max(float(grad.abs().max()), 1e-3 * largest)
+        assert float((found.gradients[name] - grad).abs().max()) <= bound, name
+
+
+SAMPLE = [
+    Case("gpt2", 2, False, 8),
+    Case("gpt2", 2, True, 1, None, True),
+    Case("gpt2", 4, True, 8),
+    Case("gpt2", 4, True, 2, "full", True),
+    Case("gpt2", 4, False, 1, "selective"),
+    Case("gpt2-untied", 2, True, 8),
+    Case("gpt2-erf", 4, True, 4),
+    Case("gpt2-squared-relu", 2, False, 2),
+    Case("llama", 2, False, 1, "full"),
+    Case("llama", 2, True, 2, None, True),
+    Case("llama", 4, False, 2, None, True),
+    Case("llama", 4, True, 1, "selective"),
+    Case("llama-tied", 2, True, 8, "full"),
+    Case("llama-tied", 4, True, 2),
+    Case("llama-half-rotary-qkv-bias", 2, True, 1, "selective"),
+    Case("llama-half-rotary-qkv-bias", 4, True, 4, None, True),
+]
+"""Every value of every column, and the pairs that have collectives in common."""
+
+
+@pytest.mark.parametrize("case", SAMPLE, ids=str)
+def test_against_one_process(pool, case):
+    for (found,) in pool.run(case.size, on_ranks, [case]):
+        check(case, found)
+
+
+COLUMNS = [(False, True), (8, 4, 2, 1), (None, "selective", "full"), (False, True)]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_whole_table_against_one_process(pool, model, size):
+    """All combinations of sequence parallelism, key and value heads, recomputation, documents."""
+    cases = [Case(model, size, *values) for values in product(*COLUMNS)]
+    for results in pool.run(size, on_ranks, cases, timeout=600):
+        for case, found in zip(cases, results, strict=True):
+            check(case, found)
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_recomputation_repeats_dropout(pool, sequence):
+    """Bit by bit the same with masks that differ between ranks, and repeatable."""
+    plain = Case("gpt2", 2, sequence, 1, dropout=0.2)
+    cases = [
+        plain,
+        plain,
+        *(Case("gpt2", 2, sequence, 1, r, dropout=0.2) for r in ("selective", "full")),
+    ]
+    for first, *others in pool.run(2, on_ranks, cases):
+        assert abs(first.loss - reference("gpt2", 1, False).loss) > 1e-3
+        for other in others:
+            assert other.loss == first.loss
+            for name, grad in first.gradients.items():
+                assert torch.equal(other.gradients[name], grad), name
+
+
+def with_precision(dtype: torch.dtype, autocast: bool, case: Case) -> tuple[float, list[float]]:
+    """Loss, and the cosine between each gradient and that in float64."""
+    region = TensorParallel(tensor_group(), case.sequence)
+    exact, model = build(case, region), build(case, region)
+    backward(case, exact, region)
+    model = model.float() if autocast else model.to(dtype)
+    with torch.autocast("cpu", dtype, enabled=autocast):
+        loss = backward(case, model, region)
+    expected, found = join_gradients(exact, region), join_gradients(model, region)
+    return float(loss), [
+        float(torch.cosine_similarity(found[name].flatten(), grad.flatten(), dim=0))
+        for name, grad in expected.items()
+    ]
+
+
+@pytest.mark.parametrize("model, kv_heads", [("gpt2", 2), ("llama", 1)])
+@pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "bf16-autocast"])
+def test_low_precision_against_float64(pool, autocast, model, kv_heads):
+    case = Case(model, 2, True, kv_heads)
+    for loss, cosines in pool.run(2, with_precision, torch.bfloat16, autocast, case):
+        assert loss == pytest.approx(reference(model, kv_heads, False).loss, rel=0.02)
+        assert min(cosines) > 0.9

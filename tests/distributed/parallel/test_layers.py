@@ -1,4 +1,8 @@
-"""Tensor-parallel layers on 2 and 4 ranks against the whole computation on one process, float64."""
+"""Tensor-parallel layers on 2 and 4 ranks, with and without sequence parallelism, against the whole
+computation on one process, float64."""
+
+import itertools
+from collections.abc import Iterable
 
 import pytest
 import torch
@@ -7,23 +11,36 @@ import torch.nn.functional as F
 from pool import tensor_group
 from torch import Tensor, nn
 
-from megatron.model.layer_list import initialise
-from megatron.parallel.collectives import copy_to_ranks, gather_last_dim, reduce_from_ranks
+from megatron.config import ModelConfig
+from megatron.model.block import Block
+from megatron.model.layer_list import Stream, initialise
+from megatron.model.norm import build_norm
+from megatron.parallel.collectives import (
+    reduce_from_ranks,
+    start_gather_sequence,
+    start_scatter_sequence,
+    start_sum_over_copies,
+)
+from megatron.parallel.column_linear import LinearMap
 from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
 from megatron.parallel.groups import Group, build_groups
 from megatron.parallel.layers import (
     ColumnParallelLinear,
-    ReplicatedEmbedding,
+    Dropout,
+    PositionEmbedding,
+    QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, shard_of
 
 SIZES = [2, 4]
-INPUTS, OUTPUTS, VOCAB, ROWS = 12, (16, 8, 8), 21, 24
+BATCH, LENGTH, INPUTS, OUTPUTS, VOCAB, ROWS = 2, 8, 12, (16, 8, 8), 21, 24
 
 
 def close(found: Tensor, expected: Tensor) -> bool:
+    assert found.shape == expected.shape
     return bool((found - expected).abs().max() <= 1e-12 * expected.abs().max())
 
 
@@ -32,17 +49,33 @@ def prepare(module: nn.Module, group: Group) -> nn.Module:
     module = module.double()
     for name, param in module.named_parameters():
         param.init = Init(std=0.5)
-        initialise(name, param, 1, group.rank, group.size)
+        initialise(shard_of(param).whole or name, param, 1, group.rank, group.size)
     return module
 
 
-def whole(param: nn.Parameter, group: Group) -> tuple[Tensor, Tensor]:
-    """Values and gradient of a parameter, joined from all ranks."""
+def on_all(x: Tensor, group: Group) -> list[Tensor]:
+    """What each rank has."""
+    found = [torch.empty_like(x).contiguous() for _ in range(group.size)]
+    dist.all_gather(found, x.contiguous(), group=group.handle)
+    return found
+
+
+def whole(params: Iterable[nn.Parameter], group: Group) -> tuple[Tensor, Tensor]:
+    """Values and gradient of a parameter that is held in these, from the copies that count; all
+    other copies must be the same."""
     joined = []
-    for part in (param.detach(), param.grad):
-        shares = [torch.empty_like(part) for _ in range(group.size)]
-        dist.all_gather(shares, part, group=group.handle)
-        joined.append(shard_of(param).join(shares))
+    for part in ("data", "grad"):
+        full = None
+        for param in params:
+            shard, found = shard_of(param), on_all(getattr(param, part), group)
+            full = found[0].new_full(shard.canonical_shape, torch.nan) if full is None else full
+            for rank, share in enumerate(found):
+                if shard.counted(rank, group.size):
+                    shard.place(full, share, rank, group.size)
+                    first = share
+                else:
+                    assert torch.equal(share, first)
+        joined.append(full)
     return joined[0], joined[1]
 
 
@@ -51,78 +84,248 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def column() -> None:
-    group = tensor_group()
-    layer = prepare(
-        ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, init=Init(0.5), group=group), group
+def outside(x_whole: Tensor, region: TensorParallel) -> Tensor:
+    """What this rank holds of activations between the layers, as a leaf."""
+    return region.own(x_whole, 1).clone().requires_grad_()
+
+
+def gathered(x: Tensor, region: TensorParallel) -> Tensor:
+    """The whole of activations between the layers, which must be equal where they overlap."""
+    found = on_all(x.detach(), region.group)
+    if region.split:
+        return torch.cat(found, dim=1)
+    assert all(torch.equal(each, found[0]) for each in found)
+    return found[0]
+
+
+def check(expected: Tensor, inputs: list[Tensor], grad: Tensor, found: list[Tensor]) -> None:
+    """Compares output and gradients with those of the whole computation."""
+    gradients = torch.autograd.grad(expected, inputs, grad)
+    for ours, theirs in zip(found, [expected, *gradients], strict=True):
+        assert close(ours, theirs)
+
+
+def column(sequence: bool) -> None:
+    region = TensorParallel(tensor_group(), sequence)
+    group = region.group
+    made = ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, init=Init(0.5), region=region)
+    layer = prepare(made, group)
+    x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, sum(OUTPUTS), seed=1)
+    x, share = outside(x_whole, region), shard_of(layer.bias)
+    y = layer(x)
+    of_rows = [share.cut(row, group.rank, group.size) for row in grad.flatten(0, 1)]
+    y.backward(torch.stack(of_rows).view_as(y))
+    weight, weight_grad = whole([layer.weight], group)
+    bias, bias_grad = whole([layer.bias], group)
+    pieces = [each.flatten(0, 1) for each in on_all(y.detach(), group)]
+    rows = [share.join([piece[row] for piece in pieces]) for row in range(BATCH * LENGTH)]
+    inputs = [t.requires_grad_() for t in (x_whole, weight, bias)]
+    y_whole = torch.stack(rows).view_as(grad)
+    found = [y_whole, gathered(x.grad, region), weight_grad, bias_grad]
+    check(F.linear(*inputs), inputs, grad, found)
+
+
+def heads(sequence: bool) -> None:
+    """Queries, keys and values with more, as many and fewer key and value heads than ranks."""
+    region = TensorParallel(tensor_group(), sequence)
+    for kv_heads in (1, 2, 4, 8):
+        for bias in (False, True):
+            _heads(region, kv_heads, bias)
+
+
+def _heads(region: TensorParallel, kv_heads: int, bias: bool) -> None:
+    group, width, query_heads = region.group, 3, 8
+    made = QKVParallelLinear(
+        INPUTS, query_heads, kv_heads, width, bias=bias, init=Init(0.5), region=region
     )
-    x, grad_whole = draw(2, 3, INPUTS).requires_grad_(), draw(2, 3, sum(OUTPUTS), seed=1)
+    layer = prepare(made, group)
+    x_whole = draw(BATCH, LENGTH, INPUTS)
+    grads = [draw(BATCH, LENGTH, query_heads, width, seed=seed) for seed in (1, 2, 3)]
+    x, mine = outside(x_whole, region), query_heads // group.size
+    first = group.rank * mine
+    seen = [head * kv_heads // query_heads for head in range(first, first + mine)]
+    local = sorted(set(seen))
+    # Every query head has a gradient of its own for the key and value that it attends to.
+    found = [y.unflatten(-1, (-1, width)) for y in layer(x)]
+    assert [y.shape[2] for y in found] == [mine, len(local), len(local)]
+    places = [local.index(head) for head in seen]
+    found = [found[0], found[1][:, :, places], found[2][:, :, places]]
+    own = [grad[:, :, first : first + mine] for grad in grads]
+    torch.autograd.backward(found, own)
+    weight, weight_grad = whole(
+        [w for w in (layer.weight, layer.kv_weight) if w is not None], group
+    )
+    inputs, gradients = [x_whole, weight], [gathered(x.grad, region), weight_grad]
+    if bias:
+        vector, vector_grad = whole(
+            [b for b in (layer.bias, layer.kv_bias) if b is not None], group
+        )
+        inputs, gradients = [*inputs, vector], [*gradients, vector_grad]
+    inputs = [t.requires_grad_() for t in inputs]
+    q, k, v = F.linear(*inputs).split(list(shard_of(layer.weight).parts), dim=-1)
+    q = q.unflatten(-1, (-1, width))
+    k, v = (
+        y.unflatten(-1, (-1, width)).repeat_interleave(query_heads // kv_heads, dim=2)
+        for y in (k, v)
+    )
+    y_whole = torch.cat([torch.cat(on_all(y.detach(), group), dim=2) for y in found], dim=2)
+    check(torch.cat([q, k, v], 2), inputs, torch.cat(grads, 2), [y_whole, *gradients])
+
+
+def row(sequence: bool) -> None:
+    region = TensorParallel(tensor_group(), sequence)
+    group = region.group
+    made = RowParallelLinear(INPUTS, 10, bias=True, init=Init(0.5), region=region)
+    layer = prepare(made, group)
+    x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, 10, seed=1)
+    x = x_whole.chunk(group.size, -1)[group.rank].clone().requires_grad_()
     y = layer(x)
-    share = shard_of(layer.bias)
-    y.backward(torch.stack([share.cut(g, group.rank, group.size) for g in grad_whole.view(6, -1)])
-               .view_as(y))  # fmt: skip
-    weight, weight_grad = whole(layer.weight, group)
-    bias, bias_grad = whole(layer.bias, group)
-    reference = [draw(2, 3, INPUTS), weight, bias]
-    y_whole = F.linear(*(t.requires_grad_() for t in reference))
-    y_whole.backward(grad_whole)
-    pieces = [torch.empty_like(y) for _ in range(group.size)]
-    dist.all_gather(pieces, y.detach())
-    rows = [share.join([piece.view(6, -1)[row] for piece in pieces]) for row in range(6)]
-    assert close(torch.stack(rows), y_whole.detach().view(6, -1))
-    for found, expected in zip((x.grad, weight_grad, bias_grad), reference, strict=True):
-        assert close(found, expected.grad)
+    y.backward(region.own(grad, 1))
+    weight, weight_grad = whole([layer.weight], group)
+    bias, bias_grad = whole([layer.bias], group)
+    inputs = [t.requires_grad_() for t in (x_whole, weight, bias)]
+    x_grad = torch.cat(on_all(x.grad, group), -1)
+    check(F.linear(*inputs), inputs, grad, [gathered(y, region), x_grad, weight_grad, bias_grad])
 
 
-def row() -> None:
-    group = tensor_group()
-    layer = prepare(RowParallelLinear(INPUTS, 10, bias=True, init=Init(0.5), group=group), group)
-    x_whole, grad = draw(2, 3, INPUTS), draw(2, 3, 10, seed=1)
-    width = INPUTS // group.size
-    x = x_whole[..., group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
-    y = layer(x)
-    y.backward(grad)
-    weight, weight_grad = whole(layer.weight, group)
-    bias, bias_grad = whole(layer.bias, group)
-    reference = [x_whole, weight, bias]
-    y_whole = F.linear(*(t.requires_grad_() for t in reference))
-    y_whole.backward(grad)
-    assert close(y, y_whole)
-    assert close(gather_last_dim(x.grad, group), x_whole.grad)
-    assert close(weight_grad, weight.grad) and close(bias_grad, bias.grad)
-
-
-def embedding() -> None:
+def embedding(sequence: bool) -> None:
     """Lookup and projection by one table, whose gradient is the sum of both."""
-    group = tensor_group()
-    table = prepare(VocabParallelEmbedding(ROWS, VOCAB, INPUTS, init=Init(0.5), group=group), group)
-    ids = torch.randint(VOCAB, (2, 5), generator=torch.Generator().manual_seed(3))
-    x, grad = draw(2, 5, INPUTS).requires_grad_(), draw(2, 5, ROWS, seed=1)
-    found = table(ids)
-    logits = table(x, project=True)
-    width = ROWS // group.size
-    mine = slice(group.rank * width, (group.rank + 1) * width)
-    assert logits.shape == (2, 5, width)
-    found.backward(draw(2, 5, INPUTS, seed=2))
-    logits.backward(grad[..., mine])
-    weight, weight_grad = whole(table.weight, group)
-    padding = weight.new_zeros(ROWS - VOCAB, INPUTS)
-    reference = torch.cat([weight, padding]).requires_grad_()
-    x_whole = draw(2, 5, INPUTS).requires_grad_()
+    region = TensorParallel(tensor_group(), sequence)
+    group = region.group
+    made = VocabParallelEmbedding(ROWS, VOCAB, INPUTS, init=Init(0.5), region=region)
+    table = prepare(made, group)
+    ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+    x_whole = draw(BATCH, LENGTH, INPUTS)
+    grads = draw(BATCH, LENGTH, INPUTS, seed=2), draw(BATCH, LENGTH, ROWS, seed=1)
+    x = outside(x_whole, region)
+    found, logits = table(ids), table(x, project=True)
+    own = region.own(grads[0], 1), grads[1].chunk(group.size, -1)[group.rank]
+    torch.autograd.backward([found, logits], own)
+    weight, weight_grad = whole([table.weight], group)
+    reference = torch.cat([weight, weight.new_zeros(ROWS - VOCAB, INPUTS)]).requires_grad_()
+    x_whole.requires_grad_()
     found_whole, logits_whole = F.embedding(ids, reference), F.linear(x_whole, reference)
-    found_whole.backward(draw(2, 5, INPUTS, seed=2))
-    logits_whole.backward(grad)
-    assert torch.equal(found, found_whole)
-    assert close(gather_last_dim(logits.detach(), group), logits_whole)
-    assert close(weight_grad, reference.grad[:VOCAB]) and close(x.grad, x_whole.grad)
+    torch.autograd.backward([found_whole, logits_whole], grads)
+    assert torch.equal(gathered(found, region), found_whole)
+    assert close(torch.cat(on_all(logits.detach(), group), -1), logits_whole)
+    assert close(weight_grad, reference.grad[:VOCAB])
+    assert close(gathered(x.grad, region), x_whole.grad)
 
 
-def replicated_embedding() -> None:
+def positions(sequence: bool) -> None:
+    """Positions of one sequence for all, and of each."""
+    region = TensorParallel(tensor_group(), sequence)
+    table = prepare(PositionEmbedding(LENGTH, 4, init=Init(0.5), region=region), region.group)
+    each = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH) % 3])
+    for ids in (torch.arange(LENGTH), each):
+        table.zero_grad()
+        grad = draw(*ids.shape, 4)
+        found = table(ids)
+        found.backward(region.own(grad, -2))
+        weight, weight_grad = whole([table.weight], region.group)
+        expected = F.embedding(ids, weight.requires_grad_())
+        if ids.dim() == 2:
+            assert torch.equal(gathered(found, region), expected)
+        (expected_grad,) = torch.autograd.grad(expected, weight, grad)
+        assert close(weight_grad, expected_grad)
+
+
+def norm(sequence: bool) -> None:
+    region = TensorParallel(tensor_group(), sequence)
+    for name in ("LayerNorm", "RMSNorm"):
+        _norm(region, name)
+
+
+def _norm(region: TensorParallel, name: str) -> None:
+    config = ModelConfig(hidden_size=INPUTS, normalization=name)
+    layer = prepare(build_norm(config, region), region.group)
+    x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, INPUTS, seed=1)
+    x = outside(x_whole, region)
+    y = layer(x)
+    y.backward(region.own(grad, 1))
+    params = [whole([param], region.group) for param in layer.parameters()]
+    inputs = [t.requires_grad_() for t in (x_whole, *(values for values, _ in params))]
+    whole_norm = {"LayerNorm": F.layer_norm, "RMSNorm": F.rms_norm}[name]
+    expected = whole_norm(inputs[0], (INPUTS,), *inputs[1:], eps=config.norm_epsilon)
+    found = [gathered(y, region), gathered(x.grad, region), *(grad for _, grad in params)]
+    check(expected, inputs, grad, found)
+
+
+def dropout(sequence: bool) -> None:
+    """Ranks draw the same where they hold the same, and differently for their own slices."""
+    region = TensorParallel(tensor_group(), sequence)
+    layer = Dropout(0.5, region)
+    torch.manual_seed(7)
+    found = on_all(layer(torch.ones(2, 50)), region.group)
+    after = on_all(torch.rand(3), region.group)
+    assert torch.equal(found[0], found[1]) is not sequence
+    assert all(torch.equal(each, after[0]) for each in after)
+    before = torch.get_rng_state()
+    assert (layer.eval()(torch.ones(3)) == 1).all() and (Dropout(0.0, region)(after[0]) < 1).all()
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def kept_bytes(sequence: bool) -> tuple[int, int]:
+    """Bytes that a column layer keeps for its backward pass beside its parameters, and those of
+    the input that this rank holds."""
+    region = TensorParallel(tensor_group(), sequence)
+    layer = ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, init=Init(0.5), region=region)
+    x = region.own(torch.randn(BATCH, LENGTH, INPUTS), 1).clone().requires_grad_()
+    return _kept(lambda: layer(x), layer), x.nbytes
+
+
+def _kept(forward, module: nn.Module) -> int:
+    storages = {}
+
+    def pack(x: Tensor) -> Tensor:
+        storages[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        forward()
+    for param in module.parameters():
+        storages.pop(param.untyped_storage().data_ptr(), None)
+    return sum(storages.values())
+
+
+def block_bytes(sequence: bool) -> int:
+    """Bytes that a block keeps for its backward pass."""
+    region = TensorParallel(tensor_group(), sequence)
+    config = ModelConfig(
+        num_layers=1, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, kv_channels=8,
+        num_query_groups=8, max_position_embeddings=32, hidden_dropout=0.1, attention_dropout=0.0,
+    )  # fmt: skip
+    block = Block(config, 0, region, recompute_attention=False)
+    x = region.own(torch.randn(2, 32, 64), 1).clone().requires_grad_()
+    return _kept(lambda: block(Stream(x)), block)
+
+
+def low_precision(dtype: torch.dtype, autocast: bool) -> None:
+    """An MLP in half precision, by autocast or throughout, loosely as in float64."""
     group = tensor_group()
-    table = prepare(ReplicatedEmbedding(6, 4, init=Init(0.5)), group)
-    values = [torch.empty_like(table.weight) for _ in range(group.size)]
-    dist.all_gather(values, table.weight.detach())
-    assert all(torch.equal(value, values[0]) for value in values)
+    for sequence in (False, True):
+        _low_precision(TensorParallel(group, sequence), dtype, autocast)
+
+
+def _low_precision(region: TensorParallel, dtype: torch.dtype, autocast: bool) -> None:
+    up = ColumnParallelLinear(INPUTS, (16,), bias=True, init=Init(0.5), region=region)
+    down = RowParallelLinear(16, INPUTS, bias=True, init=Init(0.5), region=region)
+    exact = prepare(nn.Sequential(up, nn.GELU(), down), region.group)
+    x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, INPUTS, seed=1)
+    results = []
+    for kind in (torch.float64, torch.float32 if autocast else dtype):
+        model = exact.to(kind)
+        model.zero_grad()
+        x = outside(x_whole, region).detach().to(kind).requires_grad_()
+        with torch.autocast("cpu", dtype, enabled=autocast and kind == torch.float32):
+            y = model(x)
+        y.backward(region.own(grad, 1).to(y.dtype))
+        found = [x.grad, *(param.grad for param in model.parameters())]
+        assert all(each.dtype == kind for each in found)
+        results.append([y.detach().double(), *(each.double() for each in found)])
+    for expected, found in zip(*results, strict=True):
+        assert (found - expected).norm() <= 0.02 * expected.norm()
+        assert not torch.equal(found, expected)
 
 
 def cross_entropy(vocab: int) -> None:
@@ -138,34 +341,43 @@ def cross_entropy(vocab: int) -> None:
     flat = F.cross_entropy(reference[..., :vocab].flatten(0, 1), labels.flatten(), reduction="none")
     (flat.view_as(loss) * weights).sum().backward()
     assert close(loss, flat.view_as(loss))
-    grad = gather_last_dim(mine.grad, group)
+    grad = torch.cat(on_all(mine.grad, group), -1)
     assert close(grad, reference.grad)
     assert torch.count_nonzero(grad[..., vocab:]) == 0
 
 
-def shared_gradient() -> None:
-    """The sum over ranks in the backward pass must not reach a gradient that others use too."""
-    group = tensor_group()
-    x, other = draw(3).requires_grad_(), draw(3).requires_grad_()
-    # A sum hands the same gradient tensor to both of its terms, here in either order.
-    for y in (copy_to_ranks(x, group) + other, other + copy_to_ranks(x, group)):
-        x.grad = other.grad = None
-        given = torch.ones(3, dtype=torch.float64)
-        y.backward(given)
-        assert x.grad.tolist() == [group.size] * 3
-        assert other.grad.tolist() == given.tolist() == [1.0] * 3
-
-
 def collectives() -> None:
     group = tensor_group()
-    x = torch.full((2, 3), float(group.rank + 1), requires_grad=True)
-    y = reduce_from_ranks(x.t(), group)
-    y.backward(torch.full((3, 2), 5.0))
+    x = torch.ones(2, 3, requires_grad=True) * float(group.rank + 1)
+    x.retain_grad()
+    y = reduce_from_ranks(x * 1, group)
+    y.backward(torch.full((2, 3), 5.0))
     assert (y == sum(range(1, group.size + 1))).all() and (x.grad == 5).all()
-    assert (x.detach() == group.rank + 1).all()
-    turned = torch.full((3, 2), float(group.rank)).t()
-    expected = [float(rank) for rank in range(group.size) for _ in range(3)]
-    assert gather_last_dim(turned, group)[0].tolist() == expected
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    for dtype, batch in itertools.product(dtypes, (1, 3)):
+        whole = torch.arange(batch * 8 * 3).view(batch, 8, 3).to(dtype)
+        mine = whole.chunk(group.size, 1)[group.rank]
+        # The slice is not contiguous when there is more than one sample.
+        assert torch.equal(start_gather_sequence(mine, group)(), whole)
+        assert torch.equal(start_scatter_sequence(whole, group)(), mine * group.size)
+    for copies in (1, 2, group.size):
+        neighbours = range(group.rank // copies * copies, group.rank // copies * copies + copies)
+        total = start_sum_over_copies(torch.full((3,), float(group.rank)), copies, group)()
+        assert total.tolist() == [sum(neighbours)] * 3
+
+
+def frozen() -> None:
+    """Gradients that nothing needs are neither computed nor waited for."""
+    region = TensorParallel(tensor_group(), sequence=True)
+    x = torch.randn(1, 2, INPUTS, requires_grad=True)
+    weight, bias = torch.randn(4, INPUTS, requires_grad=True), torch.randn(4)
+    for leaf, other in ((x, weight), (weight, x)):
+        leaf.grad = other.grad = None
+        leaf.requires_grad_(True), other.requires_grad_(False)
+        for copies in (1, region.group.size):
+            (y,) = region.enter(x, LinearMap(weight, bias, copies))
+            y.sum().backward()
+        assert leaf.grad is not None and other.grad is None
 
 
 def groups() -> dict[str, tuple[int, ...]]:
@@ -185,14 +397,47 @@ def staged_groups() -> dict[str, tuple[int, ...]]:
     return {name: getattr(made, name).ranks for name in ("tensor", "data", "pipeline", "model")}
 
 
+LAYERS = [column, heads, row, embedding, positions, norm, dropout]
+
+
 @pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
+def test_against_one_process(pool, layer, sequence, size):
+    pool.run(size, layer, sequence)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_collectives(pool, size):
+    pool.run(size, collectives)
+
+
+def test_gradients_that_nothing_needs(pool):
+    pool.run(2, frozen)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_a_column_layer_keeps_its_slice_only(pool, size):
+    whole_bytes = 4 * BATCH * LENGTH * INPUTS
+    assert pool.run(size, kept_bytes, False) == [(whole_bytes, whole_bytes)] * size
+    assert pool.run(size, kept_bytes, True) == [(whole_bytes // size,) * 2] * size
+
+
+def test_a_block_keeps_one_part_in_as_many_as_there_are_ranks(pool):
+    (alone,) = pool.run(1, block_bytes, True)
+    for size in SIZES:
+        for kept in pool.run(size, block_bytes, True):
+            assert alone / size <= kept < 1.02 * alone / size
+        assert min(pool.run(size, block_bytes, False)) > 1.3 * alone / size
+
+
 @pytest.mark.parametrize(
-    "job",
-    [column, row, embedding, replicated_embedding, shared_gradient, collectives],
-    ids=lambda job: job.__name__,
+    "dtype, autocast",
+    [(torch.bfloat16, False), (torch.bfloat16, True), (torch.float16, False)],
+    ids=["bf16", "bf16-autocast", "fp16"],
 )
-def test_against_one_process(pool, size, job):
-    pool.run(size, job)
+def test_low_precision_against_float64(pool, dtype, autocast):
+    pool.run(2, low_precision, dtype, autocast)
 
 
 @pytest.mark.parametrize("size", SIZES)

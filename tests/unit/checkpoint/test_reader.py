@@ -21,6 +21,13 @@ SHARDS = {
     "layers.0.attention.proj.weight": Shard((6, 8), 1),
     "final_norm.norm.weight": Shard((6,)),
 }
+APART = {
+    "layers.0.attention.qkv.weight": (
+        Shard((24, 6), 0, parts=(16, 4, 4), held=(0,)),
+        Shard((24, 6), 0, parts=(16, 4, 4), held=(1, 2), copies=2),
+    )
+}
+"""What is held in two parameters, at 4 ranks that share 2 key and value heads."""
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 
 
@@ -33,16 +40,17 @@ def whole_tensors():
     }
 
 
-def write_checkpoint(save, iteration, tensor_size, data_size):
+def write_checkpoint(save, iteration, tensor_size, data_size, apart=False):
     """A checkpoint of tensor_size x data_size ranks, where ZeRO cuts every share evenly."""
+    shards = {name: (shard,) for name, shard in SHARDS.items()} | (APART if apart else {})
     folder = incomplete_folder(save, iteration)
     folder.mkdir(parents=True)
     index, facts, wholes = {}, {}, whole_tensors()
     for rank in range(tensor_size * data_size):
         data_rank, tensor_rank = divmod(rank, tensor_size)
         stored = {}
-        for name, shard in SHARDS.items():
-            if shard.dim is None and tensor_rank:
+        for name, shard in ((name, each) for name, several in shards.items() for each in several):
+            if not shard.counted(tensor_rank, tensor_size):
                 continue
             numel = math.prod(shard.local_shape(tensor_size))
             step = -(-numel // data_size)
@@ -53,7 +61,7 @@ def write_checkpoint(save, iteration, tensor_size, data_size):
                 continue
             for kind in KINDS:
                 share = shard.cut(wholes[name, kind], tensor_rank, tensor_size).reshape(-1)
-                stored[tensor_key(name, kind)] = share[piece.start : piece.end].clone()
+                stored[tensor_key(name, kind, piece.part)] = share[piece.start : piece.end].clone()
             index.setdefault(name, []).append(piece.to_json())
         save_file(stored, folder / f"rank-{rank}.safetensors")
     write_json(folder / "index.json", index)
@@ -70,6 +78,18 @@ def test_any_layout_reads_whole(tmp_path, tensor_size, data_size):
     reader = CheckpointReader(write_checkpoint(tmp_path, 7, tensor_size, data_size))
     for (name, kind), expected in whole_tensors().items():
         assert torch.equal(reader.tensor(name, kind), expected), (name, kind)
+
+
+@pytest.mark.parametrize("data_size", [1, 2, 3])
+def test_parameters_in_parts_read_whole(tmp_path, data_size):
+    reader = CheckpointReader(write_checkpoint(tmp_path, 7, 4, data_size, apart=True))
+    for (name, kind), expected in whole_tensors().items():
+        assert torch.equal(reader.tensor(name, kind), expected), (name, kind)
+
+
+def test_keys_tell_parts_and_kinds_apart():
+    keys = {tensor_key("a", kind, part) for kind in KINDS for part in ("", "parts0", "parts1-2")}
+    assert len(keys) == 9 and {"a", "a.exp_avg", "a.parts1-2", "a.parts1-2.exp_avg"} < keys
 
 
 def test_missing_piece_is_refused(tmp_path):
@@ -121,6 +141,10 @@ def test_ranks_divide_the_verification(tmp_path):
 def test_piece_round_trip():
     piece = Piece((4, 6), 1, ((0, 2), (4, 1)), 3, 9, {"weight": "f"})
     assert Piece.from_json(json.loads(json.dumps(piece.to_json()))) == piece
+    older = {key: value for key, value in piece.to_json().items() if key != "part"}
+    assert Piece.from_json(older) == piece
+    apart = dataclasses.replace(piece, part="parts0")
+    assert Piece.from_json(apart.to_json()) == apart != piece
     assert piece.share_shape == (4, 3)
     assert not piece.is_whole_share
     assert dataclasses.replace(piece, start=0, end=12).is_whole_share

@@ -89,18 +89,18 @@ def test_recomputation_changes_nothing(granularity, method, layers, model, backe
     assert all(torch.equal(*pair) for pair in zip(gradients, gradients_again, strict=True))
 
 
-ONE_BY_ONE = [(place, place + 1, True) for place in range(1, 5)]
+ONE_BY_ONE = [(place, place + 1, True) for place in range(2, 6)]
 
 
 @pytest.mark.parametrize(
     "granularity, method, layers, expected",
     [
-        (None, None, 1, [(0, 7, False)]),
-        ("selective", None, 1, [(0, 7, False)]),
-        ("full", "uniform", 1, [(0, 1, False), *ONE_BY_ONE, (5, 7, False)]),
-        ("full", "uniform", 3, [(0, 1, False), (1, 4, True), (4, 5, True), (5, 7, False)]),
-        ("full", "block", 2, [(0, 1, False), (1, 2, True), (2, 3, True), (3, 7, False)]),
-        ("full", "block", 9, [(0, 1, False), *ONE_BY_ONE, (5, 7, False)]),
+        (None, None, 1, [(0, 8, False)]),
+        ("selective", None, 1, [(0, 8, False)]),
+        ("full", "uniform", 1, [(0, 2, False), *ONE_BY_ONE, (6, 8, False)]),
+        ("full", "uniform", 3, [(0, 2, False), (2, 5, True), (5, 6, True), (6, 8, False)]),
+        ("full", "block", 2, [(0, 2, False), (2, 3, True), (3, 4, True), (4, 8, False)]),
+        ("full", "block", 9, [(0, 2, False), *ONE_BY_ONE, (6, 8, False)]),
     ],
 )
 def test_recomputed_chunks(granularity, method, layers, expected):
@@ -114,12 +114,12 @@ def test_full_recomputation_runs_the_blocks_twice():
     parallel = ParallelConfig(recompute_granularity="full", recompute_method="block",
                               recompute_num_layers=3)  # fmt: skip
     stack, runs = gpt(config(), parallel), []
-    for place in range(1, 5):
+    for place in range(2, 6):
         stack.get_submodule(str(place)).register_forward_pre_hook(
             lambda *_, p=place: runs.append(p)
         )
     step(stack)
-    assert [runs.count(place) for place in range(1, 5)] == [2, 2, 2, 1]
+    assert [runs.count(place) for place in range(2, 6)] == [2, 2, 2, 1]
 
 
 @pytest.mark.parametrize("backend", ["sdpa", "eager"])
@@ -211,7 +211,7 @@ def test_canonical_names_are_a_bijection_of_the_registered_ones(model):
     registered = [name for name, _ in stack.named_parameters()]
     names = {canonical_name(name, prefixes) for name in registered}
     assert len(names) == len(registered) == len(list(stack.parameters()))
-    assert canonical_name("12.mlp.up.weight", prefixes) == "layers.11.mlp.up.weight"
+    assert canonical_name("13.mlp.up.weight", prefixes) == "layers.11.mlp.up.weight"
 
 
 @pytest.mark.parametrize("model", MODELS)

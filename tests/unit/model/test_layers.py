@@ -8,7 +8,7 @@ from megatron.config import ModelConfig
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
 from megatron.model.rope import apply_rope, rope_table
-from megatron.parallel.groups import SINGLE
+from megatron.parallel.region import TensorParallel
 
 CPU = torch.device("cpu")
 
@@ -22,7 +22,8 @@ def randomise(module):
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norm_against_torch(name):
-    norm = randomise(build_norm(ModelConfig(hidden_size=8, normalization=name, norm_epsilon=1e-3)))
+    config = ModelConfig(hidden_size=8, normalization=name, norm_epsilon=1e-3)
+    norm = randomise(build_norm(config, TensorParallel()))
     reference = getattr(torch.nn, name)(8, eps=1e-3).double()
     reference.load_state_dict(norm.state_dict())
     x = torch.randn(2, 3, 8, dtype=torch.float64)
@@ -43,7 +44,7 @@ def test_mlp_against_its_formula(flags, activation, bias):
     config = ModelConfig(
         num_layers=2, hidden_size=8, ffn_hidden_size=24, add_bias_linear=bias, **flags
     )
-    mlp = randomise(MLP(config, SINGLE))
+    mlp = randomise(MLP(config, TensorParallel()))
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     inner = activation(F.linear(x, mlp.up.weight, mlp.up.bias))
     torch.testing.assert_close(mlp(x), F.linear(inner, mlp.down.weight, mlp.down.bias))

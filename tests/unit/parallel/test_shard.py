@@ -6,8 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.model.layer_list import initialise
+from megatron.parallel.groups import SINGLE, Group
 from megatron.parallel.random import generator
 from megatron.parallel.shard import Init, Shard, init_of, parameter, shard_of
+
+
+def ranks(size, rank):
+    return Group(tuple(range(size)), rank)
 
 
 @st.composite
@@ -91,11 +96,11 @@ def test_shares_that_do_not_divide_are_refused():
 )
 def test_initial_values_are_the_same_whatever_the_tensor_size(shard, size):
     init = Init(std=0.02)
-    whole = parameter(shard, init, 1)
+    whole = parameter(shard, init, SINGLE)
     initialise("layers.0.x", whole, 1234, 0, 1)
     shares = []
     for rank in range(size):
-        shares.append(parameter(shard, init, size))
+        shares.append(parameter(shard, init, ranks(size, rank)))
         initialise("layers.0.x", shares[-1], 1234, rank, size)
     joined = shard.join([share.detach() for share in shares])
     assert torch.equal(joined, shard.join([whole.detach()]))
@@ -105,7 +110,7 @@ def test_initial_values_are_the_same_whatever_the_tensor_size(shard, size):
 
 def test_initial_values_depend_on_seed_and_name():
     def draw(name, seed):
-        param = parameter(Shard((8,)), Init(std=1.0), 1)
+        param = parameter(Shard((8,)), Init(std=1.0), SINGLE)
         initialise(name, param, seed, 0, 1)
         return param.detach()
 
@@ -115,15 +120,58 @@ def test_initial_values_depend_on_seed_and_name():
 
 
 def test_a_constant_is_filled_in():
-    param = parameter(Shard((4,)), Init(constant=1.0), 1)
+    param = parameter(Shard((4,)), Init(constant=1.0), SINGLE)
     initialise("norm", param, 1, 0, 1)
     assert param.tolist() == [1.0] * 4
 
 
 def test_a_parameter_carries_its_descriptions():
     shard, init = Shard((8, 2), 0), Init(std=0.1)
-    param = parameter(shard, init, 4)
+    param = parameter(shard, init, ranks(4, 3))
     assert tuple(param.shape) == (2, 2) and shard_of(param) is shard and init_of(param) is init
+
+
+@pytest.mark.parametrize(
+    "shard, counted",
+    [
+        (Shard((8, 2), 0), [True, True, True, True]),
+        (Shard((8, 2)), [True, False, False, False]),
+        (Shard((24, 2), 0, (16, 4, 4), held=(0,)), [True, True, True, True]),
+        (Shard((24, 2), 0, (16, 4, 4), held=(1, 2), copies=2), [True, False, True, False]),
+        (Shard((24, 2), 0, (16, 4, 4), held=(1, 2), copies=4), [True, False, False, False]),
+    ],
+    ids=["cut", "whole", "queries", "two copies", "four copies"],
+)
+def test_one_copy_counts(shard, counted):
+    assert [shard.counted(rank, 4) for rank in range(4)] == counted
     # DeepSpeed's gradient norm reads this mark.
-    assert param.tensor_model_parallel is True
-    assert parameter(Shard((8, 2)), init, 4).tensor_model_parallel is False
+    marks = [parameter(shard, Init(), ranks(4, r)).tensor_model_parallel for r in range(4)]
+    assert marks == counted
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+@pytest.mark.parametrize("heads", [1, 2])
+def test_parts_held_apart_make_up_the_whole(heads, size):
+    parts, copies = (16, 2 * heads, 2 * heads), max(1, size // heads)
+    whole = torch.arange(float(sum(parts))).view(-1, 1)
+    queries = Shard(tuple(whole.shape), 0, parts, held=(0,))
+    pairs = Shard(tuple(whole.shape), 0, parts, held=(1, 2), copies=copies)
+    found = torch.full_like(whole, -1.0)
+    for shard in (queries, pairs):
+        shares = [shard.cut(whole, rank, size) for rank in range(size)]
+        assert all(tuple(share.shape) == shard.local_shape(size) for share in shares)
+        for rank, share in enumerate(shares):
+            if shard.counted(rank, size):
+                assert (shard.cut(found, rank, size) == -1.0).all(), "written twice"
+                shard.place(found, share, rank, size)
+            else:
+                assert torch.equal(share, shares[rank - 1])
+    assert torch.equal(found, whole)
+
+
+def test_neighbours_hold_the_head_that_their_queries_attend_to():
+    """Rank r of t has queries of head group r * K // t."""
+    shard = Shard((24, 1), 0, (16, 4, 4), held=(1, 2), copies=2)
+    whole = torch.arange(24.0).unsqueeze(1)
+    held = [shard.cut(whole, rank, 4).squeeze(1).tolist() for rank in range(4)]
+    assert held == [[16, 17, 20, 21], [16, 17, 20, 21], [18, 19, 22, 23], [18, 19, 22, 23]]

@@ -1,0 +1,26 @@
+"""The engine that a layout needs."""
+
+from __future__ import annotations
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.engine.deepspeed_json import Json
+from megatron.engine.pipeline_engine import PipelineTrainEngine
+from megatron.engine.plain_engine import PlainEngine
+from megatron.engine.program import ModelProgram
+from megatron.engine.train_engine import TrainEngine
+from megatron.parallel.groups import ProcessGroups
+
+
+def build_engine(
+    config: RunConfig,
+    content: Json,
+    program: ModelProgram,
+    groups: ProcessGroups,
+    device: torch.device,
+) -> TrainEngine:
+    """A model in the engine for its number of pipeline stages; see :class:`TrainEngine`."""
+    pipelined = config.parallel.pipeline_model_parallel_size > 1
+    engine_class = PipelineTrainEngine if pipelined else PlainEngine
+    return engine_class(config, content, program, groups, device)

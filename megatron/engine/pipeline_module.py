@@ -1,0 +1,127 @@
+"""The layers of one process of a pipeline, as DeepSpeed's PipelineModule."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Sequence
+
+import torch
+from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
+from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
+from torch import Tensor, nn
+
+from megatron.config import ParallelConfig
+from megatron.model.attention_backends import document_mask
+from megatron.model.layer_list import LayerRecipe, LayerRun, Stream
+from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.partition import stage_bounds
+from megatron.parallel.schedules import PipelineSchedule
+
+
+class StageModule(PipelineModule):
+    """The stages of a layer list that one process holds.
+
+    Args:
+        recipes: the whole layer list.
+        parallel: how the list is cut, and what is recomputed.
+        placement: a schedule that says which process holds which stages.
+        groups: the layout's process groups.
+    """
+
+    def __init__(
+        self,
+        recipes: Sequence[LayerRecipe],
+        parallel: ParallelConfig,
+        placement: PipelineSchedule,
+        groups: ProcessGroups,
+    ) -> None:
+        # DeepSpeed's constructor calls the methods below, which need these.
+        self._recipes, self._parallel, self._placement = recipes, parallel, placement
+        self._rank = groups.pipeline.rank
+        self._bounds = layer_bounds(recipes, parallel)
+        topology = PipeModelDataParallelTopology(
+            num_pp=groups.pipeline.size, num_mp=groups.tensor.size, num_dp=groups.data.size
+        )
+        specs = [
+            _PlainSpec(recipe) if recipe.tied_key is None else _TiedSpec(recipe)
+            for recipe in recipes
+        ]
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints about layer seeds
+            super().__init__(specs, topology=topology)
+        grid = self._grid
+        assert tuple(grid.pp_group) == groups.pipeline.ranks
+        assert tuple(grid.dp_group) == groups.data.ranks
+        assert tuple(grid.slice_group) == groups.tensor.ranks
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = self._bounds
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The pipeline rank that holds a layer."""
+        stage = max(s for s, start in enumerate(self._bounds[:-1]) if start <= layer_idx)
+        return self._placement.rank_of(stage)
+
+    def _build(self) -> None:
+        self.runs: dict[int, LayerRun] = {}
+        for stage in self._placement.stages_of(self._rank):
+            begin, end = self._bounds[stage], self._bounds[stage + 1]
+            self._set_bounds(begin, end)
+            self.forward_funcs = []
+            super()._build()
+            recipes = self._recipes[begin:end]
+            self.runs[stage] = LayerRun(recipes, begin, self.forward_funcs, self._parallel)
+
+    def _synchronize_tied_weights(self) -> None:
+        """Nothing to do: copies of a tied layer have one canonical name, which their initial values
+        are drawn by."""
+
+    def forward(
+        self,
+        stage: int,
+        hidden: Tensor,
+        position_ids_BS: Tensor | None = None,
+        document_ids_BS: Tensor | None = None,
+        dropout_seed: int | None = None,
+    ) -> Tensor:
+        """Takes token ids or hidden states through one of this process's stages."""
+        mask = None if document_ids_BS is None else document_mask(document_ids_BS)
+        stream = Stream(hidden, position_ids_BS, mask, dropout_seed=dropout_seed)
+        return self.runs[stage](stream).hidden
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks that this process holds."""
+        return [
+            step
+            for stage, run in self.runs.items()
+            for step, recipe in zip(run.steps, self._recipes[self._bounds[stage] :], strict=False)
+            if recipe.block
+        ]
+
+
+class _PlainSpec(LayerSpec):
+    def __init__(self, recipe: LayerRecipe) -> None:
+        super().__init__(nn.Module)
+        self.recipe = recipe
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.recipe.build()
+
+
+class _TiedSpec(TiedLayerSpec):
+    def __init__(self, recipe: LayerRecipe) -> None:
+        super().__init__(recipe.tied_key, nn.Module, tied_weight_attr="weight")
+        self.recipe = recipe
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self.recipe.build()
+
+
+def layer_bounds(recipes: Sequence[LayerRecipe], parallel: ParallelConfig) -> list[int]:
+    """Where each stage starts in the layer list; see :func:`stage_bounds`."""
+    weights = [0] * len(recipes)
+    if parallel.pipeline_partition == "parameters":
+        with torch.device("meta"):
+            weights = [sum(p.numel() for p in recipe.build().parameters()) for recipe in recipes]
+    blocks = [recipe.block for recipe in recipes]
+    return stage_bounds(blocks, weights, parallel.stages, parallel.pipeline_partition)

@@ -1,0 +1,91 @@
+"""The whole layer list in every process: DeepSpeed's engine at any ZeRO stage."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+from torch import Tensor, nn
+
+from megatron.engine.deepspeed_json import Json
+from megatron.engine.mpu import Mpu
+from megatron.engine.program import Batch
+from megatron.engine.train_engine import TrainEngine
+from megatron.engine.zero3 import set_partition
+from megatron.model.layer_list import LayerStack, initialise
+from megatron.parallel.shard import init_of, shard_of
+
+
+class PlainEngine(TrainEngine):
+    """A model without pipeline stages."""
+
+    model: LayerStack
+
+    def _build_model(self, settings: Json) -> LayerStack:
+        with self._partitioned_construction(settings):
+            return LayerStack(self.recipes, self.config.parallel)
+
+    def _partitioned_construction(self, settings: Json) -> contextlib.AbstractContextManager:
+        """At stage 3 each parameter is partitioned as soon as it exists."""
+        return deepspeed.zero.Init(
+            data_parallel_group=self.groups.data.handle,
+            config_dict_or_path=settings,
+            enabled=self.stage == 3,
+            mpu=Mpu(self.groups),
+        )
+
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks, in order."""
+        return self.model.blocks()
+
+    def _build_engine(self, settings: Json) -> Any:
+        engine, *_ = deepspeed.initialize(
+            model=self.model, optimizer=self.optimizer, config=settings, mpu=Mpu(self.groups)
+        )
+        return engine
+
+    def _initialise(self, name: str, param: nn.Parameter) -> None:
+        if self.stage < 3:
+            super()._initialise(name, param)
+            return
+        seed, tensor = self.config.training.seed, self.groups.tensor
+        shard = shard_of(param)
+        values = nn.Parameter(torch.empty(shard.local_shape(tensor.size)))
+        values.shard, values.init = shard, init_of(param)  # type: ignore[attr-defined]
+        initialise(name, values, seed, tensor.rank, tensor.size)
+        set_partition(param, self.groups.data, values.data)
+
+    def _accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for number, seed in enumerate(seeds):
+            last = number == len(seeds) - 1
+            self.engine.set_gradient_accumulation_boundary(last)
+            loss = self._loss(next(batches), seed)
+            self.engine.backward(loss)
+            total += loss.detach()
+            if not last:
+                self.engine.step()
+        return total
+
+    def _apply(self) -> None:
+        self.engine.step()
+
+    def _evaluate(self, batches: Iterator[Batch], count: int) -> Tensor:
+        total = torch.zeros((), dtype=torch.float64, device=self.device)
+        for _ in range(count):
+            total += self._loss(next(batches), None)
+        return total
+
+    def _loss(self, batch: Batch, seed: int | None) -> Tensor:
+        batch = batch.to(self.device, non_blocking=True)
+        inputs = self.program.inputs(batch)
+        logits = self.engine(
+            inputs.tokens_BS,
+            inputs.position_ids_BS,
+            inputs.document_ids_BS,
+            dropout_seed=seed,
+        )
+        return self.program.loss(logits, batch, self.groups.tensor)

@@ -1,0 +1,69 @@
+"""What an engine runs, and what a step of it gives back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from megatron.model.layer_list import LayerRecipe
+from megatron.parallel.groups import Group
+from megatron.parallel.region import TensorParallel
+
+
+class Batch(Protocol):
+    """A micro batch that can move to a device."""
+
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
+        """The batch on ``device``."""
+        ...
+
+
+@dataclass(frozen=True)
+class ModelInputs:
+    """What the layers need of a micro batch.
+
+    Attributes:
+        tokens_BS: token ids, int64.
+        position_ids_BS: int64; None for 0, 1, 2, ...
+        document_ids_BS: int64; a token attends to equal ids only. None when it attends to all.
+    """
+
+    tokens_BS: Tensor
+    position_ids_BS: Tensor | None = None
+    document_ids_BS: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class ModelProgram:
+    """A model as a layer list, and what to do with its batches.
+
+    Attributes:
+        layers: the layers, cut over tensor-parallel ranks.
+        inputs: what the layers need of a batch.
+        loss: scalar mean loss of a micro batch, from the last layer's output and the batch.
+    """
+
+    layers: Callable[[TensorParallel], list[LayerRecipe]]
+    inputs: Callable[[Any], ModelInputs]
+    loss: Callable[[Tensor, Any, Group], Tensor]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What one optimizer step did.
+
+    Attributes:
+        loss: mean loss over micro batches and data-parallel ranks, a scalar on the device.
+        grad_norm: global 2-norm of the gradients before clipping; infinite when they overflowed.
+        skipped: whether the gradients were not finite, so that no weight changed.
+        loss_scale: the scale that the loss had.
+    """
+
+    loss: Tensor
+    grad_norm: float
+    skipped: bool
+    loss_scale: float

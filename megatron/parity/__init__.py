@@ -1,0 +1,1 @@
+"""Whether a parallel layout trains as one process does."""

@@ -1,0 +1,298 @@
+"""Loss and gradients of one step in float64, of a layout and of one process.
+
+In float64 rounding is so small that whatever differs between the two is an error. DeepSpeed's own
+reduction refuses float64, so a plain one takes its place; layers, schedules and communication are
+those of a training run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.data.loader import MicroBatches
+from megatron.engine.build import build_engine
+from megatron.engine.environment import distributed, training_device
+from megatron.engine.gradient_norm import gradient_norm
+from megatron.engine.pipeline_engine import PipelineTrainEngine
+from megatron.engine.train_engine import TrainEngine
+from megatron.model.layer_list import LayerRecipe, LayerRun, LayerStack, Stream, initialise
+from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.random import dropout_seed
+from megatron.parallel.region import TensorParallel
+from megatron.parallel.shard import Init, Shard, shard_of
+from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.plan import TrainingPlan
+from megatron.training.run import Run, parse_run
+
+INIT = Init(std=0.3)
+"""Wider than at the start of a training, biases too, so that every gradient is large."""
+
+
+@dataclass(frozen=True)
+class Gradient:
+    """A rank's share of a gradient.
+
+    Attributes:
+        name: canonical name of the parameter.
+        shard: how it is cut.
+        owned: whether this rank's copy counts.
+        values: the gradient, float64.
+    """
+
+    name: str
+    shard: Shard
+    owned: bool
+    values: Tensor
+
+
+@dataclass(frozen=True)
+class GradientRecord:
+    """What one rank saw of one step.
+
+    Attributes:
+        tensor: (rank, size) of its tensor-parallel group.
+        loss: mean over micro batches and data ranks.
+        norm: global norm of the gradients.
+        gradients: of the parameters that it holds (part of), averaged over data ranks.
+        outputs: of the layers that it ran, for the first micro batch of the step; by place in the
+            layer list.
+    """
+
+    tensor: tuple[int, int]
+    loss: float
+    norm: float
+    gradients: list[Gradient]
+    outputs: dict[int, Tensor]
+
+
+def gradients(argv: Sequence[str]) -> GradientRecord:
+    """One step of the layout that the flags describe; every process of it calls this."""
+    run = parse_run(None, argv)
+    assert run.config.engine.zero_stage == 0, "float64 gradients are taken at ZeRO stage 0"
+    with distributed(run.config.parallel) as groups:
+        engine = build_engine(
+            run.config, run.content, gpt_program(run.config), groups, training_device()
+        )
+        try:
+            return _step(run, engine, groups)
+        finally:
+            engine.close()
+
+
+def _step(run: Run, engine: TrainEngine, groups: ProcessGroups) -> GradientRecord:
+    config, tensor = run.config, groups.tensor
+    engine.model.double()
+    for param, name in engine.names.items():
+        _widen(name, param, config, tensor.rank, tensor.size)
+    if isinstance(engine, PipelineTrainEngine):
+        engine.engine.hidden_dtype = torch.float64
+        runs = list(engine.model.runs.values())
+    else:
+        runs = [engine.model.run]  # type: ignore[union-attr]
+    outputs = _observe(runs) if groups.data.rank == 0 else {}
+    engine.engine.allreduce_gradients = lambda **_: _reduce(engine.names, groups)
+    plan = TrainingPlan(config)
+    count = plan.batch_size.micro_batches(0)
+    engine.engine.train()
+    engine.engine.set_train_batch_size(plan.batch_size.batch_size(0))
+    samples = plan.micro_batch_size
+    seeds = [
+        dropout_seed(config.training.seed, (n * groups.data.size + groups.data.rank) * samples)
+        for n in range(count)
+    ]
+    batches = _batches(run, plan, groups)
+    total = engine._accumulate(batches, seeds)
+    owned = [param for param in engine.names if engine.owns(param)]
+    norm = float(gradient_norm(owned, groups.model))
+    found = [
+        Gradient(name, shard_of(param), engine.owns(param), param.grad.detach().cpu().clone())
+        for param, name in engine.names.items()
+        if param.grad is not None
+    ]
+    loss = float(engine._mean_over_ranks(total / count))
+    return GradientRecord((tensor.rank, tensor.size), loss, norm, found, outputs)
+
+
+def reference_gradients(argv: Sequence[str]) -> GradientRecord:
+    """The same step on one process, without DeepSpeed: a loop over the micro batches."""
+    run = parse_run(None, argv)
+    config, program, plan = run.config, gpt_program(run.config), TrainingPlan(run.config)
+    model = LayerStack(program.layers(TensorParallel()), config.parallel).double()
+    names = dict(model.canonical_parameters())
+    for name, param in names.items():
+        _widen(name, param, config, 0, 1)
+    outputs = _observe([model.run])
+    count = plan.batch_size.micro_batches(0)
+    groups, total = ProcessGroups(), 0.0
+    batches = _batches(run, plan, groups)
+    for number in range(count):
+        batch = next(batches)
+        inputs = program.inputs(batch)
+        seed = dropout_seed(config.training.seed, number * plan.micro_batch_size)
+        logits = model(
+            inputs.tokens_BS, inputs.position_ids_BS, inputs.document_ids_BS, dropout_seed=seed
+        )
+        loss = program.loss(logits, batch, groups.tensor)
+        (loss / count).backward()
+        total += float(loss.detach())
+    found = [
+        Gradient(name, shard_of(param), True, param.grad.clone())
+        for name, param in names.items()
+        if param.grad is not None
+    ]
+    norm = float(gradient_norm(list(names.values()), groups.tensor))
+    return GradientRecord((0, 1), total / count, norm, found, outputs)
+
+
+def _widen(name: str, param: nn.Parameter, config: RunConfig, rank: int, size: int) -> None:
+    param.init = INIT  # type: ignore[attr-defined]
+    initialise(name, param, config.training.seed, rank, size)
+
+
+def _batches(run: Run, plan: TrainingPlan, groups: ProcessGroups) -> Iterator[Any]:
+    datasets, collate = gpt_data(run)
+    assert datasets.train is not None
+    return MicroBatches(
+        datasets.train,
+        collate,
+        micro_batch_size=plan.micro_batch_size,
+        data_rank=groups.data.rank,
+        data_size=groups.data.size,
+    )
+
+
+def _observe(runs: Sequence[LayerRun]) -> dict[int, Tensor]:
+    """Has layer runs leave a copy of the first output of every layer."""
+    outputs: dict[int, Tensor] = {}
+
+    def observed(place: int, step: Callable[[Stream], Stream]) -> Callable[[Stream], Stream]:
+        def forward(stream: Stream) -> Stream:
+            stream = step(stream)
+            if place not in outputs:
+                outputs[place] = stream.hidden.detach().cpu().clone()
+            return stream
+
+        return forward
+
+    for run in runs:
+        run.steps = [observed(run.first + n, step) for n, step in enumerate(run.steps)]
+    return outputs
+
+
+def _reduce(params: Any, groups: ProcessGroups) -> None:
+    for param in params:
+        if param.grad is not None and groups.data.size > 1:
+            dist.all_reduce(param.grad, group=groups.data.handle)
+            param.grad /= groups.data.size
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first thing that differs, in the order in which a step computes.
+
+    Attributes:
+        what: layer output, loss, gradient of a parameter, or gradient norm.
+        rank: global rank on which it was seen.
+        found: largest difference.
+        allowed: largest difference that rounding explains.
+    """
+
+    what: str
+    rank: int
+    found: float
+    allowed: float
+
+    def __str__(self) -> str:
+        return f"{self.what} on rank {self.rank}: {self.found:.1e} off, {self.allowed:.1e} allowed"
+
+
+BOUND = 1e-12
+"""Relative to the larger of a gradient's maximum and 1e-3 x the model's largest gradient: a key
+bias has a gradient of exactly zero in theory."""
+
+
+def first_difference(
+    records: Sequence[GradientRecord], reference: GradientRecord, layers: Sequence[LayerRecipe]
+) -> Difference | None:
+    """Compares all copies of everything on all ranks.
+
+    Args:
+        records: one per global rank.
+        reference: one process.
+        layers: the layer list.
+    """
+    for place, layer in enumerate(layers):
+        expected = reference.outputs[place]
+        allowed = BOUND * float(expected.abs().max())
+        for rank, record in enumerate(records):
+            if place in record.outputs:
+                output = record.outputs[place]
+                logits = place == len(layers) - 1
+                share = _share_of_output(expected, output, record.tensor, logits)
+                found = _distance(output, share)
+                if not found <= allowed:
+                    what = f"output of {'the head ' if logits else ''}{layer.name}"
+                    return Difference(what, rank, found, allowed)
+    allowed = BOUND * abs(reference.loss)
+    for rank, record in enumerate(records):
+        if not abs(record.loss - reference.loss) <= allowed:
+            return Difference("loss", rank, abs(record.loss - reference.loss), allowed)
+    difference = _gradient_difference(records, reference)
+    if difference is not None:
+        return difference
+    for rank, record in enumerate(records):
+        if not abs(record.norm - reference.norm) <= BOUND * reference.norm:
+            found = abs(record.norm - reference.norm)
+            return Difference("gradient norm", rank, found, BOUND * reference.norm)
+    return None
+
+
+def _gradient_difference(
+    records: Sequence[GradientRecord], reference: GradientRecord
+) -> Difference | None:
+    largest = max(float(g.values.abs().max()) for g in reference.gradients)
+    missing = {g.name: g.values.numel() for g in reference.gradients}
+    for expected in reversed(reference.gradients):  # in the order of the backward pass
+        allowed = BOUND * max(float(expected.values.abs().max()), 1e-3 * largest)
+        canonical = expected.shard.join([expected.values])
+        for rank, record in enumerate(records):
+            for gradient in record.gradients:
+                if gradient.name != expected.name:
+                    continue
+                share = gradient.shard.cut(canonical, *record.tensor)
+                found = _distance(gradient.values, share)
+                if not found <= allowed:
+                    return Difference(f"gradient of {expected.name}", rank, found, allowed)
+                if gradient.owned:
+                    missing[expected.name] -= share.numel()
+    # Data-parallel ranks each hold a whole model.
+    for name, count in missing.items():
+        if count > 0:
+            return Difference(f"gradient of {name}, {count} elements missing", 0, float("inf"), 0)
+    return None
+
+
+def _share_of_output(
+    expected: Tensor, output: Tensor, tensor: tuple[int, int], logits: bool
+) -> Tensor:
+    """What of a layer's whole output a rank should have: logits [B, S, V] are cut along V, which is
+    padded to another length in every layout, hidden states [B, S, H] perhaps along S."""
+    rank, size = tensor
+    if logits:
+        width = output.shape[2]
+        share = torch.zeros_like(output)
+        columns = expected[..., rank * width : (rank + 1) * width]
+        share[..., : columns.shape[2]] = columns
+        return share
+    return expected if output.shape == expected.shape else expected.chunk(size, 1)[rank]
+
+
+def _distance(a: Tensor, b: Tensor) -> float:
+    return float((a - b).abs().max()) if a.shape == b.shape else float("inf")

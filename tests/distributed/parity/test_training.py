@@ -1,0 +1,79 @@
+"""Every layout at every ZeRO stage trains as one process does, through the whole engine in float32.
+
+The reference is plain torch: no DeepSpeed, torch's AdamW, a loop. Loss and gradient norm must agree
+to 1e-6 at the first step; after that rounding grows, and the allowed drift is 4 x the largest drift
+of runs on one process that sum their micro batches in other orders.
+"""
+
+from functools import cache
+
+import pytest
+from training_jobs import LAYOUTS, TINY, train, train_plainly
+
+from megatron.config.layouts import parse_layout
+from megatron.parity.training import Drift, rounding_noise
+
+FLAGS = [*TINY, "--num-layers", "8", "--global-batch-size", "8", "--lr-decay-style", "cosine"]
+FLAGS += ["--lr-warmup-iters", "3"]
+MODELS = {
+    "gpt2": [],
+    "llama": (
+        "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
+        "--untie-embeddings-and-output-weights --num-query-groups 2"
+    ).split(),
+}
+DROPOUT = {
+    "all": [],
+    "hidden": ["--attention-dropout", "0"],
+    "none": ["--attention-dropout", "0", "--hidden-dropout", "0"],
+}
+"""The dropout that a layout draws as one process does (megatron/config/layouts.py) is on."""
+
+
+@cache
+def plain(model: str, dropout: str, steps: int):
+    """Flags, the reference, and how far rounding drives plain runs apart."""
+    flags = [*FLAGS, *MODELS[model], *DROPOUT[dropout], "--train-iters", str(steps)]
+    reference = train_plainly(flags)
+    return flags, reference, rounding_noise(flags, reference)
+
+
+def drift_of(pool, layout: str, model: str, steps: int):
+    parsed = parse_layout(layout)
+    flags, reference, noise = plain(model, parsed.dropout, steps)
+    record = pool.run(parsed.processes, train, [*flags, *parsed.flags()], timeout=300)[0]
+    drift = Drift.between([record], reference)
+    print(
+        f"{layout} {model} {steps} steps: loss drift {drift.losses.max():.1e} "
+        f"(noise {noise.losses.max():.1e}), norm drift {drift.norms.max():.1e} "
+        f"(noise {noise.norms.max():.1e})"
+    )
+    return drift, noise, reference
+
+
+def cells():
+    """Every cell; the normal run has every layout with one of the stages and one of the models."""
+    for number, layout in enumerate(LAYOUTS):
+        stages = (0, 1) if parse_layout(layout).pipeline > 1 else (0, 1, 2, 3)
+        for stage in stages:
+            for model in MODELS:
+                chosen = stage == stages[number % len(stages)] and model == [*MODELS][number % 2]
+                marks = () if chosen else (pytest.mark.proof,)
+                yield pytest.param(f"{layout}-zero{stage}", model, marks=marks)
+
+
+@pytest.mark.parametrize(("layout", "model"), list(cells()))
+def test_against_plain_torch(pool, layout, model):
+    drift, noise, reference = drift_of(pool, layout, model, 20)
+    assert drift.within(noise, reference)
+    assert reference.losses[-1] < reference.losses[0] - 0.1, "the run must learn something"
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "layout", ["tp2-sp-dp2-zero3", "tp2-sp-pp2-zero1", "pp4-interleaved-zero1", "dp4-zero2"]
+)
+def test_drift_over_100_steps(pool, layout):
+    """Stated, and bounded as well: by then small differences have had time to grow."""
+    drift, noise, reference = drift_of(pool, layout, "gpt2", 100)
+    assert drift.within(noise, reference)
