@@ -67,6 +67,8 @@ class PipelineExecutor(PipelineEngine):
         self._last_stage = len(module.parts) - 2
         self.hidden_dtype = next(module.parameters()).dtype
         self.executed: list[Action] = []
+        # NCCL wants every rank of a group in its first call; later batches are for some of them.
+        dist.barrier(group=groups.pipeline.handle)
 
     def run(
         self,

@@ -60,12 +60,7 @@ class Reporter:
         self.say(f"{len(given)} values given or derived; --explain-config prints all")
         for note in run.resolved.notes:
             self.say(note)
-        layout = config.parallel
-        self.say(
-            f"layout: {layout.world_size} processes on {self.device.type}, data x tensor = "
-            f"{layout.data_parallel_size} x {layout.tensor_model_parallel_size}, ZeRO stage "
-            f"{config.engine.zero_stage}, {_precision(config)}"
-        )
+        self.say(f"layout: {_layout(config)} on {self.device.type}")
         self.say(
             f"batches: micro {self.plan.micro_batch_size}, global {self.plan.global_batch_size}, "
             f"{self.plan.train_iters} iterations"
@@ -145,6 +140,24 @@ def transformer_shape(config: RunConfig) -> TransformerShape:
         padded_vocab_size=model.padded_vocab_size,
         swiglu=model.swiglu,
     )
+
+
+def _layout(config: RunConfig) -> str:
+    layout = config.parallel
+    sizes = {
+        "pipeline": layout.pipeline_model_parallel_size,
+        "data": layout.data_parallel_size,
+        "tensor": layout.tensor_model_parallel_size,
+    }
+    words = [
+        f"{layout.world_size} processes, {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"
+    ]
+    if sizes["pipeline"] > 1:
+        chunks = layout.num_virtual_stages_per_pipeline_rank
+        words.append(f"{layout.pipeline_schedule} with {chunks} stages per process")
+    if layout.sequence_parallel:
+        words.append("sequence parallel")
+    return ", ".join([*words, f"ZeRO stage {config.engine.zero_stage}", _precision(config)])
 
 
 def _precision(config: RunConfig) -> str:

@@ -9,6 +9,7 @@ from training_jobs import TINY, train, train_plainly
 
 FOLDER = Path(__file__).parents[2] / "deepspeed_configs"
 FILES = sorted(FOLDER.glob("*.json"))
+LAYOUT = {"ds_pipeline": ["--pipeline-model-parallel-size", "2"]}
 FLAGS = [*TINY, "--train-iters", "3", "--clip-grad", "0.1"]
 
 
@@ -20,7 +21,8 @@ def plain():
 @pytest.mark.parametrize("path", FILES, ids=lambda path: path.stem)
 def test_against_plain_torch(pool, plain, path):
     """Fp32, clipped: losses and gradient norms of a loop without DeepSpeed."""
-    records = pool.run(2, train, [*FLAGS, "--deepspeed_config", str(path)])
+    layout = LAYOUT.get(path.stem, [])
+    records = pool.run(2, train, [*FLAGS, *layout, "--deepspeed_config", str(path)])
     for record in records:
         assert record.losses == pytest.approx(plain.losses, rel=1e-5)
         assert record.norms == pytest.approx(plain.norms, rel=1e-4)
@@ -31,9 +33,9 @@ def test_against_plain_torch(pool, plain, path):
 def test_half_precision(pool, plain, path, precision):
     """The flag alone turns half precision on; fp16 has no stage 0."""
     flags = [*FLAGS, precision, "--initial-loss-scale", "1024"]
-    flags += ["--deepspeed_config", str(path)]
+    flags += ["--deepspeed_config", str(path), *LAYOUT.get(path.stem, [])]
     if precision == "--fp16" and path.stem == "ds_zero0":
-        with pytest.raises(Exception, match="--fp16 needs --zero-stage 1, 2 or 3"):
+        with pytest.raises(Exception, match="--fp16, --zero-stage 0.*use --zero-stage 1, 2 or 3"):
             pool.run(2, train, flags)
         return
     for record in pool.run(2, train, flags):
@@ -45,7 +47,7 @@ def test_half_precision(pool, plain, path, precision):
 def test_name_and_readme(path):
     """The stage is the one in the name, and the README says what the file is for."""
     content = json.loads(path.read_text())
-    stage = re.fullmatch(r"ds_zero(\d)(_offload)?", path.stem)
-    assert stage and content["zero_optimization"]["stage"] == int(stage[1])
+    stage = re.fullmatch(r"ds_(?:zero(\d)(_offload)?|pipeline)", path.stem)
+    assert stage and content["zero_optimization"]["stage"] == int(stage[1] or 1)
     assert ("offload_param" in content["zero_optimization"]) == bool(stage[2])
     assert f"`{path.name}`" in (FOLDER / "README.md").read_text()

@@ -20,6 +20,51 @@ def test_bf16_follows_fp32(pool, plain, stage):
     assert record.losses != plain.losses, "bf16 must round"
 
 
+SUMS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_sums_in_fp32_are_nearer_to_fp32(pool, stage):
+    """32 small gradients: bfloat16 sums lose more of them than float32 sums do."""
+    flags = [*TINY, "--train-iters", "1", "--global-batch-size", "64"]
+    exact = train_plainly(flags).norms[0]
+    flags += ["--zero-stage", str(stage), "--bf16"]
+    rounded = pool.run(2, train, flags)[0].norms[0]
+    summed = pool.run(2, train, [*flags, SUMS_IN_FP32])[0].norms[0]
+    assert summed != rounded
+    assert summed == pytest.approx(exact, rel=2e-3)
+
+
+PIPELINES = {
+    "1f1b": "--pipeline-model-parallel-size 2".split(),
+    "interleaved": "--pipeline-model-parallel-size 2 --pipeline-schedule interleaved".split(),
+    "dualpipev": "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev".split(),
+    "tensor": "--pipeline-model-parallel-size 2 --tensor-model-parallel-size 2 "
+    "--sequence-parallel --attention-dropout 0 --hidden-dropout 0".split(),
+}
+FORMATS = {
+    "autocast": ["--zero-stage", "0", "--bf16"],
+    "bf16": ["--zero-stage", "1", "--bf16"],
+    "bf16-sums-fp32": ["--zero-stage", "1", "--bf16", SUMS_IN_FP32],
+    "fp16": ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "4096"],
+    "fp16-sums-fp32": ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "4096", SUMS_IN_FP32],
+}
+
+
+@pytest.mark.parametrize("number_format", FORMATS)
+@pytest.mark.parametrize("pipeline", PIPELINES)
+def test_pipelines_follow_fp32(pool, pipeline, number_format):
+    layout = PIPELINES[pipeline]
+    flags = [*TINY, "--num-layers", "4", "--train-iters", "4"]
+    expected = train_plainly([*flags, *(layout[-4:] if pipeline == "tensor" else [])])
+    size = 4 if pipeline == "tensor" else 2
+    record = pool.run(size, train, [*flags, *layout, *FORMATS[number_format]])[0]
+    assert not any(record.skipped)
+    np.testing.assert_allclose(record.losses, expected.losses, rtol=3e-3)
+    np.testing.assert_allclose(record.norms, expected.norms, rtol=2e-2)
+    assert record.losses != expected.losses, "half precision must round"
+
+
 @pytest.mark.parametrize("stage", [1, 2, 3])
 def test_fp16_follows_fp32(pool, plain, stage):
     flags = [*FLAGS, str(stage), "--fp16", "--initial-loss-scale", "4096"]

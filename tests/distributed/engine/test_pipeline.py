@@ -1,0 +1,90 @@
+"""What a pipeline really does: the order it executes, its bubble, and offload."""
+
+import json
+
+import pytest
+from training_jobs import TINY, train, train_plainly
+
+from megatron.data.loader import MicroBatches
+from megatron.engine.build import build_engine
+from megatron.engine.environment import distributed, training_device
+from megatron.parallel.schedules import PipelineSchedule
+from megatron.parallel.timeline import simulate_order, theory
+from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.run import parse_run
+
+FLAGS = [*TINY, "--num-layers", "8", "--global-batch-size", "8", "--train-iters", "1"]
+
+
+def executed(argv):
+    """The passes of one step on this rank, in the order in which they ran; for the pool."""
+    run = parse_run(None, argv)
+    with distributed(run.config.parallel) as groups:
+        engine = build_engine(
+            run.config, run.content, gpt_program(run.config), groups, training_device()
+        )
+        datasets, collate = gpt_data(run)
+        engine.train_step(MicroBatches(datasets.train, collate, micro_batch_size=1), 8, 0, 1e-3, 0)
+        engine.close()
+        return engine.engine.executed
+
+
+def executed_timeline(pool, name, chunks):
+    layout = ["--pipeline-model-parallel-size", "4", "--pipeline-schedule", name]
+    orders = pool.run(4, executed, [*FLAGS, *layout])
+    return simulate_order(orders, PipelineSchedule(name, 4, chunks, 8))
+
+
+def test_interleaving_shrinks_the_bubble(pool):
+    """As theory says, (p - 1) / (v m), counted from what ran."""
+    plain = executed_timeline(pool, "1f1b", 1)
+    interleaved = executed_timeline(pool, "interleaved", 2)
+    print(f"bubble of 1f1b {plain.bubble_ratio}, of interleaved {interleaved.bubble_ratio}")
+    assert plain.bubble_ratio == theory("1f1b", 4, 1, 8) == 3 / 8
+    assert interleaved.bubble_ratio == theory("interleaved", 4, 2, 8) == 3 / 16
+
+
+def test_dualpipev_executes_its_order(pool):
+    timeline = executed_timeline(pool, "dualpipev", 2)
+    schedule = PipelineSchedule("dualpipev", 4, 2, 8)
+    for rank in range(4):
+        slots = [slot.action for slot in timeline.slots if slot.rank == rank]
+        assert slots == list(schedule.actions(rank))
+
+
+@pytest.mark.parametrize("partition", ["2,1,2,3", "parameters", "blocks"])
+def test_uneven_stages(pool, partition):
+    """Stages of unequal sizes train alike; also nine blocks over four stages."""
+    blocks = "8" if partition[0] == "2" else "9"
+    flags = [*FLAGS, "--num-layers", blocks, "--train-iters", "3"]
+    expected = train_plainly(flags)
+    layout = ["--pipeline-model-parallel-size", "4", "--pipeline-partition", partition]
+    record = pool.run(4, train, [*flags, *layout, "--zero-stage", "1"])[0]
+    assert record.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert record.norms == pytest.approx(expected.norms, rel=1e-5)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved"])
+def test_offloaded_optimizer(pool, tmp_path, schedule):
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}}
+    (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": zero}))
+    flags = [*FLAGS, "--train-iters", "4"]
+    expected = train_plainly(flags)
+    layout = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", schedule]
+    config = ["--deepspeed_config", str(tmp_path / "ds.json")]
+    record = pool.run(4, train, [*flags, *layout, *config])[0]
+    assert record.losses == pytest.approx(expected.losses, rel=1e-6)
+    assert record.norms == pytest.approx(expected.norms, rel=1e-5)
+
+
+def test_ramp_up_and_evaluation(pool):
+    """Steps of 4, 6 and 8 micro batches, and evaluations between them."""
+    flags = [*TINY, "--num-layers", "4", "--rampup-batch-size", "4", "2", "16"]
+    flags += ["--global-batch-size", "8", "--train-samples", "48", "--lr-warmup-samples", "4"]
+    flags += ["--hidden-dropout", "0", "--attention-dropout", "0"]
+    expected = train_plainly(flags)
+    flags += ["--eval-interval", "2", "--eval-iters", "1", "--zero-stage", "1"]
+    layout = ["--pipeline-model-parallel-size", "2", "--pipeline-schedule", "interleaved"]
+    record = pool.run(2, train, [*flags, *layout])[0]
+    assert len(record.losses) > 6, "without the ramp there were 6 steps"
+    assert record.losses == pytest.approx(expected.losses, rel=1e-5)
