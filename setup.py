@@ -32,6 +32,10 @@ COMMANDS = [
     "megatron-preprocess-data = megatron.tools.preprocess_data:main",
     "megatron-convert-checkpoint = megatron.tools.convert_checkpoint:main",
     "megatron-generate = megatron.tools.generate:main",
+    "megatron-layouts = megatron.tools.layouts:main",
+    "megatron-schedule = megatron.tools.schedule:main",
+    "megatron-plan = megatron.tools.plan:main",
+    "megatron-check-parity = megatron.tools.check_parity:main",
 ]
 
 setup(

@@ -23,6 +23,8 @@ from megatron.parallel.timeline import Exchange, Transfer
 
 _Key = tuple[int, int]
 """(stage, micro batch)."""
+_Arrival = tuple[bool, _Key]
+"""(whether it is a gradient, for which stage and micro batch)."""
 
 
 class PipelineExecutor(PipelineEngine):
@@ -94,8 +96,8 @@ class PipelineExecutor(PipelineEngine):
         self._inputs: dict[_Key, Tensor] = {}
         self._outputs: dict[_Key, Tensor] = {}
         self._gradients: dict[_Key, Tensor] = {}
-        self._queue: list[tuple[dist.P2POp, _Key | None]] = []
-        self._arriving: dict[tuple[bool, _Key], dist.Work] = {}
+        self._queue: list[tuple[dist.P2POp, _Arrival | None]] = []
+        self._arriving: dict[_Arrival, dist.Work] = {}
         self._leaving: list[tuple[dist.Work, Tensor]] = []
         self._total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.executed = []
@@ -191,7 +193,7 @@ class PipelineExecutor(PipelineEngine):
     def _empty(self) -> Tensor:
         return torch.empty(self._hidden_shape, dtype=self.hidden_dtype, device=self.device)
 
-    def _post(self, operation: Any, tensor: Tensor, rank: int, key: Any) -> None:
+    def _post(self, operation: Any, tensor: Tensor, rank: int, key: _Arrival | None) -> None:
         pipeline = self._groups.pipeline
         peer = dist.P2POp(operation, tensor, pipeline.ranks[rank], group=pipeline.handle)
         self._queue.append((peer, key))
@@ -222,14 +224,17 @@ class PipelineExecutor(PipelineEngine):
         return place[key]
 
     def _exec_reduce_tied_grads(self) -> None:
-        """DeepSpeed's own looks for the gradients where they are not, when fp16 is accumulated in
-        fp32."""
+        """Sums the gradients of tied weights over the stages that hold a copy.
+
+        DeepSpeed's own instruction looks in ``weight.grad``, where there is nothing once fp16
+        gradients were added up in float32.
+        """
         for weight, group in self.module.get_tied_weights_and_groups():
             dist.all_reduce(self._accumulated(weight), group=group)
 
     def _accumulated(self, weight: torch.nn.Parameter) -> Tensor:
         if self.using_bf16_optimizer:
-            return weight._hp_grad
+            return weight._hp_grad  # type: ignore[attr-defined]
         if isinstance(self.optimizer, ZeROOptimizer):
             return self.optimizer.get_gradient_for_reduction(weight)
         assert weight.grad is not None

@@ -67,7 +67,7 @@ class StageModule(PipelineModule):
         for stage in self._placement.stages_of(self._rank):
             begin, end = self._bounds[stage], self._bounds[stage + 1]
             self._set_bounds(begin, end)
-            self.forward_funcs = []
+            self.forward_funcs: list[nn.Module] = []
             super()._build()
             recipes = self._recipes[begin:end]
             self.runs[stage] = LayerRun(recipes, begin, self.forward_funcs, self._parallel)
@@ -91,12 +91,7 @@ class StageModule(PipelineModule):
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks that this process holds."""
-        return [
-            step
-            for stage, run in self.runs.items()
-            for step, recipe in zip(run.steps, self._recipes[self._bounds[stage] :], strict=False)
-            if recipe.block
-        ]
+        return [block for run in self.runs.values() for block in run.blocks]
 
 
 class _PlainSpec(LayerSpec):

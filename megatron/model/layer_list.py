@@ -77,6 +77,9 @@ class LayerRun:
         first: place of the first one in the whole list.
         modules: a module for each; tied layers share one.
         parallel: what is recomputed in the backward pass.
+
+    Attributes:
+        blocks: the repeated blocks among them.
     """
 
     def __init__(
@@ -87,10 +90,11 @@ class LayerRun:
         parallel: ParallelConfig,
     ) -> None:
         self.first = first
-        self.steps = [
+        self.steps: list[Callable[[Stream], Stream]] = [
             module if recipe.forward is None else partial(recipe.forward, module)
             for recipe, module in zip(recipes, modules, strict=True)
         ]
+        self.blocks = [m for recipe, m in zip(recipes, modules, strict=True) if recipe.block]
         self.chunks = recomputed_chunks(recipes, parallel)
 
     def __call__(self, stream: Stream) -> Stream:
@@ -127,16 +131,16 @@ class LayerStack(nn.Module):
         super().__init__()
         self.recipes = tuple(recipes)
         self.tied_modules = nn.ModuleDict()
-        modules = []
+        modules: list[nn.Module] = []
         for place, recipe in enumerate(recipes):
             if recipe.tied_key is None:
-                self.add_module(str(place), recipe.build())
-                modules.append(self._modules[str(place)])
+                modules.append(recipe.build())
+                self.add_module(str(place), modules[-1])
             else:
                 if recipe.tied_key not in self.tied_modules:
                     self.tied_modules[recipe.tied_key] = recipe.build()
                 modules.append(self.tied_modules[recipe.tied_key])
-        self.run = LayerRun(recipes, 0, modules, parallel)  # type: ignore[arg-type]
+        self.run = LayerRun(recipes, 0, modules, parallel)
 
     def forward(
         self,
@@ -155,11 +159,7 @@ class LayerStack(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks, in order."""
-        return [
-            self._modules[str(place)]  # type: ignore[misc]
-            for place, recipe in enumerate(self.recipes)
-            if recipe.block
-        ]
+        return self.run.blocks
 
     def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of every parameter once, in registration order."""

@@ -81,7 +81,8 @@ def _balanced(places: Sequence[int], weights: Sequence[int], stages: int) -> lis
     # Fewer stages than there are: splitting the fullest ones never makes the heaviest heavier.
     while len(counts) < stages:
         fullest = max(range(len(counts)), key=lambda stage: counts[stage])
-        counts[fullest : fullest + 1] = [counts[fullest] - counts[fullest] // 2, counts[fullest] // 2]
+        half = counts[fullest] // 2
+        counts[fullest : fullest + 1] = [counts[fullest] - half, half]
     return counts
 
 

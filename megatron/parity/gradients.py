@@ -21,6 +21,7 @@ from megatron.engine.build import build_engine
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.gradient_norm import gradient_norm
 from megatron.engine.pipeline_engine import PipelineTrainEngine
+from megatron.engine.plain_engine import PlainEngine
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.layer_list import LayerRecipe, LayerRun, LayerStack, Stream, initialise
 from megatron.parallel.groups import ProcessGroups
@@ -95,7 +96,8 @@ def _step(run: Run, engine: TrainEngine, groups: ProcessGroups) -> GradientRecor
         engine.engine.hidden_dtype = torch.float64
         runs = list(engine.model.runs.values())
     else:
-        runs = [engine.model.run]  # type: ignore[union-attr]
+        assert isinstance(engine, PlainEngine)
+        runs = [engine.model.run]
     outputs = _observe(runs) if groups.data.rank == 0 else {}
     engine.engine.allreduce_gradients = lambda **_: _reduce(engine.names, groups)
     plan = TrainingPlan(config)

@@ -67,7 +67,7 @@ def train(argv: Sequence[str]) -> Record:
             record.skipped.append(result.skipped)
             return result
 
-        trainer.engine.train_step = recorded_step  # type: ignore[method-assign]
+        trainer.engine.train_step = recorded_step  # type: ignore
         trainer.fit()
         record.iteration = trainer.iteration
         for part in fragments(trainer.engine):

@@ -144,15 +144,12 @@ def transformer_shape(config: RunConfig) -> TransformerShape:
 
 def _layout(config: RunConfig) -> str:
     layout = config.parallel
-    sizes = {
-        "pipeline": layout.pipeline_model_parallel_size,
-        "data": layout.data_parallel_size,
-        "tensor": layout.tensor_model_parallel_size,
-    }
+    pipeline, data = layout.pipeline_model_parallel_size, layout.data_parallel_size
     words = [
-        f"{layout.world_size} processes, {' x '.join(sizes)} = {' x '.join(map(str, sizes.values()))}"
+        f"{layout.world_size} processes, pipeline x data x tensor = "
+        f"{pipeline} x {data} x {layout.tensor_model_parallel_size}"
     ]
-    if sizes["pipeline"] > 1:
+    if pipeline > 1:
         chunks = layout.num_virtual_stages_per_pipeline_rank
         words.append(f"{layout.pipeline_schedule} with {chunks} stages per process")
     if layout.sequence_parallel:

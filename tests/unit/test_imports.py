@@ -18,6 +18,7 @@ BELOW = {
     "engine": {"config", "parallel", "tokenizer", "data", "model", "checkpoint"},
 }
 BELOW["training"] = BELOW["inference"] = BELOW["engine"] | {"engine"}
+BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
 BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
 """What each package may import of megatron, besides itself. Packages that are not named here are
 programs: nothing imports them, and they may import all."""

@@ -31,8 +31,15 @@ CASES = {
     ),
     "zero3-tp2-sp-shared-kv": (
         2,
-        ["--tensor-model-parallel-size", "2", "--sequence-parallel", "--num-query-groups", "1",
-         "--zero-stage", "3"],
+        [
+            "--tensor-model-parallel-size",
+            "2",
+            "--sequence-parallel",
+            "--num-query-groups",
+            "1",
+            "--zero-stage",
+            "3",
+        ],
     ),
     "zero0-pp2": (2, ["--pipeline-model-parallel-size", "2"]),
     "zero1-pp2-dp2-fp16": (
@@ -41,8 +48,17 @@ CASES = {
     ),
     "zero1-pp2-interleaved-bf16": (
         2,
-        ["--zero-stage", "1", "--bf16", "--pipeline-model-parallel-size", "2", "--num-layers", "4",
-         "--num-layers-per-virtual-pipeline-stage", "1"],
+        [
+            "--zero-stage",
+            "1",
+            "--bf16",
+            "--pipeline-model-parallel-size",
+            "2",
+            "--num-layers",
+            "4",
+            "--num-layers-per-virtual-pipeline-stage",
+            "1",
+        ],
     ),
     "sgd": (2, ["--zero-stage", "1", "--optimizer", "sgd"]),
     "rampup": (2, ["--rampup-batch-size", "2", "2", "8", "--zero-stage", "1"]),

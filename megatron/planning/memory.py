@@ -1,0 +1,236 @@
+"""Memory of one rank, in bytes: weights, gradients, optimizer state, buffers, activations.
+
+Activations follow Korthikanti et al. 2022 (arXiv:2205.05198): a block of GPT-2's shape keeps
+``s b h (34 + 5 a s / h)`` bytes of 16-bit activations with dropout (equation 1), of which 10 are
+outside the matrices that t ranks share, so ``10 + 24 / t`` with tensor parallelism (equation 2) and
+``34 / t`` with sequence parallelism (equation 4). The count here is made tensor by tensor, so it
+also holds for grouped queries, rotary positions, gated MLPs, other widths and no dropout. The term
+in s^2 is there with the eager attention kernel only: flash kernels keep their output and one number
+per query (Dao et al. 2022, arXiv:2205.14135).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config import ModelConfig
+from megatron.config.layouts import Layout
+from megatron.planning.parameters import RankShare, local_widths, rank_shares
+
+REDUCE_BUCKET = 500_000_000
+"""Elements of a bucket of gradients on their way: DeepSpeed's default of ``reduce_bucket_size``."""
+
+LIVE_PARAMETERS = 1_000_000_000
+"""Elements that ZeRO 3 holds gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
+
+
+@dataclass(frozen=True)
+class StateBytes:
+    """Bytes per parameter of a rank's share of the model, at the peak of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+
+    @property
+    def total(self) -> float:
+        """All three."""
+        return self.weights + self.gradients + self.optimizer
+
+
+def state_bytes(layout: Layout) -> StateBytes:
+    """Bytes per parameter with Adam: what DeepSpeed 0.19's engine holds at its optimizer step.
+
+    ZeRO's stages are those of Rajbhandari et al. 2020 (arXiv:1910.02054, section 5): 1 cuts
+    optimizer state over the d data-parallel ranks, 2 gradients too, 3 parameters too. Beyond the
+    paper, DeepSpeed copies the gradients that a rank updates to float32 in the step, beside those
+    that it has reduced, and keeps main weights of their own for float32 as well. 16 bits at stage 0
+    run as autocast over float32 weights.
+    """
+    data = layout.data
+    if layout.zero == 0:
+        return StateBytes(4.0, 4.0, 8.0)
+    size = 4 if layout.precision == "fp32" else 2
+    accumulated = 4 if layout.grads_in_fp32 else size
+    if layout.zero == 1:
+        # Whole until they are reduced. Its bf16 optimizer accumulates beside the 16-bit gradients.
+        beside = size if accumulated > size and layout.precision == "bf16" else 0
+        gradients = max(accumulated + beside, (size + 4) / data)
+    elif layout.zero == 2 and accumulated > size:
+        gradients = accumulated / data
+    else:
+        gradients = (accumulated + 4) / data
+    return StateBytes(size / (data if layout.zero == 3 else 1), gradients, 12 / data)
+
+
+def buffer_bytes(layout: Layout, parameters: int) -> float:
+    """Bytes of copies that come and go in a step, with DeepSpeed's default sizes.
+
+    At ZeRO 1 to 3 two buckets of gradients on their way (``overlap_comm``), except in pipelines,
+    and at stage 3 the parameters that are gathered; at stage 0 autocast's 16-bit weights.
+    """
+    half = layout.precision != "fp32"
+    if layout.zero == 0:
+        return 2.0 * parameters if half else 0.0
+    if layout.data == 1:
+        return 0.0
+    size = 2 if half else 4
+    gathered = min(LIVE_PARAMETERS, parameters) * size if layout.zero == 3 else 0
+    if layout.pipeline > 1:
+        return float(gathered)
+    bucket = min(REDUCE_BUCKET, parameters) * (4 if layout.grads_in_fp32 else size)
+    return 2.0 * bucket + gathered
+
+
+@dataclass(frozen=True)
+class Activations:
+    """Bytes that a micro batch keeps for its backward pass on one rank.
+
+    Attributes:
+        block: one block.
+        recomputed: one block while it is computed again; 0 without full recomputation.
+        embedding: the layers in front of the blocks.
+        head: final norm, head and loss.
+        hidden: hidden states between two blocks.
+    """
+
+    block: float
+    recomputed: float
+    embedding: float
+    head: float
+    hidden: float
+
+
+def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Activations:
+    """What a micro batch keeps, counted tensor by tensor.
+
+    Args:
+        model: the complete model, its vocabulary padded for the layout.
+        layout: the layout.
+        micro_batch: samples of a micro batch.
+    """
+    assert model.hidden_size and model.seq_length and model.num_attention_heads
+    share, hidden = local_widths(model, layout.tensor), model.hidden_size
+    half = layout.precision != "fp32"
+    size = 2 if half else 4
+    # Autocast, which is how 16 bits run at stage 0, keeps the residual stream in float32.
+    residual = 4 if half and layout.zero == 0 else size
+    tokens = micro_batch * model.seq_length
+    outside = tokens / layout.tensor if layout.sequence else tokens
+    norm = (residual + size) * hidden + (8 if model.normalization == "LayerNorm" else 4)
+    mask = hidden if model.hidden_dropout else 0
+    qkv = share.query + 2 * share.kv
+    # Rotated queries and keys are new tensors; the values still hold the whole product.
+    rotated = share.query + share.kv if model.position_embedding_type == "rope" else 0
+    mlp = share.ffn * (4 if model.swiglu else 2)
+    kernel = _attention_kernel(model, layout.tensor, size, micro_batch)
+    whole = outside * 2 * (norm + mask) + _angles(model, layout)
+    whole += tokens * size * (qkv + rotated + share.query + mlp) + kernel
+    full = layout.recompute in ("uniform", "block")
+    between = outside * residual * hidden
+    kept = between if full else whole - kernel * (layout.recompute == "selective")
+    return Activations(
+        block=kept,
+        recomputed=whole if full else 0.0,
+        embedding=outside * mask + 8 * tokens,
+        # Labels (8 bytes), loss, its mask and the log of the softmax's sum (4 each), padding (1).
+        head=outside * norm + tokens * (size * share.vocab + 21),
+        hidden=between,
+    )
+
+
+def _attention_kernel(model: ModelConfig, tensor: int, size: int, micro_batch: int) -> float:
+    """Bytes that attention keeps besides queries, keys, values and its output."""
+    assert model.num_attention_heads and model.seq_length
+    length, heads = model.seq_length, model.num_attention_heads // tensor
+    if model.attention_backend != "eager":
+        return 4.0 * micro_batch * length * heads  # the log of the softmax's sum
+    share = local_widths(model, tensor)
+    dropped = 1 + size if model.attention_dropout else 0
+    weights = micro_batch * heads * length**2 * (size + dropped) + length**2  # and their mask
+    # Keys and values are repeated for the query heads that share them.
+    return weights + 2.0 * size * micro_batch * length * (share.query - share.kv)
+
+
+def _angles(model: ModelConfig, layout: Layout) -> float:
+    """Bytes of the rotations' cosines and sines, of queries and of keys: every block casts the
+    float32 tables, which all share, to 16 bits anew."""
+    assert model.seq_length and model.kv_channels
+    if model.position_embedding_type != "rope" or layout.precision == "fp32":
+        return 0.0
+    return 4.0 * 2 * model.seq_length * int(model.kv_channels * model.rotary_percent)
+
+
+def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
+    """The most inputs of stages that a pipeline's rank holds at once.
+
+    1F1B and interleaved by Narayanan et al. 2021 (arXiv:2104.04473, section 2.2): p - r, and
+    2 (p - r - 1) + (v - 1) p + 1 stages; everything where one group of micro batches is all.
+    DualPipeV's 2 p + 1 stages on every rank are what this project's schedule comes to.
+    """
+    p, v, m = layout.pipeline, layout.chunks, micro_batches
+    if p == 1:
+        return 1
+    if layout.schedule == "1f1b":
+        return min(m, p - rank)
+    if layout.schedule == "dualpipev":
+        return min(2 * m, 2 * p + 1)
+    return m * v if m == p else min(m * v, 2 * (p - rank - 1) + (v - 1) * p + 1)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes of one rank at the peak of a step."""
+
+    weights: float
+    gradients: float
+    optimizer: float
+    buffers: float
+    activations: float
+
+    @property
+    def total(self) -> float:
+        """All of it."""
+        state = self.weights + self.gradients + self.optimizer
+        return state + self.buffers + self.activations
+
+
+def rank_memory(
+    model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int, share: RankShare
+) -> Memory:
+    """Memory of a rank that holds ``share``.
+
+    Args:
+        model: the complete model, its vocabulary padded for the layout.
+        layout: the layout.
+        micro_batch: samples of a micro batch.
+        micro_batches: micro batches of a step.
+        share: what the rank holds.
+    """
+    kept = activation_bytes(model, layout, micro_batch)
+    flying = stages_in_flight(layout, share.rank, micro_batches)
+    stage = max(share.blocks) * kept.block
+    if layout.pipeline > 1:
+        stage += kept.hidden  # what was sent on stays until its gradient comes back
+    first = -(-flying // layout.chunks) * kept.embedding if share.first else 0.0
+    # Loss and logits are gone before the first block is computed again.
+    top = max(kept.recomputed, kept.head if share.last else 0.0)
+    state = state_bytes(layout)
+    return Memory(
+        state.weights * share.parameters,
+        state.gradients * share.parameters,
+        state.optimizer * share.parameters,
+        buffer_bytes(layout, share.parameters),
+        flying * stage + first + top,
+    )
+
+
+def peak_memory(model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int) -> Memory:
+    """Memory of the rank that needs most."""
+    return max(
+        (
+            rank_memory(model, layout, micro_batch, micro_batches, share)
+            for share in rank_shares(model, layout)
+        ),
+        key=lambda memory: memory.total,
+    )

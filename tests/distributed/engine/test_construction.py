@@ -1,0 +1,51 @@
+"""At ZeRO stage 3 no process ever holds the whole model, under tensor parallelism as well."""
+
+import ctypes
+import gc
+import re
+from pathlib import Path
+
+import pytest
+from training_jobs import TINY
+
+from megatron.engine.build import build_engine
+from megatron.engine.environment import distributed, training_device
+from megatron.training.gpt import gpt_program
+from megatron.training.run import parse_run
+
+SHAPE = "--num-layers 8 --hidden-size 640 --num-attention-heads 8 --vocab-size 8000".split()
+FLAGS = [*TINY, *SHAPE, "--train-iters", "1"]
+
+
+def resident(which):
+    """Bytes of this process in memory: now (VmRSS) or at most (VmHWM)."""
+    status = Path("/proc/self/status").read_text()
+    return int(re.search(rf"{which}:\s+(\d+) kB", status)[1]) * 1024
+
+
+def growth(argv):
+    """Bytes that building an engine needs at its peak, and those of the whole model's weights."""
+    run = parse_run(None, argv)
+    with distributed(run.config.parallel) as groups:
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)  # what earlier tests freed
+        Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
+        before = resident("VmRSS")
+        engine = build_engine(
+            run.config, run.content, gpt_program(run.config), groups, training_device()
+        )
+        peak = resident("VmHWM") - before
+        whole = sum(p.shard.full_shape[0] * (p.shard.full_shape + (1,))[1] for p in engine.names)
+        engine.close()
+        return peak, 4 * whole
+
+
+@pytest.mark.parametrize("layout", ["data", "tensor"])
+def test_four_processes_share_what_one_would_need(pool, layout):
+    """Weights, their float32 copies and gradients: a quarter each, beside the largest parameter."""
+    tensor = ["--tensor-model-parallel-size", "2"] if layout == "tensor" else []
+    (alone, whole), *_ = pool.run(1, growth, [*FLAGS, "--zero-stage", "3"])
+    shared = max(peak for peak, _ in pool.run(4, growth, [*FLAGS, *tensor, "--zero-stage", "3"]))
+    print(f"weights {whole / 1e6:.0f} MB; peak alone {alone / 1e6:.0f}, of four {shared / 1e6:.0f}")
+    assert alone > 2 * whole, "the measurement must see it"
+    assert shared < 0.5 * alone

@@ -1,0 +1,96 @@
+"""Counted parameters against models that are really built, on torch's meta device."""
+
+import pytest
+import torch
+
+from megatron.config import ParallelConfig
+from megatron.config.layouts import Layout
+from megatron.model.gpt import build_gpt, gpt_layers
+from megatron.parallel.groups import Group
+from megatron.parallel.partition import stage_bounds
+from megatron.parallel.region import TensorParallel
+from megatron.planning.parameters import (
+    layer_parameters,
+    model_parameters,
+    rank_shares,
+    stages_of,
+)
+
+KINDS = (
+    "gpt2", "gpt2 untied", "llama", "llama tied", "one key head", "bias on qkv", "wide heads",
+)  # fmt: skip
+
+
+def ranks(size):
+    """What rank 0 of ``size`` tensor-parallel ranks needs to build its share."""
+    return TensorParallel(Group(tuple(range(size))))
+
+
+def numel(module):
+    return sum(param.numel() for param in module.parameters())
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_built_layers(small, kind, tensor):
+    model = small(kind, tensor)
+    with torch.device("meta"):
+        built = [
+            numel(recipe.build()) for recipe in gpt_layers(model, ParallelConfig(), ranks(tensor))
+        ]
+        whole = numel(build_gpt(model, region=ranks(tensor)))
+    assert layer_parameters(model, tensor) == built
+    (share,) = rank_shares(model, Layout(tensor=tensor))
+    assert share.parameters == whole
+    assert share.blocks == (4,) and share.first and share.last
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_padding_counts_only_when_told(small, kind):
+    model = small(kind, 4)
+    assert (model.padded_vocab_size, model.unpadded_vocab_size) == (64, 61)
+    with torch.device("meta"):
+        stack = build_gpt(model)
+    tables = 1 if model.tied else 2
+    assert model_parameters(model, padded=True) == numel(stack)
+    assert model_parameters(model) == numel(stack) - 3 * 64 * tables
+
+
+@pytest.mark.parametrize("partition", ["blocks", "parameters", "2,1,3"])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_uneven_stages_against_built_layers(small, kind, partition):
+    model, layout = small(kind, 2, num_layers=6), Layout(tensor=2, pipeline=3)
+    recipes = gpt_layers(model, ParallelConfig(), ranks(2))
+    with torch.device("meta"):
+        built = [numel(recipe.build()) for recipe in recipes]
+    bounds = stage_bounds([recipe.block for recipe in recipes], built, 3, partition)
+    shares = rank_shares(model, layout, partition)
+    assert [share.parameters for share in shares] == [
+        sum(built[first:end]) for first, end in zip(bounds, bounds[1:], strict=False)
+    ]
+    assert [share.first for share in shares] == [True, False, False]
+    assert [share.last for share in shares] == [False, False, True]
+    if partition == "2,1,3":
+        assert [share.blocks for share in shares] == [(2,), (1,), (3,)]
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "dualpipev"])
+def test_stages_against_the_schedule(schedule):
+    schedules = pytest.importorskip("megatron.parallel.schedules")
+    layout = Layout(pipeline=4, schedule=schedule, chunks=1 if schedule == "1f1b" else 2)
+    real = schedules.PipelineSchedule(schedule, 4, layout.chunks, 8)
+    for rank in range(4):
+        assert all(real.rank_of(stage) == rank for stage in stages_of(layout, rank))
+    assert sorted(s for rank in range(4) for s in stages_of(layout, rank)) == [
+        *range(4 * layout.chunks)
+    ]
+
+
+def test_a_tied_table_counts_once_a_rank(small):
+    model = small("gpt2", num_layers=4)
+    table = model.padded_vocab_size * model.hidden_size
+    one_by_one = rank_shares(model, Layout(pipeline=2))
+    both_ways = rank_shares(model, Layout(pipeline=2, schedule="dualpipev", chunks=2))
+    whole = model_parameters(model, padded=True)
+    assert sum(share.parameters for share in one_by_one) == whole + table
+    assert sum(share.parameters for share in both_ways) == whole

@@ -1,0 +1,131 @@
+"""Which layouts are tried, in which order they come, and that the trainer takes them."""
+
+import dataclasses
+
+import pytest
+
+from megatron.config import FLAG_CLASSES, FlagParser, resolve
+from megatron.config.layouts import Layout, refusal
+from megatron.planning.hardware import Hardware
+from megatron.planning.memory import peak_memory
+from megatron.planning.parameters import RankShare, rank_shares
+from megatron.planning.search import (
+    Job,
+    divides_model,
+    estimate,
+    fewest_gpus,
+    fitting,
+    heaviest,
+    layouts,
+    schedules,
+    search,
+)
+
+MACHINES = Hardware(8)
+SHAPE = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --lr 1 "
+
+
+@pytest.fixture
+def job(small) -> Job:
+    return Job(small(), 61, 32)
+
+
+def test_every_layout_exists_once(job):
+    found = list(layouts(job, MACHINES))
+    assert len(found) == len(set(found))
+    for layout, micro_batch in found:
+        assert refusal(layout) is None
+        assert layout.processes == 8
+        assert layout.micro_batches == (32 // layout.data // micro_batch,)
+        assert micro_batch * layout.data * layout.micro_batches[0] == 32
+    kinds = {(layout.schedule, layout.zero) for layout, _ in found}
+    assert kinds == {
+        *(("1f1b", zero) for zero in range(4)),
+        *((schedule, zero) for schedule in ("interleaved", "dualpipev") for zero in (0, 1)),
+    }
+    assert {layout.tensor for layout, _ in found} == {1, 2, 4}  # 4 heads
+    assert {layout.recompute for layout, _ in found} == {None, "selective", "uniform"}
+    assert all(layout.tensor > 1 for layout, _ in found if layout.sequence)
+    assert all(layout.pipeline == 1 for layout, _ in found if layout.zero > 1)
+
+
+def test_the_trainer_takes_every_layout(job):
+    """Its flags resolve to the same layout, which the trainer's own table accepts."""
+    parser = FlagParser(*FLAG_CLASSES)
+    for plan in search(job, MACHINES):
+        argv = [*SHAPE.split(), "--seq-length", "128", "--train-iters", "1", *plan.flags]
+        config = resolve(parser.settings(argv), 8).config
+        assert Layout.of(config) == plan.layout
+        assert config.training.micro_batch_size == plan.micro_batch
+
+
+def test_micro_batch_size_is_kept(job):
+    asked = dataclasses.replace(job, micro_batch_size=3, global_batch_size=48)
+    assert {size for _, size in layouts(asked, MACHINES)} == {3}
+
+
+def test_tensor_parallelism_stays_in_a_node(job):
+    machines = dataclasses.replace(MACHINES, gpus_per_node=2)
+    assert {layout.tensor for layout, _ in layouts(job, machines)} == {1, 2}
+
+
+@pytest.mark.parametrize("heads, groups, tensor, divides", [
+    (8, 8, 4, True), (8, 2, 4, True), (8, 1, 8, True), (12, 3, 2, False), (6, 6, 4, False),
+])  # fmt: skip
+def test_heads_divide(small, heads, groups, tensor, divides):
+    model = small(num_attention_heads=heads, num_query_groups=groups)
+    assert divides_model(model, tensor) == divides
+
+
+def test_schedules_of_a_pipeline(small):
+    assert schedules(small(), 1) == [("1f1b", 1)]
+    assert schedules(small(), 2) == [("1f1b", 1), ("interleaved", 2), ("dualpipev", 2)]
+    assert schedules(small(), 4) == [("1f1b", 1)]
+    assert schedules(small(), 8) == []
+    assert schedules(small(num_layers=7), 3) == [("1f1b", 1), ("dualpipev", 2)]
+
+
+def test_best_first(job):
+    plans = search(job, MACHINES)
+    times = [plan.time.total for plan in plans]
+    assert times == sorted(times)
+
+
+@pytest.mark.parametrize("layers", [4, 7, 13])
+def test_light_ranks_are_left_out_rightly(small, layers):
+    """The rank that needs most is among those that are looked at."""
+    job = Job(small(num_layers=layers), 61, 64, micro_batch_size=1)
+    for layout, micro_batch in layouts(job, MACHINES):
+        model = job.padded(layout.tensor)
+        whole = peak_memory(model, layout, micro_batch, layout.micro_batches[0])
+        assert estimate(job, layout, micro_batch, MACHINES).memory.total == whole.total
+        assert len(rank_shares(model, layout)) == layout.pipeline
+
+
+def test_a_rank_with_a_larger_stage_is_looked_at():
+    even, uneven = (RankShare(rank, 9, blocks, False, False) for rank, blocks in
+                    ((0, (2, 2)), (1, (1, 3))))  # fmt: skip
+    light = RankShare(2, 8, (1, 2), False, False)
+    assert heaviest((even, uneven, light)) == [even, uneven]
+
+
+def test_fitting_is_about_memory_alone(job):
+    plans = search(job, MACHINES)
+    assert fitting(plans, MACHINES) == plans
+    half = sorted(plan.memory.total for plan in plans)[len(plans) // 2]
+    little = dataclasses.replace(MACHINES, gpu_memory=f"{half / 2**20}MiB", memory_reserve="0MiB")
+    fit = fitting(plans, little)
+    assert 0 < len(fit) < len(plans)
+    assert all(plan.memory.total <= half + 1 for plan in fit)
+
+
+def test_more_gpus_are_fewest(job):
+    lean = min(plan.memory.total for plan in search(job, MACHINES))
+    twice = dataclasses.replace(MACHINES, gpus=16)
+    leaner = min(plan.memory.total for plan in search(job, twice))
+    assert leaner < lean
+    between = f"{(lean + leaner) / 2**21}MiB"
+    machines = dataclasses.replace(MACHINES, gpu_memory=between, memory_reserve="0MiB")
+    assert fewest_gpus(job, machines) == 16
+    tiny = dataclasses.replace(MACHINES, gpu_memory="0.01MiB", memory_reserve="0MiB")
+    assert fewest_gpus(job, tiny, limit=4) is None
