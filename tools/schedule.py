@@ -90,10 +90,7 @@ class ScheduleConfig:
             ConfigError: there is none with these numbers.
         """
         ranks, micro_batches = self.pipeline_model_parallel_size, self.micro_batches
-        try:
-            schedule = PipelineSchedule(name, ranks, self.chunks(name), micro_batches)
-        except ValueError as error:
-            raise ConfigError(f"--micro-batches {micro_batches}: {error}") from None
+        schedule = PipelineSchedule(name, ranks, self.chunks(name), micro_batches)
         # Times as they were written: 0.1 is a tenth, and not the nearest binary fraction.
         times = (self.forward_time, self.backward_time, self.transfer_time)
         return simulate(schedule, *(Fraction(str(time)) for time in times))

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
-SCHEDULES = ("1f1b", "interleaved", "dualpipev")
+from megatron.config.layouts import SCHEDULES, Layout, check_layout
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class PipelineSchedule:
     """Who does what in which order during one step of a pipeline.
 
     Attributes:
-        name: one of :data:`SCHEDULES`.
+        name: one of :data:`megatron.config.layouts.SCHEDULES`.
         ranks: processes of the pipeline.
         chunks: stages per rank.
         micro_batches: micro batches per step.
@@ -52,11 +52,22 @@ class PipelineSchedule:
     forward_only: bool = False
 
     def __post_init__(self) -> None:
-        reason = _malformed(self.name, self.ranks, self.chunks, self.micro_batches)
-        if reason is None and not self.forward_only:
-            reason = refusal(self.name, self.ranks, self.chunks, self.micro_batches)
-        if reason is not None:
-            raise ValueError(reason)
+        if self.name not in SCHEDULES:
+            raise ValueError(f"there is no schedule {self.name!r}, only {', '.join(SCHEDULES)}")
+        if self.ranks < 1 or self.micro_batches < 1:
+            raise ValueError(
+                f"{self.ranks} processes and {self.micro_batches} micro batches per step: there "
+                "must be at least one of each"
+            )
+        counts = () if self.forward_only else (self.micro_batches,)
+        check_layout(
+            Layout(
+                pipeline=self.ranks,
+                schedule=self.name,
+                chunks=self.chunks,
+                micro_batches=counts,
+            )
+        )
 
     @property
     def stages(self) -> int:
@@ -140,50 +151,3 @@ class PipelineSchedule:
             for kind in phase.split() * times:
                 yield Action(kind[0] == "B", stages[int(kind[1])], done[kind])
                 done[kind] += 1
-
-
-def refusal(name: str, ranks: int, chunks: int, micro_batches: int) -> str | None:
-    """Why a step of training cannot run so, and what would be right; None when it can."""
-    reason = _malformed(name, ranks, chunks, micro_batches)
-    if reason is not None:
-        return reason
-    unit = "micro batches per step (global-batch-size / (micro-batch-size x data-parallel size))"
-    least = smallest_micro_batches(name, ranks)
-    below = micro_batches - micro_batches % ranks
-    if name == "interleaved" and below != micro_batches:
-        needed = f"a multiple of {ranks} {unit}"
-        right = f"; {below} or {below + ranks} would do" if below else ""
-    elif micro_batches < least:
-        needed, right = f"at least {least} {unit}", ""
-    else:
-        return None
-    return (
-        f"--pipeline-schedule {name} on {ranks} pipeline ranks takes {needed}, "
-        f"not {micro_batches}{right}"
-    )
-
-
-def smallest_micro_batches(name: str, ranks: int) -> int:
-    """The least number of micro batches per step of training."""
-    return {"1f1b": 1, "interleaved": ranks, "dualpipev": 2 * ranks}[name]
-
-
-def _malformed(name: str, ranks: int, chunks: int, micro_batches: int) -> str | None:
-    """What is wrong with the numbers even for evaluation."""
-    if name not in SCHEDULES:
-        return f"--pipeline-schedule {name!r} is not one of {', '.join(SCHEDULES)}"
-    if ranks < 1:
-        return f"--pipeline-model-parallel-size {ranks} must be at least 1"
-    right = {
-        "1f1b": None if chunks == 1 else "1 stage",
-        "interleaved": None if chunks >= 2 else "2 or more stages",
-        "dualpipev": None if chunks == 2 else "2 stages",
-    }[name]
-    if right is not None:
-        return (
-            f"--num-virtual-stages-per-pipeline-rank {chunks}: the {name} schedule has {right} "
-            "on each rank"
-        )
-    if micro_batches < 1:
-        return f"{micro_batches} micro batches per step; at least 1 is needed"
-    return None

@@ -17,7 +17,6 @@ from megatron.config.layouts import (
     refusal,
 )
 from megatron.engine.deepspeed_json import complete, merge
-from megatron.parallel import schedules
 
 MODEL = (
     "--num-layers 48 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
@@ -94,15 +93,6 @@ def test_ramp_up_of_the_batch_passes_through_every_size():
     assert asked(layout, words).micro_batches == (2, 4, 6, 8)
     words = ["--rampup-batch-size", "4", "6", "64"]
     assert "2 or 5 or 8 micro batches per step" in asked(layout, words)
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES)
-def test_against_the_schedules(schedule):
-    """The pipeline's own order of work exists where the table says so."""
-    for pipeline, chunks, count in itertools.product((2, 3, 4), (1, 2, 3), range(1, 10)):
-        layout = Layout(pipeline=pipeline, schedule=schedule, chunks=chunks, micro_batches=(count,))
-        reason = schedules.refusal(schedule, pipeline, chunks, count)
-        assert (refusal(layout) is None) == (reason is None), (layout, reason)
 
 
 # What the project's documentation promises, written down by hand: "." is refused.
