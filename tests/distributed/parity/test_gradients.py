@@ -23,12 +23,14 @@ LLAMA = (
     "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
     "--untie-embeddings-and-output-weights"
 ).split()
+DOCUMENTS = "--reset-position-ids --reset-attention-mask --eod-mask-loss".split()
 MODELS = {
     "gpt2": [],
     "gpt2-untied": ["--untie-embeddings-and-output-weights"],
     "gpt2-kv1": ["--num-query-groups", "1"],
     "llama-kv2": [*LLAMA, "--num-query-groups", "2"],
-    "documents": "--reset-position-ids --reset-attention-mask --eod-mask-loss".split(),
+    "documents": DOCUMENTS,
+    "documents-llama": [*LLAMA, *DOCUMENTS],
     "partition": ["--pipeline-partition", "parameters"],
     "recompute-full": "--recompute-granularity full --recompute-num-layers 3".split(),
     "recompute-block": "--recompute-granularity full --recompute-method block".split(),
