@@ -327,6 +327,18 @@ def test_the_trainer_clips_at_stage_0_and_deepspeed_above():
     assert engine_json("--clip-grad 0.5 --zero-stage 1", {})["gradient_clipping"] == 0.5
 
 
+def test_gradients_accumulated_in_fp32_are_also_reduced_in_fp32():
+    flags = "--bf16 --zero-stage 2 --accumulate-allreduce-grads-in-fp32"
+    settings = engine_json(flags, {})
+    assert settings["data_types"]["grad_accum_dtype"] == "fp32"
+    assert settings["communication_data_type"] == "fp32"
+    # Unless the JSON says otherwise.
+    assert (
+        engine_json(flags, {"communication_data_type": "bf16"})["communication_data_type"] == "bf16"
+    )
+    assert "communication_data_type" not in engine_json("--bf16 --zero-stage 2", {})
+
+
 def test_bf16_at_stage_0_is_autocast():
     settings = engine_json("--bf16", {"bf16": {"enabled": "auto"}})
     assert settings["bf16"]["enabled"] is False
