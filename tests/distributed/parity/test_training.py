@@ -13,8 +13,7 @@ from training_jobs import LAYOUTS, TINY, train, train_plainly
 from megatron.config.layouts import parse_layout
 from megatron.parity.training import Drift, rounding_noise
 
-FLAGS = [*TINY, "--num-layers", "8", "--global-batch-size", "8", "--lr-decay-style", "cosine"]
-FLAGS += ["--lr-warmup-iters", "3"]
+FLAGS = [*TINY, "--global-batch-size", "8", "--lr-decay-style", "cosine", "--lr-warmup-iters", "3"]
 MODELS = {
     "gpt2": [],
     "llama": (
@@ -31,16 +30,18 @@ DROPOUT = {
 
 
 @cache
-def plain(model: str, dropout: str, steps: int):
+def plain(model: str, layers: int, dropout: str, steps: int):
     """Flags, the reference, and how far rounding drives plain runs apart."""
-    flags = [*FLAGS, *MODELS[model], *DROPOUT[dropout], "--train-iters", str(steps)]
+    flags = [*FLAGS, "--num-layers", str(layers), *MODELS[model], *DROPOUT[dropout]]
+    flags += ["--train-iters", str(steps)]
     reference = train_plainly(flags)
     return flags, reference, rounding_noise(flags, reference)
 
 
 def drift_of(pool, layout: str, model: str, steps: int):
     parsed = parse_layout(layout)
-    flags, reference, noise = plain(model, parsed.dropout, steps)
+    layers = max(2, parsed.pipeline * parsed.chunks)
+    flags, reference, noise = plain(model, layers, parsed.dropout, steps)
     record = pool.run(parsed.processes, train, [*flags, *parsed.flags()], timeout=300)[0]
     drift = Drift.between([record], reference)
     print(
