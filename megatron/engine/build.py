@@ -6,7 +6,7 @@ import torch
 
 from megatron.config import RunConfig
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.pipeline_engine import PipelineTrainEngine
+from megatron.engine.pipeline_engine import PipelinedEngine
 from megatron.engine.plain_engine import PlainEngine
 from megatron.engine.program import ModelProgram
 from megatron.engine.train_engine import TrainEngine
@@ -22,5 +22,5 @@ def build_engine(
 ) -> TrainEngine:
     """A model in the engine for its number of pipeline stages; see :class:`TrainEngine`."""
     pipelined = config.parallel.pipeline_model_parallel_size > 1
-    engine_class = PipelineTrainEngine if pipelined else PlainEngine
+    engine_class = PipelinedEngine if pipelined else PlainEngine
     return engine_class(config, content, program, groups, device)

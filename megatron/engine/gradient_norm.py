@@ -25,7 +25,7 @@ def gradient_norm(params: Iterable[nn.Parameter], group: Group) -> Tensor:
         for param in params
         if param.grad is not None
     ]
-    total = torch.stack(squares).sum() if squares else torch.zeros(())
+    total = torch.stack(squares).sum()
     if group.size > 1:
         dist.all_reduce(total, group=group.handle)
     return total.sqrt()

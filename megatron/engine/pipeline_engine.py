@@ -13,11 +13,11 @@ from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.program import Batch
 from megatron.engine.train_engine import TrainEngine
-from megatron.parallel.schedules import Action, PipelineSchedule
-from megatron.parallel.timeline import Exchange, program
+from megatron.parallel.pipeline_messages import Exchange, work_plan
+from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
 
 
-class PipelineTrainEngine(TrainEngine):
+class PipelinedEngine(TrainEngine):
     """A model whose layers are cut over the ranks of a pipeline, at ZeRO stage 0 or 1."""
 
     model: StageModule
@@ -59,7 +59,7 @@ class PipelineTrainEngine(TrainEngine):
 
     def _accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         schedule = self._schedule(len(seeds))
-        return self.engine.run(_program(schedule, self.groups.pipeline.rank), batches, seeds)
+        return self.engine.run(_plan(schedule, self.groups.pipeline.rank), batches, seeds)
 
     def _apply(self) -> None:
         self.engine.apply()
@@ -67,9 +67,9 @@ class PipelineTrainEngine(TrainEngine):
     def _evaluate(self, batches: Iterator[Batch], count: int) -> Tensor:
         schedule = self._schedule(count, forward_only=True)
         seeds = [None] * count
-        return self.engine.run(_program(schedule, self.groups.pipeline.rank), batches, seeds)
+        return self.engine.run(_plan(schedule, self.groups.pipeline.rank), batches, seeds)
 
 
 @cache
-def _program(schedule: PipelineSchedule, rank: int) -> tuple[Action | Exchange, ...]:
-    return tuple(program(schedule, rank))
+def _plan(schedule: PipelineSchedule, rank: int) -> tuple[Action | Exchange, ...]:
+    return tuple(work_plan(schedule, rank))

@@ -15,11 +15,12 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
 from megatron.engine.deepspeed_json import Json
+from megatron.engine.mpu import Mpu
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.program import Batch, ModelInputs, ModelProgram
 from megatron.parallel.groups import ProcessGroups
-from megatron.parallel.schedules import Action
-from megatron.parallel.timeline import Exchange, Transfer
+from megatron.parallel.pipeline_messages import Exchange, Transfer
+from megatron.parallel.pipeline_schedules import Action
 
 _Key = tuple[int, int]
 """(stage, micro batch)."""
@@ -32,7 +33,7 @@ class PipelineExecutor(PipelineEngine):
 
     Every process reads every micro batch; hidden states and their gradients travel between stages.
     Sends and receives of one moment are posted as one batch, in an order that is the same on all
-    processes, and waited for where they are needed.
+    processes. A receive is waited for where it is needed, a send two batches later.
 
     Args:
         module: this process's stages.
@@ -56,13 +57,15 @@ class PipelineExecutor(PipelineEngine):
         groups: ProcessGroups,
         hidden_shape: tuple[int, ...],
     ) -> None:
+        # Not DeepSpeed's own grid: its groups have no --distributed-timeout-minutes.
+        mpu = Mpu(groups)
         super().__init__(
             args=None,
             model=module,
             optimizer=optimizer,
-            mpu=module.mpu(),
+            mpu=mpu,
             config=settings,
-            config_class=DeepSpeedConfig(settings, module.mpu()),
+            config_class=DeepSpeedConfig(settings, mpu),
             dist_init_required=False,
         )
         self._program, self._groups, self._hidden_shape = program, groups, hidden_shape
@@ -74,14 +77,14 @@ class PipelineExecutor(PipelineEngine):
 
     def run(
         self,
-        program: Sequence[Action | Exchange],
+        plan: Sequence[Action | Exchange],
         batches: Iterator[Batch],
         seeds: Sequence[int | None],
     ) -> Tensor:
         """Executes this process's part of a schedule.
 
         Args:
-            program: forward and backward passes, and exchanges between them. Without gradients
+            plan: forward and backward passes, and exchanges between them. Without gradients
                 there are forward passes only; with them, gradients are averaged over data-parallel
                 ranks and over copies of tied weights at the end.
             batches: the micro batches.
@@ -98,10 +101,10 @@ class PipelineExecutor(PipelineEngine):
         self._gradients: dict[_Key, Tensor] = {}
         self._queue: list[tuple[dist.P2POp, _Arrival | None]] = []
         self._arriving: dict[_Arrival, dist.Work] = {}
-        self._leaving: list[tuple[dist.Work, Tensor]] = []
+        self._leaving: list[list[tuple[dist.Work, Tensor]]] = []
         self._total = torch.zeros((), dtype=torch.float64, device=self.device)
         self.executed = []
-        self._exec_schedule(_Instructions(program, torch.is_grad_enabled()))
+        self._exec_schedule(_Instructions(plan, torch.is_grad_enabled()))
         self._finish_sends()
         assert not self._arriving and not self._queue
         del self._batches, self._loaded, self._inputs, self._outputs, self._gradients
@@ -166,8 +169,6 @@ class PipelineExecutor(PipelineEngine):
             self._backward_epilogue()
         finally:
             self._running_engine_backward = False
-        if stage == 0:
-            self._inputs.pop(key, None)
         self.executed.append(Action(True, stage, buffer_id))
 
     def _exec_send_activations(self, buffer_id: int, transfer: Transfer) -> None:
@@ -194,28 +195,32 @@ class PipelineExecutor(PipelineEngine):
         return torch.empty(self._hidden_shape, dtype=self.hidden_dtype, device=self.device)
 
     def _post(self, operation: Any, tensor: Tensor, rank: int, key: _Arrival | None) -> None:
+        assert tensor.shape == self._hidden_shape and tensor.dtype == self.hidden_dtype
         pipeline = self._groups.pipeline
         peer = dist.P2POp(operation, tensor, pipeline.ranks[rank], group=pipeline.handle)
         self._queue.append((peer, key))
 
     def _exec_commit_p2p(self) -> None:
-        # What was sent in the batch before is let go of only now, when it has arrived.
-        self._finish_sends()
+        # What was sent two batches ago should have arrived, and can be let go of.
+        self._finish_sends(keep=2)
         operations = [operation for operation, _ in self._queue]
         works = dist.batch_isend_irecv(operations)
         if len(works) < len(operations):  # NCCL answers for the batch as a whole
             works = works[:1] * len(operations)
+        leaving = []
         for work, (operation, key) in zip(works, self._queue, strict=True):
             if key is None:
-                self._leaving.append((work, operation.tensor))
+                leaving.append((work, operation.tensor))
             else:
                 self._arriving[key] = work
+        self._leaving.append(leaving)
         self._queue = []
 
-    def _finish_sends(self) -> None:
-        for work, _ in self._leaving:
-            work.wait()
-        self._leaving = []
+    def _finish_sends(self, keep: int = 0) -> None:
+        """Waits for the sends of all batches but the last ``keep``."""
+        while len(self._leaving) > keep:
+            for work, _ in self._leaving.pop(0):
+                work.wait()
 
     def _arrived(self, gradient: bool, key: _Key, place: dict[_Key, Tensor]) -> Tensor:
         work = self._arriving.pop((gradient, key), None)
@@ -229,8 +234,16 @@ class PipelineExecutor(PipelineEngine):
         DeepSpeed's own instruction looks in ``weight.grad``, where there is nothing once fp16
         gradients were added up in float32.
         """
-        for weight, group in self.module.get_tied_weights_and_groups():
-            dist.all_reduce(self._accumulated(weight), group=group)
+        data = self._groups.data
+        for weight, tied_group in self.module.get_tied_weights_and_groups():
+            gradient = self._accumulated(weight)
+            # The copies must stay equal bit by bit. DeepSpeed averages over data ranks in buckets
+            # that differ between the stages, and with them the order of a sum of three or more;
+            # of addends that are equal already the order does not matter.
+            if data.size > 1:
+                dist.all_reduce(gradient, group=data.handle)
+                gradient /= data.size
+            dist.all_reduce(gradient, group=tied_group)
 
     def _accumulated(self, weight: torch.nn.Parameter) -> Tensor:
         if self.using_bf16_optimizer:
@@ -258,21 +271,21 @@ def _leaf(x: Tensor) -> Tensor:
 
 
 class _Instructions(instructions.PipeSchedule):
-    """One process's program in DeepSpeed's instructions; a buffer is a micro batch.
+    """One process's plan in DeepSpeed's instructions; a buffer is a micro batch.
 
     The optimizer's step is not among them: the trainer measures and clips gradients before it.
     """
 
-    def __init__(self, program: Sequence[Action | Exchange], training: bool) -> None:
-        self._program, self._training = program, training
+    def __init__(self, plan: Sequence[Action | Exchange], training: bool) -> None:
+        self._plan, self._training = plan, training
 
     def num_pipe_buffers(self) -> int:
         """None of DeepSpeed's buffers are used."""
         return 0
 
     def steps(self) -> Iterator[list[instructions.PipeInstruction]]:
-        """Instructions, a list for each entry of the program."""
-        for entry in self._program:
+        """Instructions, a list for each entry of the plan."""
+        for entry in self._plan:
             if isinstance(entry, Action):
                 kind = instructions.BackwardPass if entry.backward else instructions.ForwardPass
                 yield [kind(entry.micro_batch, stage=entry.stage)]

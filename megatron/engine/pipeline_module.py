@@ -16,7 +16,7 @@ from megatron.model.attention_backends import document_mask
 from megatron.model.layer_list import LayerRecipe, LayerRun, Stream
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.partition import stage_bounds
-from megatron.parallel.schedules import PipelineSchedule
+from megatron.parallel.pipeline_schedules import PipelineSchedule
 
 
 class StageModule(PipelineModule):

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import shutil
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
+from megatron.engine.compile import compile_blocks
 from megatron.engine.deepspeed_json import Json, for_engine
-from megatron.engine.environment import is_main_process
 from megatron.engine.gradient_norm import clip_gradients, gradient_norm
+from megatron.engine.loss_scale import defer_scale_growth
 from megatron.engine.optimizer import build_optimizer, set_rates
 from megatron.engine.program import Batch, ModelProgram, StepResult
 from megatron.model.layer_list import canonical_parameters, initialise
@@ -63,6 +64,7 @@ class TrainEngine(ABC):
         if config.training.torch_compile:
             compile_blocks(self.blocks(), device)
         self.optimizer = build_optimizer(self.names, config.optimizer)
+        _fit_buckets(settings, self.names, groups.tensor.size)
         self.engine = self._build_engine(settings)
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
 
@@ -203,45 +205,11 @@ class TrainEngine(ABC):
         return value / self.groups.data.size
 
 
-def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
-    """Makes a ZeRO optimizer change its loss scale after a good step instead of within it.
+def _fit_buckets(settings: Json, params: Iterable[nn.Parameter], tensor_size: int) -> None:
+    """Makes DeepSpeed's gradient buckets no larger than this process's gradients.
 
-    DeepSpeed 0.19 doubles the dynamic scale before it divides the gradients by it, so that the
-    step at which the scale grows would use half the gradients.
-
-    Returns:
-        The update that is due after every step that was not skipped.
+    It allocates them whole in every step: 5e8 elements by default, 1 to 2 GB in 16 bits.
     """
-    update = getattr(wrapper, "_update_scale", None)
-    if update is None:
-        return lambda: None
-
-    def on_overflow_only(overflow: bool = False) -> None:
-        if overflow:
-            update(True)
-
-    wrapper._update_scale = on_overflow_only
-    return lambda: update(False)
-
-
-def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Compiles every block in place; without a compiler they stay eager, said in a line."""
-    if device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
-        # Triton compiles the code that starts its kernels.
-        return _stay_eager("C")
-    if device.type == "cpu":
-        # Seconds to import, and needed here only.
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return _stay_eager("C++")
-    for block in blocks:
-        block.compile()
-
-
-def _stay_eager(language: str) -> None:
-    if is_main_process():
-        print(f"--torch-compile: no {language} compiler found; the blocks run eagerly", flush=True)
+    count = sum(math.prod(shard_of(param).local_shape(tensor_size)) for param in params)
+    zero = settings.setdefault("zero_optimization", {})
+    zero.setdefault("reduce_bucket_size", min(count, 500_000_000))

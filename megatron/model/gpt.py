@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
 from megatron.model.embedding import Positions, TokenTable
-from megatron.model.head import FinalNorm
 from megatron.model.layer_list import LayerRecipe, LayerStack, Stream
+from megatron.model.norm import FinalNorm
 from megatron.parallel.cross_entropy import masked_mean, vocab_parallel_cross_entropy
 from megatron.parallel.groups import Group
 from megatron.parallel.region import TensorParallel

@@ -6,6 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
+from megatron.model.layer_list import Stream
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
 
@@ -44,3 +45,15 @@ def build_norm(config: ModelConfig, region: TensorParallel) -> nn.Module:
     norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
     assert config.hidden_size is not None
     return norm(config.hidden_size, config.norm_epsilon, region)
+
+
+class FinalNorm(nn.Module):
+    """The norm in front of the head."""
+
+    def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
+        super().__init__()
+        self.norm = build_norm(config, region)
+
+    def forward(self, stream: Stream) -> Stream:
+        """Hidden states [B, S, H] to [B, S, H]."""
+        return stream.with_hidden(self.norm(stream.hidden))

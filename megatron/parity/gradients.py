@@ -7,6 +7,8 @@ those of a training run.
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -15,12 +17,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.config import RunConfig
+from megatron.config import PrecisionConfig, RunConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.build import build_engine
+from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.gradient_norm import gradient_norm
-from megatron.engine.pipeline_engine import PipelineTrainEngine
+from megatron.engine.pipeline_engine import PipelinedEngine
 from megatron.engine.plain_engine import PlainEngine
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.layer_list import LayerRecipe, LayerRun, LayerStack, Stream, initialise
@@ -76,15 +79,23 @@ class GradientRecord:
 def gradients(argv: Sequence[str]) -> GradientRecord:
     """One step of the layout that the flags describe; every process of it calls this."""
     run = parse_run(None, argv)
-    assert run.config.engine.zero_stage == 0, "float64 gradients are taken at ZeRO stage 0"
     with distributed(run.config.parallel) as groups:
-        engine = build_engine(
-            run.config, run.content, gpt_program(run.config), groups, training_device()
-        )
-        try:
-            return _step(run, engine, groups)
-        finally:
-            engine.close()
+        return gradients_in(run, groups)
+
+
+def gradients_in(run: Run, groups: ProcessGroups) -> GradientRecord:
+    """The same, within process groups that exist.
+
+    The layout's ZeRO stage and number format, and the DeepSpeed JSON, play no part.
+    """
+    engine_config = dataclasses.replace(run.config.engine, zero_stage=0, deepspeed_config=None)
+    config = dataclasses.replace(run.config, engine=engine_config, precision=PrecisionConfig())
+    run = dataclasses.replace(run, config=config, content=complete({}, config))
+    engine = build_engine(config, run.content, gpt_program(config), groups, training_device())
+    try:
+        return _step(run, engine, groups)
+    finally:
+        engine.close()
 
 
 def _step(run: Run, engine: TrainEngine, groups: ProcessGroups) -> GradientRecord:
@@ -92,7 +103,7 @@ def _step(run: Run, engine: TrainEngine, groups: ProcessGroups) -> GradientRecor
     engine.model.double()
     for param, name in engine.names.items():
         _widen(name, param, config, tensor.rank, tensor.size)
-    if isinstance(engine, PipelineTrainEngine):
+    if isinstance(engine, PipelinedEngine):
         engine.engine.hidden_dtype = torch.float64
         runs = list(engine.model.runs.values())
     else:
@@ -201,17 +212,19 @@ class Difference:
 
     Attributes:
         what: layer output, loss, gradient of a parameter, or gradient norm.
-        rank: global rank on which it was seen.
+        rank: global rank on which it was seen; None where no rank has it.
         found: largest difference.
         allowed: largest difference that rounding explains.
     """
 
     what: str
-    rank: int
+    rank: int | None
     found: float
     allowed: float
 
     def __str__(self) -> str:
+        if self.rank is None:
+            return f"{self.what}: on no rank"
         return f"{self.what} on rank {self.rank}: {self.found:.1e} off, {self.allowed:.1e} allowed"
 
 
@@ -233,14 +246,16 @@ def first_difference(
     for place, layer in enumerate(layers):
         expected = reference.outputs[place]
         allowed = BOUND * float(expected.abs().max())
+        logits = place == len(layers) - 1
+        what = f"output of {'the head ' if logits else ''}{layer.name}"
+        if not any(place in record.outputs for record in records):
+            return Difference(what, None, math.inf, allowed)
         for rank, record in enumerate(records):
             if place in record.outputs:
                 output = record.outputs[place]
-                logits = place == len(layers) - 1
                 share = _share_of_output(expected, output, record.tensor, logits)
                 found = _distance(output, share)
                 if not found <= allowed:
-                    what = f"output of {'the head ' if logits else ''}{layer.name}"
                     return Difference(what, rank, found, allowed)
     allowed = BOUND * abs(reference.loss)
     for rank, record in enumerate(records):
@@ -277,7 +292,7 @@ def _gradient_difference(
     # Data-parallel ranks each hold a whole model.
     for name, count in missing.items():
         if count > 0:
-            return Difference(f"gradient of {name}, {count} elements missing", 0, float("inf"), 0)
+            return Difference(f"gradient of {name} ({count} elements)", None, math.inf, 0.0)
     return None
 
 
@@ -297,4 +312,4 @@ def _share_of_output(
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
-    return float((a - b).abs().max()) if a.shape == b.shape else float("inf")
+    return float((a - b).abs().max()) if a.shape == b.shape else math.inf

@@ -5,7 +5,7 @@ from deepspeed.runtime.pipe import schedule as deepspeed_schedule
 from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 
 from megatron.config.layouts import Layout, refusal
-from megatron.parallel.schedules import Action, PipelineSchedule
+from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
 
 RANKS = (2, 3, 4, 6, 8)
 SHAPES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2)]
