@@ -1,121 +1,209 @@
 #!/usr/bin/env python
 """Compares parallel layouts with one process, on your model and data, before you rent GPUs.
 
-    python tools/check_parity.py --layouts tp2,pp2,tp2-sp-dp2-zero3 --num-layers 4 \
+    python tools/check_parity.py --layouts tp2,pp2,tp2-sp-dp2-zero3 --num-layers 4 \\
         --hidden-size 64 --num-attention-heads 4 --seq-length 64
 
-Takes the flags of pretrain_gpt.py, layout flags excepted. A layout's name is made of tpN, sp, ppN,
-vN, 1f1b/interleaved/dualpipev, dpN, zero0-3, fp32/bf16/fp16, joined by '-' (tools/layouts.py prints
-what goes with what). For each: one step in float64, every gradient and layer output compared; then
---train-iters steps through the engine. Exit status: 0 all equal, 1 a difference or failure (the first
-parameter or layer output that differs is named), 2 a refused layout or bad input.
+A layout that is right trains as one process does: the same weights at the start, the same data,
+and so the same loss and gradients, whatever is cut or sent between processes. For each layout
+this starts its processes on this machine's CPU and compares
+
+  1. one step in float64: every layer's output, the loss, every gradient;
+  2. some steps through DeepSpeed's engine: loss and gradient norm of each, and after the first
+     one every gradient and every new weight.
+
+It prints the numbers beside those of one process and, for a layout that differs, what differs
+first. docs/parity.md says how to read them.
 """
 
-import argparse
+from __future__ import annotations
+
 import dataclasses
+import math
+import os
+import signal
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.files import write_json
-from megatron.config import ConfigError
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser
+from megatron.config.flags import build, option
 from megatron.config.layouts import Layout, parse_layout
-from megatron.parity.check import Checker, Outcome, smallest_batch
+from megatron.parity.check import FACTOR, FIRST_STEP, HALF_LOSS, HALF_NORM, Checker, Outcome
+from megatron.parity.flags import CheckFlags, check_flags
 
-DEFAULTS = {
-    "--micro-batch-size": ["1"],
-    "--train-iters": ["5"],
-    "--lr": ["1e-3"],
-    "--eval-iters": ["0"],
-    "--num-workers": ["0"],
-    "--peak-tflops": ["1"],
-}
-"""Flags that a check needs and few will want to say."""
-MOCK = ["--mock-data", "--tokenizer-type", "NullTokenizer", "--vocab-size", "255"]
-LAYOUT_FLAGS = (
-    "--tensor-model-parallel-size --model-parallel-size --sequence-parallel "
-    "--pipeline-model-parallel-size --pipeline-schedule --num-layers-per-virtual-pipeline-stage "
-    "--num-virtual-stages-per-pipeline-rank --zero-stage --bf16 --fp16"
-).split()
+EPILOG = """All flags of pretrain_gpt.py (its --help lists them) describe model, data, optimizer and
+batch; layouts are named by --layouts instead. Without flags for data it takes synthetic tokens,
+without --global-batch-size the smallest that all layouts can work on. A small model of the same
+kind shows what a large one would: a few layers, a few heads, short sequences.
+
+Layouts are made of tpN (tensor parallel over N processes), sp (sequence parallel), ppN (pipeline),
+1f1b, interleaved or dualpipev (its schedule), vN (stages per process), dpN (replicas), zero0 to
+zero3, fp32, bf16 or fp16, and selective, uniform or block (recomputation), joined by '-'.
+`python tools/layouts.py` shows which of them go together.
+
+Exit status: 0 all layouts are equal; 1 one differs, or its processes failed; 2 one is refused, with
+the reason, and none differs; or the command line is wrong."""
 
 
-def complete(argv: Sequence[str], layouts: Sequence[Layout]) -> list[str]:
-    """The flags, with what a check needs filled in.
+@dataclass(frozen=True)
+class ParityConfig:
+    """Options of this command."""
+
+    layouts: str | None = option(None)
+    """Names of the layouts to compare, separated by commas: tp2,pp2,tp2-sp-dp2-zero3."""
+    steps: int = option(5)
+    """Steps to train through DeepSpeed's engine; at most the run's length, if that is given."""
+    json: str | None = option(None)
+    """File for the outcomes, with all numbers, as JSON."""
+
+
+class Parser(FlagParser):
+    """Knows this command's flags and those of a training, and shows its own."""
+
+    def __init__(self) -> None:
+        super().__init__(ParityConfig, *FLAG_CLASSES)
+
+    def format_help(self) -> str:
+        """The text of --help."""
+        own = FlagParser(ParityConfig, description=__doc__, prog=self.prog)
+        own.usage, own.epilog = "%(prog)s --layouts NAMES [flags of pretrain_gpt.py]", EPILOG
+        return own.format_help()
+
+
+def parse(argv: Sequence[str] | None) -> tuple[ParityConfig, dict[str, Layout], CheckFlags]:
+    """This command's options, the layouts by name, and the flags of their runs.
 
     Raises:
-        ConfigError: a layout flag is among them.
+        ConfigError: something is missing, unknown or contradicted.
     """
-    given = {word.split("=")[0].replace("_", "-") for word in argv if word.startswith("--")}
-    for flag in LAYOUT_FLAGS:
-        if flag in given:
-            raise ConfigError(f"{flag}: layouts are named by --layouts, as in --layouts tp2,pp2")
-    words = list(argv)
-    for flag, values in DEFAULTS.items():
-        if flag not in given:
-            words += [flag, *values]
-    if not given & {"--data-path", "--train-data-path", "--mock-data"}:
-        words += MOCK[:1]
-    if not given & {"--tokenizer-type", "--tokenizer-model", "--vocab-file"}:
-        words += MOCK[1:]
-    if "--global-batch-size" not in given:
-        micro = next(
-            (int(w) for f, w in zip(words, words[1:], strict=False) if f == "--micro-batch-size"), 1
-        )
-        words += ["--global-batch-size", str(smallest_batch(layouts, micro))]
-    return words
+    settings = Parser().settings(argv)
+    names = {field.name for field in dataclasses.fields(ParityConfig)}
+    config: ParityConfig = build(ParityConfig, settings)
+    if config.layouts is None:
+        raise ConfigError("missing --layouts, what to compare with one process: --layouts tp2,pp2")
+    if config.steps < 1:
+        raise ConfigError(f"--steps {config.steps} must be at least 1")
+    if config.json and not Path(config.json).absolute().parent.is_dir():
+        raise ConfigError(f"--json {config.json}: there is no such folder")
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        raise ConfigError("start this command by plain python: it starts the processes itself")
+    layouts = {name: parse_layout(name) for name in config.layouts.split(",")}
+    others = {name: setting for name, setting in settings.items() if name not in names}
+    return config, layouts, check_flags(others, list(layouts.values()), config.steps)
 
 
-def show(outcome: Outcome) -> None:
-    """Prints what was compared."""
-    if outcome.status == "refused":
-        print(f"{outcome.layout}: refused: {outcome.reason}", flush=True)
-        return
+def introduction(checker: Checker, flags: CheckFlags) -> str:
+    """What will be done."""
+    model, training = checker.config.model, checker.config.training
+    lines = [
+        f"Model: {model.num_layers} layers of width {model.hidden_size}, {model.padded_vocab_size} "
+        f"rows of vocabulary; sequences of {model.seq_length} tokens, {training.global_batch_size} "
+        f"per step, {training.micro_batch_size} per micro batch.",
+        "Bounds:\n  float64: 1e-12 x the largest value.",
+        f"  fp32: {FIRST_STEP:g} x loss and gradient norm at the first step, then {FACTOR} x what "
+        "rounding does to one process.",
+        f"  bf16, fp16: {HALF_LOSS:g} x the loss and {HALF_NORM:g} x the gradient norm of one "
+        "process in fp32.",
+    ]
+    if flags.left_out:
+        lines.append(f"Left out, a check does not need them: {' '.join(sorted(flags.left_out))}")
+    return "\n".join([*lines, ""])
+
+
+def heading(name: str, outcome: Outcome) -> str:
+    """What ran."""
+    more = [f"{outcome.processes} process{'es' * (outcome.processes > 1)}"]
+    if outcome.resolved != name:
+        more.append(f"in full {outcome.resolved}")
+    if outcome.dropout_off:
+        more.append(f"without {outcome.dropout_off}, whose masks are not those of one process")
+    return f"{name} ({', '.join(more)})"
+
+
+def details(outcome: Outcome) -> str:
+    """Step by step, and the verdict."""
+    lines = []
+    if outcome.status != "refused":
+        lines.append(heading(outcome.layout, outcome))
     if outcome.losses:
-        print(f"{outcome.layout}{'' if outcome.dropout else ' (dropout off)'}")
-        print("  step   loss, one process   difference   norm, one process   difference")
-        steps = zip(outcome.losses, outcome.norms, outcome.reference, strict=True)
-        for step, (loss, norm, (plain_loss, plain_norm)) in enumerate(steps, 1):
-            print(
-                f"  {step:4}   {plain_loss:17.7f}   {loss - plain_loss:10.1e}   "
-                f"{plain_norm:17.6f}   {norm - plain_norm:10.1e}"
-            )
-        print(
-            f"  largest differences: loss {outcome.drift[0]:.1e}, norm {outcome.drift[1]:.1e} "
-            f"(one process in other orders of summation: {outcome.noise[0]:.1e}, "
-            f"{outcome.noise[1]:.1e})"
+        lines.append(
+            "  step          loss   one process   difference "
+            "  gradient norm   one process   relative"
         )
+        rows = zip(
+            outcome.losses, outcome.plain_losses, outcome.norms, outcome.plain_norms, strict=True
+        )
+        for step, (loss, plain_loss, norm, plain_norm) in enumerate(rows, 1):
+            lines.append(
+                f"  {step:4}  {loss:12.7f}  {plain_loss:12.7f}   {loss - plain_loss:10.1e}   "
+                f"{norm:13.7f}  {plain_norm:12.7f}   {norm / plain_norm - 1:8.1e}"
+            )
     reason = f": {outcome.reason}" if outcome.reason else ""
-    print(f"{outcome.layout}: {outcome.status}{reason}", flush=True)
+    return "\n".join([*lines, f"{outcome.layout}: {outcome.status}{reason}", ""])
+
+
+def summary(outcomes: Sequence[Outcome]) -> str:
+    """A line for each layout."""
+    table = [("layout", "result", "loss", "allowed", "norm", "allowed", "")]
+    for a in outcomes:
+        numbers = ("",) * 4
+        if a.largest and a.allowed:
+            found = (a.largest.loss, a.allowed.loss, a.largest.norm, a.allowed.norm)
+            numbers = tuple(f"{number:.1e}" for number in found)  # type: ignore[assignment]
+        # Of the last lines of a process the very last says what happened.
+        lines = a.reason.splitlines()
+        reason = " ".join(dict.fromkeys((*lines[:1], *(line.strip() for line in lines[-1:]))))
+        table.append((a.layout, a.status, *numbers, reason))
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    lines = [
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in table
+    ]
+    return "\n".join(
+        ["Largest differences from one process (loss absolute, norm relative):", *lines]
+    )
+
+
+def to_json(value: Any) -> Any:
+    """The same in what JSON has: its numbers are finite."""
+    if isinstance(value, dict):
+        return {key: to_json(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [to_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def check(argv: Sequence[str] | None = None) -> int:
     """Checks the layouts of a command line; returns the exit status."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )  # fmt: skip
-    parser.add_argument("--layouts", required=True, help="names, separated by commas")
-    parser.add_argument("--json", help="file for the outcomes")
-    own, rest = parser.parse_known_args(argv)
-    layouts = [parse_layout(name) for name in own.layouts.split(",")]
-    checker = Checker(complete(rest, layouts))
+    config, layouts, flags = parse(argv)
+    checker = Checker(flags)
+    print(introduction(checker, flags), flush=True)
     outcomes = []
-    for layout in layouts:
-        outcomes.append(checker.check(layout))
-        show(outcomes[-1])
-    if own.json:
-        write_json(Path(own.json), [dataclasses.asdict(outcome) for outcome in outcomes])
+    for name, layout in layouts.items():
+        outcomes.append(checker.check(name, layout))
+        print(details(outcomes[-1]), flush=True)
+    print(summary(outcomes), flush=True)
+    if config.json:
+        write_json(Path(config.json), to_json([dataclasses.asdict(a) for a in outcomes]))
     statuses = {outcome.status for outcome in outcomes}
     return 1 if statuses & {"different", "failed"} else 2 if "refused" in statuses else 0
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """The command."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         sys.exit(check(argv))
-    except (ConfigError, ValueError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 if __name__ == "__main__":

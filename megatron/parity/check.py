@@ -2,37 +2,77 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
-import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
+from typing import Any
 
-from torch.multiprocessing.spawn import ProcessException
+import numpy as np
+import torch
 
 from megatron.config import ConfigError
 from megatron.config.layouts import Layout, check_layout
+from megatron.engine.environment import distributed
+from megatron.engine.program import StepResult
 from megatron.parallel.region import TensorParallel
-from megatron.parity.gradients import first_difference, gradients, reference_gradients
-from megatron.parity.launch import run_on
+from megatron.parity.first_step import (
+    Part,
+    WholeParameter,
+    first_step_difference,
+    first_step_of,
+    gradient_difference,
+    parts_of,
+)
+from megatron.parity.flags import CheckFlags
+from megatron.parity.gradients import (
+    GradientRecord,
+    first_difference,
+    gradients_in,
+    reference_gradients,
+)
+from megatron.parity.launch import RankError, Ranks, environment
 from megatron.parity.training import (
     Drift,
+    PlainTraining,
     Record,
-    first_moment_difference,
-    first_moments,
-    reference_first_moments,
     rounding_noise,
-    train,
     train_plainly,
+    watched_trainer,
 )
 from megatron.training.gpt import gpt_program
 from megatron.training.run import parse_run
 
-HALF_PRECISION = 2e-2
+FIRST_STEP = 1e-6
+"""How far loss and gradient norm may be at the first step, in fp32, relative."""
+FACTOR = 4
+"""How many times what rounding does to one process they may be off after it: a layout cuts up more
+sums than the runs that this is measured on."""
+HALF_LOSS = 5e-3
+HALF_NORM = 2e-2
 """How far loss and gradient norm of bf16 and fp16 may be from those of one process in fp32,
 relative."""
+HALF_GRADIENT = 0.1
+"""How far the gradients of their first step may be, relative to the larger of the parameter's
+largest and a tenth of the model's."""
+
+ALONE = {"WORLD_SIZE": "1"}
+"""What a launcher, or slurm, has said to this process does not count."""
+ATTENTION_OFF = ("--attention-dropout", "0")
+HIDDEN_OFF = ("--hidden-dropout", "0")
+
+
+@dataclass(frozen=True)
+class Distance:
+    """How far a run is from another.
+
+    Attributes:
+        loss: largest difference of the loss, absolute.
+        norm: largest difference of the gradient norm, relative to it.
+    """
+
+    loss: float
+    norm: float
 
 
 @dataclass(frozen=True)
@@ -40,136 +80,235 @@ class Outcome:
     """How a layout compared.
 
     Attributes:
-        layout: its name.
+        layout: its name, as given.
         status: ``equal``, ``different``, ``refused`` or ``failed``.
         reason: why it is refused or failed, or what differs first.
-        dropout: whether dropout was on.
+        resolved: its full name, with what the DeepSpeed JSON adds.
+        processes: number of processes.
+        dropout_off: which dropout was turned off, because its masks are not those of one process.
         losses: loss of every step.
         norms: gradient norm of every step.
-        reference: the same of one process.
-        drift: largest differences of loss (absolute) and norm (relative) from one process.
-        noise: the same between runs of one process that sum in other orders.
+        plain_losses: loss of every step of one process.
+        plain_norms: gradient norm of every step of one process.
+        largest: the largest difference.
+        allowed: what it may be; in fp32 at the first step 1e-6 relative at most.
     """
 
     layout: str
     status: str
     reason: str = ""
-    dropout: bool = False
+    resolved: str = ""
+    processes: int = 0
+    dropout_off: str = ""
     losses: tuple[float, ...] = ()
     norms: tuple[float, ...] = ()
-    reference: tuple[tuple[float, float], ...] = ()
-    drift: tuple[float, float] = (0.0, 0.0)
-    noise: tuple[float, float] = (0.0, 0.0)
+    plain_losses: tuple[float, ...] = ()
+    plain_norms: tuple[float, ...] = ()
+    largest: Distance | None = None
+    allowed: Distance | None = None
 
 
-def smallest_batch(layouts: Sequence[Layout], micro_batch_size: int) -> int:
-    """The smallest global batch that every layout can work on."""
-    each = [micro_batch_size * a.data for a in layouts]
-    step = math.lcm(*each, *(e * a.pipeline for e, a in zip(each, layouts, strict=True)))
-    fewest = max(e * a.fewest_micro_batches for e, a in zip(each, layouts, strict=True))
-    # With one micro batch there would be no sum over micro batches to get wrong.
-    fewest = max(fewest, 2 * max(each))
-    return -(-fewest // step) * step
+@dataclass(frozen=True)
+class Plain:
+    """Training on one process."""
+
+    record: Record
+    noise: Drift
+    first: dict[str, WholeParameter]
 
 
 class Checker:
     """Checks layouts of one model.
 
     Args:
-        argv: flags of model, data and training, without any of the layout.
+        flags: of model, data and training.
+
+    Raises:
+        ValueError, OSError: they are wrong whatever the layout.
     """
 
-    def __init__(self, argv: Sequence[str]) -> None:
-        self.argv = list(argv)
-        self._plain = cache(self._plain_training)
-        self._plain_step = cache(lambda dropout: reference_gradients(self._flags(dropout)))
+    def __init__(self, flags: CheckFlags) -> None:
+        self._flags = flags
+        with environment(ALONE):
+            self.config = parse_run(None, flags.plain).config
+        self._plain_gradients = cache(_plain_gradients)
+        self._plain_training = cache(_plain_training)
 
-    def check(self, layout: Layout) -> Outcome:
-        """Compares gradients of one step in float64, then whole steps through the engine.
+    def check(self, name: str, layout: Layout) -> Outcome:
+        """Compares one step in float64, then whole steps through the engine.
 
         Raises:
-            ConfigError, ValueError: the flags are wrong whatever the layout.
+            ValueError, OSError: one process cannot do it either: data or training are at fault.
         """
+        argv = [*self._flags.layout, *layout.flags()]
         try:
             check_layout(layout)
-            with _world(layout.processes):
-                run = parse_run(None, [*self.argv, *layout.flags()])
-                check_layout(Layout.of(run.config, run.content))
+            with environment({"WORLD_SIZE": str(layout.processes)}):
+                run = parse_run(None, argv)
         except ConfigError as error:
-            return Outcome(layout.name, "refused", str(error))
-        model = run.config.model
-        wanted = bool(model.hidden_dropout or model.attention_dropout)
-        dropout = wanted and layout.dropout == "all"
-        try:
-            difference = self._gradient_difference(layout, dropout)
-            if difference is not None:
-                return Outcome(layout.name, "different", difference, dropout)
-            return self._compare_training(layout, dropout)
-        except ProcessException as error:
-            return Outcome(layout.name, "failed", str(error).strip(), dropout)
-
-    def _flags(self, dropout: bool) -> list[str]:
-        off = [] if dropout else ["--hidden-dropout", "0", "--attention-dropout", "0"]
-        return [*self.argv, *off]
-
-    def _gradient_difference(self, layout: Layout, dropout: bool) -> str | None:
-        plain = dataclasses.replace(layout, zero=0, precision="fp32", grads_in_fp32=False)
-        flags = self._flags(dropout)
-        records = run_on(layout.processes, gradients, [*flags, *plain.flags()])
-        layers = gpt_program(parse_run(None, flags).config).layers(TensorParallel())
-        difference = first_difference(records, self._plain_step(dropout), layers)
-        return None if difference is None else f"{difference} (one step in float64)"
-
-    def _plain_training(self, dropout: bool) -> tuple[Record, Drift]:
-        flags = self._flags(dropout)
-        reference = train_plainly(flags)
-        return reference, rounding_noise(flags, reference)
-
-    def _compare_training(self, layout: Layout, dropout: bool) -> Outcome:
-        flags = [*self._flags(dropout), *layout.flags()]
-        reference, noise = self._plain(dropout)
-        record: Record = run_on(layout.processes, train, flags)[0]
-        drift = Drift.between([record], reference)
-        if layout.precision == "fp32":
-            equal = drift.within(noise, reference)
-        else:
-            relative = drift.losses.max() / abs(reference.losses[0])
-            equal = max(relative, drift.norms.max()) <= HALF_PRECISION
-        reason = "" if equal else self._why(layout, flags, dropout)
-        return Outcome(
-            layout.name,
-            "equal" if equal else "different",
-            reason,
-            dropout,
-            tuple(record.losses),
-            tuple(record.norms),
-            tuple(zip(reference.losses, reference.norms, strict=True)),
-            (float(drift.losses.max()), float(drift.norms.max())),
-            (float(noise.losses.max()), float(noise.norms.max())),
+            return Outcome(name, "refused", str(error))
+        # The DeepSpeed JSON can have added to it.
+        layout = Layout.of(run.config, run.content)
+        off = self._dropout_off(layout)
+        outcome = Outcome(
+            name,
+            "equal",
+            resolved=layout.name,
+            processes=layout.processes,
+            dropout_off=" and ".join(word.removeprefix("--") for word in off[::2]),
         )
+        plain = (*self._flags.plain, *off)
+        with environment(ALONE):
+            expected, training = self._plain_gradients(plain), self._plain_training(plain)
+        with Ranks(layout.processes, _on_each_rank, [*argv, *off]) as ranks:
+            try:
+                reason = self._float64_difference(ranks.results(), expected)
+            except RankError as error:
+                return replace(outcome, status="failed", reason=f"in float64, {error}")
+            try:
+                record, parts = _joined(ranks.results())
+            except RankError as error:
+                if reason:
+                    return replace(outcome, status="different", reason=reason)
+                return replace(outcome, status="failed", reason=f"in DeepSpeed's engine, {error}")
+        reason = reason or _training_difference(layout, record, parts, training)
+        outcome = replace(outcome, status="different" if reason else "equal", reason=reason)
+        return _with_numbers(outcome, layout, record, training)
 
-    def _why(self, layout: Layout, flags: list[str], dropout: bool) -> str:
-        """The layers are right in float64, so it is the engine: what did its first step see?"""
-        if layout.precision != "fp32":
-            return f"loss or gradient norm differ by more than {HALF_PRECISION} relative"
-        found = run_on(layout.processes, first_moments, flags)
-        name = first_moment_difference(found, reference_first_moments(self._flags(dropout)))
-        if name is None:
-            return "the first step is right; later ones drift further apart than rounding explains"
-        return f"{name}, after the first step through the engine (its gradients are right)"
+    def _dropout_off(self, layout: Layout) -> tuple[str, ...]:
+        model = self.config.model
+        off: tuple[str, ...] = ()
+        if model.attention_dropout and layout.dropout != "all":
+            off += ATTENTION_OFF
+        if model.hidden_dropout and layout.dropout == "none":
+            off += HIDDEN_OFF
+        return off
+
+    def _float64_difference(
+        self, records: Sequence[GradientRecord], expected: GradientRecord
+    ) -> str:
+        layers = gpt_program(self.config).layers(TensorParallel())
+        difference = first_difference(records, expected, layers)
+        return "" if difference is None else f"{difference} (one step in float64)"
 
 
-@contextmanager
-def _world(size: int) -> Iterator[None]:
-    """Flags mean what they do on this many processes."""
-    before = os.environ.get("WORLD_SIZE")
-    os.environ["WORLD_SIZE"] = str(size)
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["WORLD_SIZE"]
-        else:
-            os.environ["WORLD_SIZE"] = before
+def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
+    """A step in float64, then training in the same process: starting one takes longer than both."""
+    run = parse_run(None, argv)
+    with distributed(run.config.parallel) as groups:
+        yield gradients_in(run, groups)
+        record, parts = Record(), []
+
+        def watch(result: StepResult) -> None:
+            record.add(result)
+            if len(record.losses) == 1:
+                parts.extend(parts_of(trainer.engine, result.grad_norm))
+
+        trainer = watched_trainer(run, groups, watch)
+        trainer.fit()
+        yield record, parts
 
 
+def _joined(found: Sequence[tuple[Record, list[Part]]]) -> tuple[Record, list[list[Part]]]:
+    """The record, which every rank has, and the parts of each."""
+    return found[0][0], [parts for _, parts in found]
+
+
+def _plain_gradients(argv: Sequence[str]) -> GradientRecord:
+    record = reference_gradients(argv)
+    _check_finite([record.loss], [record.norm])
+    return record
+
+
+def _plain_training(argv: Sequence[str]) -> Plain:
+    training, record = PlainTraining(argv), Record()
+    loss, norm, first = first_step_of(training)
+    steps = [(loss, norm), *(training.step() for _ in range(training.steps - 1))]
+    record.losses, record.norms = map(list, zip(*steps, strict=True))
+    _check_finite(record.losses, record.norms)
+    return Plain(record, _noise(argv, record), first)
+
+
+def _noise(argv: Sequence[str], record: Record) -> Drift:
+    """What rounding does to one process: how far other orders of summation drive it, or how far it
+    is from a run in float64, whichever is more; at least what float32 resolves.
+
+    One or two micro batches have a single order. A layout cuts the products of matrices too, whose
+    rounding the run in float64 has none of.
+    """
+    orders = rounding_noise(argv, record)
+    exact = Drift.between([train_plainly(argv, dtype=torch.float64)], record)
+    epsilon = torch.finfo(torch.float32).eps
+    losses = np.maximum(orders.losses, exact.losses)
+    norms = np.maximum(orders.norms, exact.norms)
+    return Drift(np.maximum(losses, epsilon * np.abs(record.losses)), np.maximum(norms, epsilon))
+
+
+def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
+    for step, (loss, norm) in enumerate(zip(losses, norms, strict=True), 1):
+        if not math.isfinite(loss + norm):
+            raise ConfigError(
+                f"one process by itself has loss {loss} and gradient norm {norm} at step {step}; "
+                "choose another --lr or --init-method-std"
+            )
+
+
+def _training_difference(
+    layout: Layout, record: Record, ranks: Sequence[Sequence[Part]], plain: Plain
+) -> str:
+    """What differs first in training, nothing if nothing does."""
+    if any(record.skipped):
+        step = record.skipped.index(True)
+        return (
+            f"step {step + 1} was skipped: gradients overflowed at loss scale "
+            f"{record.scales[step]:g}; set a smaller --initial-loss-scale"
+        )
+    if len(record.losses) != len(plain.record.losses):
+        return f"{len(record.losses)} steps were trained instead of {len(plain.record.losses)}"
+    if layout.precision == "fp32":
+        difference = first_step_difference(ranks, plain.first)
+    else:
+        difference = gradient_difference(ranks, plain.first, HALF_GRADIENT, floor=0.1)
+    if difference is not None:
+        return f"{difference} (first step through DeepSpeed's engine)"
+    drift, bounds = Drift.between([record], plain.record), _bounds(layout, plain)
+    for step in range(len(record.losses)):
+        for what, found, allowed in (
+            ("loss", drift.losses[step], bounds.losses[step]),
+            ("gradient norm", drift.norms[step], bounds.norms[step]),
+        ):
+            if not found <= allowed:
+                return (
+                    f"{what} of step {step + 1}: {found:.1e} off, {allowed:.1e} allowed (gradients "
+                    "and new weights of the first step agree)"
+                )
+    return ""
+
+
+def _bounds(layout: Layout, plain: Plain) -> Drift:
+    """How far each step may be off."""
+    losses = np.abs(plain.record.losses)
+    if layout.precision != "fp32":
+        return Drift(HALF_LOSS * losses, np.full_like(losses, HALF_NORM))
+    bounds = Drift(
+        np.full_like(losses, FACTOR * plain.noise.losses.max()),
+        np.full_like(losses, FACTOR * plain.noise.norms.max()),
+    )
+    bounds.losses[0] = min(bounds.losses[0], FIRST_STEP * losses[0])
+    bounds.norms[0] = min(bounds.norms[0], FIRST_STEP)
+    return bounds
+
+
+def _with_numbers(outcome: Outcome, layout: Layout, record: Record, plain: Plain) -> Outcome:
+    if len(record.losses) != len(plain.record.losses):
+        return outcome
+    drift, bounds = Drift.between([record], plain.record), _bounds(layout, plain)
+    return replace(
+        outcome,
+        losses=tuple(record.losses),
+        norms=tuple(record.norms),
+        plain_losses=tuple(plain.record.losses),
+        plain_norms=tuple(plain.record.norms),
+        largest=Distance(float(drift.losses.max()), float(drift.norms.max())),
+        allowed=Distance(float(bounds.losses.max()), float(bounds.norms.max())),
+    )

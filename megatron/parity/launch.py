@@ -2,59 +2,199 @@
 
 from __future__ import annotations
 
+import contextlib
+import multiprocessing as mp
 import os
 import pickle
+import re
+import signal
 import socket
 import sys
 import tempfile
-from collections.abc import Callable
+import threading
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
-import torch
-import torch.multiprocessing as mp
+import torch.distributed as dist
+
+GRACE_SECONDS = 3.0
+"""How long the other ranks have to end after one did, so that the one to blame is found."""
+LAST_LINES = 10
+_LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|DistNetworkError")
 
 
-def run_on(processes: int, function: Callable[..., Any], *args: Any) -> list[Any]:
-    """What ``function(*args)`` returns on each rank.
+class RankError(RuntimeError):
+    """A process died; the message says which rank, how, and the last lines that it wrote."""
 
-    The processes find the environment that a launcher gives its workers, use this machine's GPUs if
-    there are enough of them, and share its cores. What they print goes into a file that is thrown
-    away.
 
-    Raises:
-        torch.multiprocessing.ProcessRaisedException: with a rank's traceback.
+class Ranks:
+    """Processes that run a generator function and hand over what it yields.
+
+    They work on the CPU, find the environment that a launcher gives its workers, and share this
+    machine's cores. What they write is kept for the message of :class:`RankError`. Each is a new
+    interpreter, which imports the main module as any module. Leaving the context ends them; they
+    end, too, with the process that started them, however that dies.
+
+    Args:
+        size: number of processes.
+        function: generator function of a module; runs on each with ``args``.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        job = (processes, _free_port(), folder, function, args)
-        mp.start_processes(_worker, job, nprocs=processes, start_method="spawn")  # type: ignore
-        return [
-            pickle.loads((Path(folder) / f"{rank}.pickle").read_bytes())  # its own workers wrote it
-            for rank in range(processes)
-        ]
+
+    def __init__(self, size: int, function: Callable[..., Iterable[Any]], *args: Any) -> None:
+        self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
+        # The store listens before any rank asks for it: no port that another program could take.
+        self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        self._workers: list[_Worker] = []
+        try:
+            for rank in range(size):
+                with environment(_launched(rank, size, self._store.port)):
+                    log = Path(self._logs.name) / f"{rank}.log"
+                    self._workers.append(_start(rank, log, function, args))
+        except BaseException:
+            self.close()
+            raise
+
+    def results(self) -> list[Any]:
+        """What the function yields next, on each rank.
+
+        Raises:
+            RankError: a process ended instead.
+        """
+        found: dict[int, Any] = {}
+        pending: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers}
+        while pending:
+            for pipe in wait(list(pending)):
+                worker = pending.pop(pipe)
+                try:
+                    found[worker.rank] = pickle.loads(pipe.recv_bytes())  # type: ignore[union-attr]
+                except (EOFError, ConnectionResetError):
+                    raise RankError(self._who_died(worker)) from None
+        return [found[rank] for rank in range(len(self._workers))]
+
+    def _who_died(self, first: _Worker) -> str:
+        """A rank whose peer is gone dies of that: it is blamed only if there is no other."""
+        for worker in self._workers:
+            worker.process.join(GRACE_SECONDS if worker is first else GRACE_SECONDS / 4)
+        ended = [worker for worker in self._workers if worker.process.exitcode is not None]
+        worker = min(ended or [first], key=lambda worker: (worker.lost_peer(), worker.rank))
+        return f"rank {worker.rank} of {len(self._workers)} {worker.end()}"
+
+    def close(self) -> None:
+        """Ends all processes."""
+        for worker in self._workers:
+            worker.process.kill()
+        for worker in self._workers:
+            worker.process.join()
+            worker.pipe.close()
+        self._logs.cleanup()
+
+    def __enter__(self) -> Ranks:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
 
 
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@dataclass(frozen=True)
+class _Worker:
+    rank: int
+    process: BaseProcess
+    pipe: Connection
+    log: Path
+
+    def _last_lines(self) -> list[str]:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.exists() else []
+        return [line for line in lines if line.strip()][-LAST_LINES:]
+
+    def lost_peer(self) -> bool:
+        """Whether it seems to have died of another rank's death."""
+        code = self.process.exitcode
+        return (
+            code is not None and code >= 0 and bool(_LOST_PEER.search("".join(self._last_lines())))
+        )
+
+    def end(self) -> str:
+        """How it ended, and its last lines."""
+        code = self.process.exitcode
+        if code is None:
+            how = "closed its pipe"
+        elif code < 0:
+            how = f"was killed by {signal.Signals(-code).name}"
+        else:
+            how = f"ended with status {code}"
+        lines = self._last_lines()
+        return f"{how}; its last lines:\n" + "\n".join(
+            f"    {line}" for line in lines or ["(none)"]
+        )
 
 
-def _worker(
-    rank: int, size: int, port: int, folder: str, function: Callable[..., Any], args: Any
-) -> None:
-    os.environ |= {
+def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Worker:
+    context = mp.get_context("spawn")
+    pipe, far_end = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(far_end, log, function, args), daemon=True)
+    process.start()
+    far_end.close()
+    return _Worker(rank, process, pipe, log)
+
+
+@contextlib.contextmanager
+def environment(values: dict[str, str]) -> Iterator[None]:
+    """Environment variables for as long as the block runs; processes started in it keep them."""
+    before = dict(os.environ)
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+def _launched(rank: int, size: int, port: int) -> dict[str, str]:
+    """What torchrun gives a worker."""
+    interfaces = {name for _, name in socket.if_nameindex()}
+    return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
         "WORLD_SIZE": str(size),
         "LOCAL_WORLD_SIZE": str(size),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": "0",
+        "GLOO_SOCKET_IFNAME": "lo" if "lo" in interfaces else "lo0",
+        "CUDA_VISIBLE_DEVICES": "",
+        "DS_ACCELERATOR": "cpu",
     }
-    if torch.cuda.device_count() < size:
-        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
-    with open(Path(folder) / f"{rank}.out", "w") as out:
-        sys.stdout.flush()
+
+
+def _work(pipe: Connection, log: Path, function: Callable[..., Any], args: Any) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    with open(log, "w") as out:
         os.dup2(out.fileno(), 1)
-        result = function(*args)
-    (Path(folder) / f"{rank}.pickle").write_bytes(pickle.dumps(result))
+        os.dup2(out.fileno(), 2)
+    status = 0
+    try:
+        for result in function(*args):
+            pipe.send_bytes(pickle.dumps(result))
+    except BaseException:
+        traceback.print_exc()
+        status = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads can abort an interpreter that takes itself apart.
+    os._exit(status)
+
+
+def _end_with_parent() -> None:
+    parent = mp.parent_process()
+    assert parent is not None
+    wait([parent.sentinel])
+    os._exit(1)

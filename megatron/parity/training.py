@@ -4,25 +4,27 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import nn
 
+from megatron.config import OptimizerConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
+from megatron.engine.program import StepResult
 from megatron.engine.state import fragments
 from megatron.model.layer_list import LayerStack, initialise
-from megatron.parallel.groups import SINGLE
+from megatron.parallel.groups import SINGLE, ProcessGroups
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
-from megatron.parallel.shard import Shard, shard_of
+from megatron.parallel.shard import shard_of
 from megatron.training.gpt import gpt_data, gpt_program
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import parse_run
+from megatron.training.run import Run, parse_run
 from megatron.training.trainer import Trainer
 
 ORDERS = 5
@@ -49,25 +51,20 @@ class Record:
     state: dict[str, np.ndarray] = field(default_factory=dict)
     iteration: int = 0
 
+    def add(self, result: StepResult) -> None:
+        """Notes a step."""
+        self.losses.append(float(result.loss))
+        self.norms.append(result.grad_norm)
+        self.scales.append(result.loss_scale)
+        self.skipped.append(result.skipped)
+
 
 def train(argv: Sequence[str]) -> Record:
     """Trains with these flags; every process of the layout calls this."""
     run = parse_run(None, argv)
     record = Record()
     with distributed(run.config.parallel) as groups:
-        datasets, collate = gpt_data(run)
-        trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
-        step = trainer.engine.train_step
-
-        def recorded_step(*args: Any) -> Any:
-            result = step(*args)
-            record.losses.append(float(result.loss))
-            record.norms.append(result.grad_norm)
-            record.scales.append(result.loss_scale)
-            record.skipped.append(result.skipped)
-            return result
-
-        trainer.engine.train_step = recorded_step  # type: ignore
+        trainer = watched_trainer(run, groups, record.add)
         trainer.fit()
         record.iteration = trainer.iteration
         for part in fragments(trainer.engine):
@@ -78,133 +75,126 @@ def train(argv: Sequence[str]) -> Record:
     return record
 
 
-def train_plainly(argv: Sequence[str], order: Sequence[int] | None = None) -> Record:
-    """The same training without DeepSpeed: one process, torch's AdamW, a loop.
+def watched_trainer(
+    run: Run, groups: ProcessGroups, watch: Callable[[StepResult], None]
+) -> Trainer:
+    """A trainer that shows the result of every step to ``watch``, right after the step."""
+    datasets, collate = gpt_data(run)
+    trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
+    step = trainer.engine.train_step
+
+    def watched_step(*args: Any) -> StepResult:
+        result = step(*args)
+        watch(result)
+        return result
+
+    trainer.engine.train_step = watched_step  # type: ignore
+    return trainer
+
+
+class PlainTraining:
+    """The same training without DeepSpeed: one process, torch's optimizer, a loop.
 
     Args:
         argv: flags.
-        order: order in which the micro batches of a step are summed, to see what rounding does.
+        order: order in which the micro batches of a step are summed, to see what rounding does;
+            of a smaller step, those that it has.
+        dtype: number format of the whole computation.
+
+    Attributes:
+        steps: number of steps that the flags ask for.
+        options: those of the optimizer.
+        params: parameters by canonical name; their gradients are those of the last step, clipped.
     """
-    return _train_plainly(argv, order)[0]
 
+    def __init__(
+        self,
+        argv: Sequence[str],
+        order: Sequence[int] | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        run = parse_run(None, argv)
+        self.options, self._seed = run.config.optimizer, run.config.training.seed
+        self._program = gpt_program(run.config)
+        self._plan, self._order = TrainingPlan(run.config), order
+        self.steps = min(
+            self._plan.train_iters, run.config.training.exit_interval or self._plan.train_iters
+        )
+        self._model = LayerStack(self._program.layers(TensorParallel()), run.config.parallel)
+        self.params = dict(self._model.canonical_parameters())
+        for name, param in self.params.items():
+            initialise(name, param, self._seed, 0, 1)
+        self._model.to(dtype)
+        self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
+        datasets, collate = gpt_data(run)
+        assert datasets.train is not None
+        self._batches = MicroBatches(
+            datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
+        )
+        self._iteration = self._consumed = 0
 
-def _train_plainly(
-    argv: Sequence[str], order: Sequence[int] | None = None, steps: int | None = None
-) -> tuple[Record, dict[str, Tensor]]:
-    """See :func:`train_plainly`; also Adam's first moments at the end, by name."""
-    run = parse_run(None, argv)
-    config, program, plan = run.config, gpt_program(run.config), TrainingPlan(run.config)
-    datasets, collate = gpt_data(run)
-    assert datasets.train is not None
-    model = LayerStack(program.layers(TensorParallel()), config.parallel)
-    for name, param in model.canonical_parameters():
-        initialise(name, param, config.training.seed, 0, 1)
-    params = list(model.parameters())
-    options = config.optimizer
-    matrices = [p for p in params if len(shard_of(p).full_shape) > 1]
-    vectors = [p for p in params if len(shard_of(p).full_shape) == 1]
-    optimizer = torch.optim.AdamW(
-        [{"params": matrices, "decays": True}, {"params": vectors, "decays": False}],
-        betas=(options.adam_beta1, options.adam_beta2),
-        eps=options.adam_eps,
-    )
-    batches = MicroBatches(datasets.train, collate, micro_batch_size=plan.micro_batch_size)
-    record, consumed = Record(), 0
-    for iteration in range(steps or plan.train_iters):
-        progress = plan.progress(iteration, consumed)
-        for group in optimizer.param_groups:
+    def step(self) -> tuple[float, float]:
+        """Updates the weights once; returns the loss, and the gradient norm before clipping."""
+        plan = self._plan
+        progress = plan.progress(self._iteration, self._consumed)
+        for group in self._optimizer.param_groups:
             group["lr"] = plan.learning_rate(progress)
             group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
-        count = plan.batch_size.micro_batches(consumed)
-        micro = [next(batches) for _ in range(count)]
+        self._optimizer.zero_grad()
+        count = plan.batch_size.micro_batches(self._consumed)
+        micro = [next(self._batches) for _ in range(count)]
         losses = []
-        for place in order or range(count):
-            inputs = program.inputs(micro[place])
-            first_sample = consumed + place * plan.micro_batch_size
-            logits = model(
+        for place in self._order or range(count):
+            if place >= count:
+                continue
+            first_sample = self._consumed + place * plan.micro_batch_size
+            inputs = self._program.inputs(micro[place])
+            logits = self._model(
                 inputs.tokens_BS,
                 inputs.position_ids_BS,
                 inputs.document_ids_BS,
-                dropout_seed=dropout_seed(config.training.seed, first_sample),
+                dropout_seed=dropout_seed(self._seed, first_sample),
             )
-            loss = program.loss(logits, micro[place], SINGLE)
+            loss = self._program.loss(logits, micro[place], SINGLE)
             (loss / count).backward()
             losses.append(float(loss.detach()))
-        clip = options.clip_grad or math.inf
-        norm = torch.nn.utils.clip_grad_norm_(params, clip)
-        optimizer.step()
-        optimizer.zero_grad()
-        record.losses.append(sum(losses) / count)
-        record.norms.append(float(norm))
-        consumed += plan.batch_size.batch_size(consumed)
-    moments = {
-        name: optimizer.state[param]["exp_avg"] for name, param in model.canonical_parameters()
-    }
-    return record, moments
+        params = list(self.params.values())
+        # In float32 the norm of a large vocabulary's gradient alone would be off by 1e-5.
+        norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in params]
+        norm = torch.linalg.vector_norm(torch.stack(norms))
+        torch.nn.utils.clip_grads_with_norm_(params, self.options.clip_grad or math.inf, norm)
+        self._optimizer.step()
+        self._iteration += 1
+        self._consumed += plan.batch_size.batch_size(self._consumed)
+        return sum(losses) / count, float(norm)
 
 
-@dataclass(frozen=True)
-class Moment:
-    """A rank's part of Adam's first moment of a parameter: 1 - beta1 times the clipped gradient,
-    after one step.
-
-    Attributes:
-        name: canonical name of the parameter.
-        shard: how it is cut.
-        tensor: (rank, size) of the tensor-parallel group.
-        start: where the part starts in the flattened local share.
-        values: the part.
-    """
-
-    name: str
-    shard: Shard
-    tensor: tuple[int, int]
-    start: int
-    values: Tensor
+def _plain_optimizer(
+    params: Sequence[nn.Parameter], options: OptimizerConfig
+) -> torch.optim.Optimizer:
+    groups = [
+        {"params": [p for p in params if len(shard_of(p).full_shape) > 1], "decays": True},
+        {"params": [p for p in params if len(shard_of(p).full_shape) == 1], "decays": False},
+    ]
+    groups = [group for group in groups if group["params"]]
+    if options.optimizer == "sgd":
+        return torch.optim.SGD(groups, lr=0.0, momentum=options.sgd_momentum)
+    betas = (options.adam_beta1, options.adam_beta2)
+    return torch.optim.AdamW(groups, betas=betas, eps=options.adam_eps)
 
 
-def first_moments(argv: Sequence[str]) -> list[Moment]:
-    """Adam's first moments after one step; every process of the layout calls this."""
-    run = parse_run(None, [*argv, "--exit-interval", "1"])
-    with distributed(run.config.parallel) as groups:
-        datasets, collate = gpt_data(run)
-        trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
-        trainer.fit()
-        tensor = groups.tensor.rank, groups.tensor.size
-        return [
-            Moment(part.name, part.shard, tensor, part.start, values.detach().cpu().clone())
-            for part in fragments(trainer.engine)
-            for kind, values in part.moments.items()
-            if kind == "exp_avg"
-        ]
-
-
-def reference_first_moments(argv: Sequence[str]) -> dict[str, Tensor]:
-    """Whole first moments by name, after one step on one process without DeepSpeed."""
-    return _train_plainly(argv, steps=1)[1]
-
-
-def first_moment_difference(
-    ranks: Sequence[Sequence[Moment]], reference: dict[str, Tensor], bound: float = 1e-4
-) -> str | None:
-    """The first parameter, in the order of the backward pass, whose moment differs on a rank by
-    more than ``bound`` times the largest that the parameter has, or 1e-3 x the model's largest."""
-    largest = max(float(values.abs().max()) for values in reference.values())
-    for name, whole in reversed(reference.items()):
-        allowed = bound * max(float(whole.abs().max()), 1e-3 * largest)
-        for rank, moments in enumerate(ranks):
-            for moment in moments:
-                if moment.name != name:
-                    continue
-                canonical = whole.narrow(0, 0, moment.shard.canonical_shape[0])
-                share = moment.shard.cut(canonical, *moment.tensor).reshape(-1)
-                share = share[moment.start : moment.start + moment.values.numel()]
-                found = float((moment.values - share).abs().max())
-                if not found <= allowed:
-                    return (
-                        f"moment of {name} on rank {rank}: {found:.1e} off, {allowed:.1e} allowed"
-                    )
-    return None
+def train_plainly(
+    argv: Sequence[str],
+    order: Sequence[int] | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> Record:
+    """All steps of a :class:`PlainTraining`."""
+    training, record = PlainTraining(argv, order, dtype), Record()
+    for _ in range(training.steps):
+        loss, norm = training.step()
+        record.losses.append(loss)
+        record.norms.append(norm)
+    return record
 
 
 @dataclass(frozen=True)
@@ -244,7 +234,8 @@ def rounding_noise(argv: Sequence[str], reference: Record) -> Drift:
     The model is cut up differently in every layout, which changes more sums than these orders do;
     hence the factor of :meth:`Drift.within`.
     """
-    count = TrainingPlan(parse_run(None, argv).config).batch_size.micro_batches(0)
+    plan = TrainingPlan(parse_run(None, argv).config)
+    count = plan.global_batch_size // plan.micro_batch_size
     shuffle = random.Random(1)
     orders = [shuffle.sample(range(count), count) for _ in range(ORDERS)]
     return Drift.between([train_plainly(argv, order) for order in orders], reference)

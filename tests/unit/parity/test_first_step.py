@@ -1,0 +1,102 @@
+"""What differs in the engine's first step is found, and named."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+
+from megatron.parallel.shard import Shard
+from megatron.parity.first_step import (
+    Part,
+    WholeParameter,
+    first_step_difference,
+    gradient_difference,
+)
+
+VOCABULARY, NORM = "embedding.word_embeddings.weight", "final_norm.norm.weight"
+LR = 1e-3
+SHARDS = {VOCABULARY: Shard((8, 3), dim=0, unpadded=7), NORM: Shard((3,))}
+GRADIENTS = {
+    VOCABULARY: torch.linspace(0.1, 1, 24).reshape(8, 3),
+    NORM: torch.tensor([0.5, -1.0, 1e-9]),
+}
+
+
+def reference() -> dict[str, WholeParameter]:
+    return {
+        name: WholeParameter(gradient.clone(), 1 - LR * gradient.sign(), LR)
+        for name, gradient in GRADIENTS.items()
+    }
+
+
+def ranks() -> list[list[Part]]:
+    """Tensor rank 0 and 1 on two data ranks each, which share each parameter (ZeRO)."""
+    found = []
+    for tensor in range(2):
+        for data in range(2):
+            parts = []
+            for name, shard in SHARDS.items():
+                whole = Part(name, shard, (tensor, 2), 0, None, torch.empty(0))
+                length = math.prod(shard.local_shape(2))
+                start, end = (0, 2) if data == 0 else (2, length)
+                whole = dataclasses.replace(whole, start=start, weight=torch.empty(end - start))
+                expected = reference()[name]
+                gradient, weight = whole.of(expected.gradient), whole.of(expected.weight)
+                whole = dataclasses.replace(whole, gradient=gradient.clone(), weight=weight.clone())
+                parts.append(whole)
+            found.append(parts)
+    return found
+
+
+def test_equal():
+    assert first_step_difference(ranks(), reference()) is None
+
+
+@pytest.mark.parametrize("name", list(SHARDS))
+@pytest.mark.parametrize("off", [1e-2, math.nan])
+def test_gradient(name, off):
+    found = ranks()
+    next(part for part in found[2] if part.name == name).gradient[0] += off
+    difference = first_step_difference(found, reference())
+    assert (difference.what, difference.rank) == (f"gradient of {name}", 2)
+
+
+def test_rounding_is_no_difference():
+    found = ranks()
+    for parts in found:
+        for part in parts:
+            part.gradient.mul_(1 + 1e-6)
+    assert first_step_difference(found, reference()) is None
+
+
+@pytest.mark.parametrize("name", list(SHARDS))
+@pytest.mark.parametrize("off", [LR / 10, math.nan])
+def test_weights(name, off):
+    found = ranks()
+    next(part for part in found[0] if part.name == name).weight[1] += off
+    difference = first_step_difference(found, reference())
+    assert (difference.what, difference.rank) == (f"new weights of {name}", 0)
+
+
+def test_a_gradient_before_weights():
+    found = ranks()
+    found[0][1].weight[0] += 1  # the norm's, which comes first in the backward pass
+    found[0][0].gradient[0] += 1
+    assert first_step_difference(found, reference()).what == f"gradient of {VOCABULARY}"
+
+
+def test_adam_moves_weights_of_no_gradient_either_way():
+    found = ranks()
+    norms = [part for parts in found for part in parts if part.name == NORM and part.start == 2]
+    for part in norms:
+        part.weight.add_(2 * LR)
+    assert norms and first_step_difference(found, reference()) is None
+
+
+def test_half_precision_has_a_bound_of_its_own():
+    found = ranks()
+    found[1][1].gradient.add_(0.05)
+    assert gradient_difference(found, reference(), 0.1, floor=0.1) is None
+    found[1][1].gradient.add_(0.1)
+    assert gradient_difference(found, reference(), 0.1, floor=0.1).what == f"gradient of {NORM}"
