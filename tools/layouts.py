@@ -64,7 +64,8 @@ activations only (attention weights get masks of their own on each tensor-parall
 
 NOTES = """Goes with all of them: tied and untied embeddings, grouped-query attention (the number of
 key-value heads divides the tensor-parallel size or is a multiple of it; with fewer heads than
-processes they are replicated), gradient accumulation, `--torch-compile`.
+processes they are replicated), gradient accumulation, `--torch-compile`. With tensor parallelism
+that compiles every block in pieces, since its collectives break the graph, and gains less.
 
 Sizes must also fit: the tensor-parallel size divides attention heads, feed-forward size and, with
 sequence parallelism, the sequence length; every stage of a pipeline holds at least one block.
@@ -135,7 +136,7 @@ def rows() -> list[list[str]]:
 
 def reasons() -> list[str]:
     return [
-        f"{number}. {rule.name}: {rule.reason}; {rule.better}."
+        f"{number}. {rule.name}: {rule.explanation(ramp=True)}."
         for number, rule in enumerate(RULES, 1)
     ]
 

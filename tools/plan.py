@@ -136,7 +136,7 @@ def assumptions(job: Job, hardware: Hardware) -> list[str]:
         f"--inter-node-bandwidth {hardware.inter_node_bandwidth:g} GB/s a GPU; hidden: "
         f"--tensor-overlap {hardware.tensor_overlap:g}, "
         f"--pipeline-overlap {hardware.pipeline_overlap:g}, "
-        f"--data-overlap {hardware.data_overlap:g} (ZeRO 2 and 3)",
+        f"--data-overlap {hardware.data_overlap:g} (ZeRO 3)",
         "not counted: the optimizer's own time, data loading, logging, checkpoints, offload",
     ]
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.flags import ConfigError
-from megatron.config.layouts import complete_schedule
+from megatron.config.layouts import Layout, complete_schedule, refusal
 
 
 @dataclass
@@ -193,6 +193,10 @@ def _pipeline(draft: Draft, world_size: int) -> None:
             f"{draft.show(blocks)} asks for an interleaved pipeline and contradicts "
             f"{draft.show('pipeline_schedule')}",
         )
+        rule = refusal(Layout(pipeline=ranks, schedule="interleaved", chunks=2))
+        if rule is not None:  # there is no pipeline
+            asked = f"{draft.show(blocks)}, {draft.show('pipeline_model_parallel_size')}"
+            raise ConfigError(f"{asked}: {rule.explanation(ramp=False)}")
         found = _chunks_of_blocks(draft)
         draft.check(
             draft[chunks] in (None, found),

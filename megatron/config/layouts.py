@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING, Any
 
 from megatron.config.flags import ConfigError
@@ -147,14 +147,15 @@ class Layout:
         return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(usual, n)}
 
     def show(self, name: str) -> str:
-        """One of the values as a user knows it."""
+        """One of the values as a user knows it; of the numbers of micro batches the first."""
         value = getattr(self, name)
         if name in _VALUE_FLAGS:
             return f"{_VALUE_FLAGS[name]} {value}"
         if name == "micro_batches":
+            batches = "batch" if value[0] == 1 else "batches"
             return (
-                f"{' or '.join(map(str, value))} micro batches per step (global batch / (micro "
-                "batch x data-parallel size))"
+                f"{value[0]} micro {batches} per step (global batch / (micro batch x "
+                "data-parallel size))"
             )
         if name.startswith("offload"):
             return f"{name}.device {value} in the DeepSpeed JSON"
@@ -207,6 +208,7 @@ class Rule:
         refuses: whether a layout is one of those.
         reason: why, as a clause.
         better: what to do instead, as a clause.
+        ramp: what else to do where the batch ramps up, as a clause.
     """
 
     name: str
@@ -214,12 +216,23 @@ class Rule:
     refuses: Callable[[Layout], bool]
     reason: str
     better: str
+    ramp: str = ""
 
     def message(self, layout: Layout) -> str:
         """What a user is told who asked for ``layout``."""
+        shown = replace(layout, micro_batches=self._first_refused(layout))
         given = [name for name in self.values if getattr(layout, name) is not None]
-        values = ", ".join(layout.show(name) for name in given)
-        return f"{values}: {self.reason}; {self.better}"
+        values = ", ".join(shown.show(name) for name in given)
+        return f"{values}: {self.explanation(len(layout.micro_batches) > 1)}"
+
+    def explanation(self, ramp: bool) -> str:
+        """The reason, and what to do instead, with or without a ramp-up of the batch."""
+        return "; ".join(filter(None, (self.reason, self.better, self.ramp if ramp else "")))
+
+    def _first_refused(self, layout: Layout) -> tuple[int, ...]:
+        """Of the numbers of micro batches that a ramp-up goes through, the first it refuses."""
+        each = ((count,) for count in layout.micro_batches)
+        return next((m for m in each if self.refuses(replace(layout, micro_batches=m))), ())
 
 
 RULES = (
@@ -266,8 +279,8 @@ RULES = (
         lambda a: a.schedule == "interleaved" and any(m % a.pipeline for m in a.micro_batches),
         "the stages of a process take turns on groups of as many micro batches as the pipeline has "
         "processes",
-        "choose --global-batch-size, and the sizes of --rampup-batch-size, so that every step has "
-        "a multiple of that many",
+        "choose --global-batch-size so that every step has a multiple of that many",
+        "the same goes for each size of --rampup-batch-size",
     ),
     Rule(
         "dualpipev with few micro batches",
@@ -275,7 +288,8 @@ RULES = (
         lambda a: a.schedule == "dualpipev" and any(m < 2 * a.pipeline for m in a.micro_batches),
         "the schedule fills the pipeline from both ends and needs at least twice as many micro "
         "batches as the pipeline has processes",
-        "choose a larger --global-batch-size, or first size of --rampup-batch-size",
+        "choose a larger --global-batch-size",
+        "with --rampup-batch-size the first size must be large enough already",
     ),
     Rule(
         "pipelines with ZeRO 2 or 3",

@@ -116,6 +116,18 @@ _KNOWN_KEYS = frozenset(
     use_node_local_storage load_universal_checkpoint sequence_parallel_size""".split()
 )
 
+_OFFLOAD = ("offload_optimizer", "offload_param")
+
+_DEVICES = ("none", "cpu", "nvme")
+"""Where DeepSpeed can move things to. That nvme is refused all the same is the layout's to say."""
+
+_DEPRECATED = {
+    "cpu_offload": '"offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": '"offload_param": {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": '"pin_memory" in "offload_optimizer" or "offload_param"',
+}
+"""Keys of zero_optimization that DeepSpeed still takes, and what they are called now."""
+
 _REFUSED = {
     "scheduler": "the learning rate follows --lr-decay-style, --lr-warmup-* and --lr-decay-*; "
     "remove the key",
@@ -166,6 +178,7 @@ def read_json(path: str) -> Json:
             hint = f'; the nearest known key is "{near[0]}"' if near else ""
             raise ConfigError(f'{path}: DeepSpeed knows no key "{key}"{hint}')
     _check_sections(content, path)
+    _check_offload(content, path)
     _check_optimizer(content, path)
     return content
 
@@ -195,6 +208,29 @@ def _check_sections(content: Json, path: str) -> None:
                     )
             elif section is not None and section != "auto" and not isinstance(section, dict):
                 raise ConfigError(f"{path}: {name} is {json.dumps(section)}; it must be an object")
+
+
+def _check_offload(content: Json, path: str) -> None:
+    zero = content.get("zero_optimization")
+    if not isinstance(zero, dict):
+        return
+    for key, now in _DEPRECATED.items():
+        if key in zero:
+            raise ConfigError(f"{path}: zero_optimization.{key} is deprecated; use {now}")
+    for key in _OFFLOAD:
+        name, section = f"zero_optimization.{key}", zero.get(key)
+        if section is None or section == "auto":
+            continue
+        if not isinstance(section, dict):
+            raise ConfigError(
+                f"{path}: {name} is {json.dumps(section)}; it must be an object, as in "
+                '{"device": "cpu"}'
+            )
+        device = section.get("device", "none")
+        if device != "auto" and device not in _DEVICES:
+            raise ConfigError(
+                f"{path}: {name}.device is {json.dumps(device)}; it must be cpu or none"
+            )
 
 
 def _check_optimizer(content: Json, path: str) -> None:
@@ -325,6 +361,13 @@ def _refuse(content: Json, config: RunConfig) -> None:
         raise ConfigError(
             f"{path}: bf16.check_grad_overflow false would let gradients that are not finite into "
             "the weights; remove the key (--no-check-for-nan-in-loss-and-grad skips such steps)"
+        )
+    if _get(content, "flops_profiler.enabled") and config.parallel.pipeline_model_parallel_size > 1:
+        raise ConfigError(
+            f"{path}: flops_profiler.enabled true, --pipeline-model-parallel-size "
+            f"{config.parallel.pipeline_model_parallel_size}: the profiler measures the engine's "
+            "forward pass, which a pipeline does not have as a whole; remove the key, or profile "
+            "without a pipeline"
         )
     check_layout(Layout.of(config, content))
 

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
+from megatron.planning.parameters import local_widths
 
 
 @dataclass(frozen=True)
@@ -65,6 +66,23 @@ def pipeline_bytes(
     return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, micro_batch) / split
 
 
+def gradient_size(layout: Layout) -> int:
+    """Bytes of an element of the gradients that travel."""
+    half = layout.precision != "fp32" and layout.zero > 0
+    return 2 if half and not layout.grads_in_fp32 else 4
+
+
+def tied_bytes(model: ModelConfig, layout: Layout) -> float:
+    """Bytes of a rank's gradients of the token table, where the pipeline's first and last rank each
+    hold a copy of it, whose gradients they sum; else 0."""
+    assert model.hidden_size
+    # DualPipeV has the first and the last stage on one rank.
+    if not model.tied or layout.pipeline == 1 or layout.schedule == "dualpipev":
+        return 0.0
+    table = local_widths(model, layout.tensor).vocab * model.hidden_size
+    return float(gradient_size(layout) * table)
+
+
 def data_bytes(layout: Layout, parameters: int, micro_batches: int) -> float:
     """Bytes that gradients and parameters take over data-parallel ranks.
 
@@ -73,9 +91,8 @@ def data_bytes(layout: Layout, parameters: int, micro_batches: int) -> float:
     weights are gathered for forward and backward and gradients scattered, half as much again.
     Stages 2 and 3 cannot keep whole gradients, so they reduce them after every micro batch.
     """
-    half = layout.precision != "fp32"
-    weight = 2 if half and layout.zero > 0 else 4
-    gradient = 4 if layout.grads_in_fp32 else weight
+    weight = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
+    gradient = gradient_size(layout)
     share = ring(layout.data) * parameters
     return (
         share

@@ -37,8 +37,8 @@ class Hardware:
     pipeline_overlap: float = option(0.0)
     """Share of the pipeline's sends and receives that is hidden behind computation."""
     data_overlap: float = option(0.5)
-    """Share of data-parallel communication that is hidden behind computation; at ZeRO 0 and 1, and
-    in pipelines, gradients travel once at the end, and nothing is hidden."""
+    """Share of data-parallel communication that is hidden behind computation at ZeRO 3. DeepSpeed
+    hides nothing below it, where its overlap_comm is off by default."""
 
     def check(self) -> None:
         """Raises ConfigError for a value that makes no sense."""

@@ -18,7 +18,7 @@ from megatron.config.layouts import Layout
 from megatron.planning.parameters import RankShare, local_widths, rank_shares
 
 REDUCE_BUCKET = 500_000_000
-"""Elements of a bucket of gradients on their way: DeepSpeed's default of ``reduce_bucket_size``."""
+"""The most elements of a bucket of gradients on their way: DeepSpeed's ``reduce_bucket_size``."""
 
 LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO 3 holds gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
@@ -63,23 +63,35 @@ def state_bytes(layout: Layout) -> StateBytes:
     return StateBytes(size / (data if layout.zero == 3 else 1), gradients, 12 / data)
 
 
+def bucket_bytes(layout: Layout) -> int:
+    """Bytes per element of the buckets in which a rank's gradients travel, all of them together.
+
+    There is one, also without other replicas. At stage 1 a pipeline has two: DeepSpeed allocates
+    the one of a backward pass of its own besides. At stage 0 and in its bf16 optimizer, which is
+    stage 1 with float32 accumulation, the bucket is a copy of the float32 gradients made at the
+    end of the step. Stage 2 reduces what a micro batch gave, and accumulates after that.
+    """
+    size = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
+    if layout.zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
+        return 4
+    if layout.grads_in_fp32 and layout.zero != 2:
+        size = 4
+    return size * (2 if layout.zero == 1 and layout.pipeline > 1 else 1)
+
+
 def buffer_bytes(layout: Layout, parameters: int) -> float:
     """Bytes of copies that come and go in a step, with DeepSpeed's default sizes.
 
-    At ZeRO 1 to 3 two buckets of gradients on their way (``overlap_comm``), except in pipelines,
-    and at stage 3 the parameters that are gathered; at stage 0 autocast's 16-bit weights.
+    Buckets of gradients on their way, no larger than the gradients are; at stage 3 besides them the
+    parameters that are gathered, and at stage 0 before them autocast's 16-bit weights.
     """
     half = layout.precision != "fp32"
+    buckets = float(min(REDUCE_BUCKET, parameters) * bucket_bytes(layout))
     if layout.zero == 0:
-        return 2.0 * parameters if half else 0.0
-    if layout.data == 1:
-        return 0.0
-    size = 2 if half else 4
-    gathered = min(LIVE_PARAMETERS, parameters) * size if layout.zero == 3 else 0
-    if layout.pipeline > 1:
-        return float(gathered)
-    bucket = min(REDUCE_BUCKET, parameters) * (4 if layout.grads_in_fp32 else size)
-    return 2.0 * bucket + gathered
+        return max(buckets, 2.0 * parameters if half else 0.0)
+    if layout.zero == 3 and layout.data > 1:
+        return buckets + min(LIVE_PARAMETERS, parameters) * (2 if half else 4)
+    return buckets
 
 
 @dataclass(frozen=True)

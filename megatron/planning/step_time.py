@@ -15,8 +15,10 @@ from megatron.planning.communication import (
     Communication,
     data_bytes,
     pipeline_bytes,
+    ring,
     tensor_bytes_at_ends,
     tensor_bytes_per_block,
+    tied_bytes,
 )
 from megatron.planning.hardware import Hardware
 from megatron.planning.parameters import RankShare, local_widths
@@ -107,19 +109,23 @@ def step_time(
         working.append((flops / hardware.flops + exposed, exposed, sent))
     busy, exposed, sent = max(working)
     held = max(share.parameters for share in shares)
+    stages = pipeline_bytes(model, layout, micro_batch, micro_batches)
+    # The copies of a tied table are averaged over replicas by themselves, then summed: all-reduces
+    # at the end of the step, which nothing hides.
+    tied = tied_bytes(model, layout)
+    copies = 2 * ring(2) * tied
     volume = Communication(
         sent,
-        pipeline_bytes(model, layout, micro_batch, micro_batches),
-        data_bytes(layout, held, micro_batches),
+        stages + copies,
+        data_bytes(layout, held, micro_batches) + 2 * ring(d) * tied,
     )
-    hidden = hardware.data_overlap if layout.zero > 1 else 0.0
+    hidden = hardware.data_overlap if layout.zero == 3 else 0.0
     return (
         StepTime(
             compute=busy - exposed,
             tensor=exposed,
-            pipeline=volume.pipeline
-            / hardware.link_bandwidth(p, t * d)
-            * (1 - hardware.pipeline_overlap),
+            pipeline=(stages * (1 - hardware.pipeline_overlap) + copies)
+            / hardware.link_bandwidth(p, t * d),
             data=volume.data / hardware.ring_bandwidth(d, t) * (1 - hidden),
             bubble=busy * bubble_ratio(layout, micro_batches),
         ),

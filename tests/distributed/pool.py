@@ -262,6 +262,8 @@ def _reset() -> None:
         (count,) = offload.DeepSpeedZeRoOffload._register_deepspeed_module.__defaults__
         count[0] = 0
         sys.modules["deepspeed.runtime.zero.partition_parameters"].Init.param_id = 0
+        # Set for good by the first run with autocast; ZeRO then reduces in other formats.
+        sys.modules["deepspeed.runtime.torch_autocast"].TORCH_AUTOCAST_INITIALIZED = False
     if dist.is_initialized():
         dist.destroy_process_group()
     torch.set_default_dtype(torch.float32)

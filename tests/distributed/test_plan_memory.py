@@ -1,7 +1,8 @@
-"""Weights, gradients and optimizer state that a real engine holds, against the planner's bytes."""
+"""Weights, gradients, optimizer state and buckets of a real engine, against the planner's bytes."""
 
 from __future__ import annotations
 
+import dataclasses
 import gc
 import json
 from collections.abc import Callable
@@ -9,11 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from training_jobs import TINY
 
-from megatron.config.layouts import Layout
+from megatron.config.layouts import Layout, parse_layout
 from megatron.engine.environment import distributed
-from megatron.planning.memory import state_bytes
+from megatron.planning.memory import bucket_bytes, state_bytes
 from megatron.planning.parameters import rank_shares
 from megatron.training.gpt import gpt_data, gpt_program
 from megatron.training.run import parse_run
@@ -80,8 +82,8 @@ def test_against_deepspeed(pool, tmp_path, zero, precision):
 
     To 4 percent: in this small model the one tensor that lies across the border of the partitions
     shows, as do batches and, at stage 3, the vectors, whose gradients are copied at another time
-    than the matrices'. Autocast's copies at stage 0 and DeepSpeed's buckets are no state and are
-    counted as buffers.
+    than the matrices'. Autocast's copies at stage 0 are no state, nor are DeepSpeed's buckets,
+    which have a test of their own.
     """
     name, _, accumulated = precision.partition(" ")
     path = tmp_path / "ds.json"
@@ -94,3 +96,77 @@ def test_against_deepspeed(pool, tmp_path, zero, precision):
     layout = Layout(data=2, zero=zero, precision=name, grads_in_fp32=bool(accumulated))
     for held, parameters in pool.run(2, measure, flags):
         assert held / parameters == pytest.approx(state_bytes(layout).total, rel=0.04)
+
+
+class Buckets:
+    """The most bytes per element of DeepSpeed's buckets that exist at once.
+
+    Those that it allocates are known by their size, those that are copies of gradients by the
+    function that flattens these.
+    """
+
+    def __init__(self) -> None:
+        self.most = 0
+        self._existing: list[tuple[StorageWeakRef, int]] = []
+
+    def note(self, bucket: torch.Tensor) -> None:
+        """Counts one more, and those of before that still exist."""
+        self._existing.append((StorageWeakRef(bucket.untyped_storage()), bucket.element_size()))
+        self.most = max(self.most, sum(n for ref, n in self._existing if not ref.expired()))
+
+    def noting(self, function: Callable[..., Any], size: int | None = None) -> Callable[..., Any]:
+        """The function, its results noted; with a size, where that is what it is called with."""
+
+        def call(*args: Any, **options: Any) -> Any:
+            result = function(*args, **options)
+            if size is None or args == (size,):
+                self.note(result)
+            return result
+
+        return call
+
+
+def most_buckets(argv: list[str]) -> int:
+    """Bytes per element of the buckets of a rank's steps; for the pool."""
+    run, buckets = parse_run(None, argv), Buckets()
+    with distributed(run.config.parallel) as groups, pytest.MonkeyPatch.context() as patch:
+        # Once a process has used autocast, its later engines take their number formats from it.
+        patch.setattr("deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED", False)
+        datasets, collate = gpt_data(run)
+        trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
+        for thing in gc.get_objects():  # stage 3 has its bucket from the start
+            if isinstance(thing, torch.Tensor) and thing.shape == (BUCKET,):
+                buckets.note(thing)
+        engine = trainer.engine.engine
+        patch.setattr(engine, "flatten", buckets.noting(engine.flatten))
+        patch.setattr(torch, "empty", buckets.noting(torch.empty, BUCKET))
+        trainer.fit()
+    return buckets.most
+
+
+BUCKETS = [
+    ("dp2-bf16", False), ("zero1-bf16", False), ("dp2-zero1", False), ("dp2-zero1-bf16", True),
+    ("dp2-zero2-bf16", True), ("dp2-zero3-bf16", False), ("pp2-zero1-bf16", False),
+    ("pp2-zero1-bf16", True), ("pp2-zero1-fp16", True),
+]  # fmt: skip
+MORE_BUCKETS = [
+    ("dp1", False), ("pp2", False), ("dp2-zero1-bf16", False), ("dp2-zero1-fp16", True),
+    ("zero2-bf16", False), ("dp2-zero2", False), ("dp2-zero3-bf16", True), ("pp2-zero1", False),
+    ("pp2-zero1-fp16", False), ("pp2-interleaved-zero1-bf16", False),
+    ("pp2-dualpipev-zero1-bf16", False),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "layout, accumulated",
+    [*BUCKETS, *(pytest.param(*case, marks=pytest.mark.proof) for case in MORE_BUCKETS)],
+)
+def test_buckets_against_deepspeed(pool, tmp_path, layout, accumulated):
+    """How many there are at once, and of what number format."""
+    planned = dataclasses.replace(parse_layout(layout), grads_in_fp32=accumulated)
+    path = tmp_path / "ds.json"
+    path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": BUCKET}}))
+    flags = [*FLAGS, "--num-layers", "4", "--deepspeed_config", str(path), *planned.flags()]
+    flags += ["--initial-loss-scale", "4096"] * (planned.precision == "fp16")
+    found = pool.run(planned.processes, most_buckets, flags)
+    assert found == [bucket_bytes(planned)] * planned.processes

@@ -91,8 +91,19 @@ def test_ramp_up_of_the_batch_passes_through_every_size():
     words = ["--rampup-batch-size", "4", "4", "64"]
     layout = Layout(pipeline=2, schedule="interleaved", chunks=2, micro_batches=(8,))
     assert asked(layout, words).micro_batches == (2, 4, 6, 8)
-    words = ["--rampup-batch-size", "4", "6", "64"]
-    assert "2 or 5 or 8 micro batches per step" in asked(layout, words)
+
+
+def test_a_ramp_up_is_refused_with_its_first_bad_size_and_named_only_when_given():
+    layout = Layout(pipeline=2, schedule="interleaved", chunks=2, micro_batches=(8,))
+    message = asked(layout, ["--rampup-batch-size", "4", "2", "64"])
+    assert "3 micro batches per step" in message and "2 or" not in message
+    assert "each size of --rampup-batch-size" in message
+    long = Layout(pipeline=4, schedule="dualpipev", chunks=2, micro_batches=tuple(range(1, 999)))
+    assert len(refusal(long).message(long)) < 500
+    assert "1 micro batch per step" in refusal(long).message(long)
+    for schedule in ("interleaved", "dualpipev"):
+        layout = Layout(pipeline=2, schedule=schedule, chunks=2, micro_batches=(3,))
+        assert "--rampup-batch-size" not in refusal(layout).message(layout)
 
 
 # What the project's documentation promises, written down by hand: "." is refused.

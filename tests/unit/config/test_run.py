@@ -195,6 +195,14 @@ REFUSED = [
         ],
     ),
     (
+        "--num-layers 8 --num-layers-per-virtual-pipeline-stage 2",
+        1,
+        [
+            "--num-layers-per-virtual-pipeline-stage 2, --pipeline-model-parallel-size 1 (default):"
+            " one process has no one",
+        ],
+    ),
+    (
         "--num-virtual-stages-per-pipeline-rank 0",
         1,
         ["--num-virtual-stages-per-pipeline-rank 0", "positive"],

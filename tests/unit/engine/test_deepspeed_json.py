@@ -285,6 +285,16 @@ UNREADABLE = [
     ({"torch_autocast": {}}, '"torch_autocast"'),
     ({"tensor_parallel": {"autotp_size": 2}}, "--tensor-model-parallel-size"),
     ({"hybrid_engine": {}}, "tools/generate.py"),
+    ({"zero_optimization": {"offload_optimizer": "cpu"}}, 'offload_optimizer is "cpu"; it must be'),
+    ({"zero_optimization": {"offload_param": ["cpu"]}}, 'offload_param is ["cpu"]; it must be an'),
+    (
+        {"zero_optimization": {"offload_param": {"device": "gpu"}}},
+        'zero_optimization.offload_param.device is "gpu"; it must be cpu or none',
+    ),
+    ({"zero_optimization": {"offload_optimizer": {"device": ["cpu"]}}}, 'device is ["cpu"]; it'),
+    ({"zero_optimization": {"cpu_offload": True}}, 'use "offload_optimizer": {"device": "cpu"}'),
+    ({"zero_optimization": {"cpu_offload_param": False}}, 'use "offload_param": {"device": "cpu"}'),
+    ({"zero_optimization": {"cpu_offload_use_pin_memory": True}}, 'use "pin_memory" in "offload_'),
 ]
 
 
@@ -315,6 +325,25 @@ OFFLOAD = {"offload_optimizer": {"device": "cpu"}}
 def test_layouts_that_do_not_exist_are_refused_by_what_the_json_alone_says():
     assert "offload_optimizer.device cpu" in refusal(BATCH, {"zero_optimization": OFFLOAD})
     run(f"{BATCH} --zero-stage 1", {"zero_optimization": OFFLOAD})
+
+
+@pytest.mark.parametrize("section", [None, {}, {"device": "none"}, {"device": "cpu"}])
+def test_what_offload_may_say(tmp_path, section):
+    content = {"zero_optimization": {"offload_optimizer": section}}
+    run(f"{BATCH} --zero-stage 1", reading(tmp_path, content))
+
+
+def test_offload_to_nvme_is_refused_with_the_reason(tmp_path):
+    content = reading(tmp_path, {"zero_optimization": {"offload_param": {"device": "nvme"}}})
+    assert "checkpoints are saved from memory" in refusal(f"{BATCH} --zero-stage 3", content)
+
+
+def test_the_flops_profiler_has_nothing_to_measure_in_a_pipeline():
+    content = {"flops_profiler": {"enabled": True}}
+    message = refusal(f"{BATCH} --pipeline-model-parallel-size 2", content)
+    assert "flops_profiler.enabled true, --pipeline-model-parallel-size 2: " in message
+    run(BATCH, content)
+    run(f"{BATCH} --pipeline-model-parallel-size 2", {"flops_profiler": {"enabled": False}})
 
 
 def engine_json(flags, content, on_cpu=True):

@@ -5,11 +5,14 @@ import dataclasses
 import pytest
 
 from megatron.config.layouts import Layout
+from megatron.parallel.pipeline_messages import transfer_of
+from megatron.parallel.pipeline_schedules import PipelineSchedule
 from megatron.planning.communication import (
     data_bytes,
     hidden_bytes,
     pipeline_bytes,
     tensor_bytes_per_block,
+    tied_bytes,
 )
 
 HALF = {"precision": "bf16", "zero": 1}
@@ -50,11 +53,10 @@ def test_pipeline_sends_forward_and_backward(small):
 
 
 @pytest.mark.parametrize("schedule, chunks", [("1f1b", 1), ("interleaved", 2)])
-def test_pipeline_against_the_timeline(small, schedule, chunks):
+def test_pipeline_against_the_messages(small, schedule, chunks):
     """A rank in the middle, where every stage has neighbours elsewhere."""
-    timeline = pytest.importorskip("megatron.parallel.timeline")
-    real = timeline.PipelineSchedule(schedule, 4, chunks, 8)
-    sends = [timeline.transfer_of(real, action) for action in real.actions(1)]
+    real = PipelineSchedule(schedule, 4, chunks, 8)
+    sends = [transfer_of(real, action) for action in real.actions(1)]
     layout = Layout(pipeline=4, schedule=schedule, chunks=chunks, **HALF)
     one = hidden_bytes(small(), layout, 1)
     assert pipeline_bytes(small(), layout, 1, 8) == one * sum(send is not None for send in sends)
@@ -74,3 +76,16 @@ def test_gradients_that_are_cut_travel_with_every_micro_batch():
     assert sent(1, 8) == sent(1, 1)
     assert sent(2, 8) == 100 * (8 + 1)
     assert sent(3, 8) == 8 * sent(3, 1)
+
+
+def test_copies_of_a_tied_table_exchange_their_gradients(small):
+    """V H / t elements of a sum over two ranks; only where there are two copies."""
+    tied, layout = small(tensor=2), Layout(tensor=2, pipeline=2, **HALF)
+    elements = tied.padded_vocab_size * tied.hidden_size / 2
+    assert tied_bytes(tied, layout) == 2 * elements
+    assert tied_bytes(tied, dataclasses.replace(layout, grads_in_fp32=True)) == 4 * elements
+    assert tied_bytes(tied, dataclasses.replace(layout, zero=0)) == 4 * elements
+    assert tied_bytes(tied, dataclasses.replace(layout, pipeline=1)) == 0
+    assert tied_bytes(small("gpt2 untied", 2), layout) == 0
+    both_ends = dataclasses.replace(layout, schedule="dualpipev", chunks=2)
+    assert tied_bytes(tied, both_ends) == 0

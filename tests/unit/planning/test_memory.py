@@ -13,6 +13,7 @@ from megatron.parallel.groups import SINGLE
 from megatron.parallel.region import TensorParallel
 from megatron.planning.memory import (
     activation_bytes,
+    buffer_bytes,
     peak_memory,
     stages_in_flight,
     state_bytes,
@@ -209,3 +210,16 @@ def test_recomputation_holds_one_block_more(small):
     kept = activation_bytes(model, Layout(recompute="uniform"), 4)
     assert memory[0] > memory[1] > memory[2]
     assert memory[2] == 8 * kept.block + kept.embedding + max(kept.recomputed, kept.head)
+
+
+def test_buckets_are_no_larger_than_the_gradients():
+    """And no larger than DeepSpeed's default; tests/distributed counts them in its engine."""
+    layout = Layout(zero=1, precision="bf16")
+    assert buffer_bytes(layout, 1000) == 2 * 1000
+    assert buffer_bytes(layout, 10**9) == 2 * 500_000_000
+    assert buffer_bytes(dataclasses.replace(layout, pipeline=2), 1000) == 2 * 2 * 1000
+    whole = dataclasses.replace(layout, zero=3, data=2)
+    assert buffer_bytes(whole, 10**10) == 2 * (500_000_000 + 10**9)
+    autocast = dataclasses.replace(layout, zero=0)
+    assert buffer_bytes(autocast, 1000) == 4 * 1000
+    assert buffer_bytes(autocast, 10**10) == 2 * 10**10

@@ -76,7 +76,7 @@ def test_uneven_stages_against_built_layers(small, kind, partition):
 
 @pytest.mark.parametrize("schedule", ["1f1b", "interleaved", "dualpipev"])
 def test_stages_against_the_schedule(schedule):
-    schedules = pytest.importorskip("megatron.parallel.schedules")
+    schedules = pytest.importorskip("megatron.parallel.pipeline_schedules")
     layout = Layout(pipeline=4, schedule=schedule, chunks=1 if schedule == "1f1b" else 2)
     real = schedules.PipelineSchedule(schedule, 4, layout.chunks, 8)
     for rank in range(4):

@@ -55,7 +55,7 @@ def test_no_pipeline_no_bubble():
 
 
 def test_parts_add_up(small):
-    model, layout = small(), Layout(tensor=2, data=4, zero=2, precision="bf16")
+    model, layout = small(), Layout(tensor=2, data=4, zero=3, precision="bf16")
     fast = {"peak_tflops": 1.0, "utilisation": 0.5, "tensor_overlap": 0.0}
     hardware = Hardware(8, data_overlap=0.25, intra_node_bandwidth=1.0, **fast)
     shares = rank_shares(model, layout)
@@ -75,3 +75,31 @@ def test_the_slowest_rank_sets_the_pace(small):
     slowest = 4 * rank_flops(model, layout, 1, shares[-1]) / Hardware().flops
     assert time.compute == pytest.approx(slowest)
     assert time.bubble == pytest.approx(slowest / 4)
+
+
+@pytest.mark.parametrize("zero, exposed", [(0, 1), (1, 1), (2, 1), (3, 0.25)])
+def test_data_traffic_is_hidden_where_deepspeed_hides_it(small, zero, exposed):
+    """By default at stage 3 only."""
+    model, layout = small(), Layout(data=2, zero=zero)
+    hardware = Hardware(2, data_overlap=0.75, intra_node_bandwidth=1.0)
+    time, sent = step_time(model, layout, 1, 2, rank_shares(model, layout), hardware)
+    assert time.data == pytest.approx(exposed * sent.data / 1e9)
+
+
+@pytest.mark.parametrize("overlap", [0.0, 1.0])
+def test_a_tied_table_costs_two_exchanges_that_nothing_hides(small, overlap):
+    """The gradients of its copies are averaged over replicas and summed over the two stages."""
+    layout = Layout(pipeline=2, data=4, zero=1, precision="bf16")
+    hardware = Hardware(8, pipeline_overlap=overlap, intra_node_bandwidth=1.0)
+    times, volumes = [], []
+    for kind in ("gpt2 untied", "gpt2"):
+        model = small(kind)
+        shares = rank_shares(model, layout)
+        time, sent = step_time(model, layout, 1, 4, shares, hardware)
+        times.append(time)
+        volumes.append(sent)
+    table = 2 * model.padded_vocab_size * model.hidden_size
+    assert volumes[1].pipeline - volumes[0].pipeline == table
+    assert volumes[1].data - volumes[0].data == pytest.approx(2 * 3 / 4 * table)
+    assert times[1].pipeline - times[0].pipeline == pytest.approx(table / 1e9)
+    assert times[1].data - times[0].data == pytest.approx(2 * 3 / 4 * table / 1e9)
