@@ -129,7 +129,7 @@ class LegacyFlags:
     async_tensor_model_parallel_allreduce: bool = option(
         True,
         off="--no-async-tensor-model-parallel-allreduce",
-        note="tensor-parallel collectives are synchronous",
+        note="collectives of the backward pass always run beside its products",
     )
     """Turn off asynchronous tensor-parallel collectives."""
     overlap_grad_reduce: bool = option(

@@ -1,5 +1,6 @@
 """What a pipeline really does: the order it executes, its bubble, and offload."""
 
+import contextlib
 import json
 
 import pytest
@@ -16,16 +17,33 @@ from megatron.training.run import parse_run
 FLAGS = [*TINY, "--num-layers", "8", "--global-batch-size", "8", "--train-iters", "1"]
 
 
-def executed(argv):
-    """The passes of one step on this rank, in the order in which they ran; for the pool."""
+@contextlib.contextmanager
+def engine_and_batches(argv):
+    """The engine of a rank, and its micro batches."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as groups:
         engine = build_engine(
             run.config, run.content, gpt_program(run.config), groups, training_device()
         )
         datasets, collate = gpt_data(run)
-        engine.train_step(MicroBatches(datasets.train, collate, micro_batch_size=1), 8, 0, 1e-3, 0)
+        data = groups.data
+        yield (
+            engine,
+            MicroBatches(
+                datasets.train,
+                collate,
+                micro_batch_size=1,
+                data_rank=data.rank,
+                data_size=data.size,
+            ),
+        )
         engine.close()
+
+
+def executed(argv):
+    """The passes of one step on this rank, in the order in which they ran; for the pool."""
+    with engine_and_batches(argv) as (engine, batches):
+        engine.train_step(batches, 8, 0, 1e-3, 0)
         return engine.engine.executed
 
 
@@ -54,19 +72,7 @@ def test_dualpipev_executes_its_order(pool):
 
 def tied_table(argv):
     """The token table on this rank after some steps, None where there is none; for the pool."""
-    run = parse_run(None, argv)
-    with distributed(run.config.parallel) as groups:
-        engine = build_engine(
-            run.config, run.content, gpt_program(run.config), groups, training_device()
-        )
-        datasets, collate = gpt_data(run)
-        batches = MicroBatches(
-            datasets.train,
-            collate,
-            micro_batch_size=1,
-            data_rank=groups.data.rank,
-            data_size=groups.data.size,
-        )
+    with engine_and_batches(argv) as (engine, batches):
         for step in range(12):
             engine.train_step(batches, 2, 6 * step, 1e-2, 0.1)
         tables = [
@@ -74,7 +80,6 @@ def tied_table(argv):
             for param, name in engine.names.items()
             if name == "embedding.word_embeddings.weight"
         ]
-        engine.close()
         return tables[0] if tables else None
 
 

@@ -2,30 +2,11 @@
 
 import pytest
 
-from megatron.config.layouts import Layout, refusal
 from megatron.parallel.pipeline_messages import Exchange, Transfer, transfer_of, work_plan
 from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
 from megatron.parallel.timeline import inputs
 
 SHAPES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2)]
-RANKS = (2, 3, 4, 5, 8)
-
-
-def exists(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:
-    """Whether a step of training can run so."""
-    counts = (micro_batches,)
-    layout = Layout(pipeline=ranks, schedule=name, chunks=chunks, micro_batches=counts)
-    return refusal(layout) is None
-
-
-def schedules(name: str, chunks: int, forward_only: bool = False) -> list[PipelineSchedule]:
-    """Of all sizes that exist."""
-    return [
-        PipelineSchedule(name, ranks, chunks, micro_batches, forward_only)
-        for ranks in RANKS
-        for micro_batches in sorted({1, 2, 3, 7, ranks, 2 * ranks, 2 * ranks + 1, 3 * ranks})
-        if forward_only or exists(name, ranks, chunks, micro_batches)
-    ]
 
 
 class Blocked(Exception):
@@ -105,7 +86,7 @@ def programs_of(schedule: PipelineSchedule) -> list[list[Action | Exchange]]:
 
 @pytest.mark.parametrize("name, chunks", [*SHAPES, ("interleaved", 4)])
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_nobody_waits_for_ever_in_rendezvous(name, chunks, forward_only):
+def test_nobody_waits_for_ever_in_rendezvous(schedules, name, chunks, forward_only):
     for schedule in schedules(name, chunks, forward_only):
         programs = programs_of(schedule)
         rendezvous(schedule, programs)
@@ -115,7 +96,7 @@ def test_nobody_waits_for_ever_in_rendezvous(name, chunks, forward_only):
 
 @pytest.mark.parametrize("name, chunks", SHAPES)
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_partners_list_the_same_transfers_in_the_same_order(name, chunks, forward_only):
+def test_partners_list_the_same_transfers_in_the_same_order(schedules, name, chunks, forward_only):
     for schedule in schedules(name, chunks, forward_only):
         exchanges = [[e for e in p if isinstance(e, Exchange)] for p in programs_of(schedule)]
         for exchange in (e for ours in exchanges for e in ours):

@@ -1,10 +1,9 @@
-"""Schedules in time against the formulas of their papers, and the communication plan."""
+"""Schedules in time against the formulas of their papers."""
 
 from fractions import Fraction
 
 import pytest
 
-from megatron.config.layouts import Layout, refusal
 from megatron.parallel.pipeline_schedules import PipelineSchedule
 from megatron.parallel.timeline import (
     inputs,
@@ -14,32 +13,11 @@ from megatron.parallel.timeline import (
 )
 
 SHAPES = [("1f1b", 1), ("interleaved", 2), ("interleaved", 3), ("dualpipev", 2)]
-RANKS = (2, 3, 4, 5, 8)
-
-
-def exists(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:
-    """Whether a step of training can run so."""
-    counts = (micro_batches,)
-    layout = Layout(pipeline=ranks, schedule=name, chunks=chunks, micro_batches=counts)
-    return refusal(layout) is None
-
-
-def schedules(name: str, chunks: int, forward_only: bool = False) -> list[PipelineSchedule]:
-    """Of all sizes that exist."""
-    return [
-        PipelineSchedule(name, ranks, chunks, micro_batches, forward_only)
-        for ranks in RANKS
-        for micro_batches in sorted({1, 2, 3, 7, ranks, 2 * ranks, 2 * ranks + 1, 3 * ranks})
-        if forward_only or exists(name, ranks, chunks, micro_batches)
-    ]
-
-
-# Time
 
 
 @pytest.mark.parametrize("name, chunks", SHAPES)
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_every_rule_of_a_timeline_holds(name, chunks, forward_only):
+def test_every_rule_of_a_timeline_holds(schedules, name, chunks, forward_only):
     for schedule in schedules(name, chunks, forward_only):
         timeline = simulate(schedule, 1.0, 1.5, transfer_time=0.25)
         slots = {slot.action: slot for slot in timeline.slots}
@@ -61,7 +39,7 @@ def test_every_rule_of_a_timeline_holds(name, chunks, forward_only):
 
 @pytest.mark.parametrize("times", [(1, 2), (1, 1), (0.3, 0.7), (2, 1)])
 @pytest.mark.parametrize("name, chunks", SHAPES[:3])
-def test_bubble_against_narayanan(name, chunks, times):
+def test_bubble_against_narayanan(schedules, name, chunks, times):
     for schedule in schedules(name, chunks):
         timeline = simulate(schedule, *times)
         ranks, micro_batches = schedule.ranks, schedule.micro_batches
@@ -85,7 +63,7 @@ def test_bubble_figures():
     assert theory("dualpipev", 4, 2, 8) is None
 
 
-def test_dualpipev_bubble_as_counted():
+def test_dualpipev_bubble_as_counted(schedules):
     """No published formula fits (see theory); docs/schedules.md gives this one."""
     for schedule in schedules("dualpipev", 2):
         ranks = schedule.ranks
@@ -93,7 +71,7 @@ def test_dualpipev_bubble_as_counted():
         assert simulate(schedule).bubble_ratio == expected
 
 
-def test_1f1b_holds_a_micro_batch_per_rank_that_follows():
+def test_1f1b_holds_a_micro_batch_per_rank_that_follows(schedules):
     for schedule in schedules("1f1b", 1):
         ranks, micro_batches = schedule.ranks, schedule.micro_batches
         expected = [min(ranks - rank, micro_batches) for rank in range(ranks)]

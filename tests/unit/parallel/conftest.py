@@ -1,0 +1,30 @@
+"""Pipelines that the tests of schedules, timelines and messages go through."""
+
+from collections.abc import Callable
+
+import pytest
+
+from megatron.config.layouts import Layout, refusal
+from megatron.parallel.pipeline_schedules import PipelineSchedule
+
+
+@pytest.fixture
+def schedules() -> Callable[..., list[PipelineSchedule]]:
+    """``schedules(name, chunks, forward_only)``: those of all sizes that exist."""
+
+    def every(name: str, chunks: int, forward_only: bool = False) -> list[PipelineSchedule]:
+        return [
+            PipelineSchedule(name, ranks, chunks, micro_batches, forward_only)
+            for ranks in (2, 3, 4, 5, 8)
+            for micro_batches in sorted({1, 2, 3, 7, ranks, 2 * ranks, 2 * ranks + 1, 3 * ranks})
+            if forward_only or exists(name, ranks, chunks, micro_batches)
+        ]
+
+    return every
+
+
+def exists(name: str, ranks: int, chunks: int, micro_batches: int) -> bool:
+    """Whether a step of training can run so."""
+    counts = (micro_batches,)
+    layout = Layout(pipeline=ranks, schedule=name, chunks=chunks, micro_batches=counts)
+    return refusal(layout) is None
