@@ -14,11 +14,26 @@ class CheckpointConfig:
     save: str | None = option(None)
     """Folder to save checkpoints in."""
     load: str | None = option(None)
-    """Folder to load the newest complete checkpoint from; training starts anew if it has none."""
+    """Folder to load the newest complete checkpoint from, or one checkpoint, of this or another
+    format; training starts anew if the folder has none."""
     load_tag: str | None = option(None)
     """Load this checkpoint (for example global_step100) instead of the newest."""
     save_interval: int | None = option(None)
     """Steps between saves; the last step is always saved."""
+    checkpoint_format: str = option("safetensors", choices=("safetensors", "deepspeed"))
+    """This project's own files, which any layout and --load take, or DeepSpeed's own."""
+    async_save: bool = option(False)
+    """Copy the state to host memory and write it while training goes on."""
+    keep_last: int | None = option(None)
+    """Keep only so many of the newest checkpoints."""
+    keep_every: int | None = option(None)
+    """Keep for good those of every so-manieth iteration, in spite of --keep-last."""
+    save_universal: bool = option(False)
+    """With each checkpoint also write DeepSpeed's universal one, for stock DeepSpeed."""
+    universal_checkpoint: bool = option(False)
+    """Expect a universal checkpoint at --load, as DeepSpeed's scripts say it; any is loaded."""
+    pretrained_checkpoint: str | None = option(None)
+    """Checkpoint to start from the weights of, when --load has none."""
     finetune: bool = option(False)
     """Load weights only and start at iteration 0."""
     load_optim: bool = option(True, off="--no-load-optim")

@@ -35,14 +35,41 @@ class ModelConfig:
     """Tokens of a training sample."""
     max_position_embeddings: int | None = option(None, derived="seq-length")
     """Rows of the learned position table; the longest sequence the model can take."""
-    position_embedding_type: str = option("learned_absolute", choices=("learned_absolute", "rope"))
-    """How positions enter the model."""
+    position_embedding_type: str = option(
+        "learned_absolute", choices=("learned_absolute", "rope", "alibi", "none")
+    )
+    """How positions enter the model: a learned table, rotated queries and keys, attention biases
+    that grow with the distance, or only by the causal order."""
+    position_embedding_offset: int = option(0)
+    """Row of the learned table that holds position 0 (2 in OPT)."""
     use_rotary_position_embeddings: bool = option(False)
     """Older spelling of --position-embedding-type rope."""
     rotary_base: float = option(10000.0)
     """Base of the rotary frequencies."""
     rotary_percent: float = option(1.0)
     """Share of each head's width that is rotated."""
+    rotary_base_local: float | None = option(None)
+    """Base of the rotary frequencies, unscaled, in blocks with a sliding window, where it is
+    another there (Gemma 3)."""
+    rope_scaling: str | None = option(None)
+    """How rotary frequencies are stretched beyond the trained length, as JSON in the form of
+    Hugging Face's config.json: rope_type linear, llama3, yarn or longrope, and its numbers."""
+    use_rope_scaling: bool = option(False)
+    """Stretch the rotary frequencies as Llama 3.1 does."""
+    rope_scaling_factor: float = option(8.0)
+    """Factor of --use-rope-scaling."""
+    sliding_window: int | None = option(None)
+    """Tokens that a query sees, itself included; all before it without this."""
+    window_attn_skip_freq: int | None = option(None)
+    """Every so-manieth block sees all tokens, in spite of --sliding-window."""
+    query_pre_attn_scalar: float | None = option(None, derived="kv-channels")
+    """Attention scores are divided by the square root of this."""
+    attn_logit_softcapping: float | None = option(None)
+    """Bend attention scores x to c * tanh(x / c), with this c."""
+    final_logit_softcapping: float | None = option(None)
+    """Bend the logits in the same way."""
+    qk_layernorm: bool = option(False)
+    """Normalise each head's queries and keys."""
     normalization: str = option(
         "LayerNorm",
         choices=("LayerNorm", "RMSNorm"),
@@ -51,8 +78,24 @@ class ModelConfig:
     """Normalisation in front of attention, MLP and head."""
     norm_epsilon: float = option(1e-5, aliases=("--layernorm-epsilon",))
     """Added to the variance in the norms."""
+    apply_layernorm_1p: bool = option(False)
+    """Norms multiply by 1 + weight, and the weight starts at 0."""
+    embed_layernorm: bool = option(False)
+    """Normalise the embeddings before the first block."""
+    scale_embeddings: bool = option(False)
+    """Multiply the embeddings by the square root of hidden-size."""
+    post_norm: bool = option(False)
+    """Normalise also what attention and MLP give, before it is added to the residual stream."""
+    parallel_residual: bool = option(False)
+    """Compute attention and MLP of a block from the same residual stream, side by side."""
+    shared_parallel_norm: bool = option(False)
+    """Feed both from one norm; needs --parallel-residual."""
+    glu_activation: str | None = option(None, choices=("swiglu", "geglu"))
+    """Gated MLP with SiLU or with GELU by the tanh approximation."""
     swiglu: bool = option(False)
-    """Gated MLP with SiLU instead of GELU."""
+    """Same as --glu-activation swiglu."""
+    relu: bool = option(False)
+    """ReLU in the MLP instead of GELU."""
     squared_relu: bool = option(False)
     """Squared ReLU in the MLP instead of GELU."""
     openai_gelu: bool = option(False)

@@ -10,7 +10,8 @@ from pathlib import Path
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import complete_tags, find
 from megatron.config import CheckpointConfig, RunConfig
-from megatron.engine.checkpointing import check_writable, load_checkpoint
+from megatron.engine.loading import load_checkpoint
+from megatron.engine.saving import check_writable
 from megatron.engine.train_engine import TrainEngine
 from megatron.training.plan import TrainingPlan
 

@@ -11,9 +11,9 @@ from megatron.data.build import GPTDatasets
 from megatron.data.loader import MicroBatches
 from megatron.engine.agreement import any_rank
 from megatron.engine.build import build_engine
-from megatron.engine.checkpointing import CheckpointWriter
 from megatron.engine.environment import training_device
 from megatron.engine.program import ModelProgram, StepResult
+from megatron.engine.saving import CheckpointWriter
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import resume
 from megatron.training.metrics import EvaluationMetrics, StepMetrics

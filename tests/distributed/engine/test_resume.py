@@ -336,6 +336,6 @@ def refused_while_full(argv):
         raise OSError(28, "No space left on device")
 
     if os.environ["RANK"] == "1":
-        with mock.patch("megatron.engine.checkpointing.save_file", full):
+        with mock.patch("megatron.engine.saving.save_file", full):
             return refused(argv)
     return refused(argv)

@@ -1,0 +1,85 @@
+"""A checkpoint of any format, seen as whole parameters with canonical names."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.region import Region
+from megatron.config import ModelConfig, RunConfig, TokenizerConfig
+
+
+class Source(ABC):
+    """A checkpoint that is being read; a class per format.
+
+    Attributes:
+        title: what the format is called in messages.
+        folder: where it is (or the file, for formats of one file).
+        model: the network, with ``unpadded_vocab_size`` filled in.
+        tokenizer: how to get its tokenizer; None when the checkpoint does not say.
+        run: configuration of the run that wrote it; None when the checkpoint does not say.
+        state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``; empty when
+            the checkpoint holds weights only, and training starts at the beginning.
+    """
+
+    title: ClassVar[str]
+    folder: Path
+    model: ModelConfig
+    tokenizer: TokenizerConfig | None = None
+    run: RunConfig | None = None
+    state: dict[str, Any]
+
+    @classmethod
+    @abstractmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        """Where under ``path`` a checkpoint of this format is.
+
+        Args:
+            path: one checkpoint, or a folder of several with a tracker that names the newest.
+            wanted: a tag or an iteration; None for the newest.
+
+        Returns:
+            None when there is no checkpoint of this format at all.
+
+        Raises:
+            CheckpointError: there are some, but not the wanted one.
+        """
+
+    @abstractmethod
+    def names(self) -> Sequence[str]:
+        """Canonical names of the parameters, in the order of the layers."""
+
+    @abstractmethod
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a whole parameter, without padding."""
+
+    @abstractmethod
+    def kinds(self, name: str) -> Sequence[str]:
+        """``weight`` and the moments (``exp_avg``, ...) that there are of a parameter."""
+
+    @abstractmethod
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        """A whole parameter, or one of its moments, without padding, float32, on the CPU.
+
+        Raises:
+            CheckpointError: it is missing or malformed; the message names the file.
+        """
+
+    def read(self, name: str, kind: str, region: Region) -> Tensor:
+        """A flat part of a parameter, float32; formats that can read a part alone override this.
+
+        Raises:
+            CheckpointError: it is missing or malformed; the message names the file.
+        """
+        whole = self.tensor(name, kind)
+        if tuple(whole.shape) != region.shape:
+            raise CheckpointError(
+                f"{self.folder}: {kind} of {name} has the shape {tuple(whole.shape)}, the model "
+                f"needs {region.shape}"
+            )
+        return region.cut(whole)
