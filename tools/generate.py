@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import write_text
-from megatron.checkpoint.folder import find
+from megatron.checkpoint.formats import open_checkpoint
 from megatron.config import ConfigError, ModelConfig, parse_configs
 from megatron.config.flags import option
 from megatron.inference.generate import Continuation, OnToken, generate
@@ -132,10 +132,9 @@ def run(options: GenerateConfig) -> None:
     options.sampling()
     texts = read_prompts(options)
     iteration = None if options.iteration is None else str(options.iteration)
-    model, config = load_model(options.load or "", iteration)
-    folder = find(options.load or "", iteration)
-    assert folder is not None
-    tokenizer = load_tokenizer(config, folder)
+    source = open_checkpoint(options.load or "", iteration)
+    model, config = load_model(source)
+    tokenizer = load_tokenizer(config, source.folder)
     program = Program(options, model, config.model, tokenizer, eod_of(tokenizer))
     if texts is None:
         interact(program)

@@ -1,55 +1,33 @@
 """Which part of which parameter a file holds.
 
-A parameter is stored in pieces. A piece says which rows (or columns) of the whole parameter the
-share of its tensor-parallel rank consists of, and which elements of that share, flattened, it
-holds; the data-parallel ranks of ZeRO hold consecutive elements of one share.
+A parameter is stored in pieces, each a :class:`~megatron.checkpoint.region.Region`: the
+data-parallel ranks of ZeRO hold consecutive elements of one tensor-parallel rank's share.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from megatron.checkpoint.region import Region, region_of
 from megatron.parallel.shard import Shard
 
 
 @dataclass(frozen=True)
-class Piece:
+class Piece(Region):
     """Part of one parameter.
 
     Attributes:
-        shape: shape of the whole parameter, without padding.
-        dim: the dimension that is cut; None when the share is the whole parameter.
-        ranges: (start, length) along ``dim``; the share is these, one behind the other.
-        start: first element of the flattened share that is held.
-        end: element after the last one.
         files: file that holds the elements of ``weight`` and of each moment.
         part: tells apart the pieces of one parameter that one process holds several of; it is a
             part of their keys in the files.
     """
 
-    shape: tuple[int, ...]
-    dim: int | None
-    ranges: tuple[tuple[int, int], ...]
-    start: int
-    end: int
     files: dict[str, str]
     part: str = ""
-
-    @property
-    def share_shape(self) -> tuple[int, ...]:
-        """Shape of the share."""
-        if self.dim is None:
-            return self.shape
-        width = sum(length for _, length in self.ranges)
-        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
-
-    @property
-    def is_whole_share(self) -> bool:
-        """Whether the piece is all of its share."""
-        return self.start == 0 and self.end == math.prod(self.share_shape)
 
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values."""
@@ -69,6 +47,37 @@ class Piece:
         )
 
 
+def tile(pieces: Sequence[Piece]) -> bool:
+    """Whether pieces of one parameter hold each of its elements exactly once."""
+    shares: dict[tuple[int | None, tuple[tuple[int, int], ...]], list[Piece]] = {}
+    for piece in pieces:
+        if piece.shape != pieces[0].shape:
+            return False
+        shares.setdefault((piece.dim, piece.ranges), []).append(piece)
+    for members in shares.values():
+        runs = [(piece.start, piece.end) for piece in members]
+        if not _continuous(runs, math.prod(members[0].share_shape)):
+            return False
+    dims = {dim for dim, _ in shares}
+    if len(dims) != 1:
+        return False
+    (dim,) = dims
+    if dim is None:
+        return True
+    runs = [(start, start + length) for _, ranges in shares for start, length in ranges]
+    return _continuous(runs, pieces[0].shape[dim])
+
+
+def _continuous(runs: Sequence[tuple[int, int]], length: int) -> bool:
+    """Whether [start, end) runs cover 0 to ``length`` without gap or overlap."""
+    at = 0
+    for start, end in sorted(run for run in runs if run[0] != run[1]):
+        if start != at:
+            return False
+        at = end
+    return at == length
+
+
 def piece_of(
     shard: Shard, rank: int, size: int, start: int, end: int, files: dict[str, str]
 ) -> Piece | None:
@@ -85,14 +94,8 @@ def piece_of(
     Returns:
         None when nothing but padding is left.
     """
-    ranges = shard.ranges(rank, size)
-    if shard.unpadded is not None:
-        assert shard.dim == 0 and len(ranges) == 1, "padding is at the end of the rows"
-        first, rows = ranges[0]
-        rows = max(0, min(first + rows, shard.unpadded) - first)
-        ranges = [(first, rows)]
-        end = min(end, rows * math.prod(shard.full_shape[1:]))
-    if start >= end:
+    region = region_of(shard, rank, size, start, end)
+    if region is None:
         return None
     part = "" if shard.held is None else "parts" + "-".join(map(str, shard.held))
-    return Piece(shard.canonical_shape, shard.dim, tuple(ranges), start, end, files, part)
+    return Piece(**vars(region), files=files, part=part)

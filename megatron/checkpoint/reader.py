@@ -1,8 +1,12 @@
-"""Reads a checkpoint of this project's own format: whole parameters, whatever layout wrote them."""
+"""Reads a checkpoint of this project's own format: any part of any parameter, whatever layout
+wrote it."""
 
 from __future__ import annotations
 
 import json
+import math
+import shutil
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +15,11 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.checkpoint.folder import find, manifest
-from megatron.checkpoint.index import Piece
-from megatron.config import RunConfig
+from megatron.checkpoint.folder import complete_tags, find, manifest, verify
+from megatron.checkpoint.index import Piece, tile
+from megatron.checkpoint.region import Region
+from megatron.checkpoint.source import Source
+from megatron.config import ModelConfig, RunConfig, TokenizerConfig
 
 
 def tensor_key(name: str, kind: str, part: str = "") -> str:
@@ -28,34 +34,48 @@ def tensor_key(name: str, kind: str, part: str = "") -> str:
     return ".".join(word for word in words if word)
 
 
-class CheckpointReader:
-    """One checkpoint.
+class CheckpointReader(Source):
+    """One checkpoint of the project's own format.
 
     Args:
         folder: the checkpoint's folder (``.../global_step100``).
 
     Attributes:
         config: configuration of the run that wrote it.
-        state: counters, loss scaler and layout at the time.
         pieces: where each parameter is stored, by canonical name.
 
     Raises:
         CheckpointError: a file is missing or malformed.
     """
 
+    title = "checkpoint of this project"
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self.files = manifest(folder)
-        self.config = RunConfig.from_dict(read_json(folder / "config.json"))
         self.state: dict[str, Any] = read_json(folder / "state.json")
         try:
-            self.pieces = {
-                name: [Piece.from_json(piece) for piece in pieces]
-                for name, pieces in read_json(folder / "index.json").items()
-            }
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise CheckpointError(f"{folder / 'index.json'} is not an index: {error!r}") from None
+            self.config = RunConfig.from_dict(read_json(folder / "config.json"))
+        except (TypeError, AttributeError) as error:
+            raise CheckpointError(
+                f"{folder / 'config.json'} is no configuration: {error}"
+            ) from None
+        self.run, self.model = self.config, self.config.model
+        self.tokenizer = self._tokenizer()
+        self.pieces = _read_index(folder / "index.json")
         self._open: dict[str, Any] = {}
+
+    @classmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        """See :meth:`Source.locate`."""
+        if not (path / "manifest.json").is_file() and not (path.is_dir() and complete_tags(path)):
+            return None
+        return find(str(path), wanted)
+
+    @classmethod
+    def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
+        """See :meth:`Source.verify`."""
+        verify(folder, share, shares)
 
     @classmethod
     def newest(cls, load: str, wanted: str | None = None) -> CheckpointReader:
@@ -69,35 +89,71 @@ class CheckpointReader:
             raise CheckpointError(f"{load}: there is no complete checkpoint")
         return cls(folder)
 
+    def names(self) -> Sequence[str]:
+        """See :meth:`Source.names`."""
+        return list(self.pieces)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See :meth:`Source.shape`."""
+        return self._pieces_of(name)[0].shape
+
     def kinds(self, name: str) -> list[str]:
         """``weight`` and the moments that are stored of a parameter."""
-        return list(self.pieces[name][0].files)
+        return list(self._pieces_of(name)[0].files)
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """A whole parameter, or one of its moments, without padding, float32.
+        """See :meth:`Source.tensor`."""
+        shape = self.shape(name)
+        return self.read(name, kind, Region.whole(shape)).view(shape)
 
-        Raises:
-            CheckpointError: it is not in the checkpoint, or not all of it.
-        """
+    def read(self, name: str, kind: str, region: Region) -> Tensor:
+        """See :meth:`Source.read`; only the rows that the region needs are read."""
+        pieces = self._pieces_of(name)
+        if pieces[0].shape != region.shape:
+            raise CheckpointError(
+                f"{self.folder}: {name} has the shape {pieces[0].shape}, the model needs "
+                f"{region.shape}"
+            )
+        flat, found = torch.empty(region.numel), 0
+        for piece in pieces:
+            overlaps = list(region.overlaps(piece))
+            if not overlaps:
+                continue
+            first = min(overlap.there for overlap in overlaps)
+            end = max(overlap.end_there() for overlap in overlaps)
+            stored = self._stored(name, kind, piece, first, end)
+            for overlap in overlaps:
+                overlap.copy(flat, stored, first)
+                found += math.prod(overlap.shape)
+        if found != region.numel:
+            raise CheckpointError(
+                f"{self.folder}: {kind} of {name} has {found} of {region.numel} elements"
+            )
+        return flat
+
+    def copy_tokenizer(self, target: Path) -> bool:
+        """See :meth:`Source.copy_tokenizer`."""
+        found = (self.folder / "tokenizer").is_dir()
+        if found:
+            shutil.copytree(self.folder / "tokenizer", target)
+        return found
+
+    def _tokenizer(self) -> TokenizerConfig | None:
+        if self.config.tokenizer.tokenizer_type is not None:
+            return self.config.tokenizer
+        own = self.folder / "tokenizer"
+        if not own.is_dir():
+            return None
+        return TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(own))
+
+    def _pieces_of(self, name: str) -> list[Piece]:
         pieces = self.pieces.get(name)
         if not pieces:
             raise CheckpointError(f"{self.folder} has no parameter {name}")
-        whole = torch.empty(pieces[0].shape)
-        found = 0
-        for share in {(piece.dim, piece.ranges) for piece in pieces}:
-            members = [piece for piece in pieces if (piece.dim, piece.ranges) == share]
-            flat = torch.empty(members[0].share_shape).view(-1)
-            for piece in members:
-                flat[piece.start : piece.end] = self._stored(name, kind, piece).reshape(-1)
-                found += piece.end - piece.start
-            _place(whole, flat.view(members[0].share_shape), members[0])
-        if found != whole.numel():
-            raise CheckpointError(
-                f"{self.folder}: {kind} of {name} has {found} of {whole.numel()} elements"
-            )
-        return whole
+        return pieces
 
-    def _stored(self, name: str, kind: str, piece: Piece) -> Tensor:
+    def _stored(self, name: str, kind: str, piece: Piece, first: int, end: int) -> Tensor:
+        """Elements [first, end) of a piece."""
         file = piece.files.get(kind)
         if file is None:
             raise CheckpointError(f"{self.folder} has no {kind} of {name}")
@@ -105,36 +161,51 @@ class CheckpointReader:
         try:
             if file not in self._open:
                 self._open[file] = safe_open(path, framework="pt")
-            stored = self._open[file].get_tensor(tensor_key(name, kind, piece.part))
+            stored = self._open[file].get_slice(tensor_key(name, kind, piece.part))
         except (SafetensorError, OSError) as error:
             raise CheckpointError(f"{path}: {error}") from None
-        if stored.numel() != piece.end - piece.start:
-            raise CheckpointError(f"{path}: {kind} of {name} has {stored.numel()} elements")
-        return stored
+        shape = stored.get_shape()
+        if math.prod(shape) != piece.numel:
+            raise CheckpointError(f"{path}: {kind} of {name} has {math.prod(shape)} elements")
+        width = math.prod(shape[1:])
+        top = first // width
+        rows = stored[top : -(-end // width)].reshape(-1)
+        return rows[first - top * width : end - top * width]
 
 
-def _place(whole: Tensor, share: Tensor, piece: Piece) -> None:
-    if piece.dim is None:
-        whole.copy_(share)
-        return
-    taken = 0
-    for start, length in piece.ranges:
-        whole.narrow(piece.dim, start, length).copy_(share.narrow(piece.dim, taken, length))
-        taken += length
+def _read_index(path: Path) -> dict[str, list[Piece]]:
+    try:
+        index = {
+            name: [Piece.from_json(piece) for piece in pieces]
+            for name, pieces in read_json(path).items()
+        }
+        for name, pieces in index.items():
+            if not tile(pieces):
+                raise CheckpointError(f"{path}: the pieces of {name} do not make up all of it")
+        return index
+    except CheckpointError:
+        raise
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        raise CheckpointError(f"{path} is not an index: {error!r}") from None
 
 
-def differences(saved: RunConfig, wanted: RunConfig) -> list[str]:
-    """Values that shape the weights and differ between two configurations, a line each."""
-    shaping = (
-        "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-        "position_embedding_type normalization activation add_bias_linear add_qkv_bias "
-        "untie_embeddings_and_output_weights unpadded_vocab_size"
-    ).split()
-    if saved.model.position_embedding_type == "learned_absolute":
+SHAPING = (
+    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
+    "position_embedding_type normalization activation add_bias_linear add_qkv_bias qk_layernorm "
+    "apply_layernorm_1p embed_layernorm post_norm parallel_residual shared_parallel_norm "
+    "position_embedding_offset untie_embeddings_and_output_weights unpadded_vocab_size"
+).split()
+"""Values that say which parameters there are and what they mean."""
+
+
+def differences(saved: ModelConfig, wanted: ModelConfig) -> list[str]:
+    """Values that shape the weights and differ between two models, a line each."""
+    shaping = list(SHAPING)
+    if saved.position_embedding_type == "learned_absolute":
         shaping.append("max_position_embeddings")
     lines = []
     for name in shaping:
-        old, new = getattr(saved.model, name), getattr(wanted.model, name)
+        old, new = getattr(saved, name), getattr(wanted, name)
         if old != new:
             lines.append(f"{name} is {json.dumps(old)} there and {json.dumps(new)} here")
     return lines

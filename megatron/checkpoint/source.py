@@ -19,6 +19,7 @@ class Source(ABC):
 
     Attributes:
         title: what the format is called in messages.
+        universal: whether it is what ``--universal-checkpoint`` speaks of.
         folder: where it is (or the file, for formats of one file).
         model: the network, with ``unpadded_vocab_size`` filled in.
         tokenizer: how to get its tokenizer; None when the checkpoint does not say.
@@ -28,6 +29,7 @@ class Source(ABC):
     """
 
     title: ClassVar[str]
+    universal: ClassVar[bool] = False
     folder: Path
     model: ModelConfig
     tokenizer: TokenizerConfig | None = None
@@ -50,6 +52,28 @@ class Source(ABC):
             CheckpointError: there are some, but not the wanted one.
         """
 
+    def __init__(self, folder: Path) -> None:
+        """Opens what :meth:`locate` found.
+
+        Raises:
+            CheckpointError: a file is missing or malformed, or the network cannot be represented.
+        """
+        self.folder, self.state = folder, {}
+
+    @classmethod  # noqa: B027
+    def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
+        """Compares the files with their checksums, where the format has them.
+
+        Args:
+            folder: what :meth:`locate` found.
+            share: check every ``shares``-th file only, from this one on, so that ranks can divide
+                them.
+            shares: number of ranks that divide the files.
+
+        Raises:
+            CheckpointError: a file is missing or damaged.
+        """
+
     @abstractmethod
     def names(self) -> Sequence[str]:
         """Canonical names of the parameters, in the order of the layers."""
@@ -61,6 +85,10 @@ class Source(ABC):
     @abstractmethod
     def kinds(self, name: str) -> Sequence[str]:
         """``weight`` and the moments (``exp_avg``, ...) that there are of a parameter."""
+
+    def dtype(self, name: str, kind: str = "weight") -> str:
+        """Number format in which a tensor is stored, as torch calls it."""
+        return "float32"
 
     @abstractmethod
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
@@ -83,3 +111,11 @@ class Source(ABC):
                 f"needs {region.shape}"
             )
         return region.cut(whole)
+
+    def copy_tokenizer(self, target: Path) -> bool:
+        """Copies the tokenizer's files, in Hugging Face's form, to a folder that is not there yet.
+
+        Returns:
+            Whether the checkpoint has them.
+        """
+        return False

@@ -34,6 +34,11 @@ class CheckpointConfig:
     """Expect a universal checkpoint at --load, as DeepSpeed's scripts say it; any is loaded."""
     pretrained_checkpoint: str | None = option(None)
     """Checkpoint to start from the weights of, when --load has none."""
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, flag="--use-checkpoint-opt_param-scheduler"
+    )
+    """Take learning rate, weight decay and their schedules from the checkpoint's run, whatever the
+    flags say."""
     finetune: bool = option(False)
     """Load weights only and start at iteration 0."""
     load_optim: bool = option(True, off="--no-load-optim")

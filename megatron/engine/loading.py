@@ -1,103 +1,145 @@
-"""Loads a checkpoint into the engine, whatever layout and program wrote it."""
+"""Loads a checkpoint into the engine, whatever layout and program wrote it.
+
+Each rank reads the elements that it holds, one parameter at a time; there is no copy of the model
+in between.
+"""
 
 from __future__ import annotations
 
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import verify
-from megatron.checkpoint.reader import CheckpointReader, differences
-from megatron.config import RunConfig
+from megatron.checkpoint.formats import Located
+from megatron.checkpoint.reader import differences
+from megatron.checkpoint.region import region_of
+from megatron.checkpoint.source import Source
 from megatron.engine.agreement import any_rank
 from megatron.engine.random_state import set_random_state
 from megatron.engine.state import (
     MOMENTS,
-    Fragment,
     create_moments,
     fragments,
     set_loss_scaler_state,
     set_working_weights,
 )
 from megatron.engine.train_engine import TrainEngine
-from megatron.parallel.shard import shard_of
+from megatron.parallel.shard import Shard, shard_of
+
+T = TypeVar("T")
 
 
-def load_checkpoint(engine: TrainEngine, folder: Path) -> tuple[RunConfig, dict[str, Any]]:
+def load_checkpoint(engine: TrainEngine, found: Located, weights_only: bool = False) -> Source:
     """Loads a checkpoint written at any layout; every rank must call it.
 
+    Args:
+        engine: whose state is replaced.
+        found: the checkpoint.
+        weights_only: leave optimizer, loss scaler and random state as they are at the beginning.
+
     Returns:
-        The configuration and the state (see ``state.json``) that were saved with it.
+        The checkpoint, for its configuration and its counters.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another architecture.
     """
     options, world = engine.config.checkpoint, engine.groups.world
-    damage: CheckpointError | OSError | None = None
-    try:
-        verify(folder, world.rank, world.size)
-        reader = CheckpointReader(folder)
-    except (CheckpointError, OSError) as error:
-        damage = error
-    if any_rank(damage is not None, engine.device):
-        raise damage or CheckpointError(f"{folder} is damaged: another rank says which file")
-    differing = differences(reader.config, engine.config)
+    together(engine, lambda: found.form.verify(found.folder, world.rank, world.size))
+    source = together(engine, found.open)
+    differing = differences(source.model, engine.config.model)
     if differing:
-        raise CheckpointError(f"{folder} holds another architecture: {'; '.join(differing)}")
-    load_weights(engine, reader)
-    if options.finetune:
-        return reader.config, reader.state
+        raise CheckpointError(
+            f"{found.folder} holds another architecture: {'; '.join(differing)} "
+            "(--use-checkpoint-args takes what no flag gives from the checkpoint)"
+        )
+    together(engine, lambda: load_weights(engine, source))
+    if weights_only or not source.state:
+        return source
     if options.load_optim:
-        load_optimizer(engine, reader)
-    path = folder / f"random-{world.rank:05d}.safetensors"
-    if options.load_rng and reader.state["world_size"] == world.size and path.is_file():
+        together(engine, lambda: load_optimizer(engine, source))
+    path = found.folder / f"random-{world.rank:05d}.safetensors"
+    if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
         set_random_state(load_file(path))
-    return reader.config, reader.state
+    return source
+
+
+def together(engine: TrainEngine, step: Callable[[], T]) -> T:
+    """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
+    for another that has given up.
+
+    Raises:
+        CheckpointError: it failed; the rank where it did says why.
+    """
+    try:
+        result, error = step(), None
+    except Exception as caught:
+        result, error = None, caught
+    if any_rank(error is not None, engine.device):
+        if isinstance(error, CheckpointError | OSError) or error is None:
+            raise error or CheckpointError(
+                f"--load {engine.config.checkpoint.load}: another rank says what is wrong"
+            )
+        raise error
+    return result  # type: ignore[return-value]
 
 
 @torch.no_grad()
-def load_weights(engine: TrainEngine, reader: CheckpointReader) -> None:
+def load_weights(engine: TrainEngine, source: Source) -> None:
     """Fills the float32 weights that this rank owns, and the model's working weights."""
-    tensor = engine.groups.tensor
     held = {part.param: part for part in fragments(engine)}
 
-    def share(param: nn.Parameter) -> Tensor:
-        whole = reader.tensor(engine.names[param])
-        values = shard_of(param).cut(whole, tensor.rank, tensor.size)
-        if param in held:
-            _fill(held[param].weight, held[param], values)
-        return values
+    def values(param: nn.Parameter, start: int, end: int) -> Tensor:
+        flat = _read(engine, source, engine.names[param], "weight", shard_of(param), start, end)
+        part = held.get(param)
+        if part is not None:
+            first = part.start - start
+            part.weight.copy_(flat[first : first + part.weight.numel()])
+        return flat
 
-    set_working_weights(engine, share)
+    set_working_weights(engine, values)
 
 
 @torch.no_grad()
-def load_optimizer(engine: TrainEngine, reader: CheckpointReader) -> None:
+def load_optimizer(engine: TrainEngine, source: Source) -> None:
     """Fills the optimizer's moments and the loss scaler.
 
     Raises:
         CheckpointError: the checkpoint has no optimizer state, or that of another optimizer.
     """
-    saved, name = reader.config, engine.config.optimizer.optimizer
-    if not saved.checkpoint.save_optim or saved.optimizer.optimizer != name:
+    name, run = engine.config.optimizer.optimizer, source.run
+    stored = {kind for parameter in source.names() for kind in source.kinds(parameter)}
+    if run is None:
+        fits = stored.issuperset(MOMENTS[name])
+    else:
+        fits = run.checkpoint.save_optim and run.optimizer.optimizer == name
+    if not fits:
         raise CheckpointError(
-            f"{reader.folder} has no {', '.join(MOMENTS[name])}: it was saved with "
+            f"{source.folder} has no {', '.join(MOMENTS[name])}: it was saved with "
             "--no-save-optim or by another optimizer; --no-load-optim starts anew"
         )
-    set_loss_scaler_state(engine, reader.state["loss_scaler"])
-    if all(reader.kinds(parameter) == ["weight"] for parameter in reader.pieces):
+    set_loss_scaler_state(engine, source.state.get("loss_scaler", {}))
+    if stored == {"weight"}:
         return  # saved before the first update, or by SGD without momentum
-    create_moments(engine, reader.state["optimizer_step"])
-    tensor = engine.groups.tensor
+    create_moments(engine, source.state["optimizer_step"])
     for part in fragments(engine):
-        for kind, values in part.moments.items():
-            whole = reader.tensor(part.name, kind)
-            _fill(values, part, part.shard.cut(whole, tensor.rank, tensor.size))
+        for kind, target in part.moments.items():
+            end = part.start + target.numel()
+            target.copy_(_read(engine, source, part.name, kind, part.shard, part.start, end))
 
 
-def _fill(target: Tensor, part: Fragment, share: Tensor) -> None:
-    target.copy_(share.reshape(-1)[part.start : part.start + target.numel()])
+def _read(
+    engine: TrainEngine, source: Source, name: str, kind: str, shard: Shard, start: int, end: int
+) -> Tensor:
+    """Elements [start, end) of this rank's share of a parameter, padding included, which is 0."""
+    tensor = engine.groups.tensor
+    region = region_of(shard, tensor.rank, tensor.size, start, end)
+    if region is None:
+        return torch.zeros(end - start)
+    values = source.read(name, kind, region)
+    if region.numel == end - start:
+        return values
+    return torch.cat([values, values.new_zeros(end - start - region.numel)])

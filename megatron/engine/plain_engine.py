@@ -14,7 +14,7 @@ from megatron.engine.deepspeed_json import Json
 from megatron.engine.mpu import Mpu
 from megatron.engine.program import Batch
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.zero3 import set_partition
+from megatron.engine.zero3 import partition_range, set_partition
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.shard import init_of, shard_of
 
@@ -56,7 +56,8 @@ class PlainEngine(TrainEngine):
         values = nn.Parameter(torch.empty(shard.local_shape(tensor.size)))
         values.shard, values.init = shard, init_of(param)  # type: ignore[attr-defined]
         initialise(name, values, seed, tensor.rank, tensor.size)
-        set_partition(param, self.groups.data, values.data)
+        start, end = partition_range(param, self.groups.data)
+        set_partition(param, values.data.view(-1)[start:end])
 
     def _accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         total = torch.zeros((), dtype=torch.float64, device=self.device)

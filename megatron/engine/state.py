@@ -150,18 +150,21 @@ def create_moments(engine: TrainEngine, step: int) -> None:
 
 
 @torch.no_grad()
-def set_working_weights(engine: TrainEngine, share: Callable[[nn.Parameter], Tensor]) -> None:
+def set_working_weights(
+    engine: TrainEngine, values: Callable[[nn.Parameter, int, int], Tensor]
+) -> None:
     """Sets the weights that the model computes with, in their own number format.
 
     Args:
-        share: gives this tensor-parallel rank's share of a parameter, at its local shape.
+        values: gives elements [start, end) of this tensor-parallel rank's share of a parameter,
+            flat; it is asked once per parameter for what this rank keeps of it.
     """
     for param in engine.names:
-        values = share(param)
         if engine.stage < 3:
-            param.data.copy_(values)
+            param.data.copy_(values(param, 0, param.numel()).view(param.shape))
         else:
-            set_partition(param, engine.groups.data, values)
+            start, end = partition_range(param, engine.groups.data)
+            set_partition(param, values(param, start, end))
 
 
 def loss_scaler_state(engine: TrainEngine) -> dict[str, Any]:

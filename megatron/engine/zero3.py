@@ -14,10 +14,8 @@ def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
     return start, min(start + size, param.ds_numel)  # type: ignore[attr-defined]
 
 
-def set_partition(param: nn.Parameter, data: Group, share: Tensor) -> None:
-    """Fills this rank's partition of a parameter at ZeRO stage 3 from the whole local share."""
-    start, end = partition_range(param, data)
-    own = param.ds_tensor.data  # type: ignore[attr-defined]
-    own[: end - start].copy_(share.reshape(-1)[start:end])
+def set_partition(param: nn.Parameter, values: Tensor) -> None:
+    """Fills this rank's partition of a parameter at ZeRO stage 3."""
+    param.ds_tensor.data[: values.numel()].copy_(values)  # type: ignore[attr-defined]
     # hpZ keeps a second copy from an earlier partitioning; without it DeepSpeed makes a new one.
     param.ds_secondary_tensor = None  # type: ignore[attr-defined]

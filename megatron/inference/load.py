@@ -6,7 +6,8 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.source import Source
+from megatron.checkpoint.writer import run_of
 from megatron.config import ConfigError, RunConfig, TokenizerConfig
 from megatron.model.gpt import build_gpt
 from megatron.model.layer_list import LayerStack
@@ -15,41 +16,39 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 
 
 def load_model(
-    load: str,
-    wanted: str | None = None,
+    source: Source,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> tuple[LayerStack, RunConfig]:
-    """The model of a checkpoint that any layout wrote, for inference.
+    """The model of a checkpoint of any layout and format, for inference.
 
     Args:
-        load: a folder of checkpoints, or one checkpoint.
-        wanted: a tag or an iteration; None for the newest.
+        source: the checkpoint.
         dtype: number format; None for the one it was trained in, and float32 on the CPU.
         device: where it computes; None for the accelerator if there is one.
 
     Raises:
-        CheckpointError: there is no such checkpoint, or it is damaged.
+        CheckpointError: it is damaged.
     """
-    reader = CheckpointReader.newest(load, wanted)
+    config = run_of(source)
     device = device or torch.accelerator.current_accelerator(check_available=True)
     device = device or torch.device("cpu")
     if dtype is None:
-        dtype = torch.float32 if device.type == "cpu" else training_dtype(reader.config)
-    return model_of(reader, dtype, device), reader.config
+        dtype = torch.float32 if device.type == "cpu" else training_dtype(config)
+    return model_of(source, dtype, device), config
 
 
 @torch.no_grad()
-def model_of(reader: CheckpointReader, dtype: torch.dtype, device: torch.device) -> LayerStack:
+def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerStack:
     """The model of an opened checkpoint, in evaluation mode.
 
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
     with device:
-        model = build_gpt(reader.config.model).to(dtype)
+        model = build_gpt(run_of(source).model).to(dtype)
     for name, param in model.canonical_parameters():
-        param.copy_(shard_of(param).cut(reader.tensor(name), 0, 1))
+        param.copy_(shard_of(param).cut(source.tensor(name), 0, 1))
     return model.eval().requires_grad_(False)
 
 

@@ -74,7 +74,7 @@ class Reporter:
             if config.checkpoint.load:
                 self.say(f"no checkpoint in {config.checkpoint.load}: starting from random weights")
             return
-        if config.checkpoint.finetune:
+        if begin.weights_only:
             self.say(f"weights from {begin.folder}; starting at iteration 0")
         else:
             self.say(f"resumed from {begin.folder} at iteration {begin.iteration}")
@@ -138,7 +138,8 @@ def transformer_shape(config: RunConfig) -> TransformerShape:
         kv_channels=model.kv_channels,
         seq_length=model.seq_length,
         padded_vocab_size=model.padded_vocab_size,
-        swiglu=model.swiglu,
+        gated=model.gated,
+        windows=model.windows,
     )
 
 

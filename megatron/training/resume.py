@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import complete_tags, find
+from megatron.checkpoint.folder import complete_tags
+from megatron.checkpoint.formats import FORMATS, Located, locate_checkpoint
+from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
@@ -25,55 +27,106 @@ class Start:
         iteration: steps done before.
         consumed_samples: samples that they took.
         changed: values that the checkpoint's run had otherwise, a line each.
+        weights_only: whether nothing but weights was taken.
     """
 
     folder: Path | None = None
     iteration: int = 0
     consumed_samples: int = 0
     changed: tuple[str, ...] = ()
+    weights_only: bool = False
 
 
-def locate(options: CheckpointConfig) -> Path | None:
-    """The checkpoint to load, if any; asked before anything that takes time is built.
+@dataclass(frozen=True)
+class Origin:
+    """The checkpoint that a run starts from.
+
+    Attributes:
+        found: where it is.
+        flag: the flag and value that named it.
+        continues: whether the run goes on where it left off; otherwise only weights are taken.
+    """
+
+    found: Located
+    flag: str
+    continues: bool
+
+
+def locate(options: CheckpointConfig) -> Origin | None:
+    """The checkpoint to start from, if any; asked before anything that takes time is built.
 
     Raises:
         CheckpointError: it is not there or not complete, ``--save`` cannot be written, or saving
             would overwrite another run.
     """
-    folder = find(options.load, options.load_tag) if options.load else None
-    if folder is None and (options.finetune or options.load_tag):
-        flag = "--finetune" if options.finetune else f"--load-tag {options.load_tag}"
-        raise CheckpointError(f"{flag}: no checkpoint in --load {options.load}")
+    origin = find_origin(options)
     if options.save:
         check_writable(options.save)
-        _protect_other_run(options, folder)
-    return folder
+        _protect_other_run(options, origin)
+    return origin
 
 
-def load(engine: TrainEngine, plan: TrainingPlan, folder: Path | None) -> Start:
+def find_origin(options: CheckpointConfig) -> Origin | None:
+    """The checkpoint that ``--load`` or else ``--pretrained-checkpoint`` names, if any.
+
+    Raises:
+        CheckpointError: it is not there or not complete.
+    """
+    if options.load:
+        found = _find(options)
+        if found is not None:
+            return Origin(found, f"--load {options.load}", not options.finetune)
+    if options.pretrained_checkpoint:
+        flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
+        found = locate_checkpoint(options.pretrained_checkpoint)
+        if found is None:
+            raise CheckpointError(f"{flag}: there is no checkpoint")
+        return Origin(found, flag, continues=False)
+    for wanted, flag in (
+        (options.finetune, "--finetune"),
+        (options.load_tag, f"--load-tag {options.load_tag}"),
+        (options.universal_checkpoint, "--universal-checkpoint"),
+    ):
+        if wanted:
+            raise CheckpointError(f"{flag}: no checkpoint in --load {options.load}")
+    return None
+
+
+def _find(options: CheckpointConfig) -> Located | None:
+    """What ``--load``, ``--load-tag`` and ``--universal-checkpoint`` name."""
+    formats = FORMATS
+    if options.universal_checkpoint:
+        formats = tuple(sorted(FORMATS, key=lambda form: not form.universal))
+    return locate_checkpoint(options.load or "", options.load_tag, formats)
+
+
+def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Start:
     """Loads what :func:`locate` found.
 
     Raises:
         CheckpointError: it is damaged or cannot be continued with this configuration.
     """
-    if folder is None:
+    if origin is None:
         return Start()
     config = engine.config
-    saved, state = load_checkpoint(engine, folder)
-    changed = tuple(changes(saved, config))
-    if config.checkpoint.finetune:
-        return Start(folder, changed=changed)
-    loaded = Start(folder, state["iteration"], state["consumed_samples"], changed)
+    source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
+    changed = tuple(changes(source, config))
+    if not origin.continues or not source.state:
+        return Start(source.folder, changed=changed, weights_only=True)
+    state = source.state
+    loaded = Start(source.folder, state["iteration"], state["consumed_samples"], changed)
     if not config.training.skip_train:
         _check_position(plan, loaded)
     return loaded
 
 
-def _protect_other_run(options: CheckpointConfig, loaded: Path | None) -> None:
+def _protect_other_run(options: CheckpointConfig, origin: Origin | None) -> None:
     """Refuses to save among checkpoints of a run that this one does not continue."""
     save = Path(options.save or "")
     known = complete_tags(save)
-    continues = loaded is not None and not options.finetune and loaded.parent.samefile(save)
+    continues = (
+        origin is not None and origin.continues and origin.found.folder.parent.samefile(save)
+    )
     if known and not continues:
         raise CheckpointError(
             f"--save {save} holds {known[-1]}, which this run does not continue and would "
@@ -93,13 +146,15 @@ def _check_position(plan: TrainingPlan, loaded: Start) -> None:
         )
 
 
-def changes(saved: RunConfig, wanted: RunConfig) -> list[str]:
-    """Values of model, data, training, optimizer and precision that differ, a line each."""
+def changes(source: Source, wanted: RunConfig) -> list[str]:
+    """Values of model, data, training, optimizer and precision that differ, a line each; of the
+    model alone where the checkpoint says no more."""
     lines = []
-    for part in ("model", "training", "optimizer", "precision", "data"):
-        old, new = getattr(saved, part), getattr(wanted, part)
+    parts = ("model", "training", "optimizer", "precision", "data")
+    for part in parts if source.run else parts[:1]:
+        old, new = getattr(source.run or source, part), getattr(wanted, part)
         for field in dataclasses.fields(old):
             before, after = getattr(old, field.name), getattr(new, field.name)
-            if before != after:
+            if before != after and field.name != "padded_vocab_size":
                 lines.append(f"{field.name}: {json.dumps(before)} -> {json.dumps(after)}")
     return lines

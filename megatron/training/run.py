@@ -14,24 +14,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
-from megatron.checkpoint.folder import find
-from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import (
     FLAG_CLASSES,
-    ConfigError,
     FlagParser,
-    ModelConfig,
     Resolved,
     RunConfig,
-    Setting,
-    Settings,
-    TokenizerConfig,
     explain,
     resolve,
 )
 from megatron.engine import deepspeed_json
 from megatron.engine.environment import is_main_process, world_size
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.training.checkpoint_settings import with_checkpoint
 
 
 @dataclass(frozen=True)
@@ -67,10 +61,12 @@ def parse_run(description: str | None, argv: Sequence[str] | None = None) -> Run
     path = given.value if given else ""
     content = deepspeed_json.read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, world_size())
-    settings = _with_checkpoint(settings)
+    settings = with_checkpoint(settings)
     resolved = resolve(settings, world_size())
     tokenizer = build_tokenizer(resolved.config.tokenizer)
-    config = resolved.config.with_vocabulary(tokenizer.vocab_size)
+    # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
+    rows = resolved.config.model.unpadded_vocab_size or 0
+    config = resolved.config.with_vocabulary(max(rows, tokenizer.vocab_size))
     resolved = dataclasses.replace(resolved, config=config)
     completed = deepspeed_json.complete(content, config)
     if config.training.explain_config:
@@ -78,26 +74,6 @@ def parse_run(description: str | None, argv: Sequence[str] | None = None) -> Run
             print(explain(resolved))
         sys.exit(0)
     return Run(config, completed, tokenizer, resolved, launched)
-
-
-def _with_checkpoint(settings: Settings) -> Settings:
-    """With --use-checkpoint-args, values of model and tokenizer that nothing else gives."""
-    if "use_checkpoint_args" not in settings:
-        return settings
-    if "load" not in settings:
-        raise ConfigError("--use-checkpoint-args needs --load, the checkpoint to take them from")
-    wanted = settings["load_tag"].value if "load_tag" in settings else None
-    folder = find(settings["load"].value, wanted)
-    if folder is None:
-        return settings
-    saved = CheckpointReader(folder).config
-    found: Settings = {}
-    for part, part_class in ((saved.model, ModelConfig), (saved.tokenizer, TokenizerConfig)):
-        for field in dataclasses.fields(part_class):
-            value = getattr(part, field.name)
-            if value != field.default and not field.metadata.get("internal"):
-                found[field.name] = Setting(value, f"checkpoint {folder.name}")
-    return found | settings
 
 
 @contextlib.contextmanager

@@ -12,6 +12,7 @@ from megatron.checkpoint.files import CheckpointError, write_json
 from megatron.checkpoint.folder import file_facts, incomplete_folder, publish, verify
 from megatron.checkpoint.index import Piece, piece_of
 from megatron.checkpoint.reader import CheckpointReader, differences, tensor_key
+from megatron.checkpoint.region import region_of
 from megatron.config import ModelConfig, RunConfig
 from megatron.parallel.shard import Shard
 
@@ -97,11 +98,37 @@ def test_missing_piece_is_refused(tmp_path):
     index = json.loads((folder / "index.json").read_text())
     index["layers.0.attention.proj.weight"].pop()
     write_json(folder / "index.json", index)
-    reader = CheckpointReader(folder)
-    with pytest.raises(CheckpointError, match=r"weight of layers.0.attention.proj.weight has \d+"):
-        reader.tensor("layers.0.attention.proj.weight")
-    with pytest.raises(CheckpointError, match="no parameter layers.9"):
-        reader.tensor("layers.9")
+    with pytest.raises(CheckpointError, match="pieces of layers.0.attention.proj.weight do not"):
+        CheckpointReader(folder)
+
+
+def test_pieces_that_overlap_instead_of_tiling_are_refused(tmp_path):
+    """Their sizes add up, and yet an element is missing."""
+    name = "layers.0.attention.proj.weight"
+    folder = write_checkpoint(tmp_path, 7, 1, 2)
+    index = json.loads((folder / "index.json").read_text())
+    index[name][1] = index[name][0]
+    write_json(folder / "index.json", index)
+    with pytest.raises(CheckpointError, match=f"pieces of {name} do not"):
+        CheckpointReader(folder)
+
+
+@pytest.mark.parametrize("cut", [0, 1])
+def test_a_region_needs_only_the_files_that_hold_it(tmp_path, cut):
+    """Each rank reads its part, and not the whole checkpoint."""
+    name = {0: "layers.0.attention.qkv.weight", 1: "layers.0.attention.proj.weight"}[cut]
+    folder = write_checkpoint(tmp_path, 7, 2, 2)
+    shard, whole = SHARDS[name], whole_tensors()[name, "exp_avg"]
+    region = region_of(shard, 1, 2, 3, math.prod(shard.local_shape(2)) // 2)
+    for rank in (0, 2, 3):  # of rank 1 are the first elements of tensor rank 1's share
+        (folder / f"rank-{rank}.safetensors").unlink()
+    found = CheckpointReader(folder).read(name, "exp_avg", region)
+    assert torch.equal(found, shard.cut(whole, 1, 2).reshape(-1)[region.start : region.end])
+
+
+def test_unknown_parameter_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match=r"no parameter layers\.9"):
+        CheckpointReader(write_checkpoint(tmp_path, 7, 2, 2)).tensor("layers.9")
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"a": [{"shape": 3}]}', '{"a": 3}'])
@@ -153,7 +180,7 @@ def test_piece_round_trip():
 def test_differences_name_what_shapes_the_weights():
     here = RunConfig(model=ModelConfig(num_layers=2, hidden_size=8, attention_dropout=0.0))
     there = RunConfig(model=ModelConfig(num_layers=3, hidden_size=8, swiglu=True))
-    lines = differences(there, here)
+    lines = differences(there.model, here.model)
     assert lines == [
         "num_layers is 3 there and 2 here",
         'activation is "swiglu" there and "gelu_tanh" here',

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.formats import open_checkpoint
 from megatron.config import ConfigError, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megatron.inference import load_model, load_tokenizer
 from megatron.inference.load import training_dtype
@@ -20,7 +21,7 @@ def test_same_logits(tmp_path, gpt_config, random_gpt, write_checkpoint):
     config = gpt_config(llama=True)
     model = random_gpt(config)
     write_checkpoint(tmp_path, config, model)
-    loaded, found = load_model(str(tmp_path), device=CPU)
+    loaded, found = load_model(open_checkpoint(tmp_path), device=CPU)
     assert found == config
     assert not loaded.training
     tokens = torch.arange(20).view(2, 10)
@@ -38,7 +39,7 @@ def test_a_tensor_parallel_run_loads_on_one_process(
         config, parallel=ParallelConfig(tensor_model_parallel_size=2)
     ).with_vocabulary(61)
     write_checkpoint(tmp_path, parallel, model)
-    loaded, _ = load_model(str(tmp_path), device=CPU)
+    loaded, _ = load_model(open_checkpoint(tmp_path), device=CPU)
     tokens = torch.arange(20).view(2, 10)
     with torch.no_grad():
         torch.testing.assert_close(loaded(tokens)[..., :61], model(tokens)[..., :61])
@@ -53,18 +54,18 @@ def test_which_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):
         return dict(model.canonical_parameters())["layers.0.mlp.up.bias"]
 
     for wanted, step in ((None, 6), ("5", 5), ("global_step5", 5)):
-        loaded, _ = load_model(str(tmp_path), wanted, device=CPU)
+        loaded, _ = load_model(open_checkpoint(tmp_path, wanted), device=CPU)
         assert torch.equal(bias(loaded), bias(random_gpt(config, seed=step)))
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
-        load_model(str(tmp_path / "absent"))
+        open_checkpoint(tmp_path / "absent")
 
 
 def test_number_formats(tmp_path, gpt_config, random_gpt, write_checkpoint):
     config = dataclasses.replace(gpt_config(), precision=PrecisionConfig(bf16=True))
     write_checkpoint(tmp_path, config, random_gpt(config))
-    loaded, _ = load_model(str(tmp_path), device=CPU)
+    loaded, _ = load_model(open_checkpoint(tmp_path), device=CPU)
     assert {param.dtype for param in loaded.parameters()} == {torch.float32}
-    loaded, _ = load_model(str(tmp_path), dtype=torch.bfloat16, device=CPU)
+    loaded, _ = load_model(open_checkpoint(tmp_path), dtype=torch.bfloat16, device=CPU)
     assert {param.dtype for param in loaded.parameters()} == {torch.bfloat16}
     assert training_dtype(config) == torch.bfloat16
     half = dataclasses.replace(config, precision=PrecisionConfig(fp16=True))

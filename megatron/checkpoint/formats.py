@@ -1,0 +1,86 @@
+"""The formats that a checkpoint can have: a new one is a file and a name here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.source import Source
+
+FORMATS: tuple[type[Source], ...] = (CheckpointReader,)
+"""The known formats, in the order in which they are tried."""
+
+
+class Located(NamedTuple):
+    """A checkpoint that was found and is not yet open.
+
+    Attributes:
+        form: its format.
+        folder: where it is.
+    """
+
+    form: type[Source]
+    folder: Path
+
+    def open(self) -> Source:
+        """Opens it.
+
+        Raises:
+            CheckpointError: it is damaged or cannot be represented here.
+        """
+        return self.form(self.folder)
+
+
+def locate_checkpoint(
+    load: str | Path, wanted: str | None = None, formats: Sequence[type[Source]] = FORMATS
+) -> Located | None:
+    """Finds a checkpoint of any format.
+
+    Args:
+        load: one checkpoint, or a folder of several.
+        wanted: a tag or an iteration; None for the newest.
+        formats: those to look for.
+
+    Returns:
+        None when there is none: no such folder, or one without checkpoints and trackers.
+
+    Raises:
+        CheckpointError: the wanted one is not there, or a tracker names one that is not.
+    """
+    path = Path(load)
+    for form in formats:
+        folder = form.locate(path, wanted)
+        if folder is not None:
+            return Located(form, folder)
+    if wanted is not None:
+        raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
+    for tracker in (path / TRACKER, path / MEGATRON_TRACKER):
+        if tracker.is_file():
+            named = tracker.read_text(errors="replace").strip()
+            raise CheckpointError(
+                f"{tracker} names {named!r}, but {path} has no complete checkpoint of a known "
+                f"format: {', '.join(form.title for form in formats)}"
+            )
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file, and no checkpoint of a known format")
+    return None
+
+
+def open_checkpoint(load: str | Path, wanted: str | None = None) -> Source:
+    """Opens a checkpoint of any format.
+
+    Args:
+        load: one checkpoint, or a folder of several.
+        wanted: a tag or an iteration; None for the newest.
+
+    Raises:
+        CheckpointError: there is none, or it is damaged.
+    """
+    found = locate_checkpoint(load, wanted)
+    if found is None:
+        raise CheckpointError(f"{load}: there is no complete checkpoint")
+    return found.open()

@@ -1,0 +1,190 @@
+"""A checkpoint of any layout continues in any other.
+
+Of every pair: weights and moments are bitwise those of the run that saved them, and the next losses
+are those of the first layout to rounding. ``MEGATRON_MATRIX=FILE`` writes the table::
+
+    MEGATRON_MATRIX=docs/checkpoint-matrix.md pytest -m "" tests/distributed/checkpoint/
+"""
+
+import os
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from training_jobs import TINY
+
+from megatron.engine.environment import distributed
+from megatron.engine.state import fragments
+from megatron.parity.training import Record, watched_trainer
+from megatron.training.run import parse_run
+
+STOP, END = 3, 6
+FLAGS = [
+    *TINY,
+    *"--num-layers 4 --num-query-groups 2 --swiglu --position-embedding-type rope".split(),
+    *"--normalization RMSNorm --attention-dropout 0 --hidden-dropout 0".split(),
+    *f"--global-batch-size 8 --train-iters {END}".split(),
+]
+LAYOUTS = {
+    "dp1-zero0": (1, ""),
+    "dp1-zero1": (1, "--zero-stage 1"),
+    "dp2-zero0": (2, ""),
+    "dp4-zero1": (4, "--zero-stage 1"),
+    "dp2-zero2": (2, "--zero-stage 2"),
+    "dp2-zero3": (2, "--zero-stage 3"),
+    "dp2-zero1-bf16": (2, "--zero-stage 1 --bf16"),
+    "dp2-zero3-bf16": (2, "--zero-stage 3 --bf16"),
+    "tp2-zero0": (2, "--tensor-model-parallel-size 2"),
+    "tp4-sp-zero1": (4, "--tensor-model-parallel-size 4 --sequence-parallel --zero-stage 1"),
+    "tp2-dp2-zero2": (4, "--tensor-model-parallel-size 2 --zero-stage 2"),
+    "tp2-dp2-zero3": (4, "--tensor-model-parallel-size 2 --zero-stage 3"),
+    "pp2-zero0": (2, "--pipeline-model-parallel-size 2"),
+    "pp4-zero1": (4, "--pipeline-model-parallel-size 4 --zero-stage 1"),
+    "pp2-dp2-zero1-bf16": (4, "--pipeline-model-parallel-size 2 --zero-stage 1 --bf16"),
+    "tp2-sp-pp2-zero1": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--zero-stage 1",
+    ),
+    "pp2-interleaved-zero1": (
+        2,
+        "--pipeline-model-parallel-size 2 --num-layers-per-virtual-pipeline-stage 1 --zero-stage 1",
+    ),
+    "pp2-dualpipev-zero1": (
+        2,
+        "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --zero-stage 1",
+    ),
+}
+NAMES = list(LAYOUTS)
+REFERENCE = NAMES[0]
+RTOL = {"float32": 5e-6, "bf16": 5e-3}
+"""Of losses; bfloat16 keeps eight bits of float32's 24."""
+
+
+def pairs():
+    """Every pair; the sample has each layout once as the source and once as the target."""
+    for row, source in enumerate(NAMES):
+        for column, target in enumerate(NAMES):
+            in_sample = (column - row) % len(NAMES) == 7
+            marks = () if in_sample else (pytest.mark.proof,)
+            yield pytest.param(source, target, marks=marks, id=f"{source}-to-{target}")
+
+
+def run(argv):
+    """Trains; returns what this rank held at the start, and the record of the steps; for the pool.
+
+    The state is a list of (name, kind, tensor rank, start in its share, values).
+    """
+    record = Record()
+    parsed = parse_run(None, argv)
+    with distributed(parsed.config.parallel) as groups:
+        trainer = watched_trainer(parsed, groups, record.add)
+        before = state(trainer.engine)
+        trainer.fit()
+        return before, state(trainer.engine), record
+
+
+def state(engine):
+    return [
+        (part.name, kind, part.shard, engine.groups.tensor.rank, part.start, array(values))
+        for part in fragments(engine)
+        for kind, values in {"weight": part.weight, **part.moments}.items()
+    ]
+
+
+def array(values):
+    return values.detach().cpu().numpy().copy()
+
+
+def whole(states, tensor_size):
+    """Whole tensors by (name, kind), from what all ranks hold; apart from the code under test."""
+    shares, result = {}, {}
+    for rank_state in states:
+        for name, kind, shard, rank, start, values in rank_state:
+            key = (name, kind, shard, rank)
+            if key not in shares:
+                shares[key] = np.full(np.prod(shard.local_shape(tensor_size)), np.nan, np.float32)
+            shares[key][start : start + len(values)] = values
+    for (name, kind, shard, rank), flat in shares.items():
+        assert not np.isnan(flat).any(), (name, kind)
+        if (name, kind) not in result:
+            result[name, kind] = torch.full(shard.canonical_shape, torch.nan)
+        share = torch.from_numpy(flat).view(shard.local_shape(tensor_size))
+        shard.place(result[name, kind], share, rank, tensor_size)
+    assert not any(values.isnan().any() for values in result.values())
+    return result
+
+
+def tensor_size(name):
+    words = LAYOUTS[name][1].split()
+    return int(words[words.index("--tensor-model-parallel-size") + 1]) if name[0] == "t" else 1
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """By source: where its checkpoint is, its tensors when it was saved, and the losses that one
+    process goes on with."""
+    made = {}
+
+    def make(name):
+        if name not in made:
+            size, flags = LAYOUTS[name]
+            save = tmp_path_factory.mktemp(name)
+            stop = ["--save", str(save), "--exit-interval", str(STOP)]
+            results = pool.run(size, run, [*FLAGS, *flags.split(), *stop])
+            tensors = whole([after for _, after, _ in results], tensor_size(name))
+            reference = pool.run(1, run, [*FLAGS, "--load", str(save)])[0][2]
+            made[name] = save, tensors, reference.losses
+        return made[name]
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def table():
+    """Largest relative difference of a loss by pair; written when all are done."""
+    cells = {}
+    yield cells
+    if "MEGATRON_MATRIX" in os.environ:
+        Path(os.environ["MEGATRON_MATRIX"]).write_text(markdown(cells))
+
+
+def markdown(cells):
+    lines = [
+        "# Which layout continues which",
+        "",
+        "Written by `MEGATRON_MATRIX=docs/checkpoint-matrix.md pytest -m '' "
+        f"tests/distributed/checkpoint/test_matrix.py` on {time.strftime('%Y-%m-%d')}.",
+        "",
+        "A row saved a checkpoint after three steps, a column loaded it. In every cell with a "
+        "number all weights and moments were bitwise equal after loading; the number is the "
+        "largest relative difference of the next three losses from those that one process "
+        "(float32) goes on with.",
+        "",
+        "| from \\ to | " + " | ".join(NAMES) + " |",
+        "|---|" + "---|" * len(NAMES),
+    ]
+    for source in NAMES:
+        row = (cells.get((source, target)) for target in NAMES)
+        shown = " | ".join("-" if cell is None else f"{cell:.0e}" for cell in row)
+        lines.append(f"| {source} | {shown} |")
+    return "\n".join(lines) + "\n"
+
+
+@pytest.mark.parametrize(("source", "target"), list(pairs()))
+def test_any_layout_continues_any(pool, saved, table, source, target):
+    save, tensors, losses = saved(source)
+    size, flags = LAYOUTS[target]
+    results = pool.run(size, run, [*FLAGS, *flags.split(), "--load", str(save)])
+    loaded = whole([before for before, _, _ in results], tensor_size(target))
+    assert loaded.keys() == tensors.keys()
+    assert {kind for _, kind in loaded} == {"weight", "exp_avg", "exp_avg_sq"}
+    for key, values in tensors.items():
+        assert torch.equal(loaded[key], values), key
+    found = results[0][2].losses
+    assert len(found) == END - STOP
+    rtol = RTOL["bf16" if "bf16" in target else "float32"]
+    np.testing.assert_allclose(found, losses, rtol=rtol)
+    table[source, target] = float(np.max(np.abs(np.divide(found, losses) - 1)))

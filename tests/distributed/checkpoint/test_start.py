@@ -1,0 +1,98 @@
+"""Where a run starts: from its own checkpoint, from another's weights, from converted weights."""
+
+import contextlib
+import io
+from pathlib import Path
+
+import pytest
+from training_jobs import TINY, train
+
+from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.writer import write_checkpoint
+
+STEPS = 6
+FLAGS = [
+    *TINY,
+    *f"--train-iters {STEPS} --lr-decay-style linear --zero-stage 1".split(),
+]
+
+
+@pytest.fixture
+def pretrained(pool, tmp_path):
+    """A run's folder of checkpoints, and the first loss of its weights."""
+    save = tmp_path / "pretrained"
+    pool.run(1, train, [*FLAGS, "--save", str(save)])
+    return save
+
+
+def printed(argv):
+    """What a run prints; for the pool."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        train(argv)
+    return output.getvalue()
+
+
+def refused(argv):
+    """The message with which a run is refused; for the pool."""
+    with pytest.raises(ValueError) as caught:
+        train(argv)
+    return str(caught.value)
+
+
+def test_pretrained_checkpoint_and_restart_are_one_command(pool, tmp_path, pretrained):
+    save = ["--load", str(tmp_path / "own"), "--save", str(tmp_path / "own")]
+    command = [*FLAGS, *save, "--pretrained-checkpoint", str(pretrained)]
+    finetuned = pool.run(1, train, [*FLAGS, "--load", str(pretrained), "--finetune"])[0]
+    first = pool.run(2, train, [*command, "--exit-interval", "2"])
+    second = pool.run(2, train, command)
+    losses = first[0].losses + second[0].losses
+    assert first[0].iteration == 2 and len(second[0].losses) == STEPS - 2
+    assert losses == pytest.approx(finetuned.losses, rel=5e-6)
+
+
+def test_pretrained_checkpoint_must_be_there(pool, tmp_path):
+    argv = [*FLAGS, "--pretrained-checkpoint", str(tmp_path / "typo")]
+    assert "--pretrained-checkpoint" in pool.run(1, refused, argv)[0]
+    argv = [*FLAGS, "--universal-checkpoint", "--load", str(tmp_path / "typo")]
+    assert "--universal-checkpoint: no checkpoint" in pool.run(1, refused, argv)[0]
+
+
+def test_weights_alone_start_at_the_beginning(pool, tmp_path, pretrained):
+    """What from-hf writes: no flag is needed, and a line says where training starts."""
+    source = open_checkpoint(pretrained)
+    source.state = {}
+    write_checkpoint(tmp_path / "weights", source, moments=False)
+    load = ["--load", str(tmp_path / "weights")]
+    finetuned = pool.run(1, train, [*FLAGS, "--load", str(pretrained), "--finetune"])[0]
+    assert pool.run(1, train, [*FLAGS, *load])[0].losses == finetuned.losses
+    output = pool.run(1, printed, [*FLAGS, *load])[0]
+    assert (
+        f"weights from {tmp_path / 'weights' / 'global_step0'}; starting at iteration 0" in output
+    )
+
+
+def test_schedules_of_the_checkpoint(pool, tmp_path):
+    flags = [*FLAGS, "--lr-warmup-fraction", "0.5", "--weight-decay", "0.3"]
+    whole = pool.run(1, train, flags)[0]
+    pool.run(1, train, [*flags, "--save", str(tmp_path), "--exit-interval", "3"])
+    other = [*FLAGS, "--load", str(tmp_path), "--lr", "0.5", "--weight-decay", "0"]
+    other += ["--min-lr", "0.2", "--lr-decay-style", "cosine"]
+    rest = whole.losses[3:]
+    kept = pool.run(1, train, [*other, "--use-checkpoint-opt_param-scheduler"])[0]
+    assert kept.losses == rest
+    assert pool.run(1, train, [*other, "--override-opt_param-scheduler"])[0].losses != rest
+    message = pool.run(1, refused, [*FLAGS, "--use-checkpoint-opt_param-scheduler"])[0]
+    assert "needs --load" in message
+
+
+def test_a_model_with_more_rows_than_tokens(pool, tmp_path):
+    """As Qwen's have: the checkpoint's rows stay, if the user says so."""
+    pool.run(1, train, [*FLAGS, "--vocab-size", "120", "--save", str(tmp_path)])
+    argv = [*FLAGS, "--load", str(tmp_path), "--finetune"]
+    message = pool.run(1, refused, argv)[0]
+    assert "unpadded_vocab_size is 121 there and 100 here" in message
+    assert "--use-checkpoint-args" in message
+    rest = pool.run(1, train, [*argv, "--use-checkpoint-args", "--save", str(tmp_path / "b")])[0]
+    assert len(rest.losses) == STEPS
+    assert open_checkpoint(Path(tmp_path / "b")).model.unpadded_vocab_size == 121

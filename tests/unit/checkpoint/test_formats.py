@@ -1,0 +1,51 @@
+"""Finding a checkpoint, whatever its format."""
+
+import pytest
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.formats import FORMATS, locate_checkpoint, open_checkpoint
+from megatron.checkpoint.reader import CheckpointReader
+
+
+@pytest.fixture
+def save(tmp_path, gpt_config, random_gpt, write_checkpoint):
+    config = gpt_config()
+    for step in (5, 6):
+        write_checkpoint(tmp_path, config, random_gpt(config), step=step)
+    return tmp_path
+
+
+@pytest.mark.parametrize("wanted", [None, "6", "global_step6"])
+def test_own_format(save, wanted):
+    found = locate_checkpoint(save, wanted)
+    assert found == (CheckpointReader, save / "global_step6")
+    assert locate_checkpoint(save / "global_step5").folder == save / "global_step5"
+
+
+def test_nothing_there(tmp_path):
+    assert locate_checkpoint(tmp_path) is None
+    assert locate_checkpoint(tmp_path / "absent") is None
+    with pytest.raises(CheckpointError, match="no complete checkpoint 7"):
+        locate_checkpoint(tmp_path, "7")
+    with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
+        open_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("tracker", ["latest", "latest_checkpointed_iteration.txt"])
+def test_a_tracker_that_names_nothing(tmp_path, tracker):
+    """Training must not start over where there was a checkpoint."""
+    (tmp_path / tracker).write_text("global_step9\n")
+    with pytest.raises(CheckpointError, match=f"{tracker} names 'global_step9'"):
+        locate_checkpoint(tmp_path)
+
+
+def test_a_file_of_no_format(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("not a checkpoint")
+    with pytest.raises(CheckpointError, match=r"notes\.txt is a file"):
+        locate_checkpoint(path)
+
+
+def test_titles_are_different():
+    assert len({form.title for form in FORMATS}) == len(FORMATS)
+    assert FORMATS[0] is CheckpointReader

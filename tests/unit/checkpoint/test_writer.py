@@ -1,0 +1,107 @@
+"""Any source becomes a checkpoint of this project: same tensors, same state, same configuration."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import verify
+from megatron.checkpoint.formats import locate_checkpoint, open_checkpoint
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.source import Source
+from megatron.checkpoint.writer import write_checkpoint as write
+from megatron.config import TokenizerConfig
+
+
+class InMemory(Source):
+    """A source of given tensors, by (name, kind)."""
+
+    title = "memory"
+
+    def __init__(self, model, tensors, state):
+        self.folder, self.model, self.tensors, self.state = None, model, tensors, state
+        self.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=60)
+
+    @classmethod
+    def locate(cls, path, wanted):
+        return None
+
+    def names(self):
+        return list(dict.fromkeys(name for name, _ in self.tensors))
+
+    def shape(self, name):
+        return tuple(self.tensors[name, "weight"].shape)
+
+    def kinds(self, name):
+        return [kind for other, kind in self.tensors if other == name]
+
+    def tensor(self, name, kind="weight"):
+        return self.tensors[name, kind]
+
+
+@pytest.fixture
+def source(gpt_config):
+    generator = torch.Generator().manual_seed(1)
+    tensors = {
+        (name, kind): torch.randn(shape, generator=generator)
+        for name, shape in (("a.weight", (5, 3)), ("b.weight", (7,)), ("c.weight", (2, 9)))
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+    }
+    state = {"iteration": 4, "consumed_samples": 16, "optimizer_step": 4, "loss_scaler": {}}
+    return InMemory(gpt_config().model, tensors, state)
+
+
+@pytest.mark.parametrize("max_file_bytes", [1, 100, 10**9])
+def test_round_trip(tmp_path, source, max_file_bytes):
+    folder = write(tmp_path, source, max_file_bytes=max_file_bytes)
+    verify(folder)
+    found = open_checkpoint(tmp_path)
+    assert isinstance(found, CheckpointReader) and found.folder == folder
+    assert folder.name == "global_step4"
+    assert found.names() == source.names()
+    assert found.state == source.state and found.tokenizer == source.tokenizer
+    assert found.model == source.model
+    for (name, kind), values in source.tensors.items():
+        assert torch.equal(found.tensor(name, kind), values)
+    files = len(list(folder.glob("weights-*.safetensors")))
+    assert files == {1: 3, 100: 2, 10**9: 1}[max_file_bytes]
+
+
+def test_weights_alone(tmp_path, source):
+    source.state = {}
+    found = open_checkpoint(write(tmp_path, source, moments=False))
+    assert found.folder.name == "global_step0" and found.state == {}
+    assert found.kinds("a.weight") == ["weight"]
+    assert not found.run.checkpoint.save_optim
+    assert not list(found.folder.glob("optimizer-*"))
+
+
+def test_a_failure_leaves_nothing(tmp_path, source):
+    class Damaged(InMemory):
+        def tensor(self, name, kind="weight"):
+            if name == "c.weight":
+                raise CheckpointError("c.weight is damaged")
+            return super().tensor(name, kind)
+
+    damaged = Damaged(source.model, source.tensors, source.state)
+    with pytest.raises(CheckpointError, match="damaged"):
+        write(tmp_path, damaged, max_file_bytes=1)
+    assert list(tmp_path.iterdir()) == []
+    assert locate_checkpoint(tmp_path) is None
+
+
+def test_a_converted_checkpoint_brings_its_tokenizer(
+    tmp_path, gpt_config, random_gpt, write_checkpoint
+):
+    """Where the configuration names none, the folder beside the weights is it."""
+    config = gpt_config()
+    first = write_checkpoint(tmp_path / "a", config, random_gpt(config))
+    (first / "tokenizer").mkdir()
+    (first / "tokenizer" / "tokenizer.json").write_text("{}")
+    found = open_checkpoint(write(tmp_path / "b", open_checkpoint(first)))
+    assert found.tokenizer.tokenizer_type == "HFTokenizer"
+    assert found.tokenizer.tokenizer_model == str(found.folder / "tokenizer")
+    named = dataclasses.replace(config, tokenizer=TokenizerConfig("NullTokenizer", vocab_size=60))
+    other = write_checkpoint(tmp_path / "c", named, random_gpt(config))
+    assert open_checkpoint(other).tokenizer.tokenizer_type == "NullTokenizer"

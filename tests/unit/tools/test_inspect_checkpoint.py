@@ -1,0 +1,103 @@
+"""tools/inspect_checkpoint.py on checkpoints of known content."""
+
+import dataclasses
+import importlib.util
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.summary import tensor_differences, tensor_facts
+
+TOOL = Path(__file__).parents[3] / "tools" / "inspect_checkpoint.py"
+
+
+@pytest.fixture(scope="module")
+def main():
+    spec = importlib.util.spec_from_file_location("inspect_checkpoint", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.main
+
+
+@pytest.fixture
+def pair(tmp_path, gpt_config, random_gpt, write_checkpoint):
+    """Two checkpoints that differ in one weight."""
+    config = gpt_config(llama=True)
+    model = random_gpt(config)
+    first = write_checkpoint(tmp_path / "a", config, model)
+    with torch.no_grad():
+        dict(model.canonical_parameters())["layers.1.mlp.down.weight"][0, 3] += 0.5
+    second = write_checkpoint(tmp_path / "b", config, model, step=11)
+    return first, second
+
+
+def test_report(main, pair, capsys):
+    assert main([str(pair[0].parent)]) == 0
+    output = capsys.readouterr().out
+    values = open_checkpoint(pair[0]).tensor("layers.0.attention.qkv.weight")
+    row = next(line for line in output.splitlines() if "layers.0.attention.qkv.weight" in line)
+    assert row.split()[1:5] == ["96", "x", "32", "float32"]
+    assert float(row.split()[-1]) == pytest.approx(float(values.double().norm()), rel=1e-5)
+    assert "iteration: 10" in output
+    assert "tensor 1 x pipeline 1 x data 1, ZeRO stage 0" in output
+    total = sum(facts.numel for facts in tensor_facts(open_checkpoint(pair[0])))
+    assert f"{total:,} parameters" in output
+
+
+def test_without_norms_no_tensor_is_read(main, pair, capsys):
+    (pair[0] / "weights-00000.safetensors").write_bytes(b"")
+    assert main([str(pair[0]), "--no-norms"]) == 0
+    assert "norm " not in capsys.readouterr().out
+    with pytest.raises(SystemExit, match=r"weights-00000\.safetensors"):
+        main([str(pair[0])])
+
+
+def test_json(main, pair, capsys):
+    assert main([str(pair[0]), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["format"] == "checkpoint of this project"
+    assert found["tensors"][-1]["name"] == "final_norm.norm.weight"
+    assert found["tensors"][-1]["shape"] == [32]
+    assert all(tensor["finite"] for tensor in found["tensors"])
+
+
+def test_difference(main, pair, capsys):
+    assert main(["--diff", *map(str, pair)]) == 1
+    output = capsys.readouterr().out
+    assert "iteration: 10 and 11" in output
+    assert "layers.1.mlp.down.weight: largest difference 0.5" in output
+    assert "1 tensors differ" in output
+    (found,) = tensor_differences(*map(open_checkpoint, pair))
+    assert found.largest == pytest.approx(0.5)
+    assert main(["--diff", str(pair[0]), str(pair[0])]) == 0
+    assert "all tensors are bitwise equal" in capsys.readouterr().out
+
+
+def test_models_of_other_shapes(
+    main, pair, tmp_path, gpt_config, random_gpt, write_checkpoint, capsys
+):
+    config = gpt_config(llama=True, num_layers=1, ffn_hidden_size=64)
+    other = write_checkpoint(tmp_path / "c", config, random_gpt(config))
+    assert main(["--diff", str(pair[0]), str(other)]) == 1
+    output = capsys.readouterr().out
+    assert "model: num_layers: 2 and 1" in output
+    assert "layers.1.mlp.up.weight: only in the first" in output
+    assert "layers.0.mlp.down.weight: shape (32, 48) and (32, 64)" in output
+
+
+def test_not_finite_is_said(main, tmp_path, gpt_config, random_gpt, write_checkpoint, capsys):
+    config = gpt_config()
+    model = random_gpt(config)
+    with torch.no_grad():
+        dict(model.canonical_parameters())["final_norm.norm.bias"][2] = torch.nan
+    write_checkpoint(tmp_path, dataclasses.replace(config), model)
+    main([str(tmp_path)])
+    assert "1 tensors hold infinities" in capsys.readouterr().out
+
+
+def test_nothing_there(main, tmp_path):
+    with pytest.raises(SystemExit, match="there is no complete checkpoint"):
+        main([str(tmp_path)])

@@ -1,0 +1,125 @@
+#!/usr/bin/env python
+"""Shows what is in a checkpoint of any format, or what differs between two.
+
+    python tools/inspect_checkpoint.py checkpoints
+    python tools/inspect_checkpoint.py checkpoints/global_step100 --no-norms
+    python tools/inspect_checkpoint.py --diff checkpoints hf-folder
+
+Formats: this project's, DeepSpeed's folders and universal checkpoints, Megatron-LM's folders and
+zips, GPT-NeoX's and Hugging Face's folders. With --diff the exit status is 1 when they differ.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.source import Source
+from megatron.checkpoint.summary import (
+    TensorFacts,
+    bytes_on_disk,
+    model_differences,
+    model_facts,
+    run_facts,
+    tensor_differences,
+    tensor_facts,
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    wanted = None if options.iteration is None else str(options.iteration)
+    try:
+        if options.diff:
+            first, second = (open_checkpoint(path, wanted) for path in options.diff)
+            return show_differences(first, second)
+        source = open_checkpoint(options.checkpoint, wanted)
+        if options.json:
+            json.dump(as_json(source, options.norms), sys.stdout, indent=1)
+            print()
+        else:
+            for line in report(source, options.norms):
+                print(line)
+        return 0
+    except (ValueError, OSError) as error:
+        sys.exit(f"inspect_checkpoint.py: error: {error}")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    where = result.add_mutually_exclusive_group(required=True)
+    where.add_argument("checkpoint", nargs="?", help="one checkpoint, or a folder of several")
+    where.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints")
+    result.add_argument("--iteration", type=int, help="iteration; the newest without it")
+    result.add_argument(
+        "--no-norms", dest="norms", action="store_false", help="do not read the tensors"
+    )
+    result.add_argument("--json", action="store_true", help="print JSON")
+    return result
+
+
+def report(source: Source, norms: bool) -> Iterator[str]:
+    yield f"{source.folder}: {source.title}, {bytes_on_disk(source.folder) / 1e6:,.1f} MB"
+    for key, value in run_facts(source).items():
+        yield f"  {key.replace('_', ' ')}: {value}"
+    if not source.state:
+        yield "  weights only: training from it starts at iteration 0"
+    yield "model: " + ", ".join(f"{key} {value}" for key, value in model_facts(source).items())
+    width = max(len(name) for name in source.names())
+    weights, not_finite = 0, 0
+    for facts in tensor_facts(source, norms):
+        label = facts.name if facts.kind == "weight" else f"  .{facts.kind}"
+        shape = " x ".join(map(str, facts.shape)) if facts.kind == "weight" else ""
+        norm = "" if facts.norm is None else f"  norm {facts.norm:.6g}"
+        damage = "  NOT FINITE" if facts.finite is False else ""
+        yield f"  {label:{width}}  {shape:>16}  {facts.dtype:8}{norm}{damage}".rstrip()
+        weights += facts.numel if facts.kind == "weight" else 0
+        not_finite += facts.finite is False
+    yield f"{weights:,} parameters in {len(source.names())} tensors"
+    if not_finite:
+        yield f"{not_finite} tensors hold infinities or not-a-numbers"
+
+
+def as_json(source: Source, norms: bool) -> dict[str, Any]:
+    return {
+        "folder": str(source.folder),
+        "format": source.title,
+        "bytes": bytes_on_disk(source.folder),
+        "run": run_facts(source),
+        "model": model_facts(source),
+        "tensors": [described(facts) for facts in tensor_facts(source, norms)],
+    }
+
+
+def described(facts: TensorFacts) -> dict[str, Any]:
+    found = {key: value for key, value in vars(facts).items() if value is not None}
+    return found | {"shape": list(facts.shape)}
+
+
+def show_differences(first: Source, second: Source) -> int:
+    print(f"first:  {first.folder} ({first.title})\nsecond: {second.folder} ({second.title})")
+    lines = [f"model: {line}" for line in model_differences(first, second)]
+    here, there = run_facts(first), run_facts(second)
+    for key in dict.fromkeys([*here, *there]):
+        if here.get(key) != there.get(key):
+            lines.append(f"{key.replace('_', ' ')}: {here.get(key)} and {there.get(key)}")
+    for line in lines:
+        print(line)
+    found = 0
+    for difference in tensor_differences(first, second):
+        found += 1
+        what = difference.what or (
+            f"largest difference {difference.largest:.3g}, relative {difference.relative:.3g}"
+        )
+        kind = "" if difference.kind == "weight" else f".{difference.kind}"
+        print(f"{difference.name}{kind}: {what}")
+    print(f"{found} tensors differ" if found else "all tensors are bitwise equal")
+    return 1 if found or lines else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
