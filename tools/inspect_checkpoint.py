@@ -68,6 +68,8 @@ def report(source: Source, norms: bool) -> Iterator[str]:
         yield f"  {key.replace('_', ' ')}: {value}"
     if not source.state:
         yield "  weights only: training from it starts at iteration 0"
+    for line in filter(None, (*source.notes, source.refusal)):
+        yield f"  {line}"
     yield "model: " + ", ".join(f"{key} {value}" for key, value in model_facts(source).items())
     width = max(len(name) for name in source.names())
     weights, not_finite = 0, 0

@@ -26,6 +26,8 @@ class Source(ABC):
         run: configuration of the run that wrote it; None when the checkpoint does not say.
         state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``; empty when
             the checkpoint holds weights only, and training starts at the beginning.
+        notes: what was decided where the checkpoint does not say, a line each.
+        refusal: why no model of ours can be made of it; None when one can.
     """
 
     title: ClassVar[str]
@@ -35,6 +37,8 @@ class Source(ABC):
     tokenizer: TokenizerConfig | None = None
     run: RunConfig | None = None
     state: dict[str, Any]
+    notes: Sequence[str] = ()
+    refusal: str | None = None
 
     @classmethod
     @abstractmethod
@@ -59,6 +63,15 @@ class Source(ABC):
             CheckpointError: a file is missing or malformed, or the network cannot be represented.
         """
         self.folder, self.state = folder, {}
+
+    def require_model(self) -> None:
+        """Makes sure that a model can be made of it.
+
+        Raises:
+            CheckpointError: none can; it can be inspected.
+        """
+        if self.refusal is not None:
+            raise CheckpointError(f"{self.folder}: {self.refusal}")
 
     @classmethod  # noqa: B027
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:

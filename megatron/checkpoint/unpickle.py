@@ -10,19 +10,32 @@ from __future__ import annotations
 import argparse
 import collections
 import pickle
-import zipfile
-from pathlib import Path, PurePosixPath
+import re
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, BinaryIO
 
 import numpy
 import torch
 import torch._utils
+from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 
 
-class Inert:
+class _Frozen(type):
+    """Classes that a pickle cannot change: it can set attributes of whatever it has got hold of."""
+
+    def __setattr__(cls, name: str, value: Any) -> None:
+        raise TypeError(f"{cls.__name__} cannot be changed")
+
+    def __delattr__(cls, name: str) -> None:
+        raise TypeError(f"{cls.__name__} cannot be changed")
+
+
+class Inert(metaclass=_Frozen):
     """Stands for an object of a class that is not here: it keeps what it is given."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
@@ -42,54 +55,125 @@ class Inert:
                 self.__dict__.update(part)
 
 
+class Namespace(argparse.Namespace, metaclass=_Frozen):
+    """The settings of a run."""
+
+
+class DType(Inert):
+    """Number format of a NumPy value."""
+
+    def __setstate__(self, state: Any) -> None:
+        self.__dict__["state"] = state
+
+    def number(self, data: bytes) -> int | float | bool:
+        """The number that ``data`` is in this format."""
+        code = self.args[0] if self.args else None  # type: ignore[attr-defined]
+        if not isinstance(code, str) or not _NUMBERS.fullmatch(code):
+            raise pickle.UnpicklingError(f"it has a NumPy value of format {code!r}")
+        big_endian = ">" in str(self.__dict__.get("state", "<"))
+        (number,) = numpy.frombuffer(data, numpy.dtype((">" if big_endian else "<") + code))
+        return number.item()
+
+
+_NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")
+
+
+class _Callable:
+    """A function that a pickle may call, and not change."""
+
+    __slots__ = ("_function",)
+    _function: Callable[..., Any]
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        object.__setattr__(self, "_function", function)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        raise TypeError("a function cannot be changed")
+
+    def __call__(self, *args: Any) -> Any:
+        return self._function(*args)
+
+
 def _encode(text: str, encoding: str) -> bytes:
     """How Python 3 pickles bytes for Python 2."""
     return text.encode("latin1" if encoding == "latin1" else "utf-8")
 
 
+def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
+    """A tensor, without gradient and hooks."""
+    if any(rest[2:]):  # conjugated or negated in a flag
+        raise pickle.UnpicklingError("it has a tensor with metadata")
+    return torch._utils._rebuild_tensor(storage, offset, size, stride)
+
+
+def _parameter(data: Tensor, *rest: Any) -> Tensor:
+    """The tensor of a parameter."""
+    return data
+
+
+def _from_type(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
+    """A tensor that has attributes, without them; Megatron's float32 weights have some."""
+    if not isinstance(function, _Callable):
+        raise pickle.UnpicklingError("it builds a tensor by what is no function")
+    return function(*args)
+
+
+def _scalar(dtype: Any, data: Any = b"") -> int | float | bool:
+    """A NumPy number as one of Python's."""
+    if not isinstance(dtype, DType) or not isinstance(data, bytes):
+        raise pickle.UnpicklingError("it has a NumPy value that is no number")
+    return dtype.number(data)
+
+
+def _array(*args: Any) -> Inert:
+    """NumPy's random state is all that its arrays are in a checkpoint; it is not read."""
+    return Inert(*args)
+
+
 _TORCH_DTYPES = {
     name: value for name, value in vars(torch).items() if isinstance(value, torch.dtype)
 }
-_NUMPY = {"dtype": numpy.dtype, "ndarray": numpy.ndarray}
-_RECONSTRUCT = numpy.zeros(1).__reduce__()[0]
-_SCALAR = numpy.float64(1).__reduce__()[0]
 
 _KNOWN: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): collections.OrderedDict,
     ("collections", "defaultdict"): collections.defaultdict,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "dict"): dict,
-    ("builtins", "list"): list,
-    ("builtins", "tuple"): tuple,
-    ("builtins", "int"): int,
-    ("builtins", "float"): float,
-    ("builtins", "bool"): bool,
-    ("builtins", "str"): str,
-    ("builtins", "bytearray"): bytearray,
-    ("builtins", "complex"): complex,
-    ("builtins", "slice"): slice,
-    ("builtins", "range"): range,
-    ("argparse", "Namespace"): argparse.Namespace,
-    ("_codecs", "encode"): _encode,
+    **{
+        (module, kind.__name__): kind
+        for module in ("builtins", "__builtin__")
+        for kind in (
+            set, frozenset, dict, list, tuple, int, float, bool, str, bytearray, complex, slice,
+            range,
+        )
+    },
+    ("argparse", "Namespace"): Namespace,
+    ("_codecs", "encode"): _Callable(_encode),
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
-    ("torch._utils", "_rebuild_tensor"): torch._utils._rebuild_tensor,
-    ("torch._utils", "_rebuild_tensor_v2"): torch._utils._rebuild_tensor_v2,
-    ("torch._utils", "_rebuild_parameter"): torch._utils._rebuild_parameter,
-    ("torch.nn.parameter", "Parameter"): torch.nn.Parameter,
-    ("torch", "Tensor"): torch.Tensor,
+    ("torch._utils", "_rebuild_tensor"): _Callable(_tensor),
+    ("torch._utils", "_rebuild_tensor_v2"): _Callable(_tensor),
+    ("torch._utils", "_rebuild_parameter"): _Callable(_parameter),
+    ("torch._utils", "_rebuild_parameter_with_state"): _Callable(_parameter),
+    ("torch._tensor", "_rebuild_from_type_v2"): _Callable(_from_type),
+    # Arguments that say of which class a tensor was.
+    ("torch.nn.parameter", "Parameter"): _Frozen("Parameter", (Inert,), {}),
+    ("torch", "Tensor"): _Frozen("Tensor", (Inert,), {}),
     **{("torch", name): value for name, value in _TORCH_DTYPES.items()},
-    **{("numpy", name): value for name, value in _NUMPY.items()},
-    ("numpy.core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy._core.multiarray", "_reconstruct"): _RECONSTRUCT,
-    ("numpy.core.multiarray", "scalar"): _SCALAR,
-    ("numpy._core.multiarray", "scalar"): _SCALAR,
-}
-"""What may be called, by module and name."""
+    ("numpy", "dtype"): DType,
+    ("numpy", "ndarray"): _Frozen("ndarray", (Inert,), {}),
+    **{
+        (f"numpy.{package}.multiarray", name): _Callable(function)
+        for package in ("core", "_core")
+        for name, function in (("_reconstruct", _array), ("scalar", _scalar))
+    },
+    **{(f"numpy.{core}.numeric", "_frombuffer"): _Callable(_array) for core in ("core", "_core")},
+}  # fmt: skip
+"""What may be called, by module and name. None of it can be changed, which a test goes through."""
 
 _INERT_PACKAGES = ("deepspeed", "megatron", "apex", "pathlib", "omegaconf")
 """Packages whose classes are settings in a checkpoint; none of their code is imported or run."""
+
+_MAGIC = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
+"""How files of torch.save's older form begin: the pickle of a number."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -99,7 +183,7 @@ class _Unpickler(pickle.Unpickler):
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         if module.partition(".")[0] in _INERT_PACKAGES and "." not in name:
-            return type(name, (Inert,), {"__module__": module})
+            return _Frozen(name, (Inert,), {"__module__": module})
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
 
 
@@ -146,15 +230,27 @@ def _check_form(file: Path | BinaryIO, name: str) -> bool:
     if isinstance(file, Path):
         with open(file, "rb") as opened:
             return _check_form(opened, name)
-    head = file.read(4)
+    head = file.read(32)
     file.seek(0)
-    if head == b"PK\x03\x04":
-        with zipfile.ZipFile(file) as archive:
-            members = [PurePosixPath(member).name for member in archive.namelist()]
+    if head[:4] == b"PK\x03\x04":
+        # By torch's own reader: another could see other members in the same file.
+        reader = torch._C.PyTorchFileReader(file)
+        members = reader.get_all_records()
         file.seek(0)
         if "constants.pkl" in members or "data.pkl" not in members:
             raise CheckpointError(f"{name} is a zip file, but not one that torch.save wrote")
         return True
-    if head[:1] != b"\x80":
+    if not _MAGIC.match(head) or _is_tar(file):
         raise CheckpointError(f"{name} is not a file that torch.save wrote")
     return False
+
+
+def _is_tar(file: Any) -> bool:
+    """Whether torch would take the file for one of its oldest form, and unpack it to the disk."""
+    try:
+        tarfile.open(fileobj=file, mode="r:").close()
+    except tarfile.TarError:
+        return False
+    finally:
+        file.seek(0)
+    return True

@@ -42,9 +42,10 @@ def write_checkpoint(
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: the source is damaged.
+        CheckpointError: the source is damaged, or no model can be made of it.
         OSError: a file cannot be written; nothing is left behind.
     """
+    source.require_model()
     if iteration is None:
         iteration = source.state.get("iteration", 0)
     folder = incomplete_folder(save, iteration)

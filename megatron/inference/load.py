@@ -43,8 +43,9 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
     """The model of an opened checkpoint, in evaluation mode.
 
     Raises:
-        CheckpointError: the checkpoint is damaged.
+        CheckpointError: the checkpoint is damaged, or no model can be made of it.
     """
+    source.require_model()
     with device:
         model = build_gpt(run_of(source).model).to(dtype)
     for name, param in model.canonical_parameters():

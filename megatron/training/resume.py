@@ -27,6 +27,7 @@ class Start:
         iteration: steps done before.
         consumed_samples: samples that they took.
         changed: values that the checkpoint's run had otherwise, a line each.
+        notes: what was decided where the checkpoint does not say, a line each.
         weights_only: whether nothing but weights was taken.
     """
 
@@ -34,6 +35,7 @@ class Start:
     iteration: int = 0
     consumed_samples: int = 0
     changed: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
     weights_only: bool = False
 
 
@@ -110,11 +112,11 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Star
         return Start()
     config = engine.config
     source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
-    changed = tuple(changes(source, config))
+    changed, notes = tuple(changes(source, config)), tuple(source.notes)
     if not origin.continues or not source.state:
-        return Start(source.folder, changed=changed, weights_only=True)
+        return Start(source.folder, changed=changed, notes=notes, weights_only=True)
     state = source.state
-    loaded = Start(source.folder, state["iteration"], state["consumed_samples"], changed)
+    loaded = Start(source.folder, state["iteration"], state["consumed_samples"], changed, notes)
     if not config.training.skip_train:
         _check_position(plan, loaded)
     return loaded

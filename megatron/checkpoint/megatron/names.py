@@ -1,0 +1,190 @@
+"""Megatron's parameter names, and the order of rows in its query-key-value matrix.
+
+Megatron nests dictionaries (``language_model`` > ``embedding`` > ``word_embeddings`` > ``weight``)
+and spells some levels with dots instead; here a name is all of it joined by dots:
+``language_model.encoder.layers.3.self_attention.query_key_value.weight``.
+"""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from torch import Tensor
+
+OUTER = {
+    "embedding.word_embeddings": "embedding.word_embeddings",
+    "embedding.position_embeddings": "embedding.position_embeddings",
+    "embedding.tokentype_embeddings": "embedding.tokentype_embeddings",
+    "embedding.word_embeddings.norm": "embedding.norm",
+    "encoder.final_layernorm": "final_norm.norm",
+    "encoder.final_norm": "final_norm.norm",
+    "output_layer": "output_layer",
+    "pooler.dense": "pooler.dense",
+}
+"""Modules of ``language_model`` outside the blocks: Megatron's name, canonical name. Of several
+spellings the first is the one that is written. ``embedding.word_embeddings.norm`` is BLOOM's."""
+
+HEADS = {
+    "lm_head": "lm_head",
+    "lm_head.dense": "lm_head.dense",
+    "lm_head.layernorm": "lm_head.layernorm",
+    "lm_head.norm": "lm_head.layernorm",
+    "binary_head": "binary_head",
+}
+"""Modules beside ``language_model``: BERT's heads."""
+
+BLOCK = {
+    "input_layernorm": "attention_norm",
+    "input_norm": "attention_norm",
+    "self_attention.query_key_value": "attention.qkv",
+    "attention.query_key_value": "attention.qkv",
+    "self_attention.q_layernorm": "attention.q_norm",
+    "self_attention.k_layernorm": "attention.k_norm",
+    "self_attention.dense": "attention.proj",
+    "attention.dense": "attention.proj",
+    "post_attention_layernorm": "mlp_norm",
+    "post_attention_norm": "mlp_norm",
+    "mlp.dense_h_to_4h": "mlp.up",
+    "mlp.dense_4h_to_h": "mlp.down",
+}
+"""Modules of a block: Megatron's name, canonical name."""
+
+HEAD_COPY = "word_embeddings_for_head.weight"
+"""The last pipeline stage's copy of a token table that is also the head."""
+
+_LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_BUFFER = re.compile(r"(?:.*\.)?(?:inv_freq|_extra_state|masked_bias)")
+"""What modules save besides their parameters; it follows from the configuration."""
+
+
+def is_buffer(name: str) -> bool:
+    """Whether a name is of a table that follows from the configuration (rotary frequencies) or of
+    a library's own state, and not of a parameter."""
+    return _BUFFER.fullmatch(name) is not None
+
+
+def rename_block(name: str) -> str | None:
+    """Canonical name within a block (``attention.qkv.weight``) of Megatron's
+    (``self_attention.query_key_value.weight``); None for a name that is not known."""
+    module, _, kind = name.rpartition(".")
+    return f"{BLOCK[module]}.{kind}" if module in BLOCK and kind in ("weight", "bias") else None
+
+
+def rename(name: str, first_layer: int = 0) -> str | None:
+    """Canonical name of one of Megatron's.
+
+    Args:
+        name: as Megatron writes it, the levels joined by dots.
+        first_layer: number of the block that is ``layers.0`` there: each pipeline stage counts
+            its own.
+
+    Returns:
+        None for a name that is not known.
+    """
+    module, _, kind = name.rpartition(".")
+    if module in HEADS:
+        return f"{HEADS[module]}.{kind}" if kind in ("weight", "bias") else None
+    if not name.startswith("language_model."):
+        return None
+    name = re.sub(r"^transformer\.", "encoder.", name.removeprefix("language_model."))
+    layer = _LAYER.fullmatch(name.removeprefix("encoder."))
+    if layer is not None and name.startswith("encoder."):
+        inner = rename_block(layer[2])
+        return None if inner is None else f"layers.{first_layer + int(layer[1])}.{inner}"
+    module, _, kind = name.rpartition(".")
+    return f"{OUTER[module]}.{kind}" if module in OUTER and kind in ("weight", "bias") else None
+
+
+def to_megatron(name: str, first_layer: int = 0) -> str | None:
+    """Inverse of :func:`rename`, in the spelling of Megatron-LM 3: ``encoder``,
+    ``self_attention``, ``input_layernorm``; None for a parameter that it does not have."""
+    module, _, kind = name.rpartition(".")
+    layer = _LAYER.fullmatch(module)
+    if layer is not None:
+        found = _inverse(BLOCK).get(layer[2])
+        number = int(layer[1]) - first_layer
+        return found and f"language_model.encoder.layers.{number}.{found}.{kind}"
+    if module in _inverse(HEADS):
+        return f"{_inverse(HEADS)[module]}.{kind}"
+    found = _inverse(OUTER).get(module)
+    return found and f"language_model.{found}.{kind}"
+
+
+def _inverse(table: dict[str, str]) -> dict[str, str]:
+    """Canonical name to the first of Megatron's spellings."""
+    return {canonical: theirs for theirs, canonical in reversed(table.items())}
+
+
+def qkv_from_megatron(
+    values: Tensor, version: float, heads: int, groups: int, head_dim: int
+) -> Tensor:
+    """Rows of a query-key-value matrix or bias in canonical order: all queries, all keys, all
+    values, heads in order.
+
+    Megatron orders them by its checkpoint version: 0 as [3, heads, head_dim], 1 as
+    [heads, head_dim, 3], from 2 on as [groups, heads / groups queries + key + value, head_dim].
+    A tensor-parallel rank's share is ordered in itself, so that shares are converted one by one,
+    with their own numbers of heads.
+
+    Args:
+        values: [(heads + 2 groups) x head_dim, ...], rows in Megatron's order.
+        version: the checkpoint's ``checkpoint_version``; 0 where it has none.
+        heads: query heads that the matrix holds.
+        groups: key and value heads that it holds.
+        head_dim: width of a head.
+
+    Raises:
+        ValueError: the rows are not that many, or the version has no grouped queries.
+    """
+    rest = values.shape[1:]
+    _check_rows(values, version, heads, groups, head_dim)
+    if version < 1:
+        return values.clone()
+    if version < 2:
+        per_head = values.reshape(heads, head_dim, 3, *rest)
+        return per_head.movedim(2, 0).reshape(values.shape)
+    queries = heads // groups
+    per_group = values.reshape(groups, queries + 2, head_dim, *rest)
+    q, k, v = per_group.split([queries, 1, 1], dim=1)
+    return torch.cat([part.reshape(-1, *rest) for part in (q, k, v)])
+
+
+def qkv_to_megatron(
+    values: Tensor, version: float, heads: int, groups: int, head_dim: int
+) -> Tensor:
+    """Inverse of :func:`qkv_from_megatron`."""
+    rest = values.shape[1:]
+    _check_rows(values, version, heads, groups, head_dim)
+    if version < 1:
+        return values.clone()
+    if version < 2:
+        parts = values.reshape(3, heads, head_dim, *rest)
+        return parts.movedim(0, 2).reshape(values.shape)
+    queries = heads // groups
+    q, k, v = values.split([heads * head_dim, groups * head_dim, groups * head_dim])
+    per_group = torch.cat(
+        [
+            q.reshape(groups, queries, head_dim, *rest),
+            k.reshape(groups, 1, head_dim, *rest),
+            v.reshape(groups, 1, head_dim, *rest),
+        ],
+        dim=1,
+    )
+    return per_group.reshape(values.shape)
+
+
+def _check_rows(values: Tensor, version: float, heads: int, groups: int, head_dim: int) -> None:
+    if version < 2 and groups != heads:
+        raise ValueError(
+            f"checkpoint version {version:g} has no grouped queries, but there are {heads} query "
+            f"heads and {groups} key and value heads"
+        )
+    if heads % groups:
+        raise ValueError(f"{groups} key and value heads do not divide {heads} query heads")
+    rows = (heads + 2 * groups) * head_dim
+    if values.shape[0] != rows:
+        raise ValueError(
+            f"the query-key-value rows are {values.shape[0]}; {heads} query heads and {groups} key "
+            f"and value heads of {head_dim} have {rows}"
+        )

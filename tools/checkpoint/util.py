@@ -1,0 +1,125 @@
+#!/usr/bin/env python
+"""Megatron-LM's reshaping command: a checkpoint at other tensor- and pipeline-parallel sizes.
+
+    python tools/checkpoint/util.py --model-type GPT --load-dir old --save-dir new \\
+        --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
+
+It reads any format and writes Megatron's old layout, or with --saver safetensors this project's
+own, which every layout loads and which needs no sizes.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from megatron.checkpoint.megatron.reader import MegatronCheckpoint
+from megatron.checkpoint.source import Source
+from megatron.checkpoint.writer import write_checkpoint
+from megatron.config import ConfigError, parse_configs
+from megatron.config.flags import option
+from megatron.conversion.needs import required
+from megatron.conversion.to_megatron import export, opened
+
+SAVERS = ("megatron", "safetensors")
+
+
+@dataclass(frozen=True)
+class ReshapeConfig:
+    """Reshaping, with the flags of Megatron-LM's command."""
+
+    model_type: str | None = option(None, choices=("GPT", "BERT"))
+    """Kind of the model; BERT can be read by tools/inspect_checkpoint.py and not yet reshaped."""
+    load_dir: str | None = option(None)
+    """Folder of checkpoints, one checkpoint, or a zip archive, of any format."""
+    save_dir: str | None = option(None)
+    """Folder of checkpoints to write in."""
+    target_tensor_parallel_size: int | None = option(None, derived="that of --load-dir, or 1")
+    """Tensor-parallel size to write for."""
+    target_pipeline_parallel_size: int | None = option(None, derived="that of --load-dir, or 1")
+    """Pipeline-parallel size to write for."""
+    saver: str = option("megatron")
+    """megatron for its old layout, safetensors for this project's own format."""
+    loader: str | None = option(None, note="the format of --load-dir is recognised")
+    """Format of --load-dir."""
+    true_vocab_size: int | None = option(None)
+    """Size of the vocabulary without padding, where a checkpoint of Megatron does not say it."""
+    checking: bool = option(True, off="--no-checking")
+    """Do not read the result back to compare it."""
+    max_queue_size: int | None = option(None, note="there is one process and no queue")
+    """Length of the queue between loader and saver."""
+    megatron_path: str | None = option(None, note="none of Megatron's code is run")
+    """Folder of Megatron-LM."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    try:
+        reshape(sys.argv[1:] if argv is None else argv)
+    except (ValueError, OSError) as error:
+        sys.exit(f"util.py: error: {error}")
+
+
+def reshape(argv: Sequence[str]) -> None:
+    """Reads, and writes at other sizes.
+
+    Raises:
+        ConfigError: a flag is missing or wrong.
+        ValueError: Megatron has no such network, or the sizes do not divide it.
+        CheckpointError: the checkpoint is damaged, or what is read back differs.
+    """
+    (config,) = parse_configs((ReshapeConfig,), argv, prog="util.py", description=__doc__)
+    if required(config, "model_type") == "BERT":
+        raise ConfigError("--model-type BERT: BERT cannot be reshaped yet; GPT can")
+    load, save = required(config, "load_dir"), Path(required(config, "save_dir"))
+    if config.saver not in SAVERS:
+        raise ConfigError(
+            f"--saver {config.saver} is not written here; it is one of {', '.join(SAVERS)}, and "
+            "tools/convert_checkpoint.py has more"
+        )
+    for flag, value in (
+        ("--loader", config.loader),
+        ("--max-queue-size", config.max_queue_size),
+        ("--megatron-path", config.megatron_path),
+    ):
+        if value is not None:
+            print(f"{flag} {value} is accepted and not used")
+    source = opened(load)
+    source.require_model()
+    if config.true_vocab_size is not None:
+        set_vocabulary(source, config.true_vocab_size)
+    tensor, pipeline = sizes_of(source)
+    if config.saver == "safetensors":
+        print(f"{write_checkpoint(save, source, progress=print)}: any layout loads it with --load")
+        return
+    tensor = config.target_tensor_parallel_size or tensor
+    pipeline = config.target_pipeline_parallel_size or pipeline
+    export(source, save, (tensor, pipeline), checking=config.checking)
+
+
+def set_vocabulary(source: Source, size: int) -> None:
+    """Says how many rows of the token table are tokens.
+
+    Raises:
+        ConfigError: the checkpoint says it itself, otherwise, or has fewer rows.
+    """
+    known = source.model.unpadded_vocab_size
+    if isinstance(source, MegatronCheckpoint) and source.vocabulary_is_guessed:
+        if not 0 < size <= (known or 0):
+            raise ConfigError(f"--true-vocab-size {size}: the token table has {known} rows")
+        source.set_vocabulary(size)
+    elif size != known:
+        raise ConfigError(f"--true-vocab-size {size}: {source.folder} says that it is {known}")
+
+
+def sizes_of(source: Source) -> tuple[int, int]:
+    """Tensor- and pipeline-parallel size that a checkpoint was written at, as far as it says."""
+    if isinstance(source, MegatronCheckpoint):
+        return source.tensor_size, source.pipeline_size
+    if source.run is None:
+        return 1, 1
+    parallel = source.run.parallel
+    return parallel.tensor_model_parallel_size, parallel.pipeline_model_parallel_size
+
+
+if __name__ == "__main__":
+    main()
