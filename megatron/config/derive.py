@@ -3,63 +3,11 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any
 
+from megatron.config.derive_model import derive_model
+from megatron.config.draft import Draft, divides, not_negative, positive
 from megatron.config.flags import ConfigError
 from megatron.config.layouts import Layout, complete_schedule, refusal
-
-
-@dataclass
-class Draft:
-    """Values of a configuration under construction.
-
-    Attributes:
-        values: value of each field.
-        origins: where each value came from.
-        flags: the flag of each field, for messages.
-        notes: lines for the user.
-    """
-
-    values: dict[str, Any]
-    origins: dict[str, str]
-    flags: dict[str, str]
-    notes: list[str] = field(default_factory=list)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
-
-    def given(self, name: str) -> bool:
-        """Whether the value is no default."""
-        return self.origins[name] != "default"
-
-    def put(self, name: str, value: Any, how: str) -> None:
-        """Sets a derived value."""
-        self.values[name] = value
-        self.origins[name] = f"derived: {how}"
-
-    def fill(self, name: str, value: Any, how: str) -> None:
-        """Sets a derived value if there is none yet."""
-        if self.values[name] is None:
-            self.put(name, value, how)
-
-    def require(self, *names: str) -> None:
-        """Refuses a configuration that lacks one of the values."""
-        missing = [self.flags[name] for name in names if self.values[name] is None]
-        if missing:
-            raise ConfigError(f"missing {', '.join(missing)}")
-
-    def show(self, name: str) -> str:
-        """A value for a message: flag, value and where it came from."""
-        origin = self.origins[name]
-        flag = self.flags[name]
-        place = "" if origin == f"flag {flag}" else f" ({origin})"
-        return f"{flag} {self.values[name]}{place}"
-
-    def check(self, condition: bool, message: str) -> None:
-        """Raises ConfigError with ``message`` unless the condition holds."""
-        if not condition:
-            raise ConfigError(message)
 
 
 def derive(draft: Draft, world_size: int) -> None:
@@ -69,95 +17,15 @@ def derive(draft: Draft, world_size: int) -> None:
         ConfigError: naming flags, values and what would be right.
     """
     for step in (
-        _model, _layout, _pipeline, _precision, _recompute, _batch, _length, _schedule, _data,
+        derive_model, _layout, _pipeline, _precision, _recompute, _batch, _length, _schedule, _data,
+        _checkpoint,
     ):  # fmt: skip
         step(draft, world_size)
 
 
-def _positive(draft: Draft, *names: str) -> None:
-    for name in names:
-        value = draft[name]
-        draft.check(value is None or value > 0, f"{draft.show(name)} must be positive")
-
-
-def _not_negative(draft: Draft, *names: str) -> None:
-    for name in names:
-        value = draft[name]
-        draft.check(value is None or value >= 0, f"{draft.show(name)} must not be negative")
-
-
-def _divides(draft: Draft, divisor: str, whole: str) -> None:
-    draft.check(
-        draft[whole] % draft[divisor] == 0,
-        f"{draft.show(divisor)} must divide {draft.show(whole)}",
-    )
-
-
-def _model(draft: Draft, world_size: int) -> None:
-    draft.require("num_layers", "hidden_size", "num_attention_heads", "seq_length")
-    _positive(
-        draft, "num_layers", "hidden_size", "num_attention_heads", "seq_length", "kv_channels",
-        "num_query_groups", "ffn_hidden_size", "make_vocab_size_divisible_by",
-        "max_position_embeddings", "norm_epsilon", "rotary_base", "init_method_std",
-    )  # fmt: skip
-    if draft["kv_channels"] is None:
-        _divides(draft, "num_attention_heads", "hidden_size")
-        draft.put(
-            "kv_channels",
-            draft["hidden_size"] // draft["num_attention_heads"],
-            "hidden-size / num-attention-heads",
-        )
-    if draft["num_query_groups"] is None:
-        shared = draft["group_query_attention"]
-        draft.put(
-            "num_query_groups",
-            1 if shared else draft["num_attention_heads"],
-            "--group-query-attention without --num-query-groups" if shared
-            else "num-attention-heads",
-        )  # fmt: skip
-    _divides(draft, "num_query_groups", "num_attention_heads")
-    draft.put(
-        "group_query_attention",
-        draft["num_query_groups"] < draft["num_attention_heads"],
-        "num-query-groups < num-attention-heads",
-    )
-    draft.check(
-        not (draft["swiglu"] and draft["squared_relu"]),
-        "--swiglu contradicts --squared-relu: they are two activations; give one",
-    )
-    hidden = draft["hidden_size"]
-    if draft["swiglu"]:
-        draft.fill("ffn_hidden_size", int(hidden * 8 / 3) // 64 * 64 or hidden,
-                   "8/3 x hidden-size, down to a multiple of 64")  # fmt: skip
-    draft.fill("ffn_hidden_size", 4 * hidden, "4 x hidden-size")
-    if draft["use_rotary_position_embeddings"]:
-        draft.check(
-            not draft.given("position_embedding_type")
-            or draft["position_embedding_type"] == "rope",
-            f"--use-rotary-position-embeddings contradicts {draft.show('position_embedding_type')}",
-        )
-        draft.put("position_embedding_type", "rope", "--use-rotary-position-embeddings")
-    draft.fill("max_position_embeddings", draft["seq_length"], "seq-length")
-    draft.check(
-        draft["seq_length"] <= draft["max_position_embeddings"],
-        f"{draft.show('seq_length')} is longer than {draft.show('max_position_embeddings')}",
-    )
-    draft.check(
-        0 < draft["rotary_percent"] <= 1, f"{draft.show('rotary_percent')} must be in (0, 1]"
-    )
-    rotated = int(draft["kv_channels"] * draft["rotary_percent"])
-    draft.check(
-        draft["position_embedding_type"] != "rope" or (rotated > 0 and rotated % 2 == 0),
-        f"{draft.show('rotary_percent')} of {draft.show('kv_channels')} rotates {rotated} "
-        "channels; an even number is needed",
-    )
-    for name in ("attention_dropout", "hidden_dropout"):
-        draft.check(0 <= draft[name] < 1, f"{draft.show(name)} must be in [0, 1)")
-
-
 def _layout(draft: Draft, world_size: int) -> None:
     tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-    _positive(draft, tensor, pipeline, "distributed_timeout_minutes")
+    positive(draft, tensor, pipeline, "distributed_timeout_minutes")
     draft.check(
         not (draft["no_pipeline_parallel"] and draft[pipeline] > 1),
         f"--no-pipeline-parallel contradicts {draft.show(pipeline)}",
@@ -170,7 +38,7 @@ def _layout(draft: Draft, world_size: int) -> None:
     draft.put("world_size", world_size, "launcher")
     draft.put("data_parallel_size", world_size // model_parallel, "processes / (tensor x pipeline)")
     for name in ("num_attention_heads", "ffn_hidden_size"):
-        _divides(draft, tensor, name)
+        divides(draft, tensor, name)
     groups, size = draft["num_query_groups"], draft[tensor]
     draft.check(
         groups % size == 0 or size % groups == 0,
@@ -178,7 +46,7 @@ def _layout(draft: Draft, world_size: int) -> None:
         "other, so that every process holds whole key and value heads",
     )
     if draft["sequence_parallel"]:
-        _divides(draft, tensor, "seq_length")
+        divides(draft, tensor, "seq_length")
 
 
 def _pipeline(draft: Draft, world_size: int) -> None:
@@ -186,7 +54,7 @@ def _pipeline(draft: Draft, world_size: int) -> None:
     chunks, blocks = (
         "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     )  # fmt: skip
-    _positive(draft, chunks, blocks)
+    positive(draft, chunks, blocks)
     if draft[blocks] is not None:
         draft.check(
             schedule in (None, "interleaved"),
@@ -264,7 +132,7 @@ def _precision(draft: Draft, world_size: int) -> None:
         draft["loss_scale"] is None or draft["fp16"],
         f"{draft.show('loss_scale')} has an effect with --fp16 only",
     )
-    _positive(draft, "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
+    positive(draft, "loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis")
     scale = draft["initial_loss_scale"]
     draft.check(
         scale >= 1 and math.log2(scale).is_integer(),
@@ -301,12 +169,12 @@ def _recompute(draft: Draft, world_size: int) -> None:
             draft["recompute_granularity"] == "full" or not draft.given(name),
             f"{draft.show(name)} needs --recompute-granularity full",
         )
-    _positive(draft, "recompute_num_layers")
+    positive(draft, "recompute_num_layers")
 
 
 def _batch(draft: Draft, world_size: int) -> None:
     draft.require("micro_batch_size")
-    _positive(draft, "micro_batch_size", "global_batch_size", "lr")
+    positive(draft, "micro_batch_size", "global_batch_size", "lr")
     samples = draft["micro_batch_size"] * draft["data_parallel_size"]
     draft.fill("global_batch_size", samples, "micro-batch-size x data-parallel size")
     whole = draft["global_batch_size"]
@@ -325,7 +193,7 @@ _LENGTHS = {"train_iters": "iters", "train_samples": "samples", "train_tokens": 
 
 def _length(draft: Draft, world_size: int) -> None:
     given = [name for name in _LENGTHS if draft[name] is not None]
-    _positive(draft, *given)
+    positive(draft, *given)
     if not draft["skip_train"]:
         draft.check(
             len(given) > 0, "missing the length of the run: --train-iters, --train-samples or "
@@ -336,9 +204,9 @@ def _length(draft: Draft, world_size: int) -> None:
         " and ".join(draft.show(name) for name in given) + ": give one length of the run only",
     )
     for name in ("log_interval", "eval_interval", "save_interval", "exit_interval"):
-        _positive(draft, name)
-    _positive(draft, "exit_duration_in_mins")
-    _not_negative(draft, "eval_iters", "seed")
+        positive(draft, name)
+    positive(draft, "exit_duration_in_mins")
+    not_negative(draft, "eval_iters", "seed")
 
 
 def _schedule(draft: Draft, world_size: int) -> None:
@@ -374,8 +242,8 @@ def _schedule(draft: Draft, world_size: int) -> None:
             draft["min_lr"] <= draft["lr"],
             f"{draft.show('min_lr')} is above {draft.show('lr')}",
         )
-    _positive(draft, "adam_eps")
-    _not_negative(draft, "clip_grad", "weight_decay")
+    positive(draft, "adam_eps")
+    not_negative(draft, "clip_grad", "weight_decay")
     for name in ("adam_beta1", "adam_beta2", "sgd_momentum"):
         draft.check(0 <= draft[name] < 1, f"{draft.show(name)} must be in [0, 1)")
     constant = draft["weight_decay_incr_style"] == "constant"
@@ -399,11 +267,25 @@ def _data(draft: Draft, world_size: int) -> None:
         not (draft["mock_data"] and (draft["data_path"] or own_paths)),
         "--mock-data contradicts a data path; give one of them",
     )
-    _not_negative(draft, "num_workers")
-    if draft["save_interval"] is not None:
-        draft.check(
-            draft["save"] is not None,
-            f"{draft.show('save_interval')} needs --save, the folder to save in",
-        )
+    not_negative(draft, "num_workers")
     if draft["metrics_file"] is None and draft["save"] is not None:
         draft.put("metrics_file", f"{draft['save'].rstrip('/')}/metrics.jsonl", "in --save")
+
+
+def _checkpoint(draft: Draft, world_size: int) -> None:
+    positive(draft, "keep_last", "keep_every")
+    for name in ("save_interval", "keep_last", "keep_every", "async_save", "save_universal"):
+        draft.check(
+            not draft[name] or draft["save"] is not None,
+            f"{draft.show(name)} needs --save, the folder to save in",
+        )
+    draft.check(
+        draft["keep_every"] is None or draft["keep_last"] is not None,
+        f"{draft.show('keep_every')} exempts checkpoints from --keep-last and needs it; without "
+        "both, all are kept",
+    )
+    draft.check(
+        not draft["async_save"] or draft["checkpoint_format"] == "safetensors",
+        f"{draft.show('async_save')} contradicts {draft.show('checkpoint_format')}: DeepSpeed "
+        "writes its folders while training stands still",
+    )

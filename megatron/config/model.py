@@ -16,7 +16,7 @@ class ModelConfig:
     hidden_size: int | None = option(None)
     """Width of the residual stream."""
     ffn_hidden_size: int | None = option(
-        None, derived="4 x hidden-size; with --swiglu 8/3 x hidden-size, down to a multiple of 64"
+        None, derived="4 x hidden-size; with a gate 8/3 x hidden-size, down to a multiple of 64"
     )
     """Inner width of the MLP."""
     num_attention_heads: int | None = option(None)
@@ -119,7 +119,8 @@ class ModelConfig:
     """The token table is padded to a multiple of this times the tensor-parallel size."""
     attention_backend: str = option("sdpa", choices=("sdpa", "eager", "flash"))
     """Attention kernel: torch's scaled_dot_product_attention, plain matrix products, or the
-    flash-attn package."""
+    flash-attn package (documents, ALiBi and bent scores go to torch's kernel). No fused kernel
+    bends scores: with --attn-logit-softcapping it is plain matrix products."""
     unpadded_vocab_size: int | None = option(None, internal=True)
     """Size of the tokenizer's vocabulary."""
     padded_vocab_size: int | None = option(None, internal=True)
@@ -127,12 +128,30 @@ class ModelConfig:
 
     @property
     def activation(self) -> str:
-        """One of ``swiglu``, ``squared_relu``, ``gelu_tanh``, ``gelu_erf``."""
-        if self.swiglu:
-            return "swiglu"
+        """One of ``swiglu``, ``geglu``, ``relu``, ``squared_relu``, ``gelu_tanh``, ``gelu_erf``."""
+        if self.gated:
+            return self.glu_activation or "swiglu"
+        if self.relu:
+            return "relu"
         if self.squared_relu:
             return "squared_relu"
         return "gelu_tanh" if self.bias_gelu_fusion or self.openai_gelu else "gelu_erf"
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP multiplies an activated gate with what goes up."""
+        return self.swiglu or self.glu_activation is not None
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of block ``layer`` (from 0) sees, itself included; None for all."""
+        every = self.window_attn_skip_freq
+        skipped = every is not None and (layer + 1) % every == 0
+        return None if skipped else self.sliding_window
+
+    @property
+    def windows(self) -> tuple[int | None, ...]:
+        """:meth:`window` of every block."""
+        return tuple(self.window(layer) for layer in range(self.num_layers or 0))
 
     @property
     def tied(self) -> bool:

@@ -12,7 +12,7 @@ from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import Tensor, nn
 
 from megatron.config import ParallelConfig
-from megatron.model.attention_backends import document_mask
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerRecipe, LayerRun, Stream
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.partition import stage_bounds
@@ -85,8 +85,8 @@ class StageModule(PipelineModule):
         dropout_seed: int | None = None,
     ) -> Tensor:
         """Takes token ids or hidden states through one of this process's stages."""
-        mask = None if document_ids_BS is None else document_mask(document_ids_BS)
-        stream = Stream(hidden, position_ids_BS, mask, dropout_seed=dropout_seed)
+        masks = AttentionMasks(document_ids_BS)
+        stream = Stream(hidden, position_ids_BS, masks, dropout_seed=dropout_seed)
         return self.runs[stage](stream).hidden
 
     def blocks(self) -> list[nn.Module]:

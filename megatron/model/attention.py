@@ -6,9 +6,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.attention_backends import attention_backend
+from megatron.model.attention_backends import Scores, attention_backend
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import Stream
-from megatron.model.rope import apply_rope, rope_table
+from megatron.model.norm import build_head_norm
+from megatron.model.rope import Rotation, apply_rope
 from megatron.parallel.layers import QKVParallelLinear, RowParallelLinear
 from megatron.parallel.random import tensor_parallel_random
 from megatron.parallel.region import TensorParallel
@@ -20,7 +22,7 @@ class Attention(nn.Module):
 
     Args:
         config: shape of the network.
-        layer: number of the block, from 0; names its place in a cache.
+        layer: number of the block, from 0: its place in a cache, and whether it has a window.
         region: the tensor-parallel ranks; heads are cut over it.
         recompute: compute the attention kernel again in the backward pass instead of keeping its
             inner activations.
@@ -32,15 +34,12 @@ class Attention(nn.Module):
         super().__init__()
         assert config.hidden_size and config.num_layers and config.kv_channels
         assert config.num_attention_heads and config.num_query_groups
-        assert config.max_position_embeddings
         self.layer, self.group, self.recompute = layer, region.group, recompute
         self.head_dim = config.kv_channels
         self.dropout = config.attention_dropout
         self.attend = attention_backend(config.attention_backend)
-        rope = config.position_embedding_type == "rope"
-        self.rotated = int(self.head_dim * config.rotary_percent) if rope else 0
-        self.rotary_base = config.rotary_base
-        self.max_positions = config.max_position_embeddings
+        self.scores = Scores.of(config, layer, region.group)
+        self.rotation = Rotation.of(config, layer)
         self.qkv = QKVParallelLinear(
             config.hidden_size,
             config.num_attention_heads,
@@ -50,6 +49,8 @@ class Attention(nn.Module):
             init=Init(config.init_method_std),
             region=region,
         )
+        self.q_norm = build_head_norm(config, region) if config.qk_layernorm else None
+        self.k_norm = build_head_norm(config, region) if config.qk_layernorm else None
         self.proj = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             config.hidden_size,
@@ -60,32 +61,28 @@ class Attention(nn.Module):
 
     def forward(self, x_BSH: Tensor, stream: Stream) -> Tensor:
         """[B, S, H] to [B, S, H]; positions, documents and cache come from ``stream``."""
-        q_BNSD, k_BKSD, v_BKSD = (
-            x.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for x in self.qkv(x_BSH)
-        )
-        if self.rotated:
-            cos, sin = self._angles(stream, q_BNSD)
-            q_BNSD, k_BKSD = apply_rope(q_BNSD, cos, sin), apply_rope(k_BKSD, cos, sin)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(x_BSH))
+        # Heads and sequence change places after all this, so that a kernel gives its output in the
+        # order in which the projection takes it.
+        if self.q_norm is not None and self.k_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if self.rotation is not None:
+            cached = stream.cache is not None
+            angles = self.rotation.angles(q.shape[1], stream.position_ids, cached, q.device)
+            q, k = apply_rope(q, *angles), apply_rope(k, *angles)
+        q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
         if stream.cache is not None:
             k_BKSD, v_BKSD = stream.cache.extend(self.layer, k_BKSD, v_BKSD)
-        mask = stream.attention_mask
+        masks = stream.masks or AttentionMasks()
         if self.recompute and x_BSH.requires_grad:
-            y_BNSD = checkpoint(self._attend, q_BNSD, k_BKSD, v_BKSD, mask, use_reentrant=False)
+            y_BNSD = checkpoint(self._attend, q_BNSD, k_BKSD, v_BKSD, masks, use_reentrant=False)
         else:
-            y_BNSD = self._attend(q_BNSD, k_BKSD, v_BKSD, mask)
+            y_BNSD = self._attend(q_BNSD, k_BKSD, v_BKSD, masks)
         return self.proj(y_BNSD.transpose(1, 2).flatten(2))
 
-    def _angles(self, stream: Stream, q_BNSD: Tensor) -> tuple[Tensor, Tensor]:
-        cos, sin = rope_table(self.max_positions, self.rotated, self.rotary_base, q_BNSD.device)
-        if stream.position_ids is None:
-            length = q_BNSD.shape[2]
-            return cos[:length], sin[:length]
-        at_B1S = stream.position_ids.unsqueeze(1)
-        return cos[at_B1S], sin[at_B1S]
-
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if not dropout:
-            return self.attend(q, k, v, mask, 0.0)
+            return self.attend(q, k, v, self.scores, masks, 0.0)
         with tensor_parallel_random(self.group):
-            return self.attend(q, k, v, mask, dropout)
+            return self.attend(q, k, v, self.scores, masks, dropout)

@@ -9,24 +9,86 @@ from __future__ import annotations
 import importlib.util
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-AttentionBackend = Callable[[Tensor, Tensor, Tensor, Tensor | None, float], Tensor]
-"""(q_BNSD, k_BKTD, v_BKTD, mask, dropout probability) -> [B, N, S, D]. The mask is boolean,
-broadcastable to [B, 1, S, T], True where a query sees a key; None means causal attention with the
-last query at the last key."""
+from megatron.config import ModelConfig
+from megatron.model.attention_masks import AttentionMasks, alibi_slopes, causal_mask
+from megatron.parallel.groups import SINGLE, Group
+
+
+@dataclass(frozen=True)
+class Scores:
+    """How a block turns products of queries and keys into scores.
+
+    A score is scale x product, then softcap x tanh(score / softcap), then -slope x distance.
+
+    Attributes:
+        scale: factor of the products; 1 / sqrt(D) without it.
+        softcap: bound of the scores; None for no bound.
+        window: keys that a query sees, itself included; None for all before it.
+        slopes: ALiBi's slope of each of N heads; none without ALiBi.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    slopes: tuple[float, ...] = ()
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int, group: Group = SINGLE) -> Scores:
+        """Those of block ``layer``, for the heads of one of the tensor-parallel ranks."""
+        scalar = config.query_pre_attn_scalar
+        slopes: tuple[float, ...] = ()
+        if config.position_embedding_type == "alibi":
+            assert config.num_attention_heads
+            heads = config.num_attention_heads // group.size
+            first = group.rank * heads
+            slopes = alibi_slopes(config.num_attention_heads)[first : first + heads]
+        return cls(
+            scale=None if scalar is None else 1 / math.sqrt(scalar),
+            softcap=config.attn_logit_softcapping,
+            window=config.window(layer),
+            slopes=slopes,
+        )
+
+
+PLAIN = Scores()
+"""Those of GPT-2 and Llama."""
+
+AttentionBackend = Callable[[Tensor, Tensor, Tensor, Scores, AttentionMasks, float], Tensor]
+"""(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability) -> [B, N, S, D]. The last query is
+at the last key."""
 
 
 def sdpa(
-    q_BNSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None, dropout: float
+    q_BNSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    scores: Scores,
+    masks: AttentionMasks,
+    dropout: float,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention: flash or cuDNN kernels on GPUs, fused on CPU."""
-    queries, keys = q_BNSD.shape[2], k_BKTD.shape[2]
-    if mask is None and 1 < queries < keys:
-        mask = causal_mask(queries, keys, q_BNSD.device)
+    """torch's scaled_dot_product_attention: flash or cuDNN kernels on GPUs, fused on CPU.
+
+    It cannot bound scores; those go to :func:`eager`.
+    """
+    if scores.softcap is not None:
+        return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
+    queries = q_BNSD.shape[2]
+    if scores.window is not None and k_BKTD.shape[2] > scores.window + queries - 1:
+        # Earlier keys are seen by none of the queries.
+        seen = scores.window + queries - 1
+        k_BKTD, v_BKTD = k_BKTD[:, :, -seen:], v_BKTD[:, :, -seen:]
+    keys, mask = k_BKTD.shape[2], None
+    visible = masks.visible(queries, keys, scores.window, q_BNSD.device)
+    if scores.slopes or visible is not None or 1 < queries < keys:
+        # Made once in the number format that the kernels need; a boolean mask they convert, and
+        # keep, in every layer.
+        mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD)
     return F.scaled_dot_product_attention(
         q_BNSD,
         k_BKTD,
@@ -34,35 +96,66 @@ def sdpa(
         attn_mask=mask,
         dropout_p=dropout,
         is_causal=mask is None and queries > 1,
+        scale=scores.scale,
         enable_gqa=q_BNSD.shape[1] != k_BKTD.shape[1],
     )
 
 
 def eager(
-    q_BNSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None, dropout: float
+    q_BNSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    scores: Scores,
+    masks: AttentionMasks,
+    dropout: float,
 ) -> Tensor:
     """The definition, in plain matrix products; the reference for the others."""
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
     k_BNTD = k_BKTD.repeat_interleave(groups, dim=1)
     v_BNTD = v_BKTD.repeat_interleave(groups, dim=1)
-    scores_BNST = q_BNSD @ k_BNTD.transpose(-1, -2) / math.sqrt(q_BNSD.shape[-1])
-    if mask is None:
-        mask = causal_mask(q_BNSD.shape[2], k_BKTD.shape[2], q_BNSD.device)
-    scores_BNST = scores_BNST.masked_fill(~mask, -torch.inf)
+    queries, keys, device = q_BNSD.shape[2], k_BKTD.shape[2], q_BNSD.device
+    scale = 1 / math.sqrt(q_BNSD.shape[-1]) if scores.scale is None else scores.scale
+    scores_BNST = q_BNSD @ k_BNTD.transpose(-1, -2) * scale
+    if scores.softcap is not None:
+        scores_BNST = scores.softcap * torch.tanh(scores_BNST / scores.softcap)
+    if scores.slopes:
+        biases = masks.bias(queries, keys, scores.window, scores.slopes, scores_BNST)
+        scores_BNST = scores_BNST + biases
+    else:
+        visible = masks.visible(queries, keys, scores.window, device)
+        if visible is None:
+            visible = causal_mask(queries, keys, device)
+        scores_BNST = scores_BNST.masked_fill(~visible, -torch.inf)
     weights_BNST = F.dropout(scores_BNST.softmax(-1), dropout, training=dropout > 0)
     return weights_BNST @ v_BNTD
 
 
 def flash(
-    q_BNSD: Tensor, k_BKTD: Tensor, v_BKTD: Tensor, mask: Tensor | None, dropout: float
+    q_BNSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    scores: Scores,
+    masks: AttentionMasks,
+    dropout: float,
 ) -> Tensor:
-    """The flash-attn package; sequences with a document mask go to :func:`sdpa`."""
-    if mask is not None:
-        return sdpa(q_BNSD, k_BKTD, v_BKTD, mask, dropout)
+    """The flash-attn package; documents, ALiBi and bounded scores go to :func:`sdpa`."""
+    if masks.documents is not None or scores.slopes or scores.softcap is not None:
+        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
     from flash_attn import flash_attn_func
 
+    # It counts the keys on the left of a query's own.
+    left = -1 if scores.window is None else scores.window - 1
     q, k, v = (x.transpose(1, 2) for x in (q_BNSD, k_BKTD, v_BKTD))
-    return flash_attn_func(q, k, v, dropout_p=dropout, causal=True).transpose(1, 2)
+    y = flash_attn_func(
+        q,
+        k,
+        v,
+        dropout_p=dropout,
+        softmax_scale=scores.scale,
+        causal=True,
+        window_size=(left, 0 if left >= 0 else -1),
+    )
+    return y.transpose(1, 2)
 
 
 _BACKENDS: dict[str, AttentionBackend] = {"sdpa": sdpa, "eager": eager, "flash": flash}
@@ -80,15 +173,3 @@ def attention_backend(name: str) -> AttentionBackend:
             "sdpa uses torch's own flash kernel"
         )
     return _BACKENDS[name]
-
-
-def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
-    """bool [S, T]: the last query sees all keys, each earlier one a key less."""
-    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
-
-
-def document_mask(document_ids_BS: Tensor) -> Tensor:
-    """bool [B, 1, S, S]: causal attention within equal document ids."""
-    same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
-    length = document_ids_BS.shape[1]
-    return (same_BSS & causal_mask(length, length, same_BSS.device)).unsqueeze(1)

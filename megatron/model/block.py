@@ -14,7 +14,8 @@ from megatron.parallel.region import TensorParallel
 
 
 class Block(nn.Module):
-    """Pre-norm attention and MLP, each added to the residual stream.
+    """Pre-norm attention and MLP, added to the residual stream one after the other, or, with
+    ``parallel_residual``, both computed from the same stream.
 
     Args:
         config: shape of the network.
@@ -27,15 +28,22 @@ class Block(nn.Module):
         self, config: ModelConfig, layer: int, region: TensorParallel, recompute_attention: bool
     ) -> None:
         super().__init__()
+        post = nn.Identity if not config.post_norm else lambda: build_norm(config, region)
+        self.parallel = config.parallel_residual
         self.attention_norm = build_norm(config, region)
         self.attention = Attention(config, layer, region, recompute_attention)
-        self.mlp_norm = build_norm(config, region)
+        self.attention_post_norm = post()
+        self.mlp_norm = None if config.shared_parallel_norm else build_norm(config, region)
         self.mlp = MLP(config, region)
+        self.mlp_post_norm = post()
         self.dropout = Dropout(config.hidden_dropout, region)
 
     def forward(self, stream: Stream) -> Stream:
         """Hidden states [B, S, H] to [B, S, H]."""
         x = stream.hidden
-        x = x + self.dropout(self.attention(self.attention_norm(x), stream))
-        x = x + self.dropout(self.mlp(self.mlp_norm(x)))
-        return stream.with_hidden(x)
+        normed = self.attention_norm(x)
+        y = x + self.dropout(self.attention_post_norm(self.attention(normed, stream)))
+        if self.mlp_norm is not None:
+            normed = self.mlp_norm(x if self.parallel else y)
+        y = y + self.dropout(self.mlp_post_norm(self.mlp(normed)))
+        return stream.with_hidden(y)

@@ -7,6 +7,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.model.layer_list import Stream
+from megatron.model.norm import build_norm
 from megatron.parallel.layers import Dropout, PositionEmbedding, VocabParallelEmbedding
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
@@ -37,7 +38,8 @@ class TokenTable(VocabParallelEmbedding):
 
 
 class Positions(nn.Module):
-    """Adds learned positions, if the model has them; dropout.
+    """What happens to embeddings before the blocks: scale, learned positions, norm, dropout; of the
+    first three what the model has.
 
     Args:
         config: shape of the network.
@@ -47,24 +49,31 @@ class Positions(nn.Module):
     def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
         super().__init__()
         assert config.hidden_size and config.max_position_embeddings
-        self.region = region
+        self.region, self.offset = region, config.position_embedding_offset
+        self.scale = config.hidden_size**0.5 if config.scale_embeddings else None
         self.position_embeddings = None
         if config.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(
-                config.max_position_embeddings,
+                config.max_position_embeddings + self.offset,
                 config.hidden_size,
                 init=Init(config.init_method_std),
                 region=region,
             )
+        self.norm = build_norm(config, region) if config.embed_layernorm else None
         self.dropout = Dropout(config.hidden_dropout, region)
 
     def forward(self, stream: Stream) -> Stream:
         """[B, S, H] to [B, S, H]."""
         x_BSH = stream.hidden
+        if self.scale is not None:
+            # Rounded to the number format of the embeddings, as Gemma is trained.
+            x_BSH = x_BSH * torch.full((), self.scale, dtype=x_BSH.dtype, device=x_BSH.device)
         if self.position_embeddings is not None:
             positions = stream.position_ids
             if positions is None:
                 length = x_BSH.shape[1] * self.region.slices
                 positions = torch.arange(length, device=x_BSH.device)
-            x_BSH = x_BSH + self.position_embeddings(positions)
+            x_BSH = x_BSH + self.position_embeddings(positions + self.offset)
+        if self.norm is not None:
+            x_BSH = self.norm(x_BSH)
         return stream.with_hidden(self.dropout(x_BSH))

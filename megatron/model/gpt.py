@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
@@ -16,8 +17,11 @@ from megatron.parallel.groups import Group
 from megatron.parallel.region import TensorParallel
 
 
-def _project(table: nn.Module, stream: Stream) -> Stream:
-    return table(stream, project=True)
+def _project(softcap: float | None, table: nn.Module, stream: Stream) -> Stream:
+    stream = table(stream, project=True)
+    if softcap is None:
+        return stream
+    return stream.with_hidden(softcap * torch.tanh(stream.hidden / softcap))
 
 
 def gpt_layers(
@@ -34,6 +38,7 @@ def gpt_layers(
     region = region or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
     table = partial(TokenTable, model, region)
+    project = partial(_project, model.final_logit_softcapping)
     words, tied_key = "embedding.word_embeddings", "embed" if model.tied else None
     return [
         LayerRecipe(words, table, tied_key),
@@ -43,7 +48,7 @@ def gpt_layers(
             for n in range(model.num_layers)
         ),
         LayerRecipe("final_norm", partial(FinalNorm, model, region)),
-        LayerRecipe(words if model.tied else "output_layer", table, tied_key, _project),
+        LayerRecipe(words if model.tied else "output_layer", table, tied_key, project),
     ]
 
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
-from megatron.model.attention_backends import document_mask
+from megatron.model.attention_masks import AttentionMasks
 from megatron.parallel.random import derive_seed, generator
 from megatron.parallel.shard import init_of, shard_of
 
@@ -32,8 +32,7 @@ class Stream(NamedTuple):
         hidden: token ids int64 [B, S] into the first layer, hidden states [B, S, H] between
             layers, logits [B, S, V / tensor size] out of the last.
         position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
-        attention_mask: bool [B, 1, S, S], True where a token sees another; None for plain causal
-            attention.
+        masks: which tokens see which, beyond causal attention; None for one document.
         cache: keys and values of earlier positions when generating.
         dropout_seed: what the dropout masks of this micro batch derive from; None leaves torch's
             generators alone.
@@ -41,7 +40,7 @@ class Stream(NamedTuple):
 
     hidden: Tensor
     position_ids: Tensor | None = None
-    attention_mask: Tensor | None = None
+    masks: AttentionMasks | None = None
     cache: LayerCache | None = None
     dropout_seed: int | None = None
 
@@ -154,8 +153,8 @@ class LayerStack(nn.Module):
 
         Tokens attend to those with the same document id only; without ids to all before them.
         """
-        mask = None if document_ids_BS is None else document_mask(document_ids_BS)
-        return self.run(Stream(tokens_BS, position_ids_BS, mask, cache, dropout_seed)).hidden
+        masks = AttentionMasks(document_ids_BS)
+        return self.run(Stream(tokens_BS, position_ids_BS, masks, cache, dropout_seed)).hidden
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks, in order."""

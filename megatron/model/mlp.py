@@ -13,21 +13,32 @@ from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
 
 
+def _gelu_tanh(x: Tensor) -> Tensor:
+    return F.gelu(x, approximate="tanh")
+
+
 def _swiglu(x_BSF: Tensor) -> Tensor:
     gate, up = x_BSF.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
+def _geglu(x_BSF: Tensor) -> Tensor:
+    gate, up = x_BSF.chunk(2, dim=-1)
+    return _gelu_tanh(gate) * up
+
+
 _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    "gelu_tanh": _gelu_tanh,
     "gelu_erf": F.gelu,
+    "relu": F.relu,
     "squared_relu": lambda x: F.relu(x).square(),
     "swiglu": _swiglu,
+    "geglu": _geglu,
 }
 
 
 class MLP(nn.Module):
-    """Up, activation, down; with SwiGLU gate and up are one product (gate first).
+    """Up, activation, down; a gate and what goes up are one product, gate first.
 
     Args:
         config: shape of the network.
@@ -41,7 +52,7 @@ class MLP(nn.Module):
         self.activation = _ACTIVATIONS[config.activation]
         self.up = ColumnParallelLinear(
             config.hidden_size,
-            (inner, inner) if config.swiglu else (inner,),
+            (inner, inner) if config.gated else (inner,),
             bias=config.add_bias_linear,
             init=Init(config.init_method_std),
             region=region,

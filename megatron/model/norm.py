@@ -1,7 +1,8 @@
-"""Normalisation layers."""
+"""Normalisation over the last dimension: hidden states [B, S, H], or heads [B, S, N, D]."""
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -11,40 +12,83 @@ from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
 
 
-class LayerNorm(nn.Module):
-    """(x - mean) / sqrt(variance + epsilon) * weight + bias over the last dimension."""
+class Norm(nn.Module):
+    """What both norms have in common.
 
-    def __init__(self, width: int, epsilon: float, region: TensorParallel) -> None:
+    Args:
+        width: of the last dimension.
+        epsilon: added to the variance.
+        region: the tensor-parallel ranks.
+        offset: added to the weight, which starts at 1 - offset.
+        heads: whether it is for a rank's heads instead of what lies between the cut layers.
+    """
+
+    biased = False
+
+    def __init__(
+        self,
+        width: int,
+        epsilon: float,
+        region: TensorParallel,
+        offset: float = 0.0,
+        heads: bool = False,
+    ) -> None:
         super().__init__()
-        self.epsilon, self.region = epsilon, region
-        self.weight = parameter(Shard((width,)), Init(constant=1.0), region.group)
-        self.bias = parameter(Shard((width,)), Init(), region.group)
+        self.width, self.epsilon, self.offset = width, epsilon, offset
+        self.share = region.over_heads if heads else region.shared
+        self.weight = parameter(Shard((width,)), Init(constant=1.0 - offset), region.group)
+        self.bias = parameter(Shard((width,)), Init(), region.group) if self.biased else None
 
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
-        weight, bias = self.region.shared(self.weight, self.bias)
-        return F.layer_norm(x_BSH, weight.shape, weight, bias, self.epsilon)
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., width] to the same shape and number format."""
+        weight, *biases = self.share(*self.parameters())
+        if self.offset:
+            # In 16 bits a weight that is much smaller than the offset would be lost in the sum.
+            weight = self.offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
+        kind = torch.promote_types(x.dtype, weight.dtype)
+        bias = biases[0].to(kind) if biases else None
+        return self.normalise(x.to(kind), weight.to(kind), bias).to(x.dtype)
 
-
-class RMSNorm(nn.Module):
-    """x / sqrt(mean(x^2) + epsilon) * weight over the last dimension."""
-
-    def __init__(self, width: int, epsilon: float, region: TensorParallel) -> None:
-        super().__init__()
-        self.epsilon, self.region = epsilon, region
-        self.weight = parameter(Shard((width,)), Init(constant=1.0), region.group)
-
-    def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
-        (weight,) = self.region.shared(self.weight)
-        return F.rms_norm(x_BSH, weight.shape, weight, self.epsilon)
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The formula, all in one number format."""
+        raise NotImplementedError
 
 
-def build_norm(config: ModelConfig, region: TensorParallel) -> nn.Module:
-    """The norm that ``--normalization`` names."""
-    norm = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}[config.normalization]
+class LayerNorm(Norm):
+    """(x - mean) / sqrt(variance + epsilon) * weight + bias."""
+
+    biased = True
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`Norm.normalise`."""
+        return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)
+
+
+class RMSNorm(Norm):
+    """x / sqrt(mean(x^2) + epsilon) * weight."""
+
+    def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """See :meth:`Norm.normalise`."""
+        return F.rms_norm(x, (self.width,), weight, self.epsilon)
+
+
+_NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
+
+
+def build_norm(config: ModelConfig, region: TensorParallel) -> Norm:
+    """The norm that ``--normalization`` names, of hidden states."""
     assert config.hidden_size is not None
-    return norm(config.hidden_size, config.norm_epsilon, region)
+    return _NORMS[config.normalization](
+        config.hidden_size, config.norm_epsilon, region, float(config.apply_layernorm_1p)
+    )
+
+
+def build_head_norm(config: ModelConfig, region: TensorParallel) -> Norm:
+    """The same norm of each head by itself; one weight [D] for all of them."""
+    assert config.kv_channels is not None
+    return _NORMS[config.normalization](
+        config.kv_channels, config.norm_epsilon, region, float(config.apply_layernorm_1p), True
+    )
 
 
 class FinalNorm(nn.Module):

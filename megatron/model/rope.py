@@ -1,41 +1,117 @@
 """Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split order of
-GPT-NeoX and Llama: channel i is rotated together with channel i + R/2."""
+GPT-NeoX and Llama: channel i is rotated together with channel i + R/2, R channels in all."""
 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from megatron.config import ModelConfig
+from megatron.config.rope_scaling import RopeScaling
+from megatron.model.rope_scaling import stretched
+
+
+@dataclass(frozen=True)
+class Rotation:
+    """Which angles a block rotates its queries and keys by.
+
+    Attributes:
+        rotated: channels R of a head that are rotated.
+        base: base of the frequencies.
+        positions: the longest sequence that the model can take.
+        scaling: how the frequencies are stretched.
+    """
+
+    rotated: int
+    base: float
+    positions: int
+    scaling: RopeScaling = RopeScaling("default")
+
+    @classmethod
+    def of(cls, config: ModelConfig, layer: int) -> Rotation | None:
+        """That of block ``layer``; None where positions enter the model in another way."""
+        if config.position_embedding_type != "rope":
+            return None
+        assert config.kv_channels and config.max_position_embeddings
+        rotated = int(config.kv_channels * config.rotary_percent)
+        positions = config.max_position_embeddings
+        if config.window(layer) is not None and config.rotary_base_local is not None:
+            return cls(rotated, config.rotary_base_local, positions)
+        if config.rope_scaling is None:
+            return cls(rotated, config.rotary_base, positions)
+        scaling = RopeScaling.parse(config.rope_scaling, rotated // 2)
+        return cls(rotated, config.rotary_base, positions, scaling)
+
+    def angles(
+        self, length: int, positions_BS: Tensor | None, cached: bool, device: torch.device
+    ) -> tuple[Tensor, Tensor]:
+        """Cosines and sines for :func:`apply_rope`, float32.
+
+        Longrope has other frequencies for sequences that are longer than the original ones. What
+        counts is the length of the whole sequence, so that positions which start anew with each
+        document leave the frequencies alone; with a cache of earlier tokens it is the last position
+        that tells the length.
+
+        Args:
+            length: tokens at hand.
+            positions_BS: their positions; None for 0, 1, 2, ...
+            cached: whether they follow on tokens in a cache.
+            device: where to.
+
+        Returns:
+            Each [S, 1, R], or [B, S, 1, R] with positions.
+        """
+        long = False
+        if self.scaling.rope_type == "longrope":
+            assert self.scaling.original_max_position_embeddings
+            whole = length
+            if cached and positions_BS is not None:
+                whole = int(positions_BS.max()) + 1
+            long = whole > self.scaling.original_max_position_embeddings
+        cos, sin = rope_table(self, long, device)
+        if positions_BS is None:
+            return cos[:length, None], sin[:length, None]
+        at_BS1 = positions_BS.unsqueeze(2)
+        return cos[at_BS1], sin[at_BS1]
+
 
 @functools.lru_cache(maxsize=8)
-def rope_table(
-    length: int, rotated: int, base: float, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of positions 0 .. length - 1, each float32 [length, rotated].
+def rope_table(rotation: Rotation, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, each float32 [positions, R].
 
-    The angle of channel pair i at position p is p * base^(-2i / rotated).
+    The angle of channel pair i at position p is p * base^(-2i / R) where nothing is stretched.
+
+    Args:
+        rotation: the frequencies.
+        long: whether the sequence is longer than the original ones (longrope).
+        device: where the tables lie.
     """
     # The cache outlives the call, which may run under inference mode.
     with torch.inference_mode(False), torch.no_grad():
-        exponents = torch.arange(0, rotated, 2, device=device, dtype=torch.float32) / rotated
-        frequencies = 1.0 / (base**exponents)
-        angles = torch.arange(length, device=device, dtype=torch.float32)[:, None] * frequencies
+        exponents = torch.arange(0, rotation.rotated, 2, device=device, dtype=torch.float32)
+        frequencies_P = 1.0 / (rotation.base ** (exponents / rotation.rotated))
+        frequencies_P, factor = stretched(
+            frequencies_P, rotation.base, rotation.scaling, rotation.positions, long
+        )
+        places = torch.arange(rotation.positions, device=device, dtype=torch.float32)
+        angles = places[:, None] * frequencies_P
         angles = torch.cat([angles, angles], dim=-1)
-        return angles.cos(), angles.sin()
+        return angles.cos() * factor, angles.sin() * factor
 
 
-def apply_rope(x_BNSD: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotates the first R channels of each head.
 
     Args:
-        x_BNSD: queries or keys, [B, N, S, D].
-        cos: [S, R] or [B, 1, S, R].
+        x_BSND: queries or keys, [B, S, N, D].
+        cos: [S, 1, R] or [B, S, 1, R].
         sin: like ``cos``.
     """
     rotated = cos.shape[-1]
-    x, rest = x_BNSD[..., :rotated], x_BNSD[..., rotated:]
+    x, rest = x_BSND[..., :rotated], x_BSND[..., rotated:]
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     x = x * cos.to(x.dtype) + turned * sin.to(x.dtype)

@@ -60,6 +60,12 @@ class TensorParallel:
         gradients are summed over the ranks, with one collective for all that are given together."""
         return sum_gradients(params, self.group) if self.split else params
 
+    def over_heads(self, *params: Tensor) -> tuple[Tensor, ...]:
+        """Parameters for use inside, by which every rank treats each of its heads alike: their
+        gradients are summed over the ranks. Where ranks hold the same key head, each has the part
+        of the gradient that comes from its own queries, so that the sum counts nothing twice."""
+        return params if self.group.size == 1 else sum_gradients(params, self.group)
+
     def own(self, x: Tensor, dim: int) -> Tensor:
         """What belongs to the sequence positions that this rank holds outside, of a tensor that is
         the same on every rank; ``dim`` is its sequence dimension."""

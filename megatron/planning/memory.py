@@ -15,13 +15,22 @@ from dataclasses import dataclass
 
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
-from megatron.planning.parameters import RankShare, local_widths, rank_shares
+from megatron.planning.parameters import (
+    RankShare,
+    local_widths,
+    norms_of_block,
+    rank_shares,
+)
 
 REDUCE_BUCKET = 500_000_000
 """The most elements of a bucket of gradients on their way: DeepSpeed's ``reduce_bucket_size``."""
 
 LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO 3 holds gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
+
+_MLP_WIDTHS = {"swiglu": 4, "geglu": 4, "relu": 1}
+"""Inner widths that an MLP keeps: gate and up, the activated gate and the product; what is
+activated and the result, by default; a ReLU's result only."""
 
 
 @dataclass(frozen=True)
@@ -102,6 +111,7 @@ class Activations:
         block: one block.
         recomputed: one block while it is computed again; 0 without full recomputation.
         embedding: the layers in front of the blocks.
+        masks: attention masks, which all blocks of a rank share.
         head: final norm, head and loss.
         hidden: hidden states between two blocks.
     """
@@ -109,6 +119,7 @@ class Activations:
     block: float
     recomputed: float
     embedding: float
+    masks: float
     head: float
     hidden: float
 
@@ -129,39 +140,80 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     residual = 4 if half and layout.zero == 0 else size
     tokens = micro_batch * model.seq_length
     outside = tokens / layout.tensor if layout.sequence else tokens
-    norm = (residual + size) * hidden + (8 if model.normalization == "LayerNorm" else 4)
+    statistics = 8 if model.normalization == "LayerNorm" else 4
+    # A weight that 1 is added to is applied in float32, to a copy of the input.
+    source = 4 if model.apply_layernorm_1p else residual
+    norm = source * hidden + statistics
     mask = hidden if model.hidden_dropout else 0
-    qkv = share.query + 2 * share.kv
-    # Rotated queries and keys are new tensors; the values still hold the whole product.
-    rotated = share.query + share.kv if model.position_embedding_type == "rope" else 0
-    mlp = share.ffn * (4 if model.swiglu else 2)
+    # Where keys and values are repeated, and queries and keys rotated, nothing needs the product.
+    repeated = _all_scores(model) and share.query > share.kv
+    rope = model.position_embedding_type == "rope"
+    needless = repeated and rope and not model.qk_layernorm and layout.recompute is None
+    qkv = share.kv if needless else share.query + 2 * share.kv
+    # Queries and keys that are normalised or rotated are new tensors; the values still hold the
+    # whole product.
+    changed = share.query + share.kv if rope or model.qk_layernorm else 0
+    mlp = share.ffn * _MLP_WIDTHS.get(model.activation, 2)
     kernel = _attention_kernel(model, layout.tensor, size, micro_batch)
-    whole = outside * 2 * (norm + mask) + _angles(model, layout)
-    whole += tokens * size * (qkv + rotated + share.query + mlp) + kernel
+    inputs = norms_of_block(model) * norm
+    if model.parallel_residual and not model.shared_parallel_norm and source == residual:
+        inputs -= source * hidden  # two norms of the same input keep it once
+    outputs = (1 if model.shared_parallel_norm else 2) * size * hidden
+    whole = outside * (inputs + outputs + 2 * mask) + _angles(model, layout)
+    whole += tokens * size * (qkv + changed + share.query + mlp) + kernel
+    if model.qk_layernorm:
+        assert model.kv_channels
+        copied = source if source > size else 0
+        heads = (share.query + share.kv) / model.kv_channels
+        whole += tokens * heads * (copied * model.kv_channels + statistics)
+    # The hyperbolic tangent keeps its result.
+    logits = share.vocab * (1 if model.final_logit_softcapping is None else 2)
     full = layout.recompute in ("uniform", "block")
     between = outside * residual * hidden
     kept = between if full else whole - kernel * (layout.recompute == "selective")
     return Activations(
         block=kept,
         recomputed=whole if full else 0.0,
-        embedding=outside * mask + 8 * tokens,
+        embedding=outside * (mask + norm * model.embed_layernorm) + 8 * tokens,
+        masks=_masks(model, layout.tensor, size),
         # Labels (8 bytes), loss, its mask and the log of the softmax's sum (4 each), padding (1).
-        head=outside * norm + tokens * (size * share.vocab + 21),
+        head=outside * (norm + size * hidden) + tokens * (size * logits + 21),
         hidden=between,
     )
+
+
+def _all_scores(model: ModelConfig) -> bool:
+    """Whether attention has all scores in memory at once."""
+    return model.attention_backend == "eager" or model.attn_logit_softcapping is not None
 
 
 def _attention_kernel(model: ModelConfig, tensor: int, size: int, micro_batch: int) -> float:
     """Bytes that attention keeps besides queries, keys, values and its output."""
     assert model.num_attention_heads and model.seq_length
     length, heads = model.seq_length, model.num_attention_heads // tensor
-    if model.attention_backend != "eager":
+    if not _all_scores(model):
         return 4.0 * micro_batch * length * heads  # the log of the softmax's sum
-    share = local_widths(model, tensor)
+    share, bounded = local_widths(model, tensor), model.attn_logit_softcapping is not None
     dropped = 1 + size if model.attention_dropout else 0
-    weights = micro_batch * heads * length**2 * (size + dropped) + length**2  # and their mask
+    # What the hyperbolic tangent gives, weights, dropout, and the mask of the scores.
+    weights = micro_batch * heads * length**2 * (size * (1 + bounded) + dropped) + length**2
     # Keys and values are repeated for the query heads that share them.
     return weights + 2.0 * size * micro_batch * length * (share.query - share.kv)
+
+
+def _masks(model: ModelConfig, tensor: int, size: int) -> float:
+    """Bytes of ALiBi's biases, or of the mask of a window that is shorter than the sequence.
+
+    Plain matrix products keep a mask in every block instead, which is counted there.
+    """
+    assert model.num_attention_heads and model.seq_length
+    windows = set(model.windows)
+    narrow = {w for w in windows if w is not None and w < model.seq_length}
+    kinds, heads = (0 if _all_scores(model) else len(narrow)), 1
+    if model.position_embedding_type == "alibi":
+        kinds = len(narrow) + (narrow != windows)
+        heads = model.num_attention_heads // tensor
+    return float(kinds * heads * model.seq_length**2 * size)
 
 
 def _angles(model: ModelConfig, layout: Layout) -> float:
@@ -221,7 +273,7 @@ def rank_memory(
     """
     kept = activation_bytes(model, layout, micro_batch)
     flying = stages_in_flight(layout, share.rank, micro_batches)
-    stage = max(share.blocks) * kept.block
+    stage = max(share.blocks) * kept.block + kept.masks
     if layout.pipeline > 1:
         stage += kept.hidden  # what was sent on stays until its gradient comes back
     first = -(-flying // layout.chunks) * kept.embedding if share.first else 0.0

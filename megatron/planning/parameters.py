@@ -49,12 +49,22 @@ def layer_parameters(model: ModelConfig, tensor: int) -> list[int]:
     """
     assert model.num_layers and model.hidden_size and model.max_position_embeddings
     hidden, share = model.hidden_size, local_widths(model, tensor)
-    norm = hidden * (2 if model.normalization == "LayerNorm" else 1)
+    vectors = 2 if model.normalization == "LayerNorm" else 1
+    norm = hidden * vectors
     learned = model.position_embedding_type == "learned_absolute"
     table = share.vocab * hidden
-    positions = model.max_position_embeddings * hidden if learned else 0
-    block = _block(model, share) + 2 * norm
-    return [table, positions, *[block] * model.num_layers, norm, table]
+    rows = model.max_position_embeddings + model.position_embedding_offset if learned else 0
+    embedding = rows * hidden + norm * model.embed_layernorm
+    block = _block(model, share) + norms_of_block(model) * norm
+    if model.qk_layernorm:
+        assert model.kv_channels
+        block += 2 * model.kv_channels * vectors
+    return [table, embedding, *[block] * model.num_layers, norm, table]
+
+
+def norms_of_block(model: ModelConfig) -> int:
+    """Norms of hidden states in a block; those of heads are not among them."""
+    return 2 - model.shared_parallel_norm + 2 * model.post_norm
 
 
 def _block(model: ModelConfig, share: LocalWidths) -> int:
@@ -62,7 +72,7 @@ def _block(model: ModelConfig, share: LocalWidths) -> int:
     assert model.hidden_size
     hidden, bias = model.hidden_size, model.add_bias_linear
     qkv = share.query + 2 * share.kv
-    up = share.ffn * (2 if model.swiglu else 1)
+    up = share.ffn * (2 if model.gated else 1)
     return (
         qkv * (hidden + (bias or model.add_qkv_bias))
         + share.query * hidden

@@ -55,9 +55,7 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
     assert model.hidden_size and model.seq_length
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     attention = 4 * width.query * model.seq_length
-    matrices = (
-        2 * hidden * (2 * width.query + 2 * width.kv + (3 if model.swiglu else 2) * width.ffn)
-    )
+    matrices = 2 * hidden * (2 * width.query + 2 * width.kv + (3 if model.gated else 2) * width.ffn)
     again = {None: 0, "selective": attention}.get(layout.recompute, matrices + attention)
     block = 3 * (matrices + attention) + again
     head = 3 * 2 * hidden * width.vocab if share.last else 0

@@ -27,7 +27,8 @@ class TransformerShape:
         kv_channels: width of one head.
         seq_length: tokens of a sample.
         padded_vocab_size: rows of the output projection.
-        swiglu: whether the MLP has a gate, a third matrix.
+        gated: whether the MLP has a gate, a third matrix.
+        windows: keys that a query of each block sees, None for all; empty where all blocks see all.
     """
 
     num_layers: int
@@ -38,7 +39,8 @@ class TransformerShape:
     kv_channels: int
     seq_length: int
     padded_vocab_size: int
-    swiglu: bool = False
+    gated: bool = False
+    windows: tuple[int | None, ...] = ()
 
     def flops_per_token(self, *, causal: bool) -> float:
         """Model FLOPs of one token, forward and backward.
@@ -47,17 +49,25 @@ class TransformerShape:
         2021 (arXiv:2104.04473, section 5.1), ``72 B s L h^2 (1 + s/6h + V/12hL)`` without
         recomputation, which Megatron-LM extends to grouped queries and gated MLPs. With
         ``causal=True`` a query counts half of the sequence, the mean of what it attends to, as in
-        Dao 2023 (FlashAttention-2, arXiv:2307.08691, section 4.1).
+        Dao 2023 (FlashAttention-2, arXiv:2307.08691, section 4.1). A block with a window counts the
+        window instead of the sequence, causally w - w^2 / 2s keys of it.
         """
         query_size = self.num_attention_heads * self.kv_channels
         kv_size = self.num_query_groups * self.kv_channels
         projections = 2 * self.hidden_size * (2 * query_size + 2 * kv_size)
-        keys_per_query = self.seq_length / 2 if causal else self.seq_length
-        scores_and_mix = 2 * (2 * query_size * keys_per_query)
-        mlp = 2 * (3 if self.swiglu else 2) * self.hidden_size * self.ffn_hidden_size
+        mlp = 2 * (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
         head = 2 * self.hidden_size * self.padded_vocab_size
-        forward = self.num_layers * (projections + scores_and_mix + mlp) + head
+        # Scores, and the mix of values.
+        attention = 2 * (2 * query_size * self._keys(causal))
+        forward = self.num_layers * (projections + mlp) + attention + head
         return 3.0 * forward
+
+    def _keys(self, causal: bool) -> float:
+        """Keys that a query attends to, on average over the sequence, summed over the blocks."""
+        length = self.seq_length
+        seen = [min(w or length, length) for w in self.windows or (None,) * self.num_layers]
+        # Of a causal window's queries the first ones have less before them.
+        return sum(w - w**2 / (2 * length) if causal else w for w in seen)
 
     def flops_per_step(self, samples: int, *, causal: bool) -> float:
         """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""

@@ -78,13 +78,15 @@ class Reporter:
             self.say(f"weights from {begin.folder}; starting at iteration 0")
         else:
             self.say(f"resumed from {begin.folder} at iteration {begin.iteration}")
+        for line in begin.notes:
+            self.say(f"{begin.folder}: {line}")
         for line in begin.changed:
             self.say(f"differs from the checkpoint's run: {line}")
 
     def say(self, text: str) -> None:
         """Prints a line with the time, on the main process."""
         if self.main:
-            print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
+            say(text)
 
     def meter(self) -> IntervalMeter:
         """A meter whose clock starts now."""
@@ -118,9 +120,19 @@ class Reporter:
             tokens=consumed_samples * self.plan.seq_length,
         )
 
+    def save(self, iteration: int, consumed_samples: int, values: dict[str, float | None]) -> None:
+        """Records a save that has come to an end."""
+        tokens = consumed_samples * self.plan.seq_length
+        self.writer.scalars("save", iteration, values, samples=consumed_samples, tokens=tokens)
+
     def close(self) -> None:
         """Writes what is still held back."""
         self.writer.close()
+
+
+def say(text: str) -> None:
+    """Prints a line with the time."""
+    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
 def transformer_shape(config: RunConfig) -> TransformerShape:

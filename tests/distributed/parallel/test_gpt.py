@@ -34,8 +34,25 @@ MODELS: dict[str, dict] = {
     "gpt2-erf": {"bias_gelu_fusion": False},
     "gpt2-squared-relu": {"squared_relu": True},
     "llama-tied": LLAMA | {"untie_embeddings_and_output_weights": False},
+    "bloom": {
+        "position_embedding_type": "alibi", "embed_layernorm": True, "parallel_residual": True,
+        "relu": True,
+    },
+    "gemma2": {
+        "position_embedding_type": "rope", "normalization": "RMSNorm", "apply_layernorm_1p": True,
+        "post_norm": True, "scale_embeddings": True, "glu_activation": "geglu",
+        "add_bias_linear": False, "sliding_window": 5, "window_attn_skip_freq": 2,
+        "query_pre_attn_scalar": 6.0, "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 3.0,
+    },
+    "neox": {
+        "position_embedding_type": "rope", "rotary_percent": 0.5, "parallel_residual": True,
+        "shared_parallel_norm": True, "qk_layernorm": True,
+        "untie_embeddings_and_output_weights": True,
+    },
+    "qwen3": LLAMA | {"qk_layernorm": True, "sliding_window": 4},
     "llama-half-rotary-qkv-bias": LLAMA | {"rotary_percent": 0.5, "add_qkv_bias": True},
-}
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -176,6 +193,16 @@ SAMPLE = [
     Case("llama", 4, True, 1, "selective"),
     Case("llama-tied", 2, True, 8, "full"),
     Case("llama-tied", 4, True, 2),
+    Case("bloom", 2, True, 8, None, True),
+    Case("bloom", 4, False, 2, "selective"),
+    Case("gemma2", 2, False, 4, "full", True),
+    Case("gemma2", 4, True, 1),
+    Case("neox", 2, False, 1, "selective", True),
+    Case("neox", 4, False, 2),
+    Case("neox", 4, True, 8, "full"),
+    Case("qwen3", 2, True, 1, None, True),
+    Case("qwen3", 4, True, 2, "selective"),
+    Case("qwen3", 4, False, 1),
     Case("llama-half-rotary-qkv-bias", 2, True, 1, "selective"),
     Case("llama-half-rotary-qkv-bias", 4, True, 4, None, True),
 ]
@@ -234,7 +261,7 @@ def with_precision(dtype: torch.dtype, autocast: bool, case: Case) -> tuple[floa
     ]
 
 
-@pytest.mark.parametrize("model, kv_heads", [("gpt2", 2), ("llama", 1)])
+@pytest.mark.parametrize("model, kv_heads", [("gpt2", 2), ("llama", 1), ("gemma2", 2), ("neox", 1)])
 @pytest.mark.parametrize("autocast", [False, True], ids=["bf16", "bf16-autocast"])
 def test_low_precision_against_float64(pool, autocast, model, kv_heads):
     case = Case(model, 2, True, kv_heads)

@@ -20,7 +20,14 @@ MODELS = {
         "--swiglu --use-rotary-position-embeddings --normalization RMSNorm --disable-bias-linear "
         "--untie-embeddings-and-output-weights --num-query-groups 2"
     ).split(),
+    "gemma": (
+        "--position-embedding-type rope --normalization RMSNorm --apply-layernorm-1p --post-norm "
+        "--scale-embeddings --glu-activation geglu --disable-bias-linear --num-query-groups 1 "
+        "--qk-layernorm --sliding-window 5 --window-attn-skip-freq 2 --attn-logit-softcapping 5"
+    ).split(),
 }
+GEMMA_CELLS = {"tp4-zero3", "tp2-sp-dp2-zero2", "tp2-pp2-zero1"}
+"""What the normal run has of the third model."""
 DROPOUT = {
     "all": [],
     "hidden": ["--attention-dropout", "0"],
@@ -59,6 +66,7 @@ def cells():
         for stage in stages:
             for model in MODELS:
                 chosen = stage == stages[number % len(stages)] and model == [*MODELS][number % 2]
+                chosen |= model == "gemma" and f"{layout}-zero{stage}" in GEMMA_CELLS
                 marks = () if chosen else (pytest.mark.proof,)
                 yield pytest.param(f"{layout}-zero{stage}", model, marks=marks)
 

@@ -42,6 +42,12 @@ CHUNKS, BLOCKS = (
     "--num-virtual-stages-per-pipeline-rank", "--num-layers-per-virtual-pipeline-stage",
 )  # fmt: skip
 
+ROPE = "--position-embedding-type rope"
+LLAMA3 = (
+    '{{"rope_type": "llama3", "factor": {}, "original_max_position_embeddings": 8192, '
+    '"low_freq_factor": 1.0, "high_freq_factor": 4.0}}'
+)
+
 DERIVED = [
     ("", 1, "model.ffn_hidden_size", 256),
     ("--swiglu", 1, "model.ffn_hidden_size", 128),
@@ -64,6 +70,22 @@ DERIVED = [
     ("--no-bias-gelu-fusion --openai-gelu", 1, "model.activation", "gelu_tanh"),
     ("--squared-relu", 1, "model.activation", "squared_relu"),
     ("--swiglu", 1, "model.activation", "swiglu"),
+    ("--swiglu", 1, "model.glu_activation", "swiglu"),
+    ("--glu-activation swiglu", 1, "model.swiglu", True),
+    ("--glu-activation geglu", 1, "model.activation", "geglu"),
+    ("--glu-activation geglu", 1, "model.ffn_hidden_size", 128),
+    ("--glu-activation geglu", 1, "model.swiglu", False),
+    ("--relu", 1, "model.activation", "relu"),
+    ("--relu", 1, "model.ffn_hidden_size", 256),
+    ("--sliding-window 8 --window-attn-skip-freq 2", 1, "model.windows", (8, None)),
+    ("--sliding-window 8", 1, "model.windows", (8, 8)),
+    (f"{ROPE} --use-rope-scaling", 1, "model.rope_scaling", LLAMA3.format("8.0")),
+    (
+        f"{ROPE} --use-rope-scaling --rope-scaling-factor 4",
+        1,
+        "model.rope_scaling",
+        LLAMA3.format("4.0"),
+    ),
     ("", 1, "model.tied", True),
     ("--untie-embeddings-and-output-weights", 1, "model.tied", False),
     ("", 4, "training.global_batch_size", 8),
@@ -121,6 +143,31 @@ REFUSED = [
     ("--num-attention-heads 5", 1, ["--num-attention-heads 5", "--hidden-size 64"]),
     ("--num-query-groups 3", 1, ["--num-query-groups 3", "--num-attention-heads 4"]),
     ("--swiglu --squared-relu", 1, ["--swiglu", "--squared-relu"]),
+    ("--swiglu --glu-activation geglu", 1, ["--swiglu", "--glu-activation geglu"]),
+    ("--glu-activation geglu --relu", 1, ["--glu-activation geglu", "--relu"]),
+    ("--relu --squared-relu", 1, ["--relu", "--squared-relu", "one activation"]),
+    ("--shared-parallel-norm", 1, ["--shared-parallel-norm", "--parallel-residual"]),
+    ("--sliding-window 0", 1, ["--sliding-window 0", "positive"]),
+    ("--window-attn-skip-freq 2", 1, ["--window-attn-skip-freq 2", "--sliding-window"]),
+    ("--sliding-window 8 --window-attn-skip-freq 0", 1, ["--window-attn-skip-freq 0"]),
+    ("--attn-logit-softcapping 0", 1, ["--attn-logit-softcapping 0.0", "positive"]),
+    ("--final-logit-softcapping -1", 1, ["--final-logit-softcapping -1.0", "positive"]),
+    ("--query-pre-attn-scalar 0", 1, ["--query-pre-attn-scalar 0.0", "positive"]),
+    ("--position-embedding-offset -1", 1, ["--position-embedding-offset -1", "negative"]),
+    (
+        f"{ROPE} --position-embedding-offset 2",
+        1,
+        ["--position-embedding-offset 2", "learned_absolute", "it is rope"],
+    ),
+    ("--use-rope-scaling", 1, ["--use-rope-scaling", "rope; it is learned_absolute"]),
+    (f"{ROPE} --use-rope-scaling --rope-scaling-factor 0", 1, ["--rope-scaling-factor 0.0"]),
+    (
+        f"{ROPE} --rotary-base-local 100",
+        1,
+        ["--rotary-base-local 100.0", "--sliding-window"],
+    ),
+    (f"{ROPE} --rope-scaling {{}}", 1, ["rope_type is None", "linear, dynamic, llama3, yarn"]),
+    (f"{ROPE} --rope-scaling linear", 1, ["--rope-scaling linear", "no JSON"]),
     (
         "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
         1,
@@ -400,3 +447,23 @@ def test_config_imports_the_standard_library_only():
     )
     foreign = set(done.stdout.split()) - set(sys.stdlib_module_names) - {"megatron", "__main__"}
     assert not foreign
+
+
+@pytest.mark.parametrize(
+    "extra",
+    [
+        "--swiglu", "--glu-activation geglu", f"{ROPE} --use-rope-scaling --rope-scaling-factor 4",
+        "--use-rotary-position-embeddings --sliding-window 8 --rotary-base-local 100",
+        "--parallel-residual --shared-parallel-norm", "--position-embedding-offset 2",
+    ],
+)  # fmt: skip
+def test_a_complete_model_stays_as_it_is(extra):
+    """As it comes out of a checkpoint."""
+    model = resolved(extra).config.model
+    given = {
+        name: Setting(value, "checkpoint")
+        for name, value in dataclasses.asdict(model).items()
+        if not name.endswith("vocab_size")
+    }
+    settings = FlagParser(*FLAG_CLASSES).settings(MINIMAL.split())
+    assert resolve(settings | given, 1).config.model == model

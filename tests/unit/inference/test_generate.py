@@ -15,6 +15,15 @@ MODELS = {
     "llama,kv_heads=2": {"llama": True, "num_query_groups": 2},
     "half_rotary": {"position_embedding_type": "rope", "rotary_percent": 0.5},
     "eager": {"attention_backend": "eager"},
+    "alibi": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "windows": {
+        "llama": True,
+        "sliding_window": 4,
+        "window_attn_skip_freq": 2,
+        "qk_layernorm": True,
+        "attn_logit_softcapping": 2.0,
+    },
+    "narrow": {"position_embedding_offset": 2, "sliding_window": 3, "parallel_residual": True},
 }
 
 

@@ -1,19 +1,37 @@
 """Attention kernels against the definition, one query at a time."""
 
+import importlib.machinery
 import math
+import sys
+import types
 
 import pytest
 import torch
+import torch.nn.functional as F
 
-from megatron.model.attention_backends import (
-    attention_backend,
-    causal_mask,
-    document_mask,
-    eager,
-    sdpa,
-)
+from megatron.model.attention_backends import PLAIN, Scores, attention_backend, eager, flash, sdpa
+from megatron.model.attention_masks import AttentionMasks
 
 HEADS, WIDTH = 4, 8
+SLOPES = (0.5, 0.125, 0.3, 0.01)
+SCORES = {
+    "plain": PLAIN,
+    "scale": Scores(scale=0.2),
+    "softcap": Scores(softcap=0.7),
+    "window": Scores(window=3),
+    "window-of-one": Scores(window=1),
+    "wide-window": Scores(window=6),
+    "alibi": Scores(slopes=SLOPES),
+    "all": Scores(scale=0.5, softcap=0.7, window=2, slopes=SLOPES),
+}
+DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+SHAPES = {
+    "causal": (6, 6, None),
+    "documents": (6, 6, DOCUMENTS),
+    "one-query": (1, 6, None),
+    "cache-offset": (3, 6, None),
+    "single": (1, 1, None),
+}
 
 
 def tensors(queries, keys, kv_heads):
@@ -26,67 +44,143 @@ def tensors(queries, keys, kv_heads):
     return random(HEADS, queries), random(kv_heads, keys), random(kv_heads, keys)
 
 
-def definition(q, k, v, mask):
+def definition(q, k, v, scores, documents):
     """One query, head and sample at a time."""
-    out = torch.empty_like(q)
-    offset = k.shape[2] - q.shape[2]
+    out, distance = torch.empty_like(q), k.shape[2] - q.shape[2]
+    scale = scores.scale or 1 / math.sqrt(WIDTH)
     for b, n, s in torch.cartesian_prod(*(torch.arange(d) for d in q.shape[:3])).tolist():
-        head = n // (q.shape[1] // k.shape[1])
+        head, own = n // (q.shape[1] // k.shape[1]), s + distance
+        first = 0 if scores.window is None else max(0, own - scores.window + 1)
         seen = [
-            t for t in range(k.shape[2]) if t <= s + offset and (mask is None or mask[b, 0, s, t])
+            t
+            for t in range(first, own + 1)
+            if documents is None or documents[b, t] == documents[b, own]
         ]
-        scores = k[b, head, seen] @ q[b, n, s] / math.sqrt(WIDTH)
-        out[b, n, s] = scores.softmax(0) @ v[b, head, seen]
+        found = scale * k[b, head, seen] @ q[b, n, s]
+        if scores.softcap:
+            found = scores.softcap * torch.tanh(found / scores.softcap)
+        if scores.slopes:
+            found = found - scores.slopes[n] * (own - torch.tensor(seen))
+        out[b, n, s] = found.softmax(0) @ v[b, head, seen]
     return out
 
 
-DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
+KINDS = [("plain", heads) for heads in (4, 2, 1)] + [(kind, 2) for kind in [*SCORES][1:]]
 
 
-@pytest.mark.parametrize("kv_heads", [4, 2, 1])
-@pytest.mark.parametrize(
-    "queries, keys, documents",
-    [(6, 6, False), (6, 6, True), (1, 6, False), (3, 6, False), (1, 1, False)],
-    ids=["causal", "documents", "one-query", "cache-offset", "single"],
-)
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("kind", "kv_heads"), KINDS)
 @pytest.mark.parametrize("backend", [sdpa, eager])
-def test_against_definition(backend, queries, keys, documents, kv_heads):
-    mask = document_mask(DOCUMENTS) if documents else None
-    inputs, reference = tensors(queries, keys, kv_heads), tensors(queries, keys, kv_heads)
-    expected = definition(*(t.detach() for t in reference), mask)
-    found = backend(*inputs, mask, 0.0)
-    torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-13)
+def test_against_definition(backend, kind, shape, kv_heads):
+    (queries, keys, documents), scores = SHAPES[shape], SCORES[kind]
+    masks = AttentionMasks(documents)
+    inputs, reference = (tensors(queries, keys, kv_heads) for _ in range(2))
+    expected = definition(*reference, scores, documents)
+    found = backend(*inputs, scores, masks, 0.0)
+    # ALiBi's distances and slopes are float32.
+    close = {"rtol": 1e-6, "atol": 1e-7} if scores.slopes else {"rtol": 1e-11, "atol": 1e-12}
+    torch.testing.assert_close(found, expected, **close)
     weights = torch.randn(found.shape, generator=torch.Generator().manual_seed(1)).double()
-    other = eager if backend is sdpa else sdpa
     gradients = torch.autograd.grad((found * weights).sum(), inputs)
-    others = torch.autograd.grad((other(*reference, mask, 0.0) * weights).sum(), reference)
+    others = torch.autograd.grad((expected * weights).sum(), reference)
     for gradient, expected in zip(gradients, others, strict=True):
-        torch.testing.assert_close(gradient, expected, rtol=1e-11, atol=1e-12)
+        torch.testing.assert_close(gradient, expected, **close)
 
 
-def test_gradient_of_the_definition_by_differences():
-    inputs = tensors(3, 3, 2)
-    assert torch.autograd.gradcheck(lambda q, k, v: eager(q, k, v, None, 0.0), inputs)
+@pytest.mark.parametrize("kind", ["plain", "all"])
+def test_gradient_of_the_definition_by_differences(kind):
+    inputs, scores = tensors(3, 3, 2), SCORES[kind]
+    assert torch.autograd.gradcheck(
+        lambda q, k, v: eager(q, k, v, scores, AttentionMasks(), 0.0), inputs
+    )
 
 
+@pytest.mark.parametrize("kind", ["plain", "window", "alibi", "softcap"])
 @pytest.mark.parametrize("backend", [sdpa, eager])
-def test_dropout_acts_and_keeps_the_mean(backend):
+def test_dropout_acts_and_keeps_the_mean(backend, kind):
     torch.manual_seed(0)
     q, k, v = (t.detach() for t in tensors(6, 6, 4))
-    plain = backend(q, k, v, None, 0.0)
-    dropped = torch.stack([backend(q, k, v, None, 0.3) for _ in range(200)])
+    scores = SCORES[kind]
+    plain = backend(q, k, v, scores, AttentionMasks(), 0.0)
+    dropped = torch.stack([backend(q, k, v, scores, AttentionMasks(), 0.3) for _ in range(200)])
     assert not torch.equal(dropped[0], dropped[1])
     assert (dropped.mean(0) - plain).abs().max() < 0.4
 
 
-def test_causal_mask_puts_the_last_query_at_the_last_key():
-    assert causal_mask(2, 4, torch.device("cpu")).int().tolist() == [[1, 1, 1, 0], [1, 1, 1, 1]]
+@pytest.fixture
+def kernel(monkeypatch):
+    """What torch's kernel is called with."""
+    calls, real = [], F.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        calls.append({"keys": k.shape[2], **options})
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    return calls
 
 
-def test_document_mask():
-    mask = document_mask(torch.tensor([[0, 0, 1]]))
-    assert mask.shape == (1, 1, 3, 3)
-    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
+@pytest.mark.parametrize("window", [None, 6, 7])
+def test_no_mask_where_the_window_is_as_long_as_the_sequence(kernel, window):
+    sdpa(*tensors(6, 6, 2), Scores(window=window), AttentionMasks(), 0.0)
+    assert kernel[0]["attn_mask"] is None and kernel[0]["is_causal"]
+
+
+def test_keys_in_front_of_the_window_are_left_out(kernel):
+    for queries in (1, 3):
+        sdpa(*tensors(queries, 6, 2), Scores(window=2), AttentionMasks(), 0.0)
+    assert [call["keys"] for call in kernel] == [2, 4]
+    assert kernel[0]["attn_mask"] is None, "one query sees all that is left"
+
+
+def test_layers_share_masks(kernel):
+    """One for each kind of layer, also where a window and documents come together."""
+    masks = AttentionMasks(DOCUMENTS)
+    for _ in range(2):
+        for kind in ("plain", "window", "alibi"):
+            sdpa(*tensors(6, 6, 2), SCORES[kind], masks, 0.0)
+    first, second = kernel[:3], kernel[3:]
+    for one, other in zip(first, second, strict=True):
+        assert one["attn_mask"] is other["attn_mask"]
+    assert len({id(call["attn_mask"]) for call in kernel}) == 3
+
+
+def test_bounded_scores_do_not_reach_a_kernel_that_would_ignore_the_bound(kernel):
+    sdpa(*tensors(6, 6, 2), SCORES["softcap"], AttentionMasks(), 0.0)
+    assert kernel == []
+
+
+@pytest.fixture
+def flash_attn(monkeypatch):
+    """A module in the place of the flash-attn package: what its documentation says of the
+    arguments, computed by the definition."""
+    calls = []
+
+    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size):
+        calls.append(window_size)
+        assert causal and dropout_p == 0 and window_size[1] in (-1, 0)
+        window = None if window_size[0] == -1 else window_size[0] + 1
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        return definition(q, k, v, Scores(softmax_scale, window=window), None).transpose(1, 2)
+
+    module = types.ModuleType("flash_attn")
+    module.flash_attn_func = flash_attn_func
+    module.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    monkeypatch.setitem(sys.modules, "flash_attn", module)
+    return calls
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", SCORES)
+def test_flash_against_definition(flash_attn, kind, shape):
+    """What the package is called for, and what goes to torch's kernel instead."""
+    (queries, keys, documents), scores = SHAPES[shape], SCORES[kind]
+    inputs = tensors(queries, keys, 2)
+    assert attention_backend("flash") is flash
+    found = flash(*inputs, scores, AttentionMasks(documents), 0.0)
+    torch.testing.assert_close(found, definition(*inputs, scores, documents), rtol=1e-6, atol=1e-7)
+    elsewhere = documents is not None or scores.slopes or scores.softcap
+    assert len(flash_attn) == (not elsewhere)
 
 
 def test_a_kernel_that_is_not_installed_is_refused_by_its_flag():

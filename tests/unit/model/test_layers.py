@@ -1,16 +1,17 @@
-"""Norms, activations and rotary positions against torch's own layers and the papers' formulas."""
+"""Norms and MLPs against torch's own layers, their formulas and transformers' modules."""
 
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
+from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron.config import ModelConfig
 from megatron.model.mlp import MLP
-from megatron.model.norm import build_norm
-from megatron.model.rope import apply_rope, rope_table
+from megatron.model.norm import build_head_norm, build_norm
 from megatron.parallel.region import TensorParallel
-
-CPU = torch.device("cpu")
+from megatron.parallel.shard import init_of
 
 
 def randomise(module):
@@ -30,10 +31,72 @@ def test_norm_against_torch(name):
     torch.testing.assert_close(norm(x), reference(x), rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_weight_from_zero_against_its_formula(name):
+    """Megatron's layernorm_1p: 1 + weight, gradients too."""
+    config = ModelConfig(hidden_size=8, normalization=name, apply_layernorm_1p=True)
+    norm = randomise(build_norm(config, TensorParallel()))
+    x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
+    reference = getattr(torch.nn, name)(8, eps=config.norm_epsilon).double()
+    values = {n: p.detach() + (n == "weight") for n, p in norm.named_parameters()}
+    reference.load_state_dict(values)
+    found, expected = norm(x), reference(x)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=1e-14)
+    draw = torch.randn_like(found)
+    ours = torch.autograd.grad((found * draw).sum(), [x, *norm.parameters()])
+    theirs = torch.autograd.grad((expected * draw).sum(), [x, *reference.parameters()])
+    torch.testing.assert_close(ours, theirs, rtol=1e-13, atol=1e-13)
+    assert float(init_of(norm.weight).constant) == 0.0
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("module", [Gemma2RMSNorm, Gemma3RMSNorm])
+def test_weight_from_zero_against_transformers(module, dtype):
+    """In bfloat16 1 + 0.001 would be 1."""
+    config = ModelConfig(
+        hidden_size=64, normalization="RMSNorm", apply_layernorm_1p=True, norm_epsilon=1e-6
+    )
+    norm, theirs = build_norm(config, TensorParallel()).to(dtype), module(64).to(dtype)
+    with torch.no_grad():
+        theirs.weight.copy_(torch.full((64,), 0.001))
+        norm.weight.copy_(theirs.weight)
+    x = torch.randn(64, 64).to(dtype) * 3
+    found, expected = norm(x), theirs(x)
+    assert found.dtype == dtype
+    if dtype == torch.float32:
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
+    else:
+        assert torch.equal(found, expected)
+
+
+def test_norm_of_heads_against_transformers():
+    config = ModelConfig(kv_channels=8, hidden_size=32, normalization="RMSNorm", norm_epsilon=1e-6)
+    norm, theirs = randomise(build_head_norm(config, TensorParallel())), Qwen3RMSNorm(8).double()
+    theirs.load_state_dict(norm.state_dict())
+    x_BSND = torch.randn(2, 5, 4, 8).double()
+    torch.testing.assert_close(norm(x_BSND), theirs(x_BSND), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+def test_norms_keep_the_number_format_of_activations(name):
+    """Heads are bfloat16 under autocast, whose weights are not."""
+    config = ModelConfig(hidden_size=8, kv_channels=8, normalization=name)
+    for build in (build_norm, build_head_norm):
+        norm = build(config, TensorParallel())
+        torch.nn.init.ones_(norm.weight)
+        x = torch.randn(3, 8)
+        with torch.autocast("cpu", torch.bfloat16):
+            assert norm(x.bfloat16()).dtype == torch.bfloat16
+            assert norm(x).dtype == torch.float32
+
+
 ACTIVATIONS = [
     ({}, lambda x: F.gelu(x, approximate="tanh")),
     ({"bias_gelu_fusion": False}, F.gelu),
     ({"squared_relu": True}, lambda x: F.relu(x) ** 2),
+    ({"relu": True}, F.relu),
+    ({"glu_activation": "geglu"}, lambda x: F.gelu(x[..., :24], approximate="tanh") * x[..., 24:]),
+    ({"glu_activation": "swiglu"}, lambda x: F.silu(x[..., :24]) * x[..., 24:]),
     ({"swiglu": True}, lambda x: F.silu(x[..., :24]) * x[..., 24:]),
 ]
 
@@ -49,41 +112,3 @@ def test_mlp_against_its_formula(flags, activation, bias):
     inner = activation(F.linear(x, mlp.up.weight, mlp.up.bias))
     torch.testing.assert_close(mlp(x), F.linear(inner, mlp.down.weight, mlp.down.bias))
     assert (mlp.up.bias is not None) == bias == (mlp.down.bias is not None)
-
-
-@pytest.mark.parametrize("rotated", [8, 4])
-def test_rope_rotates_pairs_as_complex_numbers(rotated):
-    x = torch.randn(2, 3, 5, 8, dtype=torch.float64)
-    table = rope_table(5, rotated, 100.0, CPU)
-    found = apply_rope(x, *table)
-    half = rotated // 2
-    pairs = torch.complex(x[..., :half], x[..., half:rotated])
-    frequencies = 100.0 ** (-2 * torch.arange(half, dtype=torch.float64) / rotated)
-    angles = torch.arange(5, dtype=torch.float64)[:, None] * frequencies
-    turned = pairs * torch.polar(torch.ones_like(angles), angles)
-    expected = torch.cat([turned.real, turned.imag, x[..., rotated:]], -1)
-    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)  # the table is float32
-
-
-def test_rope_scores_depend_on_distance_only():
-    torch.manual_seed(0)
-    q, k = torch.randn(1, 1, 1, 8).double(), torch.randn(1, 1, 1, 8).double()
-    cos, sin = rope_table(64, 8, 10000.0, CPU)
-
-    def score(at_q, at_k):
-        turned = [
-            apply_rope(x, cos[at : at + 1], sin[at : at + 1]) for x, at in ((q, at_q), (k, at_k))
-        ]
-        return float((turned[0] * turned[1]).sum())
-
-    assert score(9, 4) == pytest.approx(score(60, 55), abs=1e-5)
-    assert abs(score(9, 4) - score(9, 5)) > 1e-3
-
-
-def test_rope_table_outlives_inference_mode():
-    rope_table.cache_clear()
-    with torch.inference_mode():
-        rope_table(4, 4, 10.0, CPU)
-    x = torch.randn(1, 1, 4, 4, requires_grad=True)
-    apply_rope(x, *rope_table(4, 4, 10.0, CPU)).sum().backward()
-    assert x.grad is not None

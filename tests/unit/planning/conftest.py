@@ -20,6 +20,21 @@ LLAMA = {
     "num_query_groups": 2,
     "untie_embeddings_and_output_weights": True,
 }
+BLOOM = {
+    "position_embedding_type": "alibi", "embed_layernorm": True, "parallel_residual": True,
+    "relu": True,
+}  # fmt: skip
+GEMMA2 = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "apply_layernorm_1p": True,
+    "post_norm": True, "scale_embeddings": True, "glu_activation": "geglu", "num_query_groups": 2,
+    "add_bias_linear": False, "sliding_window": 48, "window_attn_skip_freq": 2,
+    "query_pre_attn_scalar": 24.0,
+}  # fmt: skip
+QWEN3 = LLAMA | {"qk_layernorm": True, "kv_channels": 24, "rotary_percent": 0.5}
+NEOX = {
+    "position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_residual": True,
+    "shared_parallel_norm": True, "qk_layernorm": True, "num_query_groups": 1,
+}  # fmt: skip
 KINDS = {
     "gpt2": {},
     "gpt2 untied": {"untie_embeddings_and_output_weights": True},
@@ -27,6 +42,12 @@ KINDS = {
     "llama tied": LLAMA | {"untie_embeddings_and_output_weights": False},
     "one key head": {"num_query_groups": 1},
     "bias on qkv": LLAMA | {"add_qkv_bias": True, "num_query_groups": 1},
+    "bloom": BLOOM,
+    "gemma2": GEMMA2,
+    "gemma2 bounded": GEMMA2 | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},
+    "qwen3": QWEN3,
+    "neox": NEOX,
+    "opt": {"position_embedding_offset": 2, "relu": True},
     "wide heads": {"kv_channels": 24, "max_position_embeddings": 200},
 }
 

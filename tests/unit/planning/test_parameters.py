@@ -18,6 +18,7 @@ from megatron.planning.parameters import (
 
 KINDS = (
     "gpt2", "gpt2 untied", "llama", "llama tied", "one key head", "bias on qkv", "wide heads",
+    "bloom", "gemma2", "qwen3", "neox", "opt",
 )  # fmt: skip
 
 

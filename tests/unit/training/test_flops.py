@@ -18,7 +18,7 @@ from megatron.training.flops import (
 SHAPES = {
     "gpt2": TransformerShape(2, 32, 128, 4, 4, 8, 16, 64),
     "grouped": TransformerShape(3, 32, 96, 4, 2, 8, 24, 80),
-    "gated": TransformerShape(1, 48, 80, 6, 1, 16, 20, 128, swiglu=True),
+    "gated": TransformerShape(1, 48, 80, 6, 1, 16, 20, 128, gated=True),
 }
 
 
@@ -36,7 +36,7 @@ class PlainBlock(nn.Module):
         self.value = nn.Linear(shape.hidden_size, kv)
         self.out = nn.Linear(query, shape.hidden_size)
         self.up = nn.Linear(shape.hidden_size, shape.ffn_hidden_size)
-        self.gate = nn.Linear(shape.hidden_size, shape.ffn_hidden_size) if shape.swiglu else None
+        self.gate = nn.Linear(shape.hidden_size, shape.ffn_hidden_size) if shape.gated else None
         self.down = nn.Linear(shape.ffn_hidden_size, shape.hidden_size)
 
     def forward(self, hidden_BSH: torch.Tensor) -> torch.Tensor:
@@ -98,6 +98,19 @@ def test_causal_halves_attention_and_nothing_else(name):
         * shape.num_layers
     )
     assert whole - half == attention / 2
+
+
+def test_windows_against_counted_keys():
+    """Queries of a block with a window see fewer keys, the first ones fewer still."""
+    length, windows = 4096, (512, None, 4096, 9000)
+    shape = TransformerShape(4, 64, 256, 4, 4, 16, length, 64, windows=windows)
+    counted = sum(min(n + 1, w or length, length) for w in windows for n in range(length)) / length
+    whole = TransformerShape(4, 64, 256, 4, 4, 16, length, 64)
+    per_key = 3 * 2 * 2 * 4 * 16  # two products, forward and twice backward
+    rest = whole.flops_per_token(causal=False) - per_key * 4 * length
+    found = (shape.flops_per_token(causal=True) - rest) / per_key
+    assert found == pytest.approx(counted, rel=1e-3)
+    assert (shape.flops_per_token(causal=False) - rest) / per_key == 512 + 3 * length
 
 
 @pytest.mark.parametrize(

@@ -164,7 +164,6 @@ def test_nvidia_bert_zip_layout(
     source = opened(archived(tmp_path / "save", tmp_path / "bert.zip"))
     assert_holds(source, weights)
     assert source.refusal.startswith("it is a BERT, which can be inspected and not yet trained")
-    name = "final_norm.norm.weight"
     with pytest.raises(CheckpointError, match=r"bert.zip/release: it is a BERT"):
         source.require_model()
 

@@ -1,0 +1,122 @@
+"""Which keys a query sees, and what is added to its scores.
+
+Shapes: B batch, N heads, S queries, T keys (T >= S when a cache holds earlier positions).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+
+class AttentionMasks:
+    """The masks of one micro batch. Each is made when a layer first needs it and serves the others.
+
+    Args:
+        document_ids_BS: a token sees those with its own id only; None for one document.
+    """
+
+    def __init__(self, document_ids_BS: Tensor | None = None) -> None:
+        self.documents = None if document_ids_BS is None else document_mask(document_ids_BS)
+        self._made: dict[tuple, Tensor] = {}
+
+    def visible(
+        self, queries: int, keys: int, window: int | None, device: torch.device
+    ) -> Tensor | None:
+        """bool, broadcastable to [B, 1, S, T], True where a query sees a key; None for plain causal
+        attention with the last query at the last key.
+
+        Args:
+            queries: S.
+            keys: T.
+            window: keys that a query sees, itself included; None for all before it.
+            device: where the mask is needed.
+        """
+        assert self.documents is None or queries == keys
+        if window is None or keys <= window:
+            return self.documents
+
+        def make() -> Tensor:
+            mask = window_mask(queries, keys, window, device)
+            return mask if self.documents is None else mask & self.documents
+
+        return self._once(("window", queries, keys, window, device), make)
+
+    def bias(
+        self,
+        queries: int,
+        keys: int,
+        window: int | None,
+        slopes: tuple[float, ...],
+        like: Tensor,
+    ) -> Tensor:
+        """What is added to the scores: -slope x distance with ALiBi, else 0, and -infinity where a
+        query does not see a key; broadcastable to [B, N, S, T].
+
+        Args:
+            queries: S.
+            keys: T.
+            window: see :meth:`visible`.
+            slopes: one for each of N heads; none without ALiBi.
+            like: number format and device are those of this tensor.
+        """
+        narrow = window is not None and keys > window
+
+        def make() -> Tensor:
+            visible = self.visible(queries, keys, window, like.device)
+            if visible is None:
+                visible = causal_mask(queries, keys, like.device)
+            biases = torch.zeros((), device=like.device)
+            if slopes:
+                # Fused kernels on the CPU take masks of two or four dimensions.
+                biases = distance_biases(queries, keys, slopes, like.device).unsqueeze(0)
+            return biases.masked_fill(~visible, -torch.inf).to(like.dtype)
+
+        key = ("bias", queries, keys, window if narrow else None, slopes, like.dtype, like.device)
+        return self._once(key, make)
+
+    def _once(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [S, T]: the last query sees all keys, each earlier one a key less."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """bool [S, T]: causal, and of each query's keys the last ``window`` only."""
+    return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
+
+
+def document_mask(document_ids_BS: Tensor) -> Tensor:
+    """bool [B, 1, S, S]: causal attention within equal document ids."""
+    same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
+    length = document_ids_BS.shape[1]
+    return (same_BSS & causal_mask(length, length, same_BSS.device)).unsqueeze(1)
+
+
+def distance_biases(
+    queries: int, keys: int, slopes: tuple[float, ...], device: torch.device
+) -> Tensor:
+    """float32 [N, S, T]: -slope x (place of the query - place of the key), last query at the last
+    key."""
+    places_T = torch.arange(keys, device=device, dtype=torch.float32)
+    distances_ST = places_T[keys - queries :, None] - places_T
+    return -torch.tensor(slopes, device=device)[:, None, None] * distances_ST
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Slope of each head (Press et al. 2021, arXiv:2108.12409): 2^(-8 n / heads), n from 1.
+
+    Where the number of heads is no power of two, the slopes of the next lower power come first, and
+    then every second one of the next higher power, as in the authors' code.
+    """
+    lower = 2 ** (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * n / lower) for n in range(1, lower + 1)]
+    between = [2.0 ** (-8 * n / (2 * lower)) for n in range(1, 2 * lower + 1, 2)]
+    return (*slopes, *between[: heads - lower])
