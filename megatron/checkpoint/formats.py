@@ -6,12 +6,22 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
+from megatron.checkpoint.deepspeed.folder import DeepSpeedFolder
+from megatron.checkpoint.deepspeed.universal import UniversalFolder
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER
+from megatron.checkpoint.huggingface.source import HuggingFaceFolder
+from megatron.checkpoint.megatron.reader import MegatronCheckpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import Source
 
-FORMATS: tuple[type[Source], ...] = (CheckpointReader,)
+FORMATS: tuple[type[Source], ...] = (
+    CheckpointReader,
+    UniversalFolder,
+    DeepSpeedFolder,
+    MegatronCheckpoint,
+    HuggingFaceFolder,
+)
 """The known formats, in the order in which they are tried."""
 
 
@@ -51,11 +61,21 @@ def locate_checkpoint(
     Raises:
         CheckpointError: the wanted one is not there, or a tracker names one that is not.
     """
-    path = Path(load)
+    path, refusal = Path(load), None
+    tracker = path / TRACKER
     for form in formats:
-        folder = form.locate(path, wanted)
+        try:
+            folder = form.locate(path, wanted)
+        except CheckpointError as error:
+            # The folder may have several formats, and the wanted one be of another.
+            refusal = refusal or error
+            if wanted is None and tracker.is_file():
+                wanted = tracker.read_text(errors="replace").strip()
+            continue
         if folder is not None:
             return Located(form, folder)
+    if refusal is not None:
+        raise refusal
     if wanted is not None:
         raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
     for tracker in (path / TRACKER, path / MEGATRON_TRACKER):

@@ -17,7 +17,7 @@ from megatron.checkpoint.index import Piece
 from megatron.checkpoint.reader import tensor_key
 from megatron.checkpoint.region import Region
 from megatron.checkpoint.source import Source
-from megatron.config import CheckpointConfig, RunConfig, TokenizerConfig
+from megatron.config import CheckpointConfig, PrecisionConfig, RunConfig, TokenizerConfig
 
 
 def write_checkpoint(
@@ -87,7 +87,14 @@ def run_of(source: Source, moments: bool = True) -> RunConfig:
     source knows it."""
     vocab_size = source.model.unpadded_vocab_size
     assert vocab_size is not None
-    run = source.run or RunConfig(tokenizer=source.tokenizer or TokenizerConfig())
+    run = source.run
+    if run is None:
+        # What it is stored in is what it will be exported in.
+        dtype = source.dtype(source.names()[0])
+        run = RunConfig(
+            tokenizer=source.tokenizer or TokenizerConfig(),
+            precision=PrecisionConfig(bf16=dtype == "bfloat16", fp16=dtype == "float16"),
+        )
     checkpoint = dataclasses.replace(
         run.checkpoint, save_optim=run.checkpoint.save_optim and moments
     )

@@ -1,4 +1,4 @@
-"""Holds an exported model against the one that it was made of."""
+"""Holds a model of Hugging Face against one of ours."""
 
 from __future__ import annotations
 
@@ -7,13 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
 
 RTOL, ATOL = 1.3e-6, 1e-5
 """Largest relative and absolute difference of logits, those of torch.testing for float32."""
+WINDOW = 1024
+"""Sliding windows up to this many tokens are crossed."""
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,17 @@ class Comparison:
     dtype: torch.dtype
     agree: bool
 
+    def __str__(self) -> str:
+        dtype = str(self.dtype).removeprefix("torch.")
+        return (
+            f"logits of {self.tokens} tokens agree, largest difference {self.largest:.2g} of "
+            f"logits up to {self.magnitude:.3g} (computed in {dtype})"
+        )
+
 
 @torch.no_grad()
 def compare_logits(
-    ours: nn.Module, folder: Path, model: ModelConfig, seed: int = 1234
+    ours: nn.Module, folder: Path, model: ModelConfig, strict: bool = True, seed: int = 1234
 ) -> Comparison:
     """Compares logits on random tokens at the first and at the last positions of the model.
 
@@ -47,33 +56,21 @@ def compare_logits(
     Args:
         ours: maps token ids and positions, both int64 [B, S], to logits [B, S, V and maybe
             padding]; float32, on the CPU, and so again afterwards.
-        folder: the exported model.
+        folder: the model of Hugging Face.
         model: shape of the network.
+        strict: whether `transformers` must find all weights and no other in the folder.
         seed: seed of the tokens.
 
     Raises:
         CheckpointError: `transformers` finds weights missing or superfluous in the folder.
     """
-    from transformers import AutoModelForCausalLM
-
-    assert model.unpadded_vocab_size and model.max_position_embeddings
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True
-    )
-    theirs, report = loaded
-    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
-        if report[problem]:
-            names = ", ".join(map(str, sorted(report[problem])[:5]))
-            raise CheckpointError(f"transformers reports {problem} in {folder}: {names}")
-    length = min(128, model.max_position_embeddings)
-    random = torch.Generator().manual_seed(seed)
-    tokens_BS = torch.randint(model.unpadded_vocab_size, (2, length), generator=random)
-    starts_B1 = torch.tensor([[0], [model.max_position_embeddings - length]])
-    positions_BS = starts_B1 + torch.arange(length)
+    theirs = _load(folder, model, strict)
+    tokens_BS, positions_BS = _inputs(model, seed)
 
     def compared(dtype: torch.dtype) -> Comparison:
         ours_BSV = ours.to(dtype)(tokens_BS, positions_BS)[..., : model.unpadded_vocab_size]
-        theirs_BSV = theirs.to(dtype)(input_ids=tokens_BS, position_ids=positions_BS).logits
+        further = {} if _anywhere(model) else {"position_ids": positions_BS}
+        theirs_BSV = theirs.to(dtype)(input_ids=tokens_BS, **further).logits
         return Comparison(
             largest=float((ours_BSV - theirs_BSV).abs().max()),
             magnitude=float(ours_BSV.abs().max()),
@@ -82,9 +79,46 @@ def compare_logits(
             agree=bool(torch.isclose(theirs_BSV, ours_BSV, rtol=RTOL, atol=ATOL).all()),
         )
 
-    theirs.eval()
     result = compared(torch.float32)
     if not result.agree:
         result = compared(torch.float64)
         ours.float()
     return result
+
+
+def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
+    """The model of `transformers`, float32, for evaluation."""
+    from transformers import AutoModelForCausalLM
+
+    # torch's fused kernel does not bend scores.
+    further = {} if model.attn_logit_softcapping is None else {"attn_implementation": "eager"}
+    loaded: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **further
+    )
+    theirs, report = loaded
+    for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
+        if strict and report[problem]:
+            names = ", ".join(map(str, sorted(report[problem])[:5]))
+            raise CheckpointError(f"transformers reports {problem} in {folder}: {names}")
+    return theirs.eval()
+
+
+def _anywhere(model: ModelConfig) -> bool:
+    """Whether only distances count, so that their code takes no positions."""
+    return model.position_embedding_type in ("alibi", "none")
+
+
+def _inputs(model: ModelConfig, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and positions, int64 [2, S]."""
+    assert model.unpadded_vocab_size and model.max_position_embeddings
+    length, last = 128, model.max_position_embeddings
+    if model.sliding_window is not None and model.sliding_window <= WINDOW:
+        length = max(length, model.sliding_window + 64)
+    length = min(length, last)
+    # Longrope has other angles for long sequences: here the length of the sequence counts, there
+    # the last position does.
+    long = model.rope_scaling is not None and "longrope" in model.rope_scaling
+    random = torch.Generator().manual_seed(seed)
+    tokens_BS = torch.randint(model.unpadded_vocab_size, (2, length), generator=random)
+    second = 0 if long or _anywhere(model) else last - length
+    return tokens_BS, torch.tensor([[0], [second]]) + torch.arange(length)

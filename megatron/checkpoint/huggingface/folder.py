@@ -1,4 +1,4 @@
-"""An exported folder that is complete or absent."""
+"""A converted folder that is complete or absent."""
 
 from __future__ import annotations
 
@@ -12,19 +12,22 @@ from megatron.checkpoint.files import CheckpointError, sync_folder
 
 
 @contextmanager
-def published(output: Path, overwrite: bool, source: Path) -> Iterator[Path]:
+def published(
+    output: Path, overwrite: bool, source: Path, mark: str = "generation_config.json"
+) -> Iterator[Path]:
     """A temporary folder beside ``output`` that takes its place when the block ends well.
 
     Args:
         output: where the result is to be.
-        overwrite: whether an earlier export there may be replaced.
+        overwrite: whether an earlier result there may be replaced.
         source: folder that is being converted; never removed.
+        mark: file by which an earlier result is known.
 
     Raises:
         CheckpointError: ``output`` may not be replaced, or cannot be written.
     """
     output = output.resolve()
-    _check(output, overwrite, source.resolve())
+    _check(output, overwrite, source.resolve(), mark)
     temporary = output.with_name(f".{output.name}.incomplete")
     try:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -38,7 +41,7 @@ def published(output: Path, overwrite: bool, source: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _check(output: Path, overwrite: bool, source: Path) -> None:
+def _check(output: Path, overwrite: bool, source: Path, mark: str) -> None:
     if not output.exists():
         return
     if not output.is_dir():
@@ -51,10 +54,10 @@ def _check(output: Path, overwrite: bool, source: Path) -> None:
         )
     if source.is_relative_to(output) or output.is_relative_to(source):
         raise CheckpointError(f"--output {output} and the checkpoint {source} contain each other")
-    if not (output / "generation_config.json").is_file():
+    if not (output / mark).is_file():
         raise CheckpointError(
-            f"--output {output} holds no exported model (no generation_config.json), so "
-            "--overwrite does not replace it; name another folder"
+            f"--output {output} holds no converted model (no {mark}), so --overwrite does not "
+            "replace it; name another folder"
         )
 
 

@@ -8,79 +8,89 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.checkpoint.huggingface.table import Architecture, Entry, Requirement
+from megatron.checkpoint.huggingface.features import BIASES, LAYER_NORM, LEARNED, NOT_GATED
+from megatron.checkpoint.huggingface.parts import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    block,
+    head_width,
+    linear,
+    norm,
+    untied,
+    weight,
+)
+from megatron.checkpoint.huggingface.reorder import TRANSPOSED
+from megatron.checkpoint.huggingface.settings import Settings
+from megatron.checkpoint.huggingface.table import Architecture
 from megatron.config import ModelConfig
 
-_ACTIVATIONS = {"gelu_tanh": "gelu_new", "gelu_erf": "gelu", "squared_relu": "relu2"}
 
-
-def _untied(model: ModelConfig) -> bool:
-    return not model.tied
-
-
-def _heads_fill_width(model: ModelConfig) -> bool:
-    assert model.num_attention_heads and model.kv_channels
-    return model.num_attention_heads * model.kv_channels == model.hidden_size
-
-
-def _config(model: ModelConfig) -> dict[str, Any]:
+def _write(model: ModelConfig) -> dict[str, Any]:
+    hidden = model.hidden_size
+    assert hidden
     return {
-        "architectures": ["GPT2LMHeadModel"],
-        "model_type": "gpt2",
-        "vocab_size": model.unpadded_vocab_size,
         "n_positions": model.max_position_embeddings,
-        "n_embd": model.hidden_size,
+        "n_embd": hidden,
         "n_layer": model.num_layers,
         "n_head": model.num_attention_heads,
-        "n_inner": model.ffn_hidden_size,
-        "activation_function": _ACTIVATIONS[model.activation],
+        "n_inner": None if model.ffn_hidden_size == 4 * hidden else model.ffn_hidden_size,
+        "activation_function": ACTIVATION_NAMES[model.activation],
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
         "attn_pdrop": model.attention_dropout,
         "layer_norm_epsilon": model.norm_epsilon,
         "initializer_range": model.init_method_std,
-        "tie_word_embeddings": model.tied,
     }
 
 
-# fmt: off
+def _read(given: Settings) -> dict[str, Any]:
+    given.only("scale_attn_weights", (True,), "attention scores are always scaled here")
+    given.only("scale_attn_by_inverse_layer_idx", (False,), "all blocks scale scores alike here")
+    given.only("add_cross_attention", (False,), "there is no cross-attention here")
+    given.unused("reorder_and_upcast_attn", "n_ctx", "embd_pdrop", "predict_special_tokens")
+    hidden = given.whole(("n_embd", "hidden_size"), 768)
+    heads = given.whole(("n_head", "num_attention_heads"), 12)
+    return {
+        "hidden_size": hidden,
+        "ffn_hidden_size": given.optional_whole("n_inner") or 4 * hidden,
+        "num_layers": given.whole(("n_layer", "num_hidden_layers"), 12),
+        "num_attention_heads": heads,
+        "num_query_groups": heads,
+        "kv_channels": head_width(given, hidden, heads),
+        "max_position_embeddings": given.whole(("n_positions", "max_position_embeddings"), 1024),
+        "norm_epsilon": given.number("layer_norm_epsilon", 1e-5),
+        "hidden_dropout": given.number("resid_pdrop", 0.1),
+        "attention_dropout": given.number("attn_pdrop", 0.1),
+        "init_method_std": given.number("initializer_range", 0.02),
+        **given.choice("activation_function", "gelu_new", ACTIVATIONS),
+    }
+
+
 GPT2 = Architecture(
     title="GPT-2",
+    model_type="gpt2",
+    causal_lm="GPT2LMHeadModel",
     entries=(
-        Entry("embedding.word_embeddings.weight", ("transformer.wte.weight",)),
-        Entry("embedding.position_embeddings.weight", ("transformer.wpe.weight",)),
-        Entry("layers.{n}.attention_norm.weight", ("transformer.h.{n}.ln_1.weight",)),
-        Entry("layers.{n}.attention_norm.bias", ("transformer.h.{n}.ln_1.bias",)),
-        Entry("layers.{n}.attention.qkv.weight", ("transformer.h.{n}.attn.c_attn.weight",),
-              transposed=True),
-        Entry("layers.{n}.attention.qkv.bias", ("transformer.h.{n}.attn.c_attn.bias",)),
-        Entry("layers.{n}.attention.proj.weight", ("transformer.h.{n}.attn.c_proj.weight",),
-              transposed=True),
-        Entry("layers.{n}.attention.proj.bias", ("transformer.h.{n}.attn.c_proj.bias",)),
-        Entry("layers.{n}.mlp_norm.weight", ("transformer.h.{n}.ln_2.weight",)),
-        Entry("layers.{n}.mlp_norm.bias", ("transformer.h.{n}.ln_2.bias",)),
-        Entry("layers.{n}.mlp.up.weight", ("transformer.h.{n}.mlp.c_fc.weight",),
-              transposed=True),
-        Entry("layers.{n}.mlp.up.bias", ("transformer.h.{n}.mlp.c_fc.bias",)),
-        Entry("layers.{n}.mlp.down.weight", ("transformer.h.{n}.mlp.c_proj.weight",),
-              transposed=True),
-        Entry("layers.{n}.mlp.down.bias", ("transformer.h.{n}.mlp.c_proj.bias",)),
-        Entry("final_norm.norm.weight", ("transformer.ln_f.weight",)),
-        Entry("final_norm.norm.bias", ("transformer.ln_f.bias",)),
-        Entry("output_layer.weight", ("lm_head.weight",), when=_untied),
+        *weight("embedding.word_embeddings", "transformer.wte"),
+        *weight("embedding.position_embeddings", "transformer.wpe"),
+        *block(
+            "transformer.h.{n}",
+            norm("attention_norm", "ln_1"),
+            linear("attention.qkv", "attn.c_attn", form=TRANSPOSED),
+            linear("attention.proj", "attn.c_proj", form=TRANSPOSED),
+            norm("mlp_norm", "ln_2"),
+            linear("mlp.up", "mlp.c_fc", form=TRANSPOSED),
+            linear("mlp.down", "mlp.c_proj", form=TRANSPOSED),
+        ),
+        *norm("final_norm.norm", "transformer.ln_f"),
+        *weight("output_layer", "lm_head", when=untied),
     ),
-    requirements=(
-        Requirement(lambda m: m.position_embedding_type == "learned_absolute",
-                    "--position-embedding-type learned_absolute"),
-        Requirement(lambda m: m.normalization == "LayerNorm", "--normalization LayerNorm"),
-        Requirement(lambda m: not m.swiglu, "no --swiglu"),
-        Requirement(lambda m: m.add_bias_linear, "no --disable-bias-linear"),
-        Requirement(lambda m: m.num_query_groups == m.num_attention_heads,
-                    "--num-query-groups equal to --num-attention-heads"),
-        Requirement(_heads_fill_width,
-                    "--num-attention-heads times --kv-channels equal to --hidden-size"),
-    ),
-    config=_config,
+    requirements=(LEARNED, LAYER_NORM, NOT_GATED, BIASES),
+    features=frozenset(),
+    write=_write,
+    read=_read,
+    vocab_size=50257,
+    tied=True,
+    base_prefix="transformer.",
 )
-# fmt: on
 """The table of GPT-2."""

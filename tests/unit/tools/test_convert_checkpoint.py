@@ -3,15 +3,20 @@
 import dataclasses
 import importlib.util
 import json
+import shutil
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron.checkpoint.huggingface import GPT2, registry
+from megatron.checkpoint.huggingface import registry
+from megatron.checkpoint.huggingface.reorder import SAME
+from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import PrecisionConfig
+from megatron.conversion.to_hf import parse_size
 from megatron.tokenizer.null import NullTokenizer
 
 TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
@@ -89,11 +94,12 @@ def test_iteration_and_overwrite(tool, saved, tmp_path, random_gpt, gpt_config, 
 
 def test_other_logits_are_refused(tool, saved, tmp_path, monkeypatch):
     wrong = tuple(
-        dataclasses.replace(entry, transposed=False)
+        dataclasses.replace(entry, form=SAME)
         if entry.ours == "layers.{n}.attention.proj.weight" else entry
-        for entry in GPT2.entries
+        for entry in registry.GPT2.entries
     )  # fmt: skip
-    monkeypatch.setattr(registry, "ARCHITECTURES", (dataclasses.replace(GPT2, entries=wrong),))
+    table = dataclasses.replace(registry.GPT2, entries=wrong)
+    monkeypatch.setattr(registry, "ARCHITECTURES", (table,))
     with pytest.raises(SystemExit, match="computes other logits .* largest difference is") as error:
         tool.main(["to-hf", "--load", saved(), "--output", str(tmp_path / "hf")])
     assert isinstance(error.value.code, str)  # printed to stderr, exit status 1
@@ -122,7 +128,13 @@ def test_no_architecture(tool, saved, tmp_path):
     ("command_line", "message"),
     [
         ("", "no command: the commands are to-hf"),
-        ("from-hg", "from-hg: the commands are to-hf"),
+        ("from-hg", "from-hg: the commands are to-hf, from-hf"),
+        ("from-hf --output x", "--input is missing"),
+        ("from-hf --input x", "--output is missing"),
+        ("from-hf --input x --output y", "--input x: there is no such folder; name a"),
+        ("from-hf --input . --output y", "--input .: there is no config.json"),
+        ("to-hf --load x --output y --private", "--private speaks of the repository"),
+        ("to-hf --load x --output y --push-to-hub a/b/c", "--push-to-hub a/b/c: Repo id must"),
         ("to-hf --output x", "--load is missing"),
         ("to-hf --load x", "--output is missing"),
         ("to-hf --load x --output y", "x: there is no complete checkpoint"),
@@ -137,19 +149,155 @@ def test_bad_command_lines(tool, command_line, message, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_sizes(tool):
-    assert tool.parse_size("5GB") == 5 * 10**9
-    assert tool.parse_size("1.5 GiB") == 3 * 2**29
-    assert tool.parse_size("500mb") == 5 * 10**8
-    assert tool.parse_size("1234") == 1234
+def test_sizes():
+    assert parse_size("5GB") == 5 * 10**9
+    assert parse_size("1.5 GiB") == 3 * 2**29
+    assert parse_size("500mb") == 5 * 10**8
+    assert parse_size("1234") == 1234
 
 
 def test_without_transformers(tool, saved, tmp_path, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(SystemExit, match="pip install transformers"):
-        tool.main(["to-hf", "--load", "x", "--output", str(tmp_path / "hf")])
+    for arguments in (["to-hf", "--load", "x"], ["from-hf", "--input", "x"]):
+        with pytest.raises(SystemExit, match="pip install transformers"):
+            tool.main([*arguments, "--output", str(tmp_path / "hf")])
 
 
 def test_help_names_the_commands(tool, capsys):
     tool.main(["--help"])
     assert "to-hf" in capsys.readouterr().out
+
+
+@pytest.fixture
+def downloaded(tmp_path):
+    """Folders as they are downloaded."""
+
+    def make(name="theirs", tokenizer=True, **settings):
+        config = AutoConfig.for_model(
+            "qwen2", vocab_size=61, hidden_size=32, intermediate_size=48, num_hidden_layers=2,
+            num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=40,
+            bos_token_id=None, eos_token_id=None, **settings,
+        )  # fmt: skip
+        model = AutoModelForCausalLM.from_config(config)
+        generator = torch.Generator().manual_seed(3)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.add_(torch.randn(param.shape, generator=generator) * 0.15)
+        model.save_pretrained(tmp_path / name)
+        if tokenizer:
+            NullTokenizer(60).save_pretrained(tmp_path / name)
+            (tmp_path / name / "generation_config.json").write_text(
+                json.dumps({"eos_token_id": [60, 7], "temperature": 0.6, "do_sample": True})
+            )
+        return tmp_path / name
+
+    return make
+
+
+def test_there_and_back(tool, downloaded, tmp_path, capsys):
+    theirs, ours, back = downloaded(), tmp_path / "ours", tmp_path / "back"
+    tool.main(["from-hf", "--input", str(theirs), "--output", str(ours)])
+    *_, line, hint = capsys.readouterr().out.splitlines()
+    assert "Qwen2 of " in line and "17 parameters; logits of 80 tokens agree" in line
+    assert hint == f"train on it with --load {ours} --use-checkpoint-args"
+    assert sorted(path.name for path in ours.iterdir()) == [
+        "global_step0", "latest", "latest_checkpointed_iteration.txt",
+    ]  # fmt: skip
+    ours.rename(tmp_path / "moved")  # nothing in it says where it was
+    shutil.move(theirs, tmp_path / "elsewhere")
+    reader = CheckpointReader.newest(str(tmp_path / "moved"))
+    assert reader.state == {} and reader.model.add_qkv_bias
+    assert reader.tokenizer.tokenizer_model == str(
+        tmp_path / "moved" / "global_step0" / "tokenizer"
+    )
+    tool.main(["to-hf", "--load", str(tmp_path / "moved"), "--output", str(back)])
+    found, wanted = (
+        load_file(path / "model.safetensors") for path in (back, tmp_path / "elsewhere")
+    )
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    generation = json.loads((back / "generation_config.json").read_text())
+    assert generation == {"eos_token_id": [60, 7], "temperature": 0.6, "do_sample": True}
+    assert AutoConfig.from_pretrained(back).eos_token_id == [60, 7]
+    # transformers 5 makes Qwen2's tokenizer of any files beside a config.json of Qwen2.
+    assert "warning: in a folder with model_type qwen2, AutoTokenizer" in capsys.readouterr().out
+    tokenizer = PreTrainedTokenizerFast.from_pretrained(back)
+    assert tokenizer("3 7 59")["input_ids"] == [3, 7, 59]
+
+
+def test_from_hf_without_a_tokenizer_says_so(tool, downloaded, tmp_path, capsys):
+    theirs = downloaded(tokenizer=False)
+    tool.main(["from-hf", "--input", str(theirs), "--output", str(tmp_path / "ours")])
+    assert f"no tokenizer: {theirs} has no tokenizer files" in capsys.readouterr().out
+    assert not (tmp_path / "ours" / "global_step0" / "tokenizer").exists()
+    assert CheckpointReader.newest(str(tmp_path / "ours")).tokenizer is None
+
+
+def test_from_hf_in_several_files(tool, downloaded, tmp_path):
+    arguments = ["from-hf", "--input", str(downloaded()), "--output", str(tmp_path / "ours")]
+    tool.main([*arguments, "--max-shard-size", "20KB"])
+    assert len(list((tmp_path / "ours" / "global_step0").glob("weights-*.safetensors"))) > 2
+    with pytest.raises(SystemExit, match="ours is not empty; give --overwrite"):
+        tool.main(arguments)
+    tool.main([*arguments, "--overwrite"])
+    assert len(list((tmp_path / "ours" / "global_step0").glob("weights-*.safetensors"))) == 1
+
+
+def test_from_hf_refuses_other_logits(tool, downloaded, tmp_path, monkeypatch):
+    def exchanged(entry):
+        if entry.ours != "layers.{n}.attention.qkv.bias":
+            return entry
+        query, key, value = entry.theirs
+        return dataclasses.replace(entry, theirs=(query, value, key))
+
+    wrong = dataclasses.replace(
+        registry.QWEN2, entries=tuple(exchanged(entry) for entry in registry.QWEN2.entries)
+    )
+    monkeypatch.setattr(registry, "ARCHITECTURES", (wrong,))
+    with pytest.raises(SystemExit, match="other logits than transformers .* is not written"):
+        tool.main(
+            ["from-hf", "--input", str(downloaded()), "--output", str(tmp_path / "a" / "ours")]
+        )
+    assert not list((tmp_path / "a").iterdir())
+
+
+def test_from_hf_refuses_what_it_cannot_represent(tool, downloaded, tmp_path):
+    theirs = downloaded()
+    content = json.loads((theirs / "config.json").read_text())
+    (theirs / "config.json").write_text(json.dumps(content | {"hidden_act": "tanh"}))
+    with pytest.raises(SystemExit, match="config.json: hidden_act is 'tanh'"):
+        tool.main(["from-hf", "--input", str(theirs), "--output", str(tmp_path / "ours")])
+    assert [path.name for path in tmp_path.iterdir()] == ["theirs"]
+
+
+def test_a_forced_architecture(tool, saved, tmp_path):
+    arguments = ["to-hf", "--load", saved(llama=True), "--output", str(tmp_path / "hf")]
+    tool.main([*arguments, "--architecture", "mistral"])
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+    assert type(model).__name__ == "MistralForCausalLM" and model.config.sliding_window is None
+
+
+def test_push(tool, saved, tmp_path, monkeypatch, capsys):
+    """After the logits agree, the folder as it is; tests/unit/conversion has the client itself."""
+    pushed = []
+
+    def push(folder, repository, private):
+        pushed.append((folder, repository, private, sorted(p.name for p in folder.iterdir())))
+        return "https://hub/me/model"
+
+    monkeypatch.setattr("megatron.conversion.to_hf.push", push)
+    output = tmp_path / "hf"
+    arguments = ["to-hf", "--load", saved(), "--output", str(output), "--push-to-hub", "me/model"]
+    tool.main([*arguments, "--private"])
+    assert capsys.readouterr().out.splitlines()[-1] == "pushed to https://hub/me/model"
+    ((folder, repository, private, names),) = pushed
+    assert (folder, repository, private) == (output, "me/model", True)
+    assert "model.safetensors" in names and "tokenizer.json" in names
+
+    def refuse(*_):
+        raise OSError("no network")
+
+    monkeypatch.setattr("megatron.conversion.to_hf.push", refuse)
+    with pytest.raises(SystemExit, match="error: no network"):
+        tool.main([*arguments, "--overwrite"])
+    assert (output / "model.safetensors").exists()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatron.checkpoint.files import CheckpointError, write_json
-from megatron.checkpoint.huggingface import GPT2, architecture_of, write_model
+from megatron.checkpoint.huggingface import architecture_of, write_model
 from megatron.checkpoint.huggingface.compare import compare_logits
 from megatron.checkpoint.huggingface.export import plan_shards
 from megatron.checkpoint.huggingface.folder import published
@@ -38,7 +38,7 @@ def folder(tmp_path) -> Path:
 def test_one_file(llama, reader_of, folder):
     reader = reader_of(NullTokenizer(60), llama=llama)
     lines = []
-    write_model(reader, folder, "float32", 10**9, lines.append)
+    write_model(reader, folder, "float32", 10**9, progress=lines.append)
     assert sorted(path.name for path in folder.iterdir()) == [
         "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json",
@@ -53,6 +53,7 @@ def test_one_file(llama, reader_of, folder):
     assert stored.keys() == expected.keys()
     assert all(torch.equal(stored[name], expected[name]) for name in expected)
     assert any("tokenizer.json" in line for line in lines)
+    assert not any("warning" in line for line in lines)
 
 
 def test_rope_base_is_read_by_transformers(reader_of, folder):
@@ -64,7 +65,7 @@ def test_rope_base_is_read_by_transformers(reader_of, folder):
 
 def test_without_tokenizer_no_token_ids_are_made_up(reader_of, folder):
     lines = []
-    write_model(reader_of(), folder, "float32", 10**9, lines.append)
+    write_model(reader_of(), folder, "float32", 10**9, progress=lines.append)
     config = AutoModelForCausalLM.from_pretrained(folder).config
     assert config.bos_token_id is config.eos_token_id is None
     assert any("no tokenizer" in line for line in lines)
@@ -129,7 +130,8 @@ def test_no_more_than_a_shard_is_read_ahead(reader_of, folder, monkeypatch):
 
 
 def test_plan_keeps_order_and_size(gpt_config):
-    parameters = list(GPT2.parameters(gpt_config().model))
+    model = gpt_config().model
+    parameters = list(architecture_of(model).parameters(model))
     sizes = {parameter.ours: 10 + 7 * number for number, parameter in enumerate(parameters)}
     shards = list(plan_shards(parameters, sizes, 100))
     assert [parameter for shard in shards for parameter in shard] == parameters
@@ -203,6 +205,17 @@ def test_comparison_sees_the_last_positions(gpt_config, random_gpt, write_checkp
     assert not compare_logits(model, tmp_path / "hf", config.model).agree
 
 
+def test_comparison_crosses_a_sliding_window(gpt_config, random_gpt, write_checkpoint, tmp_path):
+    shape = {"llama": True, "max_position_embeddings": 400}
+    config = gpt_config(**shape, sliding_window=140)
+    reader = CheckpointReader(write_checkpoint(tmp_path / "save", config, random_gpt(config)))
+    (tmp_path / "hf").mkdir()
+    write_model(reader, tmp_path / "hf", "float32", 10**9)
+    assert compare_logits(random_gpt(config), tmp_path / "hf", config.model).agree
+    without = random_gpt(gpt_config(**shape))  # the same weights
+    assert not compare_logits(without, tmp_path / "hf", config.model).agree
+
+
 def test_comparison_refuses_missing_weights(reader_of, folder):
     reader = reader_of()
     write_model(reader, folder, "float32", 10**9)
@@ -255,7 +268,7 @@ def test_what_is_never_replaced(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("")
     with (
-        pytest.raises(CheckpointError, match="holds no exported model"),
+        pytest.raises(CheckpointError, match="holds no converted model"),
         published(tmp_path / "home", True, source),
     ):
         pass
