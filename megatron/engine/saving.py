@@ -5,49 +5,114 @@ from __future__ import annotations
 import json
 import shutil
 import tempfile
+import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from torch import Tensor
+import torch.distributed as dist
 
-from megatron.checkpoint.files import CheckpointError, sync_file, write_json
+from megatron.checkpoint.deepspeed.universal_writer import save_universal
+from megatron.checkpoint.files import (
+    CheckpointError,
+    Facts,
+    json_text,
+    sync_file,
+    sync_folder,
+    write_bytes,
+)
 from megatron.checkpoint.folder import (
     file_facts,
     incomplete_folder,
     publish,
     remove_incomplete,
+    tag,
 )
-from megatron.checkpoint.index import piece_of
-from megatron.checkpoint.reader import tensor_key
-from megatron.engine.agreement import any_rank
+from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.lock import FolderLock
+from megatron.checkpoint.retention import apply_retention
+from megatron.checkpoint.tensor_file import write_tensors
+from megatron.engine.agreement import first_reason
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.random_state import random_state
-from megatron.engine.state import fragments, loss_scaler_state, optimizer_step
+from megatron.engine.snapshot import HostBuffers, Part, own_part
+from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine
+from megatron.parallel.groups import Group
 
 _PIECES = "pieces-{rank:05d}.json"
 
 
 @dataclass(frozen=True)
+class SaveResult:
+    """How a save came out, alike on all ranks but for times, bytes and notes.
+
+    Attributes:
+        iteration: number of steps that it holds.
+        error: why there is no such checkpoint; None when there is.
+        stall_seconds: how long training stood still for it on this rank, the wait for an earlier
+            save included.
+        seconds: from its beginning until it was visible, or had failed.
+        bytes: size of its files, on the main process; elsewhere 0.
+        notes: what else the user should know.
+    """
+
+    iteration: int
+    error: CheckpointError | None
+    stall_seconds: float
+    seconds: float
+    bytes: int = 0
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class _Job:
+    """A save under way: nothing in it changes while training goes on."""
+
+    iteration: int
+    part: Part
+    state: dict[str, Any]
+
+
 class CheckpointWriter:
     """Writes checkpoints of one run.
 
-    Attributes:
+    Every rank must make one, and call the methods in the same order. With ``--async-save`` a thread
+    of each rank writes copies; those threads agree over a gloo group of their own, so that they
+    never meet the collectives of training.
+
+    Args:
         engine: whose state is saved.
         content: the completed DeepSpeed JSON.
         save_tokenizer: writes the tokenizer's files into a folder.
     """
 
-    engine: TrainEngine
-    content: Json
-    save_tokenizer: Callable[[Path], None]
+    def __init__(
+        self, engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
+    ) -> None:
+        self.engine, self.content, self.save_tokenizer = engine, content, save_tokenizer
+        self.options = engine.config.checkpoint
+        self.folder = Path(self.options.save or "")
+        self.main = engine.groups.world.rank == 0
+        self._device = engine.device
+        self._group: dist.ProcessGroup | None = None
+        self._thread: ThreadPoolExecutor | None = None
+        self._running: Future[SaveResult] | None = None
+        self._results: list[SaveResult] = []
+        if self.options.save and self.options.async_save:
+            self._thread = ThreadPoolExecutor(1, "checkpoint")
+            self._buffers = HostBuffers(engine.device)
+            self._device = torch.device("cpu")
+            if engine.groups.world.size > 1:
+                minutes = engine.config.parallel.distributed_timeout_minutes
+                timeout = timedelta(minutes=minutes)
+                self._group = dist.new_group(backend="gloo", timeout=timeout)
 
-    def save(self, iteration: int, counters: dict[str, Any]) -> Path:
-        """Saves a checkpoint; every rank must call it.
+    def save(self, iteration: int, counters: dict[str, Any]) -> None:
+        """Saves a checkpoint, or begins to in the background; :meth:`finished` says how it went.
 
         It becomes visible only when every rank has written its part. On an error on any rank the
         part-written folder is removed, and earlier checkpoints stay as they are.
@@ -55,119 +120,186 @@ class CheckpointWriter:
         Args:
             iteration: number of steps taken.
             counters: what the training loop needs to go on.
-
-        Raises:
-            CheckpointError: a rank could not write.
         """
-        save = Path(self.engine.config.checkpoint.save or "")
-        folder = incomplete_folder(save, iteration)
-        main = self.engine.groups.world.rank == 0
-
-        def prepare() -> None:
-            if main:
-                save.mkdir(parents=True, exist_ok=True)
-                remove_incomplete(save)
-                folder.mkdir()
-
-        def finish() -> None:
-            if main:
-                self._finish(save, folder, iteration, counters)
-
+        began = time.perf_counter()
+        self._wait()
         try:
-            for step in (prepare, lambda: self._write_own_part(folder), finish):
-                self._together(step, folder)
-        except CheckpointError:
-            if main:
-                shutil.rmtree(folder, ignore_errors=True)
-            raise
-        return folder
+            job = self._begin(iteration, counters)
+        except CheckpointError as error:
+            if self.main:
+                shutil.rmtree(incomplete_folder(self.folder, iteration), ignore_errors=True)
+            seconds = time.perf_counter() - began
+            self._results.append(SaveResult(iteration, error, seconds, seconds))
+        else:
+            if self._thread is None:
+                result = self._write(job, began)
+                stall = time.perf_counter() - began
+                self._results.append(replace(result, stall_seconds=stall))
+            else:
+                stall = time.perf_counter() - began
+                self._running = self._thread.submit(self._write, job, began, stall)
 
-    def _together(self, step: Callable[[], None], folder: Path) -> None:
+    def finished(self) -> list[SaveResult]:
+        """Saves that have come to an end since this was last asked."""
+        if self._running is not None and self._running.done():
+            self._wait()
+        found, self._results = self._results, []
+        return found
+
+    def close(self) -> list[SaveResult]:
+        """Waits for the save in the background, if there is one; the writer's last call.
+
+        Returns:
+            What :meth:`finished` would.
+        """
+        self._wait()
+        if self._thread is not None:
+            self._thread.shutdown()
+        return self.finished()
+
+    def _wait(self) -> None:
+        if self._running is not None:
+            self._results.append(self._running.result())
+            self._running = None
+
+    def _begin(self, iteration: int, counters: dict[str, Any]) -> _Job:
+        engine, folder = self.engine, incomplete_folder(self.folder, iteration)
+        jobs = []
+
+        def begin() -> None:
+            if self.main:
+                self.folder.mkdir(parents=True, exist_ok=True)
+                remove_incomplete(self.folder)
+                folder.mkdir()
+            state = {
+                "iteration": iteration,
+                **counters,
+                "optimizer_step": optimizer_step(engine),
+                "loss_scaler": loss_scaler_state(engine),
+                "world_size": engine.groups.world.size,
+            }
+            part = own_part(engine)
+            jobs.append(_Job(iteration, part if self._thread is None else self._copy(part), state))
+
+        self._together(begin)
+        return jobs[0]
+
+    def _copy(self, part: Part) -> Part:
+        return self._buffers.copy(part)
+
+    def _write(self, job: _Job, began: float, stall: float = 0.0) -> SaveResult:
+        """All of a save that needs nothing of the engine; the background thread's work."""
+        folder = incomplete_folder(self.folder, job.iteration)
+        error, size, notes = None, [0], list[str]()
+        try:
+            self._together(lambda: self._write_own_part(folder, job.part))
+            self._together(lambda: size.append(self._finish(folder, job) if self.main else 0))
+        except CheckpointError as caught:
+            error = caught
+            if self.main:
+                shutil.rmtree(folder, ignore_errors=True)
+        seconds = time.perf_counter() - began
+        if error is None and self.main:
+            notes = self._afterwards(job.iteration)
+        return SaveResult(job.iteration, error, stall, seconds, size[-1], tuple(notes))
+
+    def _together(self, step: Callable[[], object]) -> None:
         """Runs ``step`` on this rank and raises on all ranks if it failed on one."""
         error: Exception | None = None
         try:
             step()
         except Exception as caught:  # whatever it is, the other ranks must not wait for this one
             error = caught
-        if any_rank(error is not None, self.engine.device):
-            reason = f": {error}" if error is not None else " on another rank"
+        reason = None if error is None else str(error) or repr(error)
+        try:
+            found = first_reason(reason, self._device, self._group)
+        except RuntimeError as caught:  # a rank is gone, or took longer than the time limit
+            error, found = caught, reason or f"the ranks could not agree ({caught})"
+        if found is not None:
             raise CheckpointError(
-                f"saving to {folder.parent} failed{reason}; earlier checkpoints are untouched"
+                f"saving to {self.folder} failed: {found}; earlier checkpoints are untouched"
             ) from error
 
-    def _write_own_part(self, folder: Path) -> None:
-        engine, rank = self.engine, self.engine.groups.world.rank
-        options = engine.config.checkpoint
-        tensor = engine.groups.tensor
-        weights: dict[str, Tensor] = {}
-        moments: dict[str, Tensor] = {}
-        pieces: dict[str, list[Any]] = {}
-        for part in fragments(engine) if self._owns_state() else ():
-            if not engine.owns(part.param):
-                continue
-            files = {"weight": f"weights-{rank:05d}.safetensors"}
-            if options.save_optim:
-                files |= {kind: f"optimizer-{rank:05d}.safetensors" for kind in part.moments}
-            piece = piece_of(
-                part.shard, tensor.rank, tensor.size, part.start,
-                part.start + part.weight.numel(), files,
-            )  # fmt: skip
-            if piece is None:
-                continue
-            count = piece.end - piece.start
-            shape = piece.share_shape if piece.is_whole_share else (count,)
-            for kind in files:
-                values = part.weight if kind == "weight" else part.moments[kind]
-                target = weights if kind == "weight" else moments
-                values = values[:count].detach().to("cpu", torch.float32).contiguous()
-                target[tensor_key(part.name, kind, piece.part)] = values.view(shape)
-            pieces.setdefault(part.name, []).append(piece.to_json())
-        written = {
-            f"weights-{rank:05d}.safetensors": weights,
-            f"optimizer-{rank:05d}.safetensors": moments,
-            f"random-{rank:05d}.safetensors": random_state() if options.save_rng else {},
-        }
-        facts = {}
-        for name, tensors in written.items():
-            if tensors:
-                save_file(tensors, folder / name)
-                sync_file(folder / name)
-                facts[name] = file_facts(folder / name)
-        write_json(folder / _PIECES.format(rank=rank), {"pieces": pieces, "files": facts})
+    def _write_own_part(self, folder: Path, part: Part) -> None:
+        facts = {name: write_tensors(folder / name, found) for name, found in part.tensors.items()}
+        path = folder / _PIECES.format(rank=self.engine.groups.world.rank)
+        path.write_text(json.dumps({"pieces": part.pieces, "files": facts}))
 
-    def _owns_state(self) -> bool:
-        """At stage 0 all data-parallel ranks hold the same; the first one writes."""
-        return self.engine.stage > 0 or self.engine.data_rank == 0
-
-    def _finish(self, save: Path, folder: Path, iteration: int, counters: dict[str, Any]) -> None:
-        engine = self.engine
+    def _finish(self, folder: Path, job: _Job) -> int:
+        """Puts the ranks' parts together and makes the checkpoint visible; returns its bytes."""
         index: dict[str, list[Any]] = {}
-        facts: dict[str, Any] = {}
-        for rank in range(engine.groups.world.size):
+        facts: dict[str, Facts] = {}
+        for rank in range(self.engine.groups.world.size):
             path = folder / _PIECES.format(rank=rank)
             part = json.loads(path.read_text())
             for name, found in part["pieces"].items():
                 index.setdefault(name, []).extend(found)
             facts |= part["files"]
             path.unlink()
-        write_json(folder / "index.json", index)
-        write_json(folder / "config.json", engine.config.to_dict())
-        write_json(folder / "deepspeed.json", self.content)
-        state = {
-            "iteration": iteration,
-            **counters,
-            "optimizer_step": optimizer_step(engine),
-            "loss_scaler": loss_scaler_state(engine),
-            "world_size": engine.groups.world.size,
-        }
-        write_json(folder / "state.json", state)
+        for name, content in {
+            "index.json": index,
+            "config.json": self.engine.config.to_dict(),
+            "deepspeed.json": self.content,
+            "state.json": job.state,
+        }.items():
+            facts[name] = write_bytes(folder / name, json_text(content).encode())
         self.save_tokenizer(folder / "tokenizer")
         for path in sorted(folder.rglob("*")):
             name = str(path.relative_to(folder))
-            if path.is_file() and name not in facts:
+            if path.is_dir():
+                sync_folder(path)
+            elif name not in facts:
                 sync_file(path)
                 facts[name] = file_facts(path)
-        publish(save, iteration, facts)
+        publish(self.folder, job.iteration, facts)
+        return sum(int(entry["bytes"]) for entry in facts.values())
+
+    def _afterwards(self, iteration: int) -> list[str]:
+        """What follows a save and cannot undo it: the universal copy, and older ones' deletion."""
+        notes, options = [], self.options
+        if options.save_universal:
+            try:
+                source = open_checkpoint(self.folder / tag(iteration))
+                save_universal(source, self.folder, 3 if self.engine.stage == 3 else 1)
+            except (OSError, CheckpointError) as error:
+                notes.append(f"--save-universal: no universal copy of it: {error}")
+        return notes + apply_retention(
+            self.folder, iteration, options.keep_last, options.keep_every
+        )
+
+
+def hold_folder(
+    save: str | None, world: Group, device: torch.device, say: Callable[[str], None]
+) -> FolderLock | None:
+    """Takes the right to save into a folder, for the run, and clears what killed runs left half
+    written or half deleted there; every rank must call it.
+
+    Args:
+        save: the folder; None for a run that does not save.
+        world: all ranks; the first takes it.
+        device: where their collectives work.
+        say: called with a line for the user.
+
+    Returns:
+        What keeps other runs out, on the first rank; None on others.
+
+    Raises:
+        CheckpointError: another run is saving there, or the folder cannot be written to.
+    """
+    if save is None:
+        return None
+    lock, reason = None, None
+    if world.rank == 0:
+        try:
+            lock = FolderLock(Path(save), say)
+            remove_incomplete(Path(save))
+        except CheckpointError as error:
+            reason = str(error)
+        except OSError as error:
+            reason = str(_cannot_write(save, error))
+    if first_reason(reason, device) is not None:
+        raise CheckpointError(reason or f"--save {save}: the main process says what is wrong")
+    return lock
 
 
 def check_writable(save: str) -> None:
@@ -181,7 +313,10 @@ def check_writable(save: str) -> None:
         with tempfile.TemporaryFile(dir=save) as probe:
             probe.write(b"probe")
     except OSError as error:
-        raise CheckpointError(
-            f"--save {save}: cannot write there ({error.strerror}); name a folder that you can "
-            "write to"
-        ) from None
+        raise _cannot_write(save, error) from None
+
+
+def _cannot_write(save: str, error: OSError) -> CheckpointError:
+    return CheckpointError(
+        f"--save {save}: cannot write there ({error.strerror}); name a folder that you can write to"
+    )

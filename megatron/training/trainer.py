@@ -11,15 +11,17 @@ from megatron.data.build import GPTDatasets
 from megatron.data.loader import MicroBatches
 from megatron.engine.agreement import any_rank
 from megatron.engine.build import build_engine
+from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
 from megatron.engine.program import ModelProgram, StepResult
-from megatron.engine.saving import CheckpointWriter
+from megatron.engine.saving import hold_folder
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import resume
 from megatron.training.metrics import EvaluationMetrics, StepMetrics
 from megatron.training.plan import TrainingPlan
-from megatron.training.report import Reporter
+from megatron.training.report import Reporter, say
 from megatron.training.run import Run
+from megatron.training.saves import Saves
 from megatron.training.signals import StopRequest
 
 
@@ -51,14 +53,16 @@ class Trainer:
         self.stop = StopRequest(run.config.training.exit_duration_in_mins, run.launched)
         self.device = training_device()
         self.plan = TrainingPlan(self.config)
+        save = self.config.checkpoint.save
+        self.lock = hold_folder(save, groups.world, self.device, say)
         checkpoint = resume.locate(self.config.checkpoint)
         self.engine = build_engine(self.config, run.content, program, groups, self.device)
-        self.writer = CheckpointWriter(self.engine, run.content, run.tokenizer.save_pretrained)
+        writer = checkpoint_writer(self.engine, run.content, run.tokenizer.save_pretrained)
         begin = resume.load(self.engine, self.plan, checkpoint)
         self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
-        self.saved_at: int | None = None
         self._valid: MicroBatches | None = None
         self.report = Reporter(run, self.plan, groups, self.device, begin)
+        self.saves = Saves(writer, self.report)
         self.meter = self.report.meter()
 
     def fit(self) -> None:
@@ -66,13 +70,18 @@ class Trainer:
 
         Raises:
             TrainingStopped: the loss or the gradients are not finite.
+            CheckpointError: the last save failed.
         """
         with self.stop, contextlib.closing(self.report):
-            reason = None if self.config.training.skip_train else self._train()
-            if reason is None:
-                self._evaluate_at_end()
-            else:
-                self.report.say(f"stopped by {reason} after iteration {self.iteration}")
+            with contextlib.closing(self.saves):
+                reason = None if self.config.training.skip_train else self._train()
+                if reason is None:
+                    self._evaluate_at_end()
+                else:
+                    self.report.say(f"stopped by {reason} after iteration {self.iteration}")
+            self.saves.check_last()
+        if self.lock is not None:
+            self.lock.release()
         # Not after an error: it waits for the device, and the device perhaps for another rank.
         self.engine.close()
 
@@ -83,6 +92,7 @@ class Trainer:
         reason = None
         while self.iteration < self.plan.train_iters and reason is None:
             self._step(batches)
+            self.saves.tell_finished()
             logging = self.config.logging
             if self.iteration % logging.log_interval == 0 or self._at_end():
                 self.report.interval(self.meter, self.iteration, self.consumed_samples)
@@ -183,10 +193,4 @@ class Trainer:
         self._evaluate("test")
 
     def _save(self) -> None:
-        options = self.config.checkpoint
-        if not options.save or self.saved_at == self.iteration:
-            return
-        counters = {"consumed_samples": self.consumed_samples}
-        self.writer.save(self.iteration, counters)
-        self.saved_at = self.iteration
-        self.report.say(f"saved checkpoint at iteration {self.iteration} to {options.save}")
+        self.saves.save(self.iteration, self.consumed_samples)

@@ -124,6 +124,7 @@ class JsonLinesWriter:
             else:
                 _set_aside(path)
         self._file = path.open("a", encoding="utf-8")
+        self._warned = False
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         row: dict[str, Any] = {
@@ -133,12 +134,24 @@ class JsonLinesWriter:
             "consumed_tokens": tokens,
         }
         row |= {name: _json_number(value) for name, value in values.items()}
-        self._file.write(json.dumps(row, allow_nan=False) + "\n")
-        # A reader, or a kill a moment later, finds whole lines.
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
+            # A reader, or a kill a moment later, finds whole lines.
+            self._file.flush()
+        except OSError as error:
+            self._warn(error)
 
     def close(self) -> None:
-        self._file.close()
+        try:
+            self._file.close()
+        except OSError as error:
+            self._warn(error)
+
+    def _warn(self, error: OSError) -> None:
+        """A full disk is no reason to end a run; the rows are held until there is room again."""
+        if not self._warned:
+            log.getLogger(__name__).warning("%s: %s", self._file.name, error.strerror)
+        self._warned = True
 
 
 class TensorBoardWriter:

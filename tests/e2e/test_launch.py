@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -53,7 +54,8 @@ def run(launcher, *flags, **options):
 
 
 def rows(save):
-    lines = (save / "metrics.jsonl").read_text().splitlines()
+    # A line that is just being written has no end yet.
+    lines = (save / "metrics.jsonl").read_text().rpartition("\n")[0].splitlines()
     return [row for row in map(json.loads, lines) if row["kind"] == "train"]
 
 
@@ -73,8 +75,7 @@ def test_three_launchers_train_alike(tmp_path):
 def wait_for_step(save, process, step=3):
     deadline = time.time() + 120
     while time.time() < deadline:
-        path = save / "metrics.jsonl"
-        if path.exists() and len(path.read_text().splitlines()) >= step:
+        if (save / "metrics.jsonl").exists() and len(rows(save)) >= step:
             return
         assert process.poll() is None, process.stdout.read()
         time.sleep(0.05)
@@ -119,6 +120,40 @@ def test_killed_run_resumes_from_the_last_save(tmp_path):
     assert done.returncode == 0, done.stderr
     assert f"at iteration {saved}" in done.stdout
     assert not list(tmp_path.glob(".global_step*"))
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A file system of one megabyte: two of these models' checkpoints, and no third."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=1m", "none", disk]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("only the superuser can mount a small file system")
+    yield disk
+    subprocess.run(["umount", "-l", disk], check=True)
+
+
+@pytest.mark.parametrize("mode", [[], ["--async-save"]])
+def test_a_disk_fills_during_a_run(small_disk, mode):
+    """Two saves succeed; the others say what is wrong, and the run with them at its end. With room
+    for one more the same command goes on."""
+    flags = ["--save", small_disk, "--load", small_disk, "--save-interval", 2, *mode]
+    done = run("python", "--train-iters", 8, *flags)
+    assert done.returncode == 2, done.stdout + done.stderr
+    for step, there in ((2, True), (4, True), (6, False), (8, False)):
+        assert (f"saved checkpoint at iteration {step} " in done.stdout) == there
+        assert (f"WARNING: no checkpoint at iteration {step}" in done.stdout) != there
+    assert f"error: saving to {small_disk} failed: " in done.stderr
+    assert "No space left on device; earlier checkpoints are untouched" in done.stderr
+    assert (small_disk / "latest").read_text() == "global_step4\n"
+    assert not list(small_disk.glob(".global_step*"))
+    shutil.rmtree(small_disk / "global_step2")
+    # Each save needs room beside the checkpoint that it supersedes, and makes room again.
+    done = run("python", "--train-iters", 10, *flags, "--keep-last", 1)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "at iteration 4" in done.stdout
+    assert [path.name for path in small_disk.glob("global_step*")] == ["global_step10"]
 
 
 def test_full_disk_keeps_the_last_checkpoint(tmp_path):

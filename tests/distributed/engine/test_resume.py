@@ -214,17 +214,6 @@ def printed(argv):
     return output.getvalue()
 
 
-def test_no_save_optim_is_weights_only(pool, tmp_path):
-    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
-    pool.run(1, train, [*flags, "--no-save-optim", "--no-save-rng"])
-    names = {path.name for path in (tmp_path / "global_step8").iterdir()}
-    assert not any(name.startswith(("optimizer", "random")) for name in names)
-    argv = [*flags, "--load", str(tmp_path), "--train-iters", "9"]
-    message = pool.run(1, refused, argv)[0]
-    assert "exp_avg" in message
-    assert "--no-load-optim" in message
-
-
 def test_another_optimizer_is_refused(pool, tmp_path):
     flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
     pool.run(1, train, [*flags, "--exit-interval", "2"])
@@ -313,29 +302,3 @@ def test_damage_is_refused_on_all_ranks(pool, tmp_path):
     path.write_bytes(bytes(content))
     messages = pool.run(2, refused, [*flags, "--load", str(tmp_path)])
     assert any("optimizer-00001.safetensors is damaged" in message for message in messages)
-
-
-def test_a_rank_that_cannot_write_leaves_the_last_checkpoint(pool, tmp_path):
-    """Rank 1 fails in the middle of a save; both ranks say so and the older one stays."""
-    flags = [*FLAGS, "--zero-stage", "1", "--save", str(tmp_path)]
-    pool.run(2, train, [*flags, "--exit-interval", "4"])
-    messages = pool.run(2, refused_while_full, [*flags, "--load", str(tmp_path)])
-    assert "No space left" in messages[1]
-    assert "another rank" in messages[0]
-    assert (tmp_path / "latest").read_text() == "global_step4\n"
-    assert not list(tmp_path.glob(".global_step*"))
-    assert pool.run(2, train, [*flags, "--load", str(tmp_path)])[0].iteration == STEPS
-
-
-def refused_while_full(argv):
-    """Like ``refused``, while rank 1's disk is full; for the pool."""
-    import os
-    from unittest import mock
-
-    def full(*args, **kwargs):
-        raise OSError(28, "No space left on device")
-
-    if os.environ["RANK"] == "1":
-        with mock.patch("megatron.engine.saving.save_file", full):
-            return refused(argv)
-    return refused(argv)

@@ -1,0 +1,125 @@
+"""The manifest of a checkpoint: size and SHA-256 of every file, and of the manifest itself."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path, PurePosixPath
+
+from megatron.checkpoint.contents import check_index, check_state
+from megatron.checkpoint.files import (
+    CheckpointError,
+    Facts,
+    checksum,
+    json_text,
+    parse_json,
+    read_bytes,
+    write_bytes,
+)
+
+MANIFEST = "manifest.json"
+_FORMAT = 2
+_BLANK = "0" * 64
+"""Stands in place of the manifest's own SHA-256 while that is computed."""
+_SHA256 = re.compile(r"[0-9a-f]{64}")
+_REQUIRED = ("config.json", "index.json", "state.json")
+
+
+def file_facts(path: Path) -> Facts:
+    """What the manifest says of a file."""
+    return {"bytes": path.stat().st_size, "sha256": checksum(path)}
+
+
+def write_manifest(folder: Path, facts: dict[str, Facts]) -> None:
+    """Writes a checkpoint's manifest, to the disk.
+
+    Args:
+        folder: the checkpoint, which has none yet.
+        facts: entry of every file, by its path in the folder.
+    """
+    content = {"format": _FORMAT, "files": dict(sorted(facts.items())), "sha256": _BLANK}
+    text = json_text(content)
+    write_bytes(folder / MANIFEST, text.replace(_BLANK, _digest(text)).encode())
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def manifest(folder: Path) -> dict[str, Facts]:
+    """Manifest entries of a checkpoint by file name.
+
+    Raises:
+        CheckpointError: there is no manifest, or it is damaged.
+    """
+    path = folder / MANIFEST
+    raw = read_bytes(path)
+    content = parse_json(path, raw)
+    if not isinstance(content, dict) or content.get("format") != _FORMAT:
+        raise CheckpointError(f"{path} is not a manifest of format {_FORMAT}")
+    own, files = content.get("sha256"), content.get("files")
+    text = raw.decode()
+    if (
+        not isinstance(own, str)
+        or not _SHA256.fullmatch(own)
+        or _digest(text.replace(own, _BLANK)) != own
+    ):
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that it names")
+    if not isinstance(files, dict) or not all(map(_is_entry, files.items())):
+        raise CheckpointError(f"{path}: its entries are not files with bytes and sha256")
+    for name in _REQUIRED:
+        if name not in files:
+            raise CheckpointError(f"{path} does not list {name}, which every checkpoint has")
+    return files
+
+
+def _is_entry(item: tuple[str, object]) -> bool:
+    name, facts = item
+    path = PurePosixPath(name)
+    return (
+        not path.is_absolute()
+        and ".." not in path.parts
+        and isinstance(facts, dict)
+        and isinstance(facts.get("bytes"), int)
+        and isinstance(facts.get("sha256"), str)
+    )
+
+
+def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
+    """Compares files with the manifest, and the index with it.
+
+    Args:
+        folder: a checkpoint.
+        share: check every ``shares``-th file only, from this one on, so that ranks can divide them;
+            the first share also checks the index and the counters.
+        shares: number of ranks that divide the files.
+
+    Raises:
+        CheckpointError: a file is missing, too short or long, or its checksum differs, or the
+            index's pieces are not all of each parameter; the message names the file.
+    """
+    files = manifest(folder)
+    for name, facts in list(files.items())[share::shares]:
+        check_file(folder / name, facts)
+    if share == 0:
+        check_index(folder, files)
+        check_state(folder)
+
+
+def check_file(path: Path, facts: Facts) -> None:
+    """Compares one file with its entry.
+
+    Raises:
+        CheckpointError: it is missing or differs.
+    """
+    try:
+        size = path.stat().st_size if path.is_file() else None
+        if size is None:
+            raise CheckpointError(f"{path} is missing")
+        if size != facts["bytes"]:
+            raise CheckpointError(f"{path} has {size} bytes, the manifest says {facts['bytes']}")
+        found = checksum(path)
+    except OSError as error:
+        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
+    if found != facts["sha256"]:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")

@@ -1,0 +1,137 @@
+"""Saves the folder of DeepSpeed's own engine: ``--checkpoint-format deepspeed``.
+
+Stock DeepSpeed resumes from it at the same layout, its ``ds_to_universal`` converts it, and
+``--load`` takes it at any layout. Beside DeepSpeed's files it holds this project's configuration
+and counters, which are also in the client state, so that they survive a conversion.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from deepspeed.runtime.pipe.module import PipelineModule
+from safetensors.torch import save_file
+
+from megatron.checkpoint.deepspeed.configuration import COUNTERS, RUN
+from megatron.checkpoint.deepspeed.layout import CONFIG, STATE, publish
+from megatron.checkpoint.deepspeed.universal_info import universal_info
+from megatron.checkpoint.files import CheckpointError, sync_file, write_json, write_text
+from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, tag
+from megatron.engine.deepspeed_json import Json
+from megatron.engine.pipeline_module import StageModule
+from megatron.engine.random_state import random_state
+from megatron.engine.saving import CheckpointWriter, SaveResult
+from megatron.engine.train_engine import TrainEngine
+
+
+class EngineFolderWriter(CheckpointWriter):
+    """Writes checkpoints of one run as DeepSpeed's engine does.
+
+    DeepSpeed's ranks wait for each other inside: an error on one of them (a full disk) leaves the
+    others there until their time limit, and the launcher ends the run. Earlier checkpoints stay.
+
+    Raises:
+        CheckpointError: ``--no-save-optim``, which DeepSpeed's folders cannot do.
+    """
+
+    _job: Any = None
+
+    def __init__(
+        self, engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
+    ) -> None:
+        super().__init__(engine, content, save_tokenizer)
+        if self.options.save and not self.options.save_optim:
+            raise CheckpointError(
+                "--checkpoint-format deepspeed does not go with --no-save-optim: its folders keep "
+                "weights and moments together; use --checkpoint-format safetensors"
+            )
+
+    def _write(self, job: Any, began: float, stall: float = 0.0) -> SaveResult:
+        self._job = job
+        return super()._write(job, began, stall)
+
+    def _write_own_part(self, folder: Path, part: Any) -> None:
+        write_engine_folder(self.engine, folder, self._job.state)
+
+    def _finish(self, folder: Path, job: Any) -> int:
+        final = self.folder / tag(job.iteration)
+        write_json(folder / CONFIG, self.engine.config.to_dict())
+        write_json(folder / "deepspeed.json", self.content)
+        write_json(folder / STATE, job.state)
+        self.save_tokenizer(folder / "tokenizer")
+        files = [path for path in folder.rglob("*") if path.is_file()]
+        for path in files:
+            sync_file(path)
+        size = sum(path.stat().st_size for path in files)
+        publish(folder, final, tracker=None)
+        write_text(self.folder / MEGATRON_TRACKER, f"{job.iteration}\n")
+        write_text(self.folder / TRACKER, f"{final.name}\n")
+        return size
+
+
+def checkpoint_writer(
+    engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
+) -> CheckpointWriter:
+    """The writer for ``--checkpoint-format``; see :class:`CheckpointWriter`."""
+    engine_folders = engine.config.checkpoint.checkpoint_format == "deepspeed"
+    writer = EngineFolderWriter if engine_folders else CheckpointWriter
+    return writer(engine, content, save_tokenizer)
+
+
+def write_engine_folder(engine: TrainEngine, folder: Path, state: dict[str, Any]) -> None:
+    """Writes what the ranks hold; every rank must call it.
+
+    Args:
+        engine: whose state is saved.
+        folder: a folder that is there.
+        state: counters; see :class:`megatron.checkpoint.source.Source`.
+
+    Raises:
+        OSError: a file cannot be written.
+    """
+    rank = engine.groups.world.rank
+    model, size = engine.config.model, engine.groups.tensor.size
+    client: dict[str, Any] = {
+        "iteration": state["iteration"],
+        "consumed_samples": state["consumed_samples"],
+        COUNTERS: state,
+        RUN: engine.config.to_dict(),
+        "universal_checkpoint_info": universal_info(model, size),
+    }
+    if engine.stage == 0:
+        names = {param: name for name, param in engine.engine.module.named_parameters()}
+        client["optimizer_parameters"] = [
+            names[param] for group in engine.optimizer.param_groups for param in group["params"]
+        ]
+    with _all_stages_saved(engine.engine.module):
+        engine.engine.save_checkpoint(
+            str(folder.parent), tag=folder.name, client_state=client, save_latest=False
+        )
+    if engine.config.checkpoint.save_rng:
+        save_file(random_state(), folder / f"random-{rank:05d}.safetensors")
+
+
+@contextlib.contextmanager
+def _all_stages_saved(module: Any) -> Iterator[None]:
+    """Has a pipeline module save all its stages' layers: DeepSpeed's knows one per process."""
+    if not isinstance(module, StageModule):
+        yield
+        return
+
+    def save_state_dict(*args: Any, **options: Any) -> None:
+        before = module._local_start, module._local_stop, module.forward_funcs
+        for run in module.runs.values():
+            module._set_bounds(run.first, run.first + len(run.steps))
+            layers: list[Any] = [getattr(step, "args", (step,))[0] for step in run.steps]
+            module.forward_funcs = layers
+            PipelineModule.save_state_dict(module, *args, **options)
+        module._local_start, module._local_stop, module.forward_funcs = before
+
+    module.save_state_dict = save_state_dict  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del module.save_state_dict

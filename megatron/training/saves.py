@@ -1,0 +1,75 @@
+"""When a save fails: training goes on, and the run fails if the last one did."""
+
+from __future__ import annotations
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.engine.saving import CheckpointWriter, SaveResult
+from megatron.training.report import Reporter
+
+
+class Saves:
+    """The saves of a run.
+
+    A failed save leaves the earlier checkpoints and is said; the next one may find room again. Only
+    when the newest attempt at the end of the run has failed, the run has.
+
+    Args:
+        writer: writes them.
+        report: says how they came out.
+    """
+
+    def __init__(self, writer: CheckpointWriter, report: Reporter) -> None:
+        self.writer, self.report = writer, report
+        self.error: CheckpointError | None = None
+        self._begun_at: int | None = None
+        self._samples: dict[int, int] = {}
+
+    def save(self, iteration: int, consumed_samples: int) -> None:
+        """Saves, or begins to; nothing without ``--save``, or if this step is saved already."""
+        if not self.writer.options.save or self._begun_at == iteration:
+            return
+        self._begun_at, self._samples[iteration] = iteration, consumed_samples
+        self.writer.save(iteration, {"consumed_samples": consumed_samples})
+        self.tell_finished()
+
+    def tell_finished(self) -> None:
+        """Says what has come to an end; asked after every step."""
+        for result in self.writer.finished():
+            self._tell(result)
+
+    def close(self) -> None:
+        """Waits for the last one."""
+        for result in self.writer.close():
+            self._tell(result)
+
+    def check_last(self) -> None:
+        """The end of a run.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        if self.error is not None:
+            raise self.error
+
+    def _tell(self, result: SaveResult) -> None:
+        self.error = result.error
+        if result.error is not None:
+            if self._begun_at == result.iteration:
+                self._begun_at = None  # may be tried again
+            self.report.say(f"WARNING: no checkpoint at iteration {result.iteration}")
+            self.report.say(f"WARNING: {result.error}")
+            return
+        rate = result.bytes / max(result.seconds, 1e-9)
+        self.report.say(
+            f"saved checkpoint at iteration {result.iteration} to {self.writer.options.save} | "
+            f"{result.bytes / 1e6:.1f} MB in {result.seconds:.2f} s ({rate / 1e6:.0f} MB/s) | "
+            f"save stall {1000 * result.stall_seconds:.0f} ms"
+        )
+        for note in result.notes:
+            self.report.say(f"WARNING: {note}")
+        values: dict[str, float | None] = {
+            "stall_seconds": result.stall_seconds,
+            "seconds": result.seconds,
+            "bytes": result.bytes,
+        }
+        self.report.save(result.iteration, self._samples[result.iteration], values)

@@ -1,0 +1,340 @@
+"""Universal checkpoints and DeepSpeed's own folders, against stock DeepSpeed."""
+
+import dataclasses
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from stock_gpt import (
+    DECAY,
+    FLAGS,
+    RATE,
+    VOCABULARY,
+    continue_plainly,
+    continue_training,
+    tokens,
+)
+from training_jobs import TINY, train
+
+from megatron.checkpoint.deepspeed.folder import DeepSpeedFolder
+from megatron.checkpoint.deepspeed.universal import UniversalFolder
+from megatron.checkpoint.deepspeed.universal_writer import save_universal
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.writer import write_checkpoint
+from megatron.model.gpt import build_gpt
+
+KINDS = ("weight", "exp_avg", "exp_avg_sq")
+STEPS = 4
+RUN = [*TINY, *FLAGS, "--train-iters", str(STEPS)]
+
+
+def tensors(source):
+    """Everything that a checkpoint holds, by ``name/kind``."""
+    return {
+        f"{name}/{kind}": source.tensor(name, kind)
+        for name in source.names()
+        for kind in source.kinds(name)
+    }
+
+
+def assert_same(found, wanted):
+    assert found.keys() == wanted.keys()
+    for key, values in wanted.items():
+        assert torch.equal(found[key], values), key
+
+
+@pytest.fixture(scope="module")
+def saved(pool, tmp_path_factory):
+    """A checkpoint of the stock network, trained here."""
+    save = tmp_path_factory.mktemp("saved")
+    pool.run(2, train, [*RUN, "--zero-stage", "1", "--save", str(save)])
+    return CheckpointReader.newest(str(save))
+
+
+@pytest.mark.parametrize(
+    ("stage", "size", "tp", "rows", "steps"),
+    [
+        pytest.param(1, 2, 1, 100, 4, id="zero1-dp2"),
+        pytest.param(2, 2, 1, 104, 4, id="zero2-dp2"),
+        pytest.param(3, 2, 1, 104, 4, id="zero3-dp2"),
+        pytest.param(1, 2, 2, 100, 4, id="zero1-tp2"),
+        pytest.param(1, 4, 2, 112, 4, id="zero1-tp2-dp2"),
+    ],
+)
+def test_stock_deepspeed_loads_universal(pool, saved, tmp_path, stage, size, tp, rows, steps):
+    folder = save_universal(saved, tmp_path, stage)
+    results = pool.run(size, continue_training, str(folder), stage, rows, tp, steps)
+    wanted = tensors(saved)
+    for rank in range(size):
+        for key, values in results[rank][1].items():
+            assert torch.equal(values, share_of(wanted[key], key, rows, tp, rank % tp)), key
+    losses, _ = continue_plainly(wanted, STEPS, steps, rows)
+    assert results[0][0] == pytest.approx(losses, rel=2e-6)
+
+
+def share_of(whole, key, rows, tp, rank):
+    """How Megatron's layers cut a parameter, written out."""
+    if "word_embeddings" in key:
+        padded = torch.cat([whole, whole.new_zeros(rows - len(whole), whole.shape[1])])
+        return padded.chunk(tp)[rank]
+    if "qkv" in key:
+        return torch.cat([part.chunk(tp)[rank] for part in whole.split([32, 16, 16])])
+    if ".up." in key:
+        return torch.cat([part.chunk(tp)[rank] for part in whole.chunk(2)])
+    if "proj.weight" in key or "down.weight" in key:
+        return whole.chunk(tp, 1)[rank]
+    return whole
+
+
+def train_and_save(argv, save):
+    """Trains, and saves the same state in both formats; for the pool."""
+    from megatron.engine.deepspeed_folder import EngineFolderWriter
+    from megatron.engine.environment import distributed
+    from megatron.parity.training import watched_trainer
+    from megatron.training.run import parse_run
+
+    run = parse_run(None, [*argv, "--save", save])
+    with distributed(run.config.parallel) as groups:
+        trainer = watched_trainer(run, groups, lambda result: None)
+        trainer.fit()
+        engine = trainer.engine
+        options = dataclasses.replace(engine.config.checkpoint, save=f"{save}/deepspeed")
+        engine.config = dataclasses.replace(engine.config, checkpoint=options)
+        writer = EngineFolderWriter(engine, run.content, run.tokenizer.save_pretrained)
+        writer.save(STEPS, {"consumed_samples": trainer.consumed_samples})
+        (result,) = writer.close()
+        assert result.error is None, result.error
+
+
+PIPELINE = ["--pipeline-model-parallel-size", "2", "--num-layers", "4"]
+LAYOUTS = {
+    "zero0-dp2": (2, ["--zero-stage", "0"]),
+    "zero1-dp2": (2, ["--zero-stage", "1"]),
+    "zero1-dp2-bf16": (2, ["--zero-stage", "1", "--bf16"]),
+    "zero1-bf16-fp32-sums": (
+        2,
+        ["--zero-stage", "1", "--bf16", "--accumulate-allreduce-grads-in-fp32"],
+    ),
+    "zero1-dp2-fp16": (2, ["--zero-stage", "1", "--fp16"]),
+    "zero2-dp2": (2, ["--zero-stage", "2"]),
+    "zero3-dp2": (2, ["--zero-stage", "3"]),
+    "zero1-tp2-sp": (
+        2,
+        ["--zero-stage", "1", "--tensor-model-parallel-size", "2", "--sequence-parallel"],
+    ),
+    "zero1-tp2-shared-kv": (
+        2,
+        ["--zero-stage", "1", "--tensor-model-parallel-size", "2", "--num-query-groups", "1"],
+    ),
+    "zero1-tp4-shared-kv": (
+        4,
+        ["--zero-stage", "1", "--tensor-model-parallel-size", "4", "--num-query-groups", "2"],
+    ),
+    "zero3-tp2-dp2": (4, ["--zero-stage", "3", "--tensor-model-parallel-size", "2"]),
+    "zero0-pp2": (2, [*PIPELINE, "--zero-stage", "0"]),
+    "zero1-pp2": (2, [*PIPELINE, "--zero-stage", "1"]),
+    "zero1-pp2-untied": (
+        2,
+        [*PIPELINE, "--zero-stage", "1", "--untie-embeddings-and-output-weights"],
+    ),
+    "zero0-pp2-interleaved": (
+        2,
+        [*PIPELINE, "--zero-stage", "0", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    "zero1-pp2-interleaved": (
+        2,
+        [*PIPELINE, "--zero-stage", "1", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    "zero1-tp2-pp2": (4, [*PIPELINE, "--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
+    "zero1-pp2-dp2": (4, [*PIPELINE, "--zero-stage", "1"]),
+}
+
+
+@pytest.fixture(scope="module")
+def both(pool, tmp_path_factory):
+    """A checkpoint in this project's format and one of DeepSpeed's, of the same state."""
+    made = {}
+
+    def make(layout):
+        if layout not in made:
+            size, flags = LAYOUTS[layout]
+            save = tmp_path_factory.mktemp(layout)
+            pool.run(size, train_and_save, [*RUN, *flags], str(save))
+            made[layout] = CheckpointReader.newest(str(save)), save / "deepspeed" / "global_step4"
+        return made[layout]
+
+    return make
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_engine_folder_reads_bitwise(both, layout):
+    own, folder = both(layout)
+    source = DeepSpeedFolder(folder)
+    assert_same(tensors(source), tensors(own))
+    assert source.state == own.state
+
+
+CONVERTED = ("zero1-dp2", "zero2-dp2", "zero3-dp2", "zero1-tp4-shared-kv", "zero1-tp2-pp2")
+"""Sample of every test run; `make proof` converts all that DeepSpeed does (it has no stage 0)."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(name, marks=() if name in CONVERTED else pytest.mark.proof)
+        for name in LAYOUTS
+        if "zero0" not in name
+    ],
+)
+def test_stock_converter_takes_engine_folders(both, tmp_path, layout):
+    """DeepSpeed's own ds_to_universal, strict, and what it wrote read back."""
+    own, folder = both(layout)
+    universal = tmp_path / "global_step4_universal"
+    command = "-m deepspeed.checkpoint.ds_to_universal --num_extract_workers 1"
+    subprocess.run(
+        [
+            *(sys.executable, *command.split(), "--num_merge_workers", "1"),
+            *("--input_folder", str(folder), "--output_folder", str(universal)),
+        ],
+        env=os.environ | {"DS_ACCELERATOR": "cpu", "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    source = UniversalFolder(UniversalFolder.locate(tmp_path, None))
+    assert_same(tensors(source), tensors(own))
+    assert source.state == own.state
+    assert source.run.model == own.model
+
+
+@pytest.mark.parametrize("stage", [1, 3])
+def test_universal_round_trip_is_bitwise(saved, tmp_path, stage):
+    folder = save_universal(saved, tmp_path, stage)
+    assert (tmp_path / "latest_universal").read_text().strip() == folder.name
+    UniversalFolder.verify(folder)
+    source = UniversalFolder(UniversalFolder.locate(tmp_path, "4"))
+    back = CheckpointReader(write_checkpoint(tmp_path / "own", source))
+    assert_same(tensors(back), tensors(saved))
+    assert back.state == {k: v for k, v in saved.state.items() if k != "world_size"}
+    assert back.config.model == saved.config.model
+
+
+ENGINE = ["--checkpoint-format", "deepspeed"]
+DRY = ["--attention-dropout", "0", "--hidden-dropout", "0"]
+"""Masks differ with sequence parallelism."""
+LONG = [*TINY, *FLAGS, "--train-iters", "8", "--num-layers", "4", *DRY]
+RESUMED = ("zero0-dp2", "zero1-dp2-fp16", "zero3-dp2", "zero1-pp2-interleaved")
+"""Sample of every test run."""
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [pytest.param(name, marks=() if name in RESUMED else pytest.mark.proof) for name in LAYOUTS],
+)
+def test_resume_from_engine_folders_is_bitwise(pool, tmp_path, layout):
+    size, flags = LAYOUTS[layout]
+    whole = pool.run(size, train, [*LONG, *flags])
+    argv = [*LONG, *flags, *ENGINE, "--save", str(tmp_path)]
+    first = pool.run(size, train, [*argv, "--exit-interval", "3"])
+    assert (tmp_path / "latest").read_text().strip() == "global_step3"
+    second = pool.run(size, train, [*argv, "--load", str(tmp_path)])
+    assert not list(tmp_path.glob(".*incomplete"))
+    for rank in range(size):
+        assert first[rank].losses + second[rank].losses == whole[rank].losses
+        for key, values in whole[rank].state.items():
+            assert np.array_equal(second[rank].state[key], values), key
+
+
+MOVES = [
+    ("zero1-dp2", "zero1-pp2"),
+    ("zero3-dp2", "zero1-tp2-sp"),
+    ("zero1-pp2", "zero3-dp2"),
+    ("zero0-pp2", "zero2-dp2"),
+]
+
+
+@pytest.mark.parametrize(("source", "target"), MOVES)
+def test_resume_from_engine_folders_at_another_layout(pool, tmp_path, source, target):
+    argv = [*LONG, *LAYOUTS[source][1], *ENGINE, "--save", str(tmp_path)]
+    pool.run(LAYOUTS[source][0], train, [*argv, "--exit-interval", "3"])
+    size, flags = LAYOUTS[target]
+    whole = pool.run(LAYOUTS[source][0], train, [*LONG, *LAYOUTS[source][1]])
+    moved = pool.run(size, train, [*LONG, *flags, "--load", str(tmp_path)])
+    assert moved[0].losses == pytest.approx(whole[0].losses[3:], rel=2e-5)
+
+
+def test_save_universal_and_resume_from_it(pool, tmp_path):
+    argv = [*RUN, "--zero-stage", "1", "--save", str(tmp_path), "--save-universal"]
+    pool.run(2, train, [*argv, "--exit-interval", "2"])
+    folder = UniversalFolder.locate(tmp_path, None)
+    assert folder.name == "global_step2_universal"
+    own = CheckpointReader.newest(str(tmp_path))
+    assert_same(tensors(UniversalFolder(folder)), tensors(own))
+    load = ["--zero-stage", "3", "--load", str(tmp_path)]
+    there = pool.run(2, train, [*RUN, *load])
+    for tag in (["--universal-checkpoint"], ["--load-tag", "global_step2_universal"]):
+        resumed = pool.run(2, train, [*RUN, *load, *tag])
+        assert resumed[0].losses == there[0].losses
+
+
+def continue_same_module(folder, steps):
+    """Loads an engine's folder by stock DeepSpeed into a module of the same layers, and trains on;
+    for the pool."""
+    from megatron.engine.environment import prepare_deepspeed
+
+    prepare_deepspeed()
+    import deepspeed
+    from deepspeed.utils import safe_get_full_fp32_param
+
+    deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
+    model = build_gpt(DeepSpeedFolder(Path(folder)).model)
+    params = list(model.parameters())
+    groups = [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": DECAY},
+        {"params": [p for p in params if p.dim() == 1], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=RATE)
+    settings = {
+        "train_batch_size": 4,
+        "train_micro_batch_size_per_gpu": 2,
+        "zero_optimization": {"stage": 1},
+        "zero_allow_untested_optimizer": True,
+    }
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
+    path, client = engine.load_checkpoint(str(Path(folder).parent))
+    assert path is not None and client["iteration"] == 4
+    held = {
+        f"{name}/weight": safe_get_full_fp32_param(param).clone()
+        for name, param in model.canonical_parameters()
+    }
+    for group, decay in zip(optimizer.param_groups, (DECAY, 0.0), strict=True):
+        group["lr"], group["weight_decay"] = RATE, decay
+    losses = []
+    for step in range(steps):
+        batch = tokens(step).chunk(2)[dist.get_rank()]
+        logits = engine(batch[:, :-1])[..., :VOCABULARY]
+        loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
+        engine.backward(loss)
+        engine.step()
+        dist.all_reduce(total := loss.detach().clone())
+        losses.append(float(total) / 2)
+    engine.destroy()
+    return losses, held
+
+
+def test_stock_deepspeed_resumes_from_engine_folders(pool, tmp_path):
+    flags = [*DRY, "--zero-stage", "1", "--clip-grad", "0", *ENGINE]
+    pool.run(2, train, [*RUN, *flags, "--save", str(tmp_path)])
+    folder = tmp_path / "global_step4"
+    wanted = tensors(DeepSpeedFolder(folder))
+    results = pool.run(2, continue_same_module, str(folder), 4)
+    for key, values in results[0][1].items():
+        assert torch.equal(values, share_of(wanted[key], key, 104, 1, 0)), key
+    losses, _ = continue_plainly(wanted, STEPS, 4, 104)
+    assert results[0][0] == pytest.approx(losses, rel=2e-6)

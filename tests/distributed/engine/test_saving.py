@@ -1,0 +1,209 @@
+"""Saves: in the background as in the foreground, on a disk that fails, and how many are kept."""
+
+import contextlib
+import io
+import json
+import os
+import re
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from training_jobs import TINY, train
+
+from megatron.checkpoint.folder import complete_tags, verify
+from megatron.engine import saving
+
+STEPS = 6
+FLAGS = [*TINY, "--train-iters", str(STEPS)]
+DP2 = ["--zero-stage", "1"]
+LAYOUTS = {
+    "zero0": (1, ["--zero-stage", "0"]),
+    "zero0-dp2": (2, ["--zero-stage", "0"]),
+    "zero1-dp2-fp16": (2, ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "65536"]),
+    "zero2-dp2-bf16": (2, ["--zero-stage", "2", "--bf16"]),
+    "zero3-dp2": (2, ["--zero-stage", "3"]),
+    "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
+    "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
+}
+SAMPLE = {"zero0", "zero1-dp2-fp16", "zero3-dp2"}
+
+
+def slowly(seconds=0.15):
+    """Writing takes longer than steps do, so that a background save sees the next ones."""
+    real = saving.write_tensors
+
+    def write(path, tensors):
+        time.sleep(seconds)
+        return real(path, tensors)
+
+    return mock.patch.object(saving, "write_tensors", write)
+
+
+def full(rank, iterations=None):
+    """One rank finds no room, at the given iterations or at all."""
+    real = saving.write_tensors
+
+    def write(path, tensors):
+        at = int(re.search(r"global_step(\d+)", str(path))[1])
+        if os.environ["RANK"] == str(rank) and (iterations is None or at in iterations):
+            raise OSError(28, "No space left on device")
+        return real(path, tensors)
+
+    return mock.patch.object(saving, "write_tensors", write)
+
+
+def run(argv, disk=contextlib.nullcontext, *args):
+    """Trains on such a disk; gives what was printed, and the error that ended the run, if any."""
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output), disk(*args):
+        try:
+            train(argv)
+        except ValueError as error:
+            return output.getvalue(), str(error)
+    return output.getvalue(), None
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in SAMPLE else pytest.param(n, marks=pytest.mark.proof) for n in LAYOUTS]
+)
+def test_background_saves_against_foreground_saves(pool, tmp_path, name):
+    """Every tensor of every step, although later steps run while it is written."""
+    size, layout = LAYOUTS[name]
+    flags = [*FLAGS, *layout, "--save-interval", "1"]
+    pool.run(size, run, [*flags, "--save", str(tmp_path / "a")])
+    results = pool.run(size, run, [*flags, "--save", str(tmp_path / "b"), "--async-save"], slowly)
+    assert [error for _, error in results] == [None] * size
+    for step in range(1, STEPS + 1):
+        theirs, ours = (tmp_path / run / f"global_step{step}" for run in "ab")
+        verify(ours)
+        names = sorted(path.name for path in theirs.iterdir() if path.is_file())
+        assert names == sorted(path.name for path in ours.iterdir() if path.is_file())
+        for file in (name for name in names if name.endswith(".safetensors")):
+            expected, found = load_file(theirs / file), load_file(ours / file)
+            assert found.keys() == expected.keys()
+            for key in expected:
+                assert np.array_equal(found[key], expected[key]), (step, file, key)
+        for file in ("state.json", "index.json"):
+            assert (theirs / file).read_text() == (ours / file).read_text()
+
+
+def announced(output):
+    return [int(number) for number in re.findall(r"saved checkpoint at iteration (\d+)", output)]
+
+
+def rows(save):
+    found = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
+    return [row for row in found if row["kind"] == "save"]
+
+
+def test_stall_is_measured_and_a_second_save_waits(pool, tmp_path):
+    flags = [*FLAGS, *DP2, "--save", str(tmp_path), "--async-save"]
+    output, _ = pool.run(2, run, [*flags, "--save-interval", "3"], slowly, 0.4)[0]
+    assert announced(output) == [3, 6]
+    assert re.search(r"saved checkpoint at iteration 3 .* MB in .* s .*save stall \d+ ms", output)
+    first, second = rows(tmp_path)
+    # Three files a rank. The first save stalls for the copy alone, the second waits for the first.
+    assert first["seconds"] > 1.2 > 0.6 > first["stall_seconds"]
+    assert second["stall_seconds"] > 0.5
+    assert first["bytes"] == sum(
+        path.stat().st_size
+        for path in (tmp_path / "global_step3").rglob("*")
+        if path.is_file() and path.name != "manifest.json"
+    )
+
+
+@pytest.mark.parametrize("mode", [[], ["--async-save"]])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_save_that_fails_is_said_and_training_goes_on(pool, tmp_path, mode, rank):
+    flags = [*FLAGS, *DP2, *mode, "--save", str(tmp_path), "--save-interval", "2"]
+    results = pool.run(2, run, flags, full, rank, [4])
+    assert [error for _, error in results] == [None, None]
+    output = results[0][0]
+    assert announced(output) == [2, 6]
+    assert "WARNING: no checkpoint at iteration 4" in output
+    assert f"rank {rank}: [Errno 28] No space left on device; earlier checkpoints are" in output
+    assert complete_tags(tmp_path) == ["global_step2", "global_step6"]
+    assert not list(tmp_path.glob(".global_step*"))
+
+
+@pytest.mark.parametrize("mode", [[], ["--async-save"]])
+def test_a_last_save_that_fails_fails_the_run(pool, tmp_path, mode):
+    """On every rank, with the reason that one has; the older checkpoint is resumed from."""
+    flags = [*FLAGS, *DP2, *mode, "--save", str(tmp_path), "--save-interval", "4"]
+    results = pool.run(2, run, flags, full, 1, [6])
+    for _, error in results:
+        assert f"saving to {tmp_path} failed: rank 1: [Errno 28] No space left" in error
+    assert announced(results[0][0]) == [4]
+    assert (tmp_path / "latest").read_text() == "global_step4\n"
+    assert not list(tmp_path.glob(".global_step*"))
+    output, error = pool.run(2, run, [*flags, "--load", str(tmp_path)])[0]
+    assert error is None and "global_step4 at iteration 4" in output and announced(output) == [6]
+
+
+def test_a_run_that_is_stopped_tries_once_more(pool, tmp_path):
+    """The save of the step at which it stops failed, for a moment; leaving tries again."""
+    flags = [*FLAGS, *DP2, "--save", str(tmp_path), "--save-interval", "4", "--exit-interval", "4"]
+    output, error = pool.run(2, run, flags, failing_once)[0]
+    assert error is None
+    assert "WARNING: no checkpoint at iteration 4" in output and announced(output) == [4]
+
+
+def failing_once():
+    real, failures = saving.publish, iter([OSError(5, "Input/output error")])
+
+    def publish(*args):
+        for error in failures:
+            raise error
+        return real(*args)
+
+    return mock.patch.object(saving, "publish", publish)
+
+
+def test_retention_during_a_run(pool, tmp_path):
+    flags = [*FLAGS, *DP2, "--save", str(tmp_path), "--save-interval", "1"]
+    pool.run(2, run, [*flags, "--keep-last", "2", "--keep-every", "3", "--async-save"])
+    assert complete_tags(tmp_path) == ["global_step3", "global_step5", "global_step6"]
+    assert not list(tmp_path.glob(".global_step*"))
+
+
+def test_nothing_is_deleted_for_a_save_that_failed(pool, tmp_path):
+    flags = [*FLAGS, *DP2, "--save", str(tmp_path), "--save-interval", "2", "--keep-last", "1"]
+    pool.run(2, run, flags, full, 0, [4, 6])
+    assert complete_tags(tmp_path) == ["global_step2"]
+
+
+@pytest.mark.parametrize("mode", [[], ["--async-save"]])
+def test_universal_twins(pool, tmp_path, mode):
+    flags = [*FLAGS, *DP2, *mode, "--save", str(tmp_path), "--save-interval", "3"]
+    output, error = pool.run(2, run, [*flags, "--save-universal", "--keep-last", "1"])[0]
+    assert error is None and "WARNING" not in output
+    assert sorted(path.name for path in tmp_path.glob("global_step*")) == [
+        "global_step6",
+        "global_step6_universal",
+    ]
+    assert (tmp_path / "latest_universal").read_text().strip() == "global_step6_universal"
+
+
+def test_no_save_optim_is_weights_only(pool, tmp_path):
+    flags = [*FLAGS, *DP2, "--save", str(tmp_path)]
+    pool.run(1, train, [*flags, "--no-save-optim", "--no-save-rng"])
+    names = {path.name for path in (tmp_path / "global_step6").iterdir()}
+    assert not any(name.startswith(("optimizer", "random")) for name in names)
+    _, message = pool.run(1, run, [*flags, "--load", str(tmp_path), "--train-iters", "9"])[0]
+    assert "exp_avg" in message and "--no-load-optim" in message
+
+
+def test_two_runs_do_not_save_into_one_folder(pool, tmp_path):
+    """The second is refused on all its ranks, before it has done anything."""
+    lock = saving.FolderLock(tmp_path)
+    try:
+        results = pool.run(2, run, [*FLAGS, *DP2, "--save", str(tmp_path)])
+        assert f"process {os.getpid()} on" in results[0][1] and "another --save" in results[0][1]
+        assert results[1][1] is not None
+        assert [path.name for path in tmp_path.iterdir()] == [".lock"]
+    finally:
+        lock.release()
+    assert pool.run(2, run, [*FLAGS, *DP2, "--save", str(tmp_path)])[0][1] is None

@@ -1,0 +1,143 @@
+"""The manifest protects the files, itself, and what it must list; the index tiles parameters."""
+
+import dataclasses
+import json
+import random
+
+import pytest
+
+from megatron.checkpoint.contents import tiles
+from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.folder import file_facts, manifest, verify
+from megatron.checkpoint.index import Piece
+from megatron.checkpoint.manifest import write_manifest
+
+
+@pytest.fixture
+def folder(tmp_path, gpt_config, random_gpt, write_checkpoint):
+    config = gpt_config()
+    return write_checkpoint(tmp_path / "save", config, random_gpt(config))
+
+
+def test_every_bit_of_the_manifest_counts(folder):
+    path = folder / "manifest.json"
+    content = path.read_bytes()
+    manifest(folder)
+    places = random.Random(3).sample(range(8 * len(content)), 400)
+    for place in [*places, 8 * len(content) - 1]:
+        flipped = bytearray(content)
+        flipped[place // 8] ^= 1 << place % 8
+        path.write_bytes(bytes(flipped))
+        with pytest.raises(CheckpointError, match="manifest.json"):
+            manifest(folder)
+    for changed in (content + b" ", content[:-1], content.replace(b"\n", b"\r\n")):
+        path.write_bytes(changed)
+        with pytest.raises(CheckpointError, match="manifest.json"):
+            manifest(folder)
+
+
+def rewritten(folder, change):
+    """Changes the entries and signs them again, as only a deliberate edit does."""
+    files = manifest(folder)
+    change(files)
+    (folder / "manifest.json").unlink()
+    write_manifest(folder, files)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda files: files.pop("index.json"), "does not list index.json"),
+        (lambda files: files.pop("state.json"), "does not list state.json"),
+        (lambda files: files.pop("weights-00000.safetensors"), "weights-00000.*does not list"),
+        (lambda files: files.update({"../x": {"bytes": 0, "sha256": ""}}), "entries"),
+        (lambda files: files.update({"/x": {"bytes": 0, "sha256": ""}}), "entries"),
+        (lambda files: files.update({"x": {"bytes": 0, "sha256": ""}}), "x is missing"),
+        (lambda files: files.update({"x": 3}), "entries"),
+        (lambda files: files["state.json"].update(bytes=5), "state.json has .* bytes"),
+        (lambda files: files["state.json"].update(sha256="0" * 64), "state.json is damaged"),
+        (lambda files: files["state.json"].pop("bytes"), "entries"),
+    ],
+)
+def test_edited_entries_are_refused(folder, change, message):
+    rewritten(folder, change)
+    with pytest.raises(CheckpointError, match=message):
+        verify(folder)
+
+
+@pytest.mark.parametrize(
+    "text", ["[]", "{}", '{"format": 1, "files": {}}', '{"format": 2, "files": {}}', "3"]
+)
+def test_other_json_is_no_manifest(folder, text):
+    (folder / "manifest.json").write_text(text)
+    with pytest.raises(CheckpointError, match="manifest.json"):
+        manifest(folder)
+
+
+NORM, UP = "final_norm.norm.weight", "layers.0.mlp.up.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda index: index.clear(), "lists no parameter"),
+        (lambda index: index[NORM].clear(), "no piece of final_norm"),
+        (lambda index: index[NORM].append(index[NORM][0]), "overlap"),
+        (lambda index: index[NORM][0].update(end=31), "overlap or leave a gap"),
+        (lambda index: index[NORM][0].update(start=1, end=33), "overlap or leave a gap"),
+        (lambda index: index[NORM][0].update(shape=[31]), "overlap or leave a gap"),
+        (lambda index: index[UP][0].update(dim=0, ranges=[[0, 47]]), "overlap or leave a gap"),
+        (lambda index: index[UP][0].update(dim=7, ranges=[[0, 48]]), "overlap or leave a gap|not"),
+        (lambda index: index[NORM][0].update(files={}), "differ in shape or kinds"),
+        (lambda index: index[NORM][0]["files"].update(weight="x"), "which the manifest does not"),
+        (lambda index: index[NORM][0].pop("start"), "is not an index"),
+        (lambda index: index[NORM][0].update(start="0"), "is not an index"),
+        (lambda index: index[NORM][0].update(ranges=3), "is not an index"),
+        (lambda index: index.update({NORM: 3}), "is not an index"),
+    ],
+)
+def test_indices_that_are_none(folder, change, message):
+    index = read_json(folder / "index.json")
+    change(index)
+    (folder / "index.json").write_text(json.dumps(index))
+    rewritten(folder, lambda files: files.update({"index.json": file_facts(folder / "index.json")}))
+    with pytest.raises(CheckpointError, match=f"index.json.*({message})"):
+        verify(folder)
+
+
+def piece(dim, ranges, start, end, shape=(8, 6)):
+    return Piece(shape, dim, tuple(ranges), start, end, {"weight": "file"})
+
+
+TILINGS = {
+    "whole": [piece(None, [], 0, 48)],
+    "runs": [piece(None, [], 0, 17), piece(None, [], 17, 48)],
+    "rows": [piece(0, [(0, 4)], 0, 24), piece(0, [(4, 4)], 0, 24)],
+    "columns": [piece(1, [(0, 3)], 0, 24), piece(1, [(3, 3)], 0, 24)],
+    "gate and up": [piece(0, [(0, 2), (4, 2)], 0, 24), piece(0, [(2, 2), (6, 2)], 0, 24)],
+    "rows and runs": [
+        piece(0, [(0, 5)], 11, 30),
+        piece(0, [(5, 3)], 0, 18),
+        piece(0, [(0, 5)], 0, 11),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", TILINGS)
+def test_tilings(name):
+    """Against marking each element: whole, and with any piece missing, doubled or moved."""
+    pieces = TILINGS[name]
+    assert tiles((8, 6), pieces)
+    for number, one in enumerate(pieces):
+        others = pieces[:number] + pieces[number + 1 :]
+        shorter = dataclasses.replace(one, end=one.end - 1)
+        moved = dataclasses.replace(one, start=one.start + 1, end=one.end + 1)
+        for wrong in (others, [*pieces, one], [*others, shorter], [*others, moved]):
+            assert not tiles((8, 6), wrong)
+
+
+def test_equal_sums_do_not_deceive():
+    """Two pieces that overlap have as many elements as two that do not."""
+    assert not tiles((8, 6), [piece(None, [], 0, 24), piece(None, [], 0, 24)])
+    assert not tiles((8, 6), [piece(0, [(0, 4)], 0, 24), piece(0, [(2, 4)], 0, 24)])
+    assert not tiles((8, 6), [piece(0, [(0, 4)], 0, 24), piece(1, [(0, 3)], 0, 24)])

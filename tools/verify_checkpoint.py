@@ -1,0 +1,73 @@
+#!/usr/bin/env python
+"""Looks whether checkpoints are whole.
+
+    python tools/verify_checkpoint.py checkpoints
+    python tools/verify_checkpoint.py checkpoints --all
+    python tools/verify_checkpoint.py checkpoints/global_step100 elsewhere/global_step200
+
+Of a folder of checkpoints it takes the one that --load would take, or all. Of this project's it
+compares size and SHA-256 of every file with the manifest, and that with itself; the pieces of every
+parameter must be all of it, and their tensors there. Of other formats it reads every tensor. The
+exit status is 1 when anything is damaged; the file is named.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from megatron.checkpoint.verification import Verdict, verify_all
+
+TITLES = ("checkpoint", "files", "MB", "tensors", "seconds", "")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    options = parser().parse_args(argv)
+    rows: list[tuple[str, ...]] = [TITLES]
+    errors = []
+    for path in options.folders:
+        verdicts = verify_all(path, options.all)
+        while True:
+            began = time.perf_counter()
+            verdict = next(verdicts, None)
+            if verdict is None:
+                break
+            rows.append(row(verdict, time.perf_counter() - began))
+            if verdict.error is not None:
+                errors.append(verdict.error)
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for words in rows:
+        first, *others = zip(words, widths, strict=True)
+        line = [first[0].ljust(first[1]), *(word.rjust(width) for word, width in others[:-1])]
+        print("  ".join([*line, words[-1]]).rstrip())
+    for error in errors:
+        print(f"damaged: {error}", file=sys.stderr)
+    return 1 if errors else 0
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument(
+        "folders", nargs="+", type=Path, metavar="DIR",
+        help="one checkpoint of any format, or a folder of several",
+    )  # fmt: skip
+    result.add_argument("--all", action="store_true", help="all checkpoints of each folder")
+    return result
+
+
+def row(verdict: Verdict, seconds: float) -> tuple[str, ...]:
+    return (
+        str(verdict.folder),
+        str(verdict.files),
+        f"{verdict.bytes / 1e6:.1f}",
+        str(verdict.parameters),
+        f"{seconds:.2f}",
+        "whole" if verdict.error is None else "DAMAGED",
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())
