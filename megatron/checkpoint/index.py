@@ -7,8 +7,6 @@ data-parallel ranks of ZeRO hold consecutive elements of one tensor-parallel ran
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,37 +43,6 @@ class Piece(Region):
             files=dict(content["files"]),
             part=content.get("part", ""),
         )
-
-
-def tile(pieces: Sequence[Piece]) -> bool:
-    """Whether pieces of one parameter hold each of its elements exactly once."""
-    shares: dict[tuple[int | None, tuple[tuple[int, int], ...]], list[Piece]] = {}
-    for piece in pieces:
-        if piece.shape != pieces[0].shape:
-            return False
-        shares.setdefault((piece.dim, piece.ranges), []).append(piece)
-    for members in shares.values():
-        runs = [(piece.start, piece.end) for piece in members]
-        if not _continuous(runs, math.prod(members[0].share_shape)):
-            return False
-    dims = {dim for dim, _ in shares}
-    if len(dims) != 1:
-        return False
-    (dim,) = dims
-    if dim is None:
-        return True
-    runs = [(start, start + length) for _, ranges in shares for start, length in ranges]
-    return _continuous(runs, pieces[0].shape[dim])
-
-
-def _continuous(runs: Sequence[tuple[int, int]], length: int) -> bool:
-    """Whether [start, end) runs cover 0 to ``length`` without gap or overlap."""
-    at = 0
-    for start, end in sorted(run for run in runs if run[0] != run[1]):
-        if start != at:
-            return False
-        at = end
-    return at == length
 
 
 def piece_of(

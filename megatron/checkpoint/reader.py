@@ -14,9 +14,10 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from megatron.checkpoint.contents import check_index
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.folder import complete_tags, find, manifest, verify
-from megatron.checkpoint.index import Piece, tile
+from megatron.checkpoint.index import Piece
 from megatron.checkpoint.region import Region
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, RunConfig, TokenizerConfig
@@ -51,9 +52,9 @@ class CheckpointReader(Source):
     title = "checkpoint of this project"
 
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
+        super().__init__(folder)
         self.files = manifest(folder)
-        self.state: dict[str, Any] = read_json(folder / "state.json")
+        self.state = read_json(folder / "state.json")
         try:
             self.config = RunConfig.from_dict(read_json(folder / "config.json"))
         except (TypeError, AttributeError) as error:
@@ -62,7 +63,7 @@ class CheckpointReader(Source):
             ) from None
         self.run, self.model = self.config, self.config.model
         self.tokenizer = self._tokenizer()
-        self.pieces = _read_index(folder / "index.json")
+        self.pieces = check_index(folder, self.files)
         self._open: dict[str, Any] = {}
 
     @classmethod
@@ -171,22 +172,6 @@ class CheckpointReader(Source):
         top = first // width
         rows = stored[top : -(-end // width)].reshape(-1)
         return rows[first - top * width : end - top * width]
-
-
-def _read_index(path: Path) -> dict[str, list[Piece]]:
-    try:
-        index = {
-            name: [Piece.from_json(piece) for piece in pieces]
-            for name, pieces in read_json(path).items()
-        }
-        for name, pieces in index.items():
-            if not tile(pieces):
-                raise CheckpointError(f"{path}: the pieces of {name} do not make up all of it")
-        return index
-    except CheckpointError:
-        raise
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        raise CheckpointError(f"{path} is not an index: {error!r}") from None
 
 
 SHAPING = (
