@@ -289,3 +289,8 @@ def _checkpoint(draft: Draft, world_size: int) -> None:
         f"{draft.show('async_save')} contradicts {draft.show('checkpoint_format')}: DeepSpeed "
         "writes its folders while training stands still",
     )
+    draft.check(
+        draft["save_optim"] or draft["checkpoint_format"] == "safetensors",
+        f"--no-save-optim contradicts {draft.show('checkpoint_format')}: DeepSpeed's folders keep "
+        "weights and moments together",
+    )

@@ -18,7 +18,7 @@ from safetensors.torch import save_file
 from megatron.checkpoint.deepspeed.configuration import COUNTERS, RUN
 from megatron.checkpoint.deepspeed.layout import CONFIG, STATE, publish
 from megatron.checkpoint.deepspeed.universal_info import universal_info
-from megatron.checkpoint.files import CheckpointError, sync_file, write_json, write_text
+from megatron.checkpoint.files import sync_file, write_json, write_text
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, tag
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.pipeline_module import StageModule
@@ -32,22 +32,9 @@ class EngineFolderWriter(CheckpointWriter):
 
     DeepSpeed's ranks wait for each other inside: an error on one of them (a full disk) leaves the
     others there until their time limit, and the launcher ends the run. Earlier checkpoints stay.
-
-    Raises:
-        CheckpointError: ``--no-save-optim``, which DeepSpeed's folders cannot do.
     """
 
     _job: Any = None
-
-    def __init__(
-        self, engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
-    ) -> None:
-        super().__init__(engine, content, save_tokenizer)
-        if self.options.save and not self.options.save_optim:
-            raise CheckpointError(
-                "--checkpoint-format deepspeed does not go with --no-save-optim: its folders keep "
-                "weights and moments together; use --checkpoint-format safetensors"
-            )
 
     def _write(self, job: Any, began: float, stall: float = 0.0) -> SaveResult:
         self._job = job

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import complete_tags
 from megatron.checkpoint.formats import FORMATS, Located, locate_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
@@ -125,13 +124,13 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Star
 def _protect_other_run(options: CheckpointConfig, origin: Origin | None) -> None:
     """Refuses to save among checkpoints of a run that this one does not continue."""
     save = Path(options.save or "")
-    known = complete_tags(save)
+    there = locate_checkpoint(save)
     continues = (
         origin is not None and origin.continues and origin.found.folder.parent.samefile(save)
     )
-    if known and not continues:
+    if there is not None and not continues:
         raise CheckpointError(
-            f"--save {save} holds {known[-1]}, which this run does not continue and would "
+            f"--save {save} holds {there.folder.name}, which this run does not continue and would "
             f"overwrite: give --load {save} to go on from there, or another --save"
         )
 

@@ -121,7 +121,7 @@ LAYOUTS = {
         2,
         ["--zero-stage", "1", "--bf16", "--accumulate-allreduce-grads-in-fp32"],
     ),
-    "zero1-dp2-fp16": (2, ["--zero-stage", "1", "--fp16"]),
+    "zero1-dp2-fp16": (2, ["--zero-stage", "1", "--fp16", "--initial-loss-scale", "1024"]),
     "zero2-dp2": (2, ["--zero-stage", "2"]),
     "zero3-dp2": (2, ["--zero-stage", "3"]),
     "zero1-tp2-sp": (
