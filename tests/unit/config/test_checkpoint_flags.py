@@ -29,6 +29,10 @@ def resolved(flags):
             "--save x --async-save --checkpoint-format deepspeed",
             "--async-save True contradicts --checkpoint-format deepspeed",
         ),
+        (
+            "--save x --no-save-optim --checkpoint-format deepspeed",
+            "--no-save-optim contradicts --checkpoint-format deepspeed",
+        ),
     ],
 )
 def test_refused(flags, message):
