@@ -117,6 +117,10 @@ def whole(states, tensor_size):
     return result
 
 
+def rtol(name):
+    return RTOL["bf16" if "bf16" in name else "float32"]
+
+
 def tensor_size(name):
     words = LAYOUTS[name][1].split()
     return int(words[words.index("--tensor-model-parallel-size") + 1]) if name[0] == "t" else 1
@@ -125,7 +129,7 @@ def tensor_size(name):
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory):
     """By source: where its checkpoint is, its tensors when it was saved, and the losses that one
-    process goes on with."""
+    process goes on with, which are those of the same run without a stop."""
     made = {}
 
     def make(name):
@@ -136,6 +140,9 @@ def saved(pool, tmp_path_factory):
             results = pool.run(size, run, [*FLAGS, *flags.split(), *stop])
             tensors = whole([after for _, after, _ in results], tensor_size(name))
             reference = pool.run(1, run, [*FLAGS, "--load", str(save)])[0][2]
+            unbroken = pool.run(size, run, [*FLAGS, *flags.split()])[0][2].losses
+            assert unbroken[:STOP] == results[0][2].losses
+            np.testing.assert_allclose(reference.losses, unbroken[STOP:], rtol=rtol(name))
             made[name] = save, tensors, reference.losses
         return made[name]
 
@@ -185,6 +192,5 @@ def test_any_layout_continues_any(pool, saved, table, source, target):
         assert torch.equal(loaded[key], values), key
     found = results[0][2].losses
     assert len(found) == END - STOP
-    rtol = RTOL["bf16" if "bf16" in target else "float32"]
-    np.testing.assert_allclose(found, losses, rtol=rtol)
+    np.testing.assert_allclose(found, losses, rtol=rtol(target))
     table[source, target] = float(np.max(np.abs(np.divide(found, losses) - 1)))

@@ -12,7 +12,7 @@ from megatron.checkpoint.files import CheckpointError, write_json
 from megatron.checkpoint.folder import file_facts, incomplete_folder, publish, verify
 from megatron.checkpoint.index import Piece, piece_of
 from megatron.checkpoint.reader import CheckpointReader, differences, tensor_key
-from megatron.checkpoint.region import region_of
+from megatron.checkpoint.region import Region, region_of
 from megatron.config import ModelConfig, RunConfig
 from megatron.parallel.shard import Shard
 
@@ -62,7 +62,10 @@ def write_checkpoint(save, iteration, tensor_size, data_size, apart=False):
                 continue
             for kind in KINDS:
                 share = shard.cut(wholes[name, kind], tensor_rank, tensor_size).reshape(-1)
-                stored[tensor_key(name, kind, piece.part)] = share[piece.start : piece.end].clone()
+                values = share[piece.start : piece.end].clone()
+                if piece.is_whole_share:
+                    values = values.view(piece.share_shape)
+                stored[tensor_key(name, kind, piece.part)] = values
             index.setdefault(name, []).append(piece.to_json())
         save_file(stored, folder / f"rank-{rank}.safetensors")
     write_json(folder / "index.json", index)
@@ -124,6 +127,15 @@ def test_a_region_needs_only_the_files_that_hold_it(tmp_path, cut):
         (folder / f"rank-{rank}.safetensors").unlink()
     found = CheckpointReader(folder).read(name, "exp_avg", region)
     assert torch.equal(found, shard.cut(whole, 1, 2).reshape(-1)[region.start : region.end])
+
+
+def test_parts_of_a_matrix_that_is_stored_in_its_shape(tmp_path):
+    name = "layers.0.attention.qkv.weight"
+    reader = CheckpointReader(write_checkpoint(tmp_path, 7, 1, 1))
+    whole = whole_tensors()[name, "exp_avg"].reshape(-1)
+    for start, end in ((0, 3), (7, 8), (10, 31), (5, 144)):
+        region = Region((24, 6), None, (), start, end)
+        assert torch.equal(reader.read(name, "exp_avg", region), whole[start:end])
 
 
 def test_unknown_parameter_is_refused(tmp_path):
