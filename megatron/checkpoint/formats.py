@@ -17,12 +17,13 @@ from megatron.checkpoint.source import Source
 
 FORMATS: tuple[type[Source], ...] = (
     CheckpointReader,
-    UniversalFolder,
     DeepSpeedFolder,
+    UniversalFolder,
     MegatronCheckpoint,
     HuggingFaceFolder,
 )
-"""The known formats, in the order in which they are tried."""
+"""The known formats, in the order in which they are tried. A universal checkpoint is a copy, which
+may be older than what it was made of."""
 
 
 class Located(NamedTuple):
@@ -90,12 +91,13 @@ def locate_checkpoint(
     return None
 
 
-def open_checkpoint(load: str | Path, wanted: str | None = None) -> Source:
+def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = True) -> Source:
     """Opens a checkpoint of any format.
 
     Args:
         load: one checkpoint, or a folder of several.
         wanted: a tag or an iteration; None for the newest.
+        verify: compare the files with their checksums first, where the format has them.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -103,4 +105,6 @@ def open_checkpoint(load: str | Path, wanted: str | None = None) -> Source:
     found = locate_checkpoint(load, wanted)
     if found is None:
         raise CheckpointError(f"{load}: there is no complete checkpoint")
+    if verify:
+        found.form.verify(found.folder)
     return found.open()

@@ -65,7 +65,11 @@ def apply_retention(
         A line about each checkpoint that could not be deleted; the others are gone all the same.
     """
     notes = []
-    for folder in superseded(save, newest, keep_last, keep_every):
+    try:
+        folders = superseded(save, newest, keep_last, keep_every)
+    except OSError as error:
+        return [f"{save} cannot be listed, nothing is deleted: {error.strerror}"]
+    for folder in folders:
         try:
             discard(folder)
         except OSError as error:

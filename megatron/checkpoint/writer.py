@@ -11,8 +11,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import sync_file, write_json
-from megatron.checkpoint.folder import file_facts, incomplete_folder, publish
+from megatron.checkpoint.files import CheckpointError, sync_file, write_json
+from megatron.checkpoint.folder import complete_tags, file_facts, incomplete_folder, publish
 from megatron.checkpoint.index import Piece
 from megatron.checkpoint.reader import tensor_key
 from megatron.checkpoint.region import Region
@@ -42,10 +42,15 @@ def write_checkpoint(
         The new checkpoint's folder.
 
     Raises:
-        CheckpointError: the source is damaged, or no model can be made of it.
+        CheckpointError: the source is damaged, no model can be made of it, or there are
+            checkpoints in ``save``.
         OSError: a file cannot be written; nothing is left behind.
     """
     source.require_model()
+    if save.is_dir() and (known := complete_tags(save)):
+        raise CheckpointError(
+            f"{save} holds {known[-1]}, which would no longer be the newest: name another folder"
+        )
     if iteration is None:
         iteration = source.state.get("iteration", 0)
     folder = incomplete_folder(save, iteration)

@@ -7,9 +7,11 @@ in between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TypeVar
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -64,8 +66,15 @@ def load_checkpoint(engine: TrainEngine, found: Located, weights_only: bool = Fa
         together(engine, lambda: load_optimizer(engine, source))
     path = found.folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
-        set_random_state(load_file(path))
+        together(engine, lambda: set_random_state(_random_state(path)))
     return source
+
+
+def _random_state(path: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(path)
+    except SafetensorError as error:
+        raise CheckpointError(f"{path}: {error}; --no-load-rng leaves it out") from None
 
 
 def together(engine: TrainEngine, step: Callable[[], T]) -> T:

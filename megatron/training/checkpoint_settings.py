@@ -38,6 +38,11 @@ def with_checkpoint(settings: Settings) -> Settings:
         raise ConfigError(f"{flag} needs --load, the checkpoint to take them from")
     origin = find_origin(options)
     if origin is None:
+        if arguments and "num_layers" not in settings:
+            raise ConfigError(
+                f"--use-checkpoint-args: there is no checkpoint in --load {options.load}, and no "
+                "--num-layers"
+            )
         return settings
     source = origin.found.open()
     if arguments:
@@ -63,7 +68,7 @@ def _arguments(source: Source) -> Settings:
 
 
 def _schedules(source: Source) -> Settings:
-    if source.run is None:
+    if source.run is None or source.run.optimizer.lr is None:
         raise ConfigError(
             f"--use-checkpoint-opt_param-scheduler: {source.folder} does not say what schedules "
             "its run had"

@@ -148,11 +148,11 @@ def _check_position(plan: TrainingPlan, loaded: Start) -> None:
 
 
 def changes(source: Source, wanted: RunConfig) -> list[str]:
-    """Values of model, data, training, optimizer and precision that differ, a line each; of the
-    model alone where the checkpoint says no more."""
+    """Values of model, data, tokenizer, training, optimizer and precision that differ, a line each;
+    of the model alone where no run of ours has trained it."""
     lines = []
-    parts = ("model", "training", "optimizer", "precision", "data")
-    for part in parts if source.run else parts[:1]:
+    parts = ("model", "training", "optimizer", "precision", "data", "tokenizer")
+    for part in parts if source.run and source.state else parts[:1]:
         old, new = getattr(source.run or source, part), getattr(wanted, part)
         for field in dataclasses.fields(old):
             before, after = getattr(old, field.name), getattr(new, field.name)

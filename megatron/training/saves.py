@@ -26,7 +26,13 @@ class Saves:
 
     def save(self, iteration: int, consumed_samples: int) -> None:
         """Saves, or begins to; nothing without ``--save``, or if this step is saved already."""
-        if not self.writer.options.save or self._begun_at == iteration:
+        if not self.writer.options.save:
+            return
+        if self._begun_at == iteration:
+            # It may have failed, and all ranks must come to know it alike.
+            for result in self.writer.finished(wait=True):
+                self._tell(result)
+        if self._begun_at == iteration:
             return
         self._begun_at, self._samples[iteration] = iteration, consumed_samples
         self.writer.save(iteration, {"consumed_samples": consumed_samples})

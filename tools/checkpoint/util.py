@@ -89,6 +89,12 @@ def reshape(argv: Sequence[str]) -> None:
         set_vocabulary(source, config.true_vocab_size)
     tensor, pipeline = sizes_of(source)
     if config.saver == "safetensors":
+        for flag, value in (
+            ("--target-tensor-parallel-size", config.target_tensor_parallel_size),
+            ("--target-pipeline-parallel-size", config.target_pipeline_parallel_size),
+        ):
+            if value is not None:
+                print(f"{flag} {value} is accepted and not used: any layout loads what is written")
         print(f"{write_checkpoint(save, source, progress=print)}: any layout loads it with --load")
         return
     tensor = config.target_tensor_parallel_size or tensor

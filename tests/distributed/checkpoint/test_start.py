@@ -86,6 +86,35 @@ def test_schedules_of_the_checkpoint(pool, tmp_path):
     assert "needs --load" in message
 
 
+def test_schedules_of_converted_weights(pool, tmp_path, pretrained):
+    """No run has trained them: there are none to take, and none to differ from."""
+    source = open_checkpoint(pretrained)
+    source.state, source.run = {}, None
+    write_checkpoint(tmp_path / "weights", source, moments=False)
+    argv = [*FLAGS, "--load", str(tmp_path / "weights")]
+    message = pool.run(1, refused, [*argv, "--use-checkpoint-opt_param-scheduler"])[0]
+    assert "does not say what schedules" in message
+    assert "differs from the checkpoint's run: lr" not in pool.run(1, printed, argv)[0]
+
+
+def test_damaged_random_state_is_named_on_all_ranks(pool, tmp_path):
+    """DeepSpeed's folders have no checksums."""
+    flags = [*FLAGS, "--checkpoint-format", "deepspeed", "--save", str(tmp_path)]
+    pool.run(2, train, [*flags, "--exit-interval", "2"])
+    path = tmp_path / "global_step2" / "random-00001.safetensors"
+    path.write_bytes(path.read_bytes()[:100])
+    load = [*flags, "--load", str(tmp_path)]
+    messages = pool.run(2, refused, load)
+    assert str(path) in messages[1] and "--no-load-rng" in messages[1]
+    assert "another rank" in messages[0]
+    assert pool.run(2, train, [*load, "--no-load-rng"])[0].iteration == STEPS
+
+
+def test_arguments_of_no_checkpoint(pool, tmp_path):
+    argv = ["--load", str(tmp_path / "typo"), "--use-checkpoint-args", "--micro-batch-size", "1"]
+    assert "there is no checkpoint in --load" in pool.run(1, refused, argv)[0]
+
+
 def test_a_model_with_more_rows_than_tokens(pool, tmp_path):
     """As Qwen's have: the checkpoint's rows stay, if the user says so."""
     pool.run(1, train, [*FLAGS, "--vocab-size", "120", "--save", str(tmp_path)])

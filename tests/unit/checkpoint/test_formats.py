@@ -2,6 +2,8 @@
 
 import pytest
 
+from megatron.checkpoint.deepspeed.folder import DeepSpeedFolder
+from megatron.checkpoint.deepspeed.universal import UniversalFolder
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.formats import FORMATS, locate_checkpoint, open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
@@ -44,6 +46,31 @@ def test_a_file_of_no_format(tmp_path):
     path.write_text("not a checkpoint")
     with pytest.raises(CheckpointError, match=r"notes\.txt is a file"):
         locate_checkpoint(path)
+
+
+def test_a_universal_copy_does_not_hide_newer_folders_of_the_engine(tmp_path):
+    """Otherwise every restart would go back to the step of the copy."""
+    for step in (2, 4):
+        (tmp_path / f"global_step{step}").mkdir()
+        (tmp_path / f"global_step{step}" / "mp_rank_00_model_states.pt").touch()
+    (tmp_path / "global_step2_universal" / "zero").mkdir(parents=True)
+    (tmp_path / "latest").write_text("global_step4")
+    (tmp_path / "latest_universal").write_text("global_step2_universal")
+    assert locate_checkpoint(tmp_path) == (DeepSpeedFolder, tmp_path / "global_step4")
+    copy = (UniversalFolder, tmp_path / "global_step2_universal")
+    assert locate_checkpoint(tmp_path, "global_step2_universal") == copy
+    asked = sorted(FORMATS, key=lambda form: not form.universal)
+    assert locate_checkpoint(tmp_path, None, asked) == copy
+
+
+def test_opening_compares_checksums(save):
+    path = save / "global_step6" / "weights-00000.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-9] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"weights-00000\.safetensors is damaged"):
+        open_checkpoint(save)
+    open_checkpoint(save, verify=False)
 
 
 def test_titles_are_different():

@@ -77,6 +77,16 @@ def test_weights_alone(tmp_path, source):
     assert not list(found.folder.glob("optimizer-*"))
 
 
+def test_other_checkpoints_are_not_pushed_aside(tmp_path, source):
+    folder = write(tmp_path, source)
+    before = (folder / "manifest.json").read_bytes()
+    for iteration in (2, 4, 9):
+        with pytest.raises(CheckpointError, match="holds global_step4"):
+            write(tmp_path, source, iteration)
+    assert (folder / "manifest.json").read_bytes() == before
+    assert (tmp_path / "latest").read_text() == "global_step4\n"
+
+
 def test_a_failure_leaves_nothing(tmp_path, source):
     class Damaged(InMemory):
         def tensor(self, name, kind="weight"):

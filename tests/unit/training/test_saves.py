@@ -1,0 +1,65 @@
+"""What a run does about saves that fail."""
+
+import pytest
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.config import CheckpointConfig
+from megatron.engine.saving import SaveResult
+from megatron.training.saves import Saves
+
+
+class Writer:
+    """Fails every save; its result is there at once, or only when it is waited for."""
+
+    def __init__(self, quick, fails=True):
+        self.options = CheckpointConfig(save="somewhere")
+        self.quick, self.fails = quick, fails
+        self.saves, self.pending = [], []
+
+    def save(self, iteration, counters):
+        self.saves.append(iteration)
+        error = CheckpointError("the disk is full") if self.fails else None
+        self.pending.append(SaveResult(iteration, error, 0.0, 0.0))
+
+    def finished(self, wait=False):
+        if not (wait or self.quick):
+            return []
+        found, self.pending = self.pending, []
+        return found
+
+    def close(self):
+        return self.finished(wait=True)
+
+
+class Report:
+    def say(self, text):
+        pass
+
+    def save(self, iteration, samples, values):
+        pass
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_ranks_agree_on_saving_again(fails):
+    """A stop at a step that is being saved: whether this rank has heard of the failure already must
+    not decide, since saving is collective."""
+    entered = []
+    for quick in (True, False):
+        writer = Writer(quick, fails)
+        saves = Saves(writer, Report())
+        saves.save(4, 16)
+        saves.save(4, 16)
+        entered.append(writer.saves)
+    assert entered[0] == entered[1] == ([4, 4] if fails else [4])
+
+
+def test_only_the_last_failure_fails_the_run():
+    writer = Writer(quick=True)
+    saves = Saves(writer, Report())
+    saves.save(2, 8)
+    with pytest.raises(CheckpointError, match="disk is full"):
+        saves.check_last()
+    writer.fails = False
+    saves.save(4, 16)
+    saves.close()
+    saves.check_last()
