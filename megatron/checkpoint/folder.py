@@ -24,6 +24,7 @@ import contextlib
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError, Facts, stage_text, sync_folder
@@ -31,7 +32,8 @@ from megatron.checkpoint.manifest import MANIFEST, file_facts, manifest, verify,
 
 __all__ = [
     "MANIFEST", "MEGATRON_TRACKER", "TRACKER", "complete_tags", "discard", "file_facts", "find",
-    "incomplete_folder", "manifest", "publish", "remove_incomplete", "tag", "verify",
+    "incomplete_folder", "manifest", "publish", "remove_incomplete", "replace_folder",
+    "standing_in", "tag", "verify",
 ]  # fmt: skip
 
 TRACKER = "latest"
@@ -55,8 +57,26 @@ def incomplete_folder(save: Path, iteration: int) -> Path:
     return save / f".{tag(iteration)}.incomplete"
 
 
-def _replaced_folder(save: Path, name: str) -> Path:
-    return save / f".{name}.replaced"
+def _replaced_folder(final: Path) -> Path:
+    return final.parent / f".{final.name}.replaced"
+
+
+def standing_in(final: Path) -> Path | None:
+    """The old checkpoint of a name, where a killed save left none under the name itself.
+
+    Args:
+        final: the name; nothing is there, an empty folder, or this format's without a manifest.
+
+    Returns:
+        None when there is no old one, or another has taken its place.
+    """
+    replaced = _replaced_folder(final)
+    if not replaced.is_dir():
+        return None
+    if final.is_dir() and any(final.iterdir()):
+        half = (final / "index.json").is_file() and not (final / MANIFEST).is_file()
+        return replaced if half else None
+    return replaced
 
 
 def remove_incomplete(save: Path) -> None:
@@ -66,7 +86,7 @@ def remove_incomplete(save: Path) -> None:
             shutil.rmtree(folder, ignore_errors=True)
     for folder in save.glob(".global_step*.replaced"):
         # Killed between two renames, a save leaves the only checkpoint of that name here.
-        if (save / folder.name[1:].removesuffix(".replaced")).exists():
+        if standing_in(save / folder.name[1:].removesuffix(".replaced")) is None:
             discard(folder)
     for tracker in (TRACKER, MEGATRON_TRACKER):
         for file in save.glob(f".{tracker}.*.tmp"):
@@ -100,13 +120,31 @@ def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
     Raises:
         OSError: a file cannot be written; the checkpoints are as they were.
     """
-    name = tag(iteration)
-    written, final, replaced = incomplete_folder(save, iteration), save / name, None
+    written, name = incomplete_folder(save, iteration), tag(iteration)
     write_manifest(written, facts)
-    trackers: dict[Path, Path] = {}
+    replace_folder(written, save / name, {MEGATRON_TRACKER: f"{iteration}", TRACKER: name})
+    return save / name
+
+
+def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> None:
+    """Gives a fully written folder of any format its name; what had the name before goes.
+
+    At every moment the old or the new folder is under the name or :func:`standing_in` for it.
+
+    Args:
+        written: the folder, beside ``final``; its files are on the disk.
+        final: its name from now on.
+        trackers: text of files beside it, by name, that are replaced once it is there.
+
+    Raises:
+        OSError: something cannot be renamed or written; what had the name has it again, unless
+            it was only a tracker that could not be replaced.
+    """
+    save, replaced = final.parent, None
+    staged: dict[Path, Path] = {}
     try:
-        for path, text in ((save / MEGATRON_TRACKER, f"{iteration}"), (save / TRACKER, name)):
-            trackers[path] = stage_text(path, f"{text}\n")
+        for name, text in trackers.items():
+            staged[save / name] = stage_text(save / name, f"{text}\n")
         sync_folder(written)
         replaced = _make_room(final)
         try:
@@ -116,25 +154,29 @@ def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
                 os.rename(replaced, final)
             raise
         sync_folder(save)
-        for path, staged in trackers.items():
-            os.replace(staged, path)
+        for path, text_file in staged.items():
+            os.replace(text_file, path)
         sync_folder(save)
     except OSError:
-        for staged in trackers.values():
-            staged.unlink(missing_ok=True)
+        for text_file in staged.values():
+            text_file.unlink(missing_ok=True)
         raise
     if replaced is not None:
         # The save has succeeded, whatever keeps the old folder from going.
         with contextlib.suppress(OSError):
             discard(replaced)
-    return final
 
 
 def _make_room(final: Path) -> Path | None:
     """Renames what has a new checkpoint's name already; returns where it is now."""
-    replaced = _replaced_folder(final.parent, final.name)
+    only_copy = standing_in(final)
+    if only_copy is not None:
+        if final.exists():
+            discard(final)
+        return only_copy
     if not final.exists():
-        return replaced if replaced.exists() else None
+        return None
+    replaced = _replaced_folder(final)
     if replaced.exists():
         discard(replaced)
     os.rename(final, replaced)
@@ -143,8 +185,8 @@ def _make_room(final: Path) -> Path | None:
 
 def _complete(save: Path, name: str) -> Path | None:
     """Where the checkpoint of a tag is, if it is complete."""
-    for folder in (save / name, _replaced_folder(save, name)):
-        if (folder / MANIFEST).is_file():
+    for folder in (save / name, standing_in(save / name)):
+        if folder is not None and (folder / MANIFEST).is_file():
             return folder
     return None
 

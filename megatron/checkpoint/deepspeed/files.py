@@ -30,6 +30,7 @@ from megatron.checkpoint.unpickle import load_pickle
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
 _MODEL_3 = re.compile(r"(?:(?:bf|fp)16_)?zero_pp_rank_0_mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:(?:bf|fp)16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_DATA_RANK = re.compile(r"zero_pp_rank_\d+_")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
 _MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
 
@@ -82,7 +83,6 @@ class EngineFiles:
         found: tuple[tuple[str, Collection[int]], ...] = (
             ("model states of model-parallel rank", self._models),
             ("optimizer states of model-parallel rank", self._optimizers),
-            *(("optimizer states of data rank", files) for files in self._optimizers.values()),
         )
         for what, ranks in found:
             if sorted(ranks) != list(range(len(ranks))):
@@ -95,8 +95,38 @@ class EngineFiles:
                 f"{folder} has model states of {len(self._models)} model-parallel ranks and "
                 f"optimizer states of {len(self._optimizers)}"
             )
+        self._check_data_ranks()
         self.tensor_size, self.pipeline_size = self._sizes()
         self._refuse_round_robin()
+
+    def _check_data_ranks(self) -> None:
+        """Each model-parallel rank has an optimizer file of every data rank, and no other."""
+        size = self._data_size()
+        for files in self._optimizers.values():
+            path = next(iter(files.values()))
+            for data_rank in range(size or max(files) + 1):
+                if data_rank not in files:
+                    name = _DATA_RANK.sub(f"zero_pp_rank_{data_rank}_", path.name)
+                    raise CheckpointError(
+                        f"{self.folder} has no {name}, the optimizer states of data rank "
+                        f"{data_rank}{f' of {size}' if size else ''}"
+                    )
+            if size and max(files) >= size:
+                raise CheckpointError(
+                    f"{files[max(files)]} is of another save: this one has {size} data ranks; "
+                    "move such files away"
+                )
+
+    def _data_size(self) -> int | None:
+        """Data-parallel size of the run by the files' own word; None where they do not say."""
+        if not self._optimizers:
+            return None
+        counts = self._zero(0, min(self._optimizers[0])).get("partition_count")
+        if isinstance(counts, Sequence):
+            # One per parameter group; groups of experts are on fewer ranks.
+            counts = max((int(count) for count in counts), default=None)
+        size = self.model_states().get("dp_world_size") if counts is None else counts
+        return None if size is None else int(size)
 
     def _sizes(self) -> tuple[int, int]:
         known = self.model_states().get("checkpoint_parallel_dimensions")
@@ -217,6 +247,9 @@ class EngineFiles:
             name: the folder's name.
             kind: ``weight`` or a moment.
             registered: see :meth:`names`.
+
+        Raises:
+            CheckpointError: the ZeRO files should have it, and have none or only some of it.
         """
         found = [self._share(tensor_rank, name, kind) for tensor_rank in range(self.tensor_size)]
         if all(share is not None for share in found):
@@ -238,11 +271,22 @@ class EngineFiles:
                     return None
                 flat = torch.cat([piece.float() for piece in pieces if piece is not None])
                 return self._shaped(rank, name, flat)
+            if name in self._updated(rank):
+                # The module's weights are a half-precision copy: no replacement for these.
+                raise CheckpointError(
+                    f"{self.folder}: {name} is in none of the ZeRO files of model-parallel rank "
+                    f"{rank}, whose optimizer updates it"
+                )
             if kind == "weight" and name in self._module(rank):
                 return self._module(rank)[name]
             if kind != "weight" and name in self._order(rank):
                 return self._unpartitioned(rank, name, kind)
         return None
+
+    def _updated(self, rank: int) -> Collection[str]:
+        """Parameters that the ZeRO files of a model-parallel rank must have: not frozen ones, whose
+        only copy is the module's."""
+        return self.shapes(rank) if self._optimizers.get(rank) else ()
 
     def _shaped(self, rank: int, name: str, flat: Tensor) -> Tensor:
         shape = self.shapes(rank).get(name)
@@ -263,6 +307,11 @@ class EngineFiles:
         else:
             values = _group_state(state, run.group).get(kind)
         if not isinstance(values, Tensor):
+            if kind == "weight":
+                raise CheckpointError(
+                    f"{self._optimizers[rank][run.data_rank]} has no float32 weights of group "
+                    f"{run.group}"
+                )
             return None
         if values.numel() < run.start + run.length:
             raise CheckpointError(

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError, sync_folder, write_text
-from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import TRACKER, replace_folder, standing_in
 
 UNIVERSAL_TRACKER = "latest_universal"
 UNIVERSAL_SUFFIX = "_universal"
@@ -37,6 +36,8 @@ def locate(
 ) -> Path | None:
     """Where a checkpoint is; see :meth:`megatron.checkpoint.source.Source.locate`.
 
+    Where a save was killed while it replaced one, that is the old one's hidden folder.
+
     Args:
         path: one checkpoint, or a folder of several.
         wanted: a tag or an iteration; None for the newest.
@@ -47,14 +48,18 @@ def locate(
     Raises:
         CheckpointError: there are some, but not the wanted one.
     """
-    if fits(path):
+    if folder := _standing(path, fits):
         tag = path.name
         if wanted not in (None, tag, tag.removeprefix("global_step").removesuffix(suffix)):
             raise CheckpointError(f"{path} is one checkpoint, and not {wanted}")
-        return path
+        return folder
     if not path.is_dir():
         return None
-    known = {child.name: child for child in path.iterdir() if child.name[0] != "." and fits(child)}
+    known = {
+        name: folder
+        for child in path.iterdir()
+        if (name := _tag(child.name)) and (folder := _standing(path / name, fits))
+    }
     if not known:
         return None
     listed = ", ".join(sorted(known, key=_newest_last))
@@ -70,6 +75,21 @@ def locate(
     if named not in known:
         raise CheckpointError(f"{file} names {named!r}, which is not in {path}; it has {listed}")
     return known[named]
+
+
+def _standing(final: Path, fits: Callable[[Path], bool]) -> Path | None:
+    """Where the checkpoint of a name is: there, or where a killed save has put it."""
+    if fits(final):
+        return final
+    replaced = standing_in(final)
+    return replaced if replaced is not None and fits(replaced) else None
+
+
+def _tag(name: str) -> str | None:
+    """The name for which a folder stands; None for what is being written or deleted."""
+    if not name.startswith("."):
+        return name
+    return name[1:].removesuffix(".replaced") if name.endswith(".replaced") else None
 
 
 def _newest_last(name: str) -> tuple[list[int], str]:
@@ -92,17 +112,8 @@ def publish(written: Path, final: Path, tracker: str | None = TRACKER) -> None:
         written: the folder; its files are on the disk.
         final: its name from now on; what had that name before is removed.
         tracker: file beside it that names the newest checkpoint; None leaves it alone.
+
+    Raises:
+        OSError: see :func:`megatron.checkpoint.folder.replace_folder`.
     """
-    sync_folder(written)
-    replaced = None
-    if final.exists():
-        replaced = final.with_name(f".{final.name}.replaced")
-        shutil.rmtree(replaced, ignore_errors=True)
-        os.rename(final, replaced)
-    os.rename(written, final)
-    sync_folder(final.parent)
-    if tracker is not None:
-        write_text(final.parent / tracker, f"{final.name}\n")
-    if replaced is not None:
-        # The save has succeeded, whatever keeps the old folder from going.
-        shutil.rmtree(replaced, ignore_errors=True)
+    replace_folder(written, final, {} if tracker is None else {tracker: final.name})

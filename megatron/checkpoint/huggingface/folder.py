@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError, sync_folder
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import replace_folder
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def published(
         raise CheckpointError(f"--output {output}: cannot write there: {error}") from None
     try:
         yield temporary
-        _replace(output, temporary)
+        replace_folder(temporary, output, {})
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -59,14 +59,3 @@ def _check(output: Path, overwrite: bool, source: Path, mark: str) -> None:
             f"--output {output} holds no converted model (no {mark}), so --overwrite does not "
             "replace it; name another folder"
         )
-
-
-def _replace(output: Path, written: Path) -> None:
-    """Renames ``written`` to ``output``; what was there is removed when that is done."""
-    replaced = output.with_name(f".{output.name}.replaced")
-    shutil.rmtree(replaced, ignore_errors=True)
-    if output.exists():
-        os.rename(output, replaced)
-    os.rename(written, output)
-    sync_folder(output.parent)
-    shutil.rmtree(replaced, ignore_errors=True)

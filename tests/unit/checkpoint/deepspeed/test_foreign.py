@@ -332,6 +332,77 @@ def test_universal_of_megatron_deepspeed(tmp_path, their_classes):
     check(source, tensors)
 
 
+def change(path, change_it):
+    """Saves a pickle again, changed."""
+    content = torch.load(path, weights_only=False)
+    change_it(content)
+    torch.save(content, path)
+
+
+def saying_its_size(folder, key, size):
+    """Has a folder's files say the data-parallel size, as DeepSpeed's do."""
+    if key == "partition_count":
+        for path in folder.glob("*optim_states.pt"):
+            change(path, lambda content: content["optimizer_state_dict"].update({key: size}))
+    else:
+        for path in folder.glob("mp_rank_*_model_states.pt"):
+            change(path, lambda content: content.update({key: size}))
+
+
+@pytest.mark.parametrize(
+    ("key", "size"), [("partition_count", [3]), ("partition_count", 3), ("dp_world_size", 3)]
+)
+@pytest.mark.parametrize("data_rank", [0, 1, 2])
+def test_the_missing_file_of_a_data_rank_is_named(tmp_path, their_classes, key, size, data_rank):
+    """Of the last one too, whose absence leaves no gap."""
+    folder, states = tmp_path / "a", bloom_states(their_classes.alibi)
+    write_folder(folder, BLOOM, "bloom", wholes(BLOOM), states, tensor=1, pipeline=2, data=3)
+    saying_its_size(folder, key, size)
+    DeepSpeedFolder(folder)
+    missing = f"bf16_zero_pp_rank_{data_rank}_mp_rank_01_optim_states.pt"
+    (folder / missing).unlink()
+    with pytest.raises(CheckpointError, match=rf"has no {missing}, .* data rank {data_rank} of 3"):
+        DeepSpeedFolder(folder)
+
+
+def test_optimizer_files_of_another_save_are_named(tmp_path, their_classes):
+    """DeepSpeed writes over a folder of the same tag, and more data ranks' files stay there."""
+    folder, states = tmp_path / "a", bloom_states(their_classes.alibi)
+    write_folder(folder, BLOOM, "bloom", wholes(BLOOM), states, tensor=1, pipeline=1, data=3)
+    saying_its_size(folder, "partition_count", [2])
+    with pytest.raises(CheckpointError, match="zero_pp_rank_2_mp_rank_00.*2 data ranks"):
+        DeepSpeedFolder(folder)
+
+
+@pytest.mark.parametrize("where", ["module", "layers"])
+def test_half_precision_never_replaces_what_zero_files_lack(tmp_path, their_classes, where):
+    """A parameter that lies wholly in a file that is not there: 16 bits of each of its weights
+    would be lost without a word. A frozen one has only the module's copy."""
+    folder, states = tmp_path / "a", bloom_states(their_classes.alibi)
+    tensors = wholes(BLOOM)
+    write_folder(folder, BLOOM, "bloom", tensors, states, tensor=1, pipeline=1)
+    name, halves = "final_norm.norm.weight", torch.zeros(16, dtype=torch.bfloat16)
+    theirs = their_name(name, "bloom")
+    model_file = folder / "mp_rank_00_model_states.pt"
+    if where == "module":
+        for path in folder.glob("layer_*"):
+            path.unlink()
+        change(model_file, lambda content: content.update(module={theirs: halves}))
+    assert torch.equal(DeepSpeedFolder(folder).tensor(name), tensors[name, "weight"])
+    for path in folder.glob("*optim_states.pt"):
+        change(
+            path,
+            lambda content: content["optimizer_state_dict"]["param_slice_mappings"][0].pop(
+                theirs, None
+            ),
+        )
+    with pytest.raises(CheckpointError, match=rf"{theirs} is in none of the ZeRO files"):
+        DeepSpeedFolder(folder).tensor(name)
+    change(model_file, lambda content: content["param_shapes"][0].pop(theirs))
+    expected = halves if where == "module" else tensors[name, "weight"].to(torch.bfloat16)
+    assert torch.equal(DeepSpeedFolder(folder).tensor(name), expected.float())
+
+
 def test_what_cannot_be_read_is_named(tmp_path, their_classes):
     tensors = wholes(BLOOM)
     states = bloom_states(their_classes.alibi)
