@@ -99,6 +99,13 @@ def _encode(text: str, encoding: str) -> bytes:
     return text.encode("latin1" if encoding == "latin1" else "utf-8")
 
 
+def _member(owner: Any, name: Any) -> Inert:
+    """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle one; of nothing else."""
+    if isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str):
+        return owner(name)
+    raise pickle.UnpicklingError("it asks for builtins.getattr, which no checkpoint needs")
+
+
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
     """A tensor, without gradient and hooks."""
     if any(rest[2:]):  # conjugated or negated in a flag
@@ -147,6 +154,8 @@ _KNOWN: dict[tuple[str, str], Any] = {
     },
     ("argparse", "Namespace"): Namespace,
     ("_codecs", "encode"): _Callable(_encode),
+    ("builtins", "getattr"): _Callable(_member),
+    ("__builtin__", "getattr"): _Callable(_member),
     ("torch", "Size"): torch.Size,
     ("torch", "device"): torch.device,
     ("torch._utils", "_rebuild_tensor"): _Callable(_tensor),

@@ -386,3 +386,27 @@ def test_classes_of_trainers_stay_closed(tmp_path, monkeypatch):
     assert type(found).__name__ == "Scaler"
     again = payload[:-1] + b"}X\x0c\x00\x00\x00__setstate__cmegatron.x\nY\nsb}b."
     assert isinstance(load_pickle(as_file(again, tmp_path / "inert.pt", "zip")), Inert)
+
+
+def test_members_of_enumerations_as_python_3_11_2_pickles_them(tmp_path):
+    """It names them by getattr; of anything but a stand-in that is refused."""
+    import argparse
+
+    path = tmp_path / "state.pt"
+
+    class Member:
+        def __init__(self, owner):
+            self.owner = owner
+
+        def __reduce__(self):
+            return getattr, (self.owner, "optimizer_states")
+
+    from deepspeed.runtime.zero.config import ZeroStageEnum
+
+    torch.save({"stage": Member(ZeroStageEnum), "w": torch.ones(2)}, path)
+    found = load_pickle(path)
+    assert found["stage"].args == ("optimizer_states",) and found["w"].sum() == 2
+    for owner in (argparse.Namespace, dict, "text"):
+        torch.save({"stage": Member(owner)}, path)
+        with pytest.raises(CheckpointError, match=r"builtins\.getattr"):
+            load_pickle(path)
