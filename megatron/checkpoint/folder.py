@@ -24,7 +24,7 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError, Facts, stage_text, sync_folder
@@ -33,7 +33,7 @@ from megatron.checkpoint.manifest import MANIFEST, file_facts, manifest, verify,
 __all__ = [
     "MANIFEST", "MEGATRON_TRACKER", "TRACKER", "complete_tags", "discard", "file_facts", "find",
     "incomplete_folder", "manifest", "publish", "remove_incomplete", "replace_folder",
-    "standing_in", "tag", "verify",
+    "standing_in", "tag", "unfinished_folder", "verify",
 ]  # fmt: skip
 
 TRACKER = "latest"
@@ -124,6 +124,26 @@ def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
     write_manifest(written, facts)
     replace_folder(written, save / name, {MEGATRON_TRACKER: f"{iteration}", TRACKER: name})
     return save / name
+
+
+@contextlib.contextmanager
+def unfinished_folder(final: Path) -> Iterator[Path]:
+    """An empty folder beside ``final`` to write in; it is gone when the block fails.
+
+    A killed process leaves it behind; :func:`remove_incomplete` and the next one to write there
+    remove it. The block ends with :func:`publish` or :func:`replace_folder`.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    folder = final.with_name(f".{final.name}.incomplete")
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    except BaseException:  # an interrupt too must not leave half a model
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> None:

@@ -37,12 +37,17 @@ class Located(NamedTuple):
     form: type[Source]
     folder: Path
 
-    def open(self) -> Source:
+    def open(self, verify: bool = True) -> Source:
         """Opens it.
+
+        Args:
+            verify: compare the files with their checksums first, where the format has them.
 
         Raises:
             CheckpointError: it is damaged or cannot be represented here.
         """
+        if verify:
+            self.form.verify(self.folder)
         return self.form(self.folder)
 
 
@@ -97,7 +102,7 @@ def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = 
     Args:
         load: one checkpoint, or a folder of several.
         wanted: a tag or an iteration; None for the newest.
-        verify: compare the files with their checksums first, where the format has them.
+        verify: see :meth:`Located.open`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.
@@ -105,6 +110,4 @@ def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = 
     found = locate_checkpoint(load, wanted)
     if found is None:
         raise CheckpointError(f"{load}: there is no complete checkpoint")
-    if verify:
-        found.form.verify(found.folder)
-    return found.open()
+    return found.open(verify)

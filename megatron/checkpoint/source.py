@@ -7,11 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
+import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.region import Region
 from megatron.config import ModelConfig, RunConfig, TokenizerConfig
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Number formats in which other programs keep weights, as torch and config.json call them."""
 
 
 class Source(ABC):

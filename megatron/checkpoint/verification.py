@@ -70,7 +70,6 @@ def verify_checkpoint(found: Located) -> Verdict:
     files = [path for path in folder.rglob("*") if path.is_file()] or [folder]
     size, names, error = sum(path.stat().st_size for path in files), list[str](), None
     try:
-        found.form.verify(folder)
         source = found.open()
         names = list(source.names())
         if isinstance(source, CheckpointReader):

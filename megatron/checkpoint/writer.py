@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, sync_file, write_json
-from megatron.checkpoint.folder import complete_tags, file_facts, incomplete_folder, publish
+from megatron.checkpoint.folder import complete_tags, file_facts, publish, tag, unfinished_folder
 from megatron.checkpoint.index import Piece
 from megatron.checkpoint.reader import tensor_key
 from megatron.checkpoint.region import Region
@@ -53,10 +52,7 @@ def write_checkpoint(
         )
     if iteration is None:
         iteration = source.state.get("iteration", 0)
-    folder = incomplete_folder(save, iteration)
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
-    try:
+    with unfinished_folder(save / tag(iteration)) as folder:
         weights = _FileSeries(folder, "weights", max_file_bytes, progress)
         optimizer = _FileSeries(folder, "optimizer", max_file_bytes, progress)
         index = {}
@@ -82,9 +78,6 @@ def write_checkpoint(
             sync_file(path)
             facts[str(path.relative_to(folder))] = file_facts(path)
         return publish(save, iteration, facts)
-    except BaseException:
-        shutil.rmtree(folder, ignore_errors=True)
-        raise
 
 
 def run_of(source: Source, moments: bool = True) -> RunConfig:

@@ -1,11 +1,14 @@
-"""What the commands check alike."""
+"""What the commands ask alike."""
 
 from __future__ import annotations
 
 import importlib.util
 from typing import Any
 
+from megatron.checkpoint.source import Source
+from megatron.checkpoint.writer import run_of
 from megatron.config import ConfigError
+from megatron.inference.load import training_dtype
 
 
 def required(config: Any, field: str) -> str:
@@ -28,3 +31,8 @@ def need(command: str, package: str) -> None:
     """
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{command} needs {package}: pip install {package.replace('_', '-')}")
+
+
+def dtype_of(source: Source) -> str:
+    """The number format that a checkpoint's run computed in, or else that it is stored in."""
+    return str(training_dtype(run_of(source))).removeprefix("torch.")

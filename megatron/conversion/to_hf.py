@@ -12,14 +12,14 @@ import torch
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.formats import locate_checkpoint
 from megatron.checkpoint.huggingface.compare import ATOL, RTOL, Comparison, compare_logits
-from megatron.checkpoint.huggingface.export import DTYPES, write_model
+from megatron.checkpoint.huggingface.export import write_model
 from megatron.checkpoint.huggingface.folder import published
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.conversion.hub import check_hub, push
-from megatron.conversion.needs import need, required
-from megatron.inference.load import model_of, training_dtype
+from megatron.conversion.needs import dtype_of, need, required
+from megatron.inference.load import model_of
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -75,9 +75,8 @@ def to_hf(argv: Sequence[str]) -> None:
     if found is None:
         raise CheckpointError(f"{load}: there is no complete checkpoint")
     with published(Path(output), config.overwrite, found.folder) as folder:
-        found.form.verify(found.folder)
         source = found.open()
-        dtype = config.dtype or stored_dtype(source)
+        dtype = config.dtype or dtype_of(source)
         write_model(source, folder, dtype, shard_bytes, config.architecture, progress=print)
         result = _compare(source, folder, DTYPES[dtype])
         if not result.agree:
@@ -104,14 +103,6 @@ def parse_size(text: str) -> int:
             f"--max-shard-size {text} is no size; write it as 500MB, 5GB or 4GiB, or in bytes"
         )
     return size
-
-
-def stored_dtype(source: Source) -> str:
-    """The number format that a checkpoint's model was trained in, or else that it is stored in."""
-    if source.run is not None:
-        return str(training_dtype(source.run)).removeprefix("torch.")
-    dtype = source.dtype(source.names()[0])
-    return dtype if dtype in DTYPES else "float32"
 
 
 def _compare(source: Source, folder: Path, dtype: torch.dtype) -> Comparison:

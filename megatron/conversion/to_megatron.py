@@ -11,11 +11,11 @@ import torch
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.formats import open_checkpoint
 from megatron.checkpoint.megatron.reader import MegatronCheckpoint
-from megatron.checkpoint.megatron.writer import DTYPES, write_megatron
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.megatron.writer import write_megatron
+from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import parse_configs
 from megatron.config.flags import option
-from megatron.conversion.needs import required
+from megatron.conversion.needs import dtype_of, required
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def export(
         ValueError: Megatron has no such network, or the sizes do not divide it.
         CheckpointError: the checkpoint is damaged, or what is read back differs.
     """
-    dtype = dtype or trained_dtype(source)
+    dtype = dtype or dtype_of(source)
     iteration = source.state.get("iteration")
     if iteration is None and isinstance(source, MegatronCheckpoint):
         iteration = source.iteration  # weights only, of a run that had one
@@ -121,15 +121,6 @@ def export(
     if iteration is not None:
         print("it holds weights only: load it with --no-load-optim --no-load-rng or --finetune")
     return folder
-
-
-def trained_dtype(source: Source) -> str:
-    """The number format that a checkpoint's run computed in, or else that its norms have."""
-    if source.run is not None:
-        precision = source.run.precision
-        return "bfloat16" if precision.bf16 else "float16" if precision.fp16 else "float32"
-    stored = source.dtype("final_norm.norm.weight")
-    return stored if stored in DTYPES else "float32"
 
 
 def compare(source: Source, folder: Path, dtype: torch.dtype) -> None:

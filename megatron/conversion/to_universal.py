@@ -54,7 +54,6 @@ def to_universal(argv: Sequence[str]) -> None:
         raise CheckpointError(f"--load {load}: there is no checkpoint")
     if output.resolve() == found.folder.resolve():
         raise ConfigError(f"--output {output} is the checkpoint that is read")
-    found.form.verify(found.folder)
     source = found.open()
     write_universal(source, output, config.zero_stage, progress=print)
     stages = "3" if config.zero_stage == 3 else "1 and 2"

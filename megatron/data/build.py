@@ -9,10 +9,11 @@ from typing import NamedTuple
 
 from megatron.config import DataConfig
 from megatron.data.blend import normalised_weights, part_samples
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, SampleDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
 from megatron.data.mock import MockGPTDataset
+from megatron.data.samples import SampleDataset
 from megatron.data.split import parse_split, split_documents
 from megatron.data.vocabulary import check_vocabulary
 
@@ -176,9 +177,8 @@ class _Builder:
 
     def _single(self, prefix: str, documents: range, name: str, num_samples: int) -> GPTDataset:
         cache = IndexCache.beside(prefix, self.cache_path)
-        return GPTDataset.build(
-            self.opened[prefix], documents, self.seq_length, num_samples, self.seed, cache, name
-        )
+        recipe = GPTRecipe(self.seq_length, self.seed)
+        return recipe.build(self.opened[prefix], documents, num_samples, name, cache)
 
     def _open(self, blend: Blend, prefix: str) -> IndexedDataset:
         if prefix not in self.opened:

@@ -1,77 +1,75 @@
-"""Map-style datasets of GPT samples: one indexed file, or a blend of several."""
+"""GPT samples, S + 1 tokens out of one stream of documents, and blends of samples of any kind."""
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import numpy as np
 
 from megatron.data.blend import blend_indices
 from megatron.data.gpt_index import build_gpt_index
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.indexed import IndexedDataset
+from megatron.data.samples import Documents, Piece, SampleDataset
 
 # Part of every cache entry's name: raise it when the meaning of the arrays changes.
 INDEX_VERSION = 1
 
-
-class SampleDataset(Protocol):
-    """What a loader reads: sample i is int64[seq_length + 1]."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> np.ndarray: ...
+Sample_co = TypeVar("Sample_co", covariant=True)
 
 
-class GPTDataset:
-    """Samples of seq_length + 1 tokens out of one indexed file, in Megatron's order."""
+@dataclass(frozen=True)
+class GPTRecipe:
+    """Samples of seq_length + 1 tokens, in Megatron's order.
 
-    def __init__(self, indexed: IndexedDataset, seq_length: int, index: StoredArrays) -> None:
-        self.indexed = indexed
-        self.seq_length = seq_length
-        self._index = index
+    A document is one sequence of the file here, as in Megatron.
+    """
 
-    @classmethod
+    seq_length: int
+    """Tokens a sample feeds to the model."""
+    seed: int
+    """Of the shuffles."""
+
+    def units(self, documents: Documents) -> int:
+        """What --split shares out: the number of sequences."""
+        return len(documents)
+
     def build(
-        cls,
-        indexed: IndexedDataset,
-        documents: range,
-        seq_length: int,
+        self,
+        documents: Documents,
+        units: range,
         num_samples: int,
-        seed: int,
-        cache: IndexCache,
         name: str,
+        cache: IndexCache,
     ) -> GPTDataset:
-        """Build the sample order of `documents`, or take it from the cache.
+        """Build the sample order of the sequences `units`, or take it from the cache.
 
         Args:
-            documents: sequence numbers of `indexed` to read.
-            seq_length: tokens a sample feeds to the model.
             num_samples: samples wanted; the dataset has at least as many.
             name: of the part ("train" ...), for messages and the cache.
 
         Raises:
-            ValueError: the documents hold no tokens, or the .idx is damaged.
+            ValueError: the documents hold no tokens, or their index is damaged.
         """
-        if not indexed.sequence_lengths[documents.start : documents.stop].any():
+        if not documents.sequence_lengths[units.start : units.stop].any():
             raise ValueError(
-                f"{indexed.prefix}: the {len(documents)} documents for {name} hold no tokens"
+                f"{documents.prefix}: the {len(units)} documents for {name} hold no tokens"
             )
         depends_on = {
             "version": INDEX_VERSION,
-            "sequence lengths": indexed.lengths_digest,
-            "documents": [documents.start, documents.stop],
-            "seq length": seq_length,
+            "sequence lengths": documents.lengths_digest,
+            "documents": [units.start, units.stop],
+            "seq length": self.seq_length,
             "samples": num_samples,
-            "seed": seed,
+            "seed": self.seed,
         }
 
         def arrays() -> dict[str, np.ndarray]:
-            indexed.verify()
+            documents.verify()
             index = build_gpt_index(
-                indexed.sequence_lengths, documents, seq_length, num_samples, seed
+                documents.sequence_lengths, units, self.seq_length, num_samples, self.seed
             )
             return {
                 "document_index": index.document_index,
@@ -79,44 +77,68 @@ class GPTDataset:
                 "shuffle_index": index.shuffle_index,
             }
 
-        return cls(indexed, seq_length, cache.arrays(f"gpt-{name}", depends_on, arrays))
+        index = cache.arrays(f"gpt-{name}", depends_on, arrays)
+        return GPTDataset(documents, self.seq_length, index)
+
+
+class GPTDataset:
+    """Samples of seq_length + 1 tokens, int64[S + 1], out of documents; a `GPTRecipe` makes it."""
+
+    def __init__(self, documents: Documents, seq_length: int, index: StoredArrays) -> None:
+        self.documents = documents
+        self.seq_length = seq_length
+        self._index = index
 
     def __len__(self) -> int:
         return len(self._index["shuffle_index"])
 
     def __getitem__(self, index: int, /) -> np.ndarray:
-        index = _checked_index(index, len(self))
-        samples, documents = self._index["sample_index"], self._index["document_index"]
+        tokens_T = np.empty(self.seq_length + 1, np.int64)
+        filled = 0
+        for sequence, start, length in self._parts(_checked_index(index, len(self))):
+            part = self.documents.get(sequence, start, length)
+            tokens_T[filled : filled + len(part)] = part
+            filled += len(part)
+        assert filled == len(tokens_T)
+        return tokens_T
+
+    def origin(self, index: int, /) -> list[Piece]:
+        """Where sample `index` comes from, in the order of its tokens."""
+        pieces = []
+        for sequence, start, length in self._parts(_checked_index(index, len(self))):
+            if length is None:
+                length = int(self.documents.sequence_lengths[sequence]) - start
+            if length:
+                pieces.append(Piece(self.documents.prefix, sequence, start, start + length))
+        return pieces
+
+    def _parts(self, index: int) -> Iterator[tuple[int, int, int | None]]:
+        """(sequence, first token there, number of tokens or None for the rest) of a sample."""
+        samples, order = self._index["sample_index"], self._index["document_index"]
         row = int(self._index["shuffle_index"][index])
         (first, offset), (last, last_offset) = samples[row].tolist(), samples[row + 1].tolist()
-        tokens = np.empty(self.seq_length + 1, np.int64)
-        filled = 0
         for position in range(first, last + 1):
             start = offset if position == first else 0
             length = last_offset + 1 - start if position == last else None
-            part = self.indexed.get(int(documents[position]), start, length)
-            tokens[filled : filled + len(part)] = part
-            filled += len(part)
-        assert filled == len(tokens)
-        return tokens
+            yield int(order[position]), start, length
 
 
-class BlendedDataset:
+class BlendedDataset(Generic[Sample_co]):
     """Samples of several datasets, taken by weight."""
 
-    def __init__(self, parts: Sequence[SampleDataset], index: StoredArrays) -> None:
+    def __init__(self, parts: Sequence[SampleDataset[Sample_co]], index: StoredArrays) -> None:
         self.parts = parts
         self._index = index
 
     @classmethod
     def build(
         cls,
-        parts: Sequence[SampleDataset],
+        parts: Sequence[SampleDataset[Sample_co]],
         weights: Sequence[float],
         num_samples: int,
         cache: IndexCache,
         name: str,
-    ) -> BlendedDataset:
+    ) -> BlendedDataset[Sample_co]:
         """Blend `parts` by `weights`, which sum to 1, into `num_samples` samples."""
         assert len(parts) == len(weights)
         depends_on = {"version": INDEX_VERSION, "weights": list(weights), "samples": num_samples}
@@ -130,10 +152,18 @@ class BlendedDataset:
     def __len__(self) -> int:
         return len(self._index["dataset"])
 
-    def __getitem__(self, index: int, /) -> np.ndarray:
+    def __getitem__(self, index: int, /) -> Sample_co:
+        dataset, sample = self._place(index)
+        return dataset[sample]
+
+    def origin(self, index: int, /) -> Sequence[Piece]:
+        """Where sample `index` comes from, in the order of its tokens."""
+        dataset, sample = self._place(index)
+        return dataset.origin(sample)
+
+    def _place(self, index: int) -> tuple[SampleDataset[Sample_co], int]:
         index = _checked_index(index, len(self))
-        part = self.parts[int(self._index["dataset"][index])]
-        return part[int(self._index["sample"][index])]
+        return self.parts[int(self._index["dataset"][index])], int(self._index["sample"][index])
 
 
 def _checked_index(index: int, length: int) -> int:

@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.data.gpt_dataset import SampleDataset
 from megatron.data.sampler import MicroBatchSampler
+from megatron.data.samples import SampleDataset
 
 Batch = TypeVar("Batch")
 

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from megatron.data.samples import Piece
+
 MEAN_DOCUMENT_TOKENS = 64
 
 
@@ -40,3 +42,7 @@ class MockGPTDataset:
         if self.eod_token is not None:
             tokens[ends] = self.eod_token
         return tokens.astype(np.int64)
+
+    def origin(self, index: int, /) -> list[Piece]:
+        """A sample is a sequence of its own."""
+        return [Piece("--mock-data", index, 0, self.seq_length + 1)]

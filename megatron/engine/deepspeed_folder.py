@@ -16,10 +16,10 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from safetensors.torch import save_file
 
 from megatron.checkpoint.deepspeed.configuration import COUNTERS, RUN
-from megatron.checkpoint.deepspeed.layout import CONFIG, STATE, publish
+from megatron.checkpoint.deepspeed.layout import CONFIG, STATE
 from megatron.checkpoint.deepspeed.universal_info import universal_info
-from megatron.checkpoint.files import sync_file, write_json, write_text
-from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, tag
+from megatron.checkpoint.files import sync_file, write_json
+from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.random_state import random_state
@@ -53,9 +53,8 @@ class EngineFolderWriter(CheckpointWriter):
         for path in files:
             sync_file(path)
         size = sum(path.stat().st_size for path in files)
-        publish(folder, final, tracker=None)
-        write_text(self.folder / MEGATRON_TRACKER, f"{job.iteration}\n")
-        write_text(self.folder / TRACKER, f"{final.name}\n")
+        trackers = {MEGATRON_TRACKER: str(job.iteration), TRACKER: final.name}
+        replace_folder(folder, final, trackers)
         return size
 
 

@@ -51,7 +51,7 @@ def load_checkpoint(engine: TrainEngine, found: Located, weights_only: bool = Fa
     """
     options, world = engine.config.checkpoint, engine.groups.world
     together(engine, lambda: found.form.verify(found.folder, world.rank, world.size))
-    source = together(engine, found.open)
+    source = together(engine, lambda: found.open(verify=False))
     source.require_model()
     differing = differences(source.model, engine.config.model)
     if differing:

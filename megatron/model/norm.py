@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -12,7 +14,7 @@ from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
 
 
-class Norm(nn.Module):
+class Norm(nn.Module, ABC):
     """What both norms have in common.
 
     Args:
@@ -49,9 +51,9 @@ class Norm(nn.Module):
         bias = biases[0].to(kind) if biases else None
         return self.normalise(x.to(kind), weight.to(kind), bias).to(x.dtype)
 
+    @abstractmethod
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The formula, all in one number format."""
-        raise NotImplementedError
 
 
 class LayerNorm(Norm):

@@ -33,6 +33,11 @@ def token_bytes(token: str) -> bytes:
         return token.encode()
 
 
+def starts_with_space(token: bytes) -> bool:
+    """Whether a token begins with a space, or other ASCII white space: it begins a word."""
+    return token[:1].isspace()
+
+
 def read_vocabulary(path: str) -> Vocabulary:
     """Reads the vocab.json of --vocab-file: ids by token.
 

@@ -15,17 +15,19 @@ from megatron.tokenizer.byte_level import (
     Vocabulary,
     read_merges,
     read_vocabulary,
+    starts_with_space,
     token_bytes,
     write_vocabulary,
 )
 from megatron.tokenizer.files import refuse_extra_ids, required, write_json, write_text
-from megatron.tokenizer.protocol import TokenIds
+from megatron.tokenizer.protocol import TokenIds, WordStarts
 from megatron.tokenizer.ranked import RankedEncoding, is_exact
+from megatron.tokenizer.special import SpecialIds, SpecialTokens
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer:
+class GPT2BPETokenizer(SpecialTokens):
     """Gives the ids of `transformers.GPT2Tokenizer` over the same two files.
 
     As there, `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in
@@ -34,8 +36,10 @@ class GPT2BPETokenizer:
 
     def __init__(self, vocab: Vocabulary, merges: Merges, source: str = "the vocabulary") -> None:
         """`source` names the vocabulary in messages."""
-        self._vocab, self._merges, self._source = vocab, merges, source
-        special = END_OF_TEXT if END_OF_TEXT in vocab else None
+        end = vocab.get(END_OF_TEXT)
+        super().__init__(source, SpecialIds(bos=end, eos=end, eod=end), hint=f" ({END_OF_TEXT})")
+        self._vocab, self._merges = vocab, merges
+        special = None if end is None else END_OF_TEXT
         self._definition = _definition(vocab, merges, special)
         self._ranked = (
             RankedEncoding(vocab, merges, special)
@@ -70,15 +74,6 @@ class GPT2BPETokenizer:
     def vocab_size(self) -> int:
         """The largest id plus one."""
         return self._vocab_size
-
-    @property
-    def eod(self) -> int:
-        """Id of `<|endoftext|>`."""
-        if END_OF_TEXT not in self._vocab:
-            raise ValueError(
-                f"{self._source} has no token {END_OF_TEXT}, so there is no end of document"
-            )
-        return self._vocab[END_OF_TEXT]
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -115,6 +110,14 @@ class GPT2BPETokenizer:
                 "unk_token": special,
             },
         )
+
+    def _find_word_starts(self) -> WordStarts:
+        marks = np.zeros(self._vocab_size, np.bool_)
+        for i, token in self._bytes_of_id.items():
+            marks[i] = starts_with_space(token)
+        if END_OF_TEXT in self._vocab:
+            marks[self._vocab[END_OF_TEXT]] = True
+        return marks
 
     def _encode(self, text: str) -> TokenIds:
         if self._ranked is not None:

@@ -10,10 +10,15 @@ import numpy as np
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer.files import refuse_extra_ids, required
-from megatron.tokenizer.protocol import TokenIds
+from megatron.tokenizer.protocol import TokenIds, WordStarts
+from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_ids
+
+_SPACES = frozenset("\u2581 \t\n\r\u0120\u0109\u010a\u010d")
+"""What a token that begins a word begins with: SentencePiece's mark for a space, white space, and
+the byte alphabet's characters for white space (byte_level.py)."""
 
 
-class HFTokenizer:
+class HFTokenizer(SpecialTokens):
     """The tokenizer of a folder, with its own settings.
 
     Ids are those of `AutoTokenizer.from_pretrained(folder)(text)`: where the folder says that a
@@ -49,8 +54,22 @@ class HFTokenizer:
             backend.no_truncation()
             backend.no_padding()
             backend.encode_special_tokens = self._tokenizer.split_special_tokens
-        self._directory = directory
-        self._vocab_size = max(self._tokenizer.get_vocab().values()) + 1
+        vocab = self._tokenizer.get_vocab()
+        self._vocab_size = max(vocab.values()) + 1
+        super().__init__(
+            f"--tokenizer-model {directory}",
+            SpecialIds(
+                cls=self._tokenizer.cls_token_id,
+                sep=self._tokenizer.sep_token_id,
+                pad=self._tokenizer.pad_token_id,
+                mask=self._tokenizer.mask_token_id,
+                bos=self._tokenizer.bos_token_id,
+                eos=self._tokenizer.eos_token_id,
+                eod=self._tokenizer.eos_token_id,
+                sentinels=sentinel_ids(vocab),
+            ),
+            hint=": set it in its tokenizer_config.json (eos_token ends a document)",
+        )
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> HFTokenizer:
@@ -64,15 +83,9 @@ class HFTokenizer:
         return self._vocab_size
 
     @property
-    def eod(self) -> int:
-        """The folder's end-of-sequence token."""
-        eos = self._tokenizer.eos_token_id
-        if eos is None:
-            raise ValueError(
-                f"--tokenizer-model {self._directory} names no eos_token, so it has no end of "
-                "document; set eos_token in its tokenizer_config.json"
-            )
-        return eos
+    def transformers_tokenizer(self) -> Any:
+        """The tokenizer of `transformers`, for what only it has, such as a chat template."""
+        return self._tokenizer
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of one text."""
@@ -92,6 +105,16 @@ class HFTokenizer:
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes the tokenizer files by `transformers`."""
         self._tokenizer.save_pretrained(directory)
+
+    def _find_word_starts(self) -> WordStarts:
+        specials = set(self._tokenizer.all_special_ids)
+        vocab = self._tokenizer.get_vocab()
+        pieces = any(token.startswith("##") for token in vocab)
+        marks = np.zeros(self._vocab_size, np.bool_)
+        for token, i in vocab.items():
+            begins = not token.startswith("##") if pieces else token[:1] in _SPACES
+            marks[i] = begins or i in specials
+        return marks
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:

@@ -9,16 +9,18 @@ import numpy as np
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer.files import refuse_extra_ids, write_json, write_text
-from megatron.tokenizer.protocol import TokenIds
+from megatron.tokenizer.protocol import TokenIds, WordStarts
+from megatron.tokenizer.special import SpecialIds, SpecialTokens
 
 _EOD_TEXT = "<eod>"
 
 
-class NullTokenizer:
+class NullTokenizer(SpecialTokens):
     """Text is integers between white space: ids 0 to N-1, and N for the end of a document."""
 
     def __init__(self, size: int) -> None:
         """`size` is N, so `vocab_size` is N + 1."""
+        super().__init__("--tokenizer-type NullTokenizer", SpecialIds(eos=size, eod=size))
         self._size = size
 
     @classmethod
@@ -37,11 +39,6 @@ class NullTokenizer:
     def vocab_size(self) -> int:
         """N + 1."""
         return self._size + 1
-
-    @property
-    def eod(self) -> int:
-        """N."""
-        return self._size
 
     def tokenize(self, text: str) -> list[int]:
         """The integers in the text.
@@ -75,6 +72,9 @@ class NullTokenizer:
             Path(directory, "tokenizer_config.json"),
             {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": _EOD_TEXT},
         )
+
+    def _find_word_starts(self) -> WordStarts:
+        return np.ones(self.vocab_size, np.bool_)
 
     def _id(self, word: str) -> int:
         try:

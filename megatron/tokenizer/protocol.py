@@ -11,10 +11,16 @@ import numpy.typing as npt
 
 TokenIds = npt.NDArray[np.int32]
 """The ids of one text, 1-D."""
+WordStarts = npt.NDArray[np.bool_]
+"""Whether each token begins a word, [vocab_size]."""
 
 
 class Tokenizer(Protocol):
-    """Turns text into token ids and back."""
+    """Turns text into token ids and back.
+
+    The ids of special tokens (`eod`, `cls`, ... `eos`) raise a ValueError that names the vocabulary
+    where it has no such token.
+    """
 
     @property
     def vocab_size(self) -> int:
@@ -22,10 +28,43 @@ class Tokenizer(Protocol):
 
     @property
     def eod(self) -> int:
-        """Id that ends a document.
+        """Id that ends a document."""
 
-        Raises:
-            ValueError: the vocabulary has none.
+    @property
+    def cls(self) -> int:
+        """Id that begins a sequence of BERT's."""
+
+    @property
+    def sep(self) -> int:
+        """Id that ends each sentence in a sequence of BERT's."""
+
+    @property
+    def pad(self) -> int:
+        """Id that fills up a sequence."""
+
+    @property
+    def mask(self) -> int:
+        """Id that stands for a token to be predicted."""
+
+    @property
+    def bos(self) -> int:
+        """Id that begins a text."""
+
+    @property
+    def eos(self) -> int:
+        """Id that ends a text."""
+
+    @property
+    def sentinels(self) -> list[int]:
+        """Ids of `<extra_id_0>`, `<extra_id_1>` and on, T5's spans; empty where there are none."""
+
+    @property
+    def word_starts(self) -> WordStarts:
+        """Whether a token begins a word, for masking words whole, [vocab_size], read-only.
+
+        WordPiece: all but those with `##`. SentencePiece and the byte-level encodings: those that
+        begin with the space before a word (so the first word of a text need not have a mark), with
+        white space, and the special tokens.
         """
 
     def tokenize(self, text: str) -> list[int]:

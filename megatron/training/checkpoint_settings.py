@@ -44,7 +44,7 @@ def with_checkpoint(settings: Settings) -> Settings:
                 "--num-layers"
             )
         return settings
-    source = origin.found.open()
+    source = origin.found.open(verify=False)
     if arguments:
         settings = _arguments(source) | settings
     if schedules:

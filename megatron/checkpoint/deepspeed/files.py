@@ -220,18 +220,15 @@ class EngineFiles:
         groups = [groups] if isinstance(groups, Mapping) else groups
         return {name: tuple(shape) for shapes in groups for name, shape in shapes.items()}
 
-    def names(self, registered: Callable[[int, str], str]) -> list[str]:
-        """All parameters, by the folder's names.
-
-        Args:
-            registered: name of a parameter of the layer at a place of the pipeline's list.
-        """
+    def names(self) -> list[str]:
+        """All parameters by the folder's names; those of a layer file begin with its place in the
+        pipeline's list."""
         found: dict[str, None] = {}
         for rank in range(len(self._models)):
             found |= dict.fromkeys(self._places(rank))
             found |= dict.fromkeys(self._module(rank))
         for place in sorted(self.layers):
-            found |= {registered(place, key): None for key in self._dict(self.layers[place][0])}
+            found |= {f"{place}.{key}": None for key in self._dict(self.layers[place][0])}
         return list(found)
 
     def _module(self, rank: int) -> Mapping[str, Tensor]:

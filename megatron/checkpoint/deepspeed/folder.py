@@ -12,7 +12,7 @@ from megatron.checkpoint.deepspeed.configuration import describe
 from megatron.checkpoint.deepspeed.files import EngineFiles
 from megatron.checkpoint.deepspeed.foreign import ForeignNaming
 from megatron.checkpoint.deepspeed.layout import is_engine_folder, locate
-from megatron.checkpoint.deepspeed.naming import EngineNaming, Naming
+from megatron.checkpoint.deepspeed.naming import EngineNaming, RankNaming
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import TRACKER
 from megatron.checkpoint.source import Source
@@ -39,11 +39,9 @@ class DeepSpeedFolder(Source):
         found = describe(folder, self._files.model_states())
         self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
         self.state = found.state
-        self._naming: Naming = EngineNaming(self.model, self._files.tensor_size)
+        self._naming: RankNaming = EngineNaming(self.model, self._files.tensor_size)
         if found.foreign:
-            foreign = ForeignNaming(
-                self.model, self._files.names(_joined), folder, found.split_biases
-            )
+            foreign = ForeignNaming(self.model, self._files.names(), folder, found.split_biases)
             self._naming = foreign
             self.state["optimizer_step"] = self._files.optimizer_step()
         self._moments = self._files.moments()
@@ -89,7 +87,3 @@ class DeepSpeedFolder(Source):
         if source.is_dir():
             shutil.copytree(source, target)
         return source.is_dir()
-
-
-def _joined(place: int, rest: str) -> str:
-    return f"{place}.{rest}"

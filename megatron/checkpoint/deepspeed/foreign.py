@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.deepspeed.naming import Naming
+from megatron.checkpoint.deepspeed.naming import RankNaming
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.megatron.names import (
     is_buffer,
@@ -47,7 +47,7 @@ _QKV_VERSION = 3.0
 """Both order query-key-value rows as Megatron's checkpoints do from version 2 on."""
 
 
-class ForeignNaming(Naming):
+class ForeignNaming(RankNaming):
     """The names of a folder of another trainer.
 
     Args:
@@ -105,7 +105,7 @@ class ForeignNaming(Naming):
         return qkv_from_megatron(values, _QKV_VERSION, heads, groups, self.model.kv_channels)
 
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
-        """See :meth:`Naming.join`."""
+        """See :meth:`RankNaming.join`."""
         (ranks,) = shares
         shard = self.shard(name)
         if shard.dim is None:

@@ -1,4 +1,4 @@
-"""Where DeepSpeed's checkpoints are: folders, trackers, and how one becomes visible."""
+"""Where DeepSpeed's checkpoints are: folders and trackers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import TRACKER, replace_folder, standing_in
+from megatron.checkpoint.folder import standing_in
 
 UNIVERSAL_TRACKER = "latest_universal"
 UNIVERSAL_SUFFIX = "_universal"
@@ -94,26 +94,3 @@ def _tag(name: str) -> str | None:
 
 def _newest_last(name: str) -> tuple[list[int], str]:
     return [int(number) for number in _NUMBER.findall(name)], name
-
-
-def unfinished(folder: Path) -> Path:
-    """Where a checkpoint is written until it is complete.
-
-    A killed save leaves it behind; :func:`megatron.checkpoint.folder.remove_incomplete` and the
-    next save of the same checkpoint remove it.
-    """
-    return folder.with_name(f".{folder.name}.incomplete")
-
-
-def publish(written: Path, final: Path, tracker: str | None = TRACKER) -> None:
-    """Gives a fully written folder its name, and names it in the tracker.
-
-    Args:
-        written: the folder; its files are on the disk.
-        final: its name from now on; what had that name before is removed.
-        tracker: file beside it that names the newest checkpoint; None leaves it alone.
-
-    Raises:
-        OSError: see :func:`megatron.checkpoint.folder.replace_folder`.
-    """
-    replace_folder(written, final, {} if tracker is None else {tracker: final.name})

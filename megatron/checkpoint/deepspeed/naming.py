@@ -45,14 +45,6 @@ class Naming(ABC):
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """A canonical parameter from its parts, each whole, in any shape and with any padding."""
 
-    def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
-        """A canonical parameter from each part's shares, in the order of the ranks."""
-        raise NotImplementedError
-
-    def registered_name(self, place: int, rest: str) -> str:
-        """The name of a parameter of the layer at a place of a pipeline's list."""
-        return f"{place}.{rest}"
-
     def shard(self, name: str) -> Shard:
         """How a whole parameter is cut."""
         return self.registered[name][0].shard
@@ -85,7 +77,19 @@ class CanonicalNaming(Naming):
         return self.trim(name, parts[0])
 
 
-class EngineNaming(Naming):
+class RankNaming(Naming):
+    """The names of a folder in which each rank's share lies by itself."""
+
+    @abstractmethod
+    def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
+        """A canonical parameter from each part's shares, in the order of the ranks."""
+
+    def registered_name(self, place: int, rest: str) -> str:
+        """The name of a parameter of the layer at a place of a pipeline's list."""
+        return f"{place}.{rest}"
+
+
+class EngineNaming(RankNaming):
     """A folder with the names of this project's engines.
 
     Args:
@@ -104,7 +108,7 @@ class EngineNaming(Naming):
         return [part.name for part in self.held[name]]
 
     def registered_name(self, place: int, rest: str) -> str:
-        """See :meth:`Naming.registered_name`."""
+        """See :meth:`RankNaming.registered_name`."""
         return f"{self._tied.get(place, place)}.{rest}"
 
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
@@ -114,7 +118,7 @@ class EngineNaming(Naming):
         return self.trim(name, torch.cat([part.reshape(-1) for part in parts]))
 
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
-        """See :meth:`Naming.join`."""
+        """See :meth:`RankNaming.join`."""
         canonical = torch.zeros(self.shapes[name])
         for part, ranks in zip(self.held[name], shares, strict=True):
             shape = part.shard.local_shape(self.size)

@@ -16,7 +16,6 @@ The format is DeepSpeed 0.19.8's: ``checkpoint/ds_to_universal.py`` writes it, a
 from __future__ import annotations
 
 import math
-import shutil
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
@@ -31,12 +30,10 @@ from megatron.checkpoint.deepspeed.layout import (
     STATE,
     UNIVERSAL_SUFFIX,
     UNIVERSAL_TRACKER,
-    publish,
-    unfinished,
 )
 from megatron.checkpoint.deepspeed.parameters import whole_shards
 from megatron.checkpoint.files import sync_file, sync_folder, write_json
-from megatron.checkpoint.folder import file_facts, tag
+from megatron.checkpoint.folder import file_facts, replace_folder, tag, unfinished_folder
 from megatron.checkpoint.source import Source
 from megatron.checkpoint.writer import run_of
 from megatron.config import RunConfig
@@ -83,17 +80,12 @@ def write_universal(
         OSError: a file cannot be written; nothing is left behind.
     """
     assert stage in (1, 2, 3)
-    written = unfinished(folder)
-    shutil.rmtree(written, ignore_errors=True)
-    (written / "zero").mkdir(parents=True)
-    try:
+    with unfinished_folder(folder) as written:
+        (written / "zero").mkdir()
         run = source.run or run_of(source)
         facts = _write_files(source, run, written, stage, progress)
         write_json(written / MANIFEST, {"format": 1, "zero_stage": stage, "files": facts})
-        publish(written, folder, UNIVERSAL_TRACKER)
-    except BaseException:
-        shutil.rmtree(written, ignore_errors=True)
-        raise
+        replace_folder(written, folder, {UNIVERSAL_TRACKER: folder.name})
 
 
 def _write_files(

@@ -23,10 +23,7 @@ from megatron.checkpoint.files import (
 )
 from megatron.checkpoint.huggingface.registry import architecture_of
 from megatron.checkpoint.huggingface.table import Parameter
-from megatron.checkpoint.source import Source
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Number formats by the name that config.json uses."""
+from megatron.checkpoint.source import DTYPES, Source
 
 
 def write_model(

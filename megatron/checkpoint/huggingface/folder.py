@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import shutil
+import contextlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import replace_folder
+from megatron.checkpoint.folder import replace_folder, unfinished_folder
 
 
 @contextmanager
@@ -28,17 +28,13 @@ def published(
     """
     output = output.resolve()
     _check(output, overwrite, source.resolve(), mark)
-    temporary = output.with_name(f".{output.name}.incomplete")
-    try:
-        shutil.rmtree(temporary, ignore_errors=True)
-        temporary.mkdir(parents=True)
-    except OSError as error:
-        raise CheckpointError(f"--output {output}: cannot write there: {error}") from None
-    try:
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(unfinished_folder(output))
+        except OSError as error:
+            raise CheckpointError(f"--output {output}: cannot write there: {error}") from None
         yield temporary
         replace_folder(temporary, output, {})
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _check(output: Path, overwrite: bool, source: Path, mark: str) -> None:

@@ -3,28 +3,31 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import os
-import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, sync_folder, write_text
-from megatron.checkpoint.folder import MEGATRON_TRACKER
+from megatron.checkpoint.files import CheckpointError, sync_folder
+from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
 from megatron.checkpoint.megatron.arguments import arguments_of_model, namespace
-from megatron.checkpoint.megatron.locations import MODEL_FILES, iteration_folder, rank_folder
+from megatron.checkpoint.megatron.locations import (
+    MODEL_FILES,
+    Rank,
+    iteration_folder,
+    rank_folder,
+)
 from megatron.checkpoint.megatron.names import HEAD_COPY, qkv_to_megatron, to_megatron
 from megatron.checkpoint.megatron.shards import shards_of
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import ModelConfig, TokenizerConfig
 
 VERSION = 3.0
 """What ``checkpoint_version`` is written."""
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 _TABLE = "embedding.word_embeddings.weight"
 _TOKENIZER = "tokenizer"
@@ -70,10 +73,7 @@ def write_megatron(
     folder = save / iteration_folder(iteration)
     if folder.exists():
         raise CheckpointError(f"{folder} is there already; remove it, or give another folder")
-    partial = save / f".{folder.name}.incomplete"
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir(parents=True)
-    try:
+    with unfinished_folder(folder) as partial:
         arguments |= _copied_tokenizer(source, folder, partial)
         arguments |= {
             "tensor_model_parallel_size": tensor_size,
@@ -87,29 +87,21 @@ def write_megatron(
             "consumed_train_samples": source.state.get("consumed_samples", 0),
             "consumed_valid_samples": 0,
         }
-        for pipeline in range(pipeline_size):
-            for tensor in range(tensor_size):
-                weights = _rank(source, model, (tensor, tensor_size), (pipeline, pipeline_size))
-                content = {
-                    "args": namespace(arguments),
-                    "checkpoint_version": VERSION,
-                    "iteration": iteration or 0,
-                    "model": _nested(
-                        {name: values.to(DTYPES[dtype], copy=True) for name, values in weights}
-                    ),
-                }
-                name = f"{rank_folder(tensor, pipeline, pipeline_size)}/{MODEL_FILES[0]}"
-                _save(content, partial / name)
-                progress(f"{name}: {(partial / name).stat().st_size / 1e6:,.1f} MB")
-        sync_folder(partial)
+        sizes = Rank(pipeline_size, tensor_size)
+        for rank in itertools.starmap(Rank, itertools.product(*map(range, sizes))):
+            content = {
+                "args": namespace(arguments),
+                "checkpoint_version": VERSION,
+                "iteration": iteration or 0,
+                "model": _nested(_rank(source, model, rank, sizes, DTYPES[dtype])),
+            }
+            name = f"{rank_folder(rank.tensor, rank.pipeline, pipeline_size)}/{MODEL_FILES[0]}"
+            _save(content, partial / name)
+            progress(f"{name}: {(partial / name).stat().st_size / 1e6:,.1f} MB")
         if check is not None:
             check(partial)
-        os.rename(partial, folder)
-    except BaseException:
-        shutil.rmtree(partial, ignore_errors=True)
-        raise
-    sync_folder(save)
-    write_text(save / MEGATRON_TRACKER, "release" if iteration is None else str(iteration))
+        trackers = {MEGATRON_TRACKER: "release" if iteration is None else str(iteration)}
+        replace_folder(partial, folder, trackers)
     return folder
 
 
@@ -145,29 +137,34 @@ def _padded(model: ModelConfig, tensor_size: int) -> ModelConfig:
 
 
 def _rank(
-    source: Source, model: ModelConfig, tensor: tuple[int, int], pipeline: tuple[int, int]
-) -> Iterator[tuple[str, Tensor]]:
-    """(Megatron's name, share) of a rank's parameters.
+    source: Source, model: ModelConfig, rank: Rank, sizes: Rank, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """A rank's share of the parameters, by Megatron's names.
 
     Args:
         source: whole parameters.
         model: shape of the network.
-        tensor: tensor-parallel rank and size.
-        pipeline: pipeline rank and size.
+        rank: which rank.
+        sizes: number of pipeline and of tensor-parallel ranks.
+        dtype: number format of the result.
     """
-    rank, size = tensor
-    stage, stages = pipeline
     shards = shards_of(model, {})
     assert model.num_layers is not None
-    layers = model.num_layers // stages
-    for name, shard in shards.items():
-        if _stage_of(name, layers, stages) == stage:
-            share = shard.cut(source.tensor(name), rank, size)
-            theirs = to_megatron(name, stage * layers)
+    layers = model.num_layers // sizes.pipeline
+
+    def share(name: str) -> Tensor:
+        values = shards[name].cut(source.tensor(name), rank.tensor, sizes.tensor)
+        return _megatron_order(name, values, model, sizes.tensor).to(dtype, copy=True)
+
+    found = {}
+    for name in shards:
+        if _stage_of(name, layers, sizes.pipeline) == rank.pipeline:
+            theirs = to_megatron(name, rank.pipeline * layers)
             assert theirs is not None, name
-            yield theirs, _megatron_order(name, share, model, size)
-    if model.tied and stages > 1 and stage == stages - 1:
-        yield HEAD_COPY, shards[_TABLE].cut(source.tensor(_TABLE), rank, size)
+            found[theirs] = share(name)
+    if model.tied and 0 < rank.pipeline == sizes.pipeline - 1:
+        found[HEAD_COPY] = share(_TABLE)
+    return found
 
 
 def _stage_of(name: str, layers: int, stages: int) -> int:

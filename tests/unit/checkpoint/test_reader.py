@@ -138,6 +138,35 @@ def test_parts_of_a_matrix_that_is_stored_in_its_shape(tmp_path):
         assert torch.equal(reader.read(name, "exp_avg", region), whole[start:end])
 
 
+class Recorded:
+    """A stored tensor, or an open file of them, that notes which rows are read."""
+
+    def __init__(self, stored, rows):
+        self.stored, self.rows = stored, rows
+
+    def get_slice(self, key):
+        return Recorded(self.stored.get_slice(key), self.rows)
+
+    def get_shape(self):
+        return self.stored.get_shape()
+
+    def __getitem__(self, rows):
+        self.rows.append((rows.start, rows.stop))
+        return self.stored[rows]
+
+
+def test_a_region_needs_only_the_rows_that_hold_it(tmp_path):
+    name = "layers.0.attention.qkv.weight"
+    reader = CheckpointReader(write_checkpoint(tmp_path, 7, 1, 1))
+    reader.tensor(name)
+    rows = []
+    for file, stored in reader._open.items():
+        reader._open[file] = Recorded(stored, rows)
+    for start, end in ((0, 3), (7, 8), (10, 31), (138, 144)):
+        reader.read(name, "weight", Region((24, 6), None, (), start, end))
+    assert rows == [(0, 1), (1, 2), (1, 6), (23, 24)]
+
+
 def test_unknown_parameter_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"no parameter layers\.9"):
         CheckpointReader(write_checkpoint(tmp_path, 7, 2, 2)).tensor("layers.9")

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 
@@ -27,21 +27,19 @@ def build(
 ) -> GPTDataset:
     indexed = counting_corpus(folder / "corpus", lengths)
     cache = cache or IndexCache(None)
-    return GPTDataset.build(indexed, range(len(lengths)), s, samples, 1234, cache, "train")
+    return GPTRecipe(s, 1234).build(indexed, range(len(lengths)), samples, "train", cache)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_tokens_against_megatron_core_golden(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     indexed = counting_corpus(tmp_path / "corpus", case["lengths"])
-    dataset = GPTDataset.build(
+    dataset = GPTRecipe(case["seq_length"], case["seed"]).build(
         indexed,
         range(*case["documents"]),
-        case["seq_length"],
         case["num_samples"],
-        case["seed"],
-        IndexCache(tmp_path / "cache"),
         "train",
+        IndexCache(tmp_path / "cache"),
     )
     assert len(dataset) == len(case["token_sums"])
     samples = [dataset[i] for i in range(len(dataset))]
@@ -90,7 +88,7 @@ def test_a_damaged_index_is_found_before_an_order_is_made_of_it(tmp_path: Path) 
     lengths[1] = 4
     indexed.sequence_lengths = lengths
     with pytest.raises(ValueError, match=r"corpus\.idx: sequence 1"):
-        GPTDataset.build(indexed, range(3), 4, 5, 1, IndexCache(None), "train")
+        GPTRecipe(4, 1).build(indexed, range(3), 5, "train", IndexCache(None))
 
 
 @pytest.mark.parametrize("in_memory", [True, False])
@@ -113,3 +111,36 @@ def test_blend(tmp_path: Path) -> None:
     assert [token for token in tokens if token >= 200] == list(range(200, 204))
     with pytest.raises(IndexError, match="sample 20 of a dataset of 20"):
         dataset[20]
+
+
+def test_origin_names_the_tokens_of_every_sample(tmp_path: Path) -> None:
+    dataset = build(tmp_path, [3, 1, 0, 8, 0, 5, 4], 4, 30)
+    documents = dataset.documents
+    for index in range(len(dataset)):
+        pieces = dataset.origin(index)
+        assert all(piece.source == str(tmp_path / "corpus") for piece in pieces)
+        assert all(piece.start < piece.stop for piece in pieces)
+        parts = [documents.get(p.sequence, p.start, p.stop - p.start) for p in pieces]
+        assert np.concatenate(parts).tolist() == dataset[index].tolist()
+    with pytest.raises(IndexError, match="sample -1"):
+        dataset.origin(-1)
+
+
+def test_origin_in_a_blend(tmp_path: Path) -> None:
+    parts = []
+    for name, lengths in (("a", [30, 10]), ("b", [5] * 9)):
+        (tmp_path / name).mkdir()
+        parts.append(build(tmp_path / name, lengths, 4, 8))
+    dataset = BlendedDataset.build(parts, [0.5, 0.5], 12, IndexCache(None), "train")
+    for index in range(12):
+        pieces = dataset.origin(index)
+        assert {piece.source for piece in pieces} == {str(tmp_path / "ab"[index % 2] / "corpus")}
+        tokens = [t for piece in pieces for t in range(piece.stop - piece.start)]
+        assert len(tokens) == 5
+
+
+def test_the_cache_entry_of_an_earlier_release_is_found(tmp_path: Path) -> None:
+    """Runs that go on after an update must not build their indices again."""
+    build(tmp_path, [10, 20], 4, 5, cache=IndexCache(tmp_path / "cache"))
+    (entry,) = (path.name for path in (tmp_path / "cache").iterdir() if path.is_dir())
+    assert entry == "gpt-train-2c5130d5d61eb25ad96fde3beb924965"

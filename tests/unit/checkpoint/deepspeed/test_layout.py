@@ -11,11 +11,9 @@ from megatron.checkpoint.deepspeed.layout import (
     is_engine_folder,
     is_universal,
     locate,
-    publish,
-    unfinished,
 )
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import TRACKER, remove_incomplete
+from megatron.checkpoint.folder import TRACKER, remove_incomplete, replace_folder, unfinished_folder
 
 ENGINE = ("global_step5", TRACKER, is_engine_folder, "")
 UNIVERSAL = (f"global_step5{UNIVERSAL_SUFFIX}", UNIVERSAL_TRACKER, is_universal, UNIVERSAL_SUFFIX)
@@ -29,11 +27,11 @@ class Killed(BaseException):
 def make(save, form, content):
     """Writes a checkpoint as both writers do."""
     final = save / form[0]
-    written = unfinished(final)
-    shutil.rmtree(written, ignore_errors=True)
-    (written / "zero" if form is UNIVERSAL else written).mkdir(parents=True)
-    (written / "mp_rank_00_model_states.pt").write_text(content)
-    publish(written, final, form[1])
+    with unfinished_folder(final) as written:
+        if form is UNIVERSAL:
+            (written / "zero").mkdir()
+        (written / "mp_rank_00_model_states.pt").write_text(content)
+        replace_folder(written, final, {form[1]: final.name})
 
 
 def found(save, form, wanted=None):
