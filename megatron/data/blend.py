@@ -10,9 +10,10 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
-from types import ModuleType
 
 import numpy as np
+
+from megatron.data.shuffle import find_numba
 
 # A part is built slightly larger than its share, as in Megatron.
 SAFETY_MARGIN = 1.005
@@ -41,6 +42,11 @@ def part_samples(num_samples: int, weight: float) -> int:
     return math.ceil(num_samples * weight * SAFETY_MARGIN)
 
 
+def sample_dtype(num_samples: int) -> np.dtype:
+    """Of the sample numbers of a blend."""
+    return np.dtype(np.uint32 if num_samples < 1 << 32 else np.int64)
+
+
 def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
     """Which dataset, and which of its samples, each sample of the blend is.
 
@@ -54,9 +60,9 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarra
     # Once more, as Megatron does: the last bit of a weight can decide a tie.
     shares = shares / shares.sum()
     dataset = np.empty(num_samples, np.int16)
-    sample = np.empty(num_samples, np.uint32 if num_samples < 1 << 32 else np.int64)
+    sample = np.empty(num_samples, sample_dtype(num_samples))
     worth = num_samples * len(shares) >= _WORTH_COMPILING
-    numba = _numba() if worth else None
+    numba = find_numba() if worth else None
     fill: Callable[..., None] = _fill if numba is None else numba.njit(_fill)
     fill(shares, np.zeros(len(shares), np.int64), dataset, sample)
     return dataset, sample
@@ -73,11 +79,3 @@ def _fill(weights: np.ndarray, taken: np.ndarray, dataset: np.ndarray, sample: n
         dataset[i] = best
         sample[i] = taken[best]
         taken[best] += 1
-
-
-def _numba() -> ModuleType | None:
-    try:
-        import numba
-    except ImportError:
-        return None
-    return numba

@@ -9,8 +9,9 @@ from typing import Generic, TypeVar
 
 import numpy as np
 
-from megatron.data.blend import blend_indices
-from megatron.data.gpt_index import build_gpt_index
+from megatron.data.array_file import Blocks
+from megatron.data.blend import blend_indices, sample_dtype
+from megatron.data.gpt_index import GPTIndex
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.samples import Documents, Piece, SampleDataset
 
@@ -53,7 +54,8 @@ class GPTRecipe:
         Raises:
             ValueError: the documents hold no tokens, or their index is damaged.
         """
-        if not documents.sequence_lengths[units.start : units.stop].any():
+        lengths = documents.sequence_lengths
+        if not lengths[units.start : units.stop].any():
             raise ValueError(
                 f"{documents.prefix}: the {len(units)} documents for {name} hold no tokens"
             )
@@ -65,20 +67,14 @@ class GPTRecipe:
             "samples": num_samples,
             "seed": self.seed,
         }
+        index = GPTIndex.of(lengths, units, self.seq_length, num_samples, self.seed)
 
-        def arrays() -> dict[str, np.ndarray]:
+        def arrays() -> Iterator[tuple[str, np.ndarray | Blocks]]:
             documents.verify()
-            index = build_gpt_index(
-                documents.sequence_lengths, units, self.seq_length, num_samples, self.seed
-            )
-            return {
-                "document_index": index.document_index,
-                "sample_index": index.sample_index,
-                "shuffle_index": index.shuffle_index,
-            }
+            return index.arrays()
 
-        index = cache.arrays(f"gpt-{name}", depends_on, arrays)
-        return GPTDataset(documents, self.seq_length, index)
+        stored = cache.arrays(f"gpt-{name}", depends_on, arrays, index.layout)
+        return GPTDataset(documents, self.seq_length, stored)
 
 
 class GPTDataset:
@@ -93,34 +89,49 @@ class GPTDataset:
         return len(self._index["shuffle_index"])
 
     def __getitem__(self, index: int, /) -> np.ndarray:
+        index = _checked_index(index, len(self))
         tokens_T = np.empty(self.seq_length + 1, np.int64)
         filled = 0
-        for sequence, start, length in self._parts(_checked_index(index, len(self))):
-            part = self.documents.get(sequence, start, length)
-            tokens_T[filled : filled + len(part)] = part
-            filled += len(part)
-        assert filled == len(tokens_T)
+        for sequence, start, length in self._parts(index):
+            tokens_T[filled : filled + length] = self.documents.get(sequence, start, length)
+            filled += length
         return tokens_T
 
     def origin(self, index: int, /) -> list[Piece]:
         """Where sample `index` comes from, in the order of its tokens."""
-        pieces = []
-        for sequence, start, length in self._parts(_checked_index(index, len(self))):
-            if length is None:
-                length = int(self.documents.sequence_lengths[sequence]) - start
-            if length:
-                pieces.append(Piece(self.documents.prefix, sequence, start, start + length))
-        return pieces
+        index = _checked_index(index, len(self))
+        return [
+            Piece(self.documents.prefix, sequence, start, start + length)
+            for sequence, start, length in self._parts(index)
+        ]
 
-    def _parts(self, index: int) -> Iterator[tuple[int, int, int | None]]:
-        """(sequence, first token there, number of tokens or None for the rest) of a sample."""
+    def _parts(self, index: int) -> list[tuple[int, int, int]]:
+        """(sequence, first token there, number of tokens) of each part of a sample; they make
+        seq_length + 1 tokens.
+
+        Raises:
+            ValueError: the index is damaged where opening it did not look.
+        """
         samples, order = self._index["sample_index"], self._index["document_index"]
+        lengths = self.documents.sequence_lengths
         row = int(self._index["shuffle_index"][index])
-        (first, offset), (last, last_offset) = samples[row].tolist(), samples[row + 1].tolist()
-        for position in range(first, last + 1):
-            start = offset if position == first else 0
-            length = last_offset + 1 - start if position == last else None
-            yield int(order[position]), start, length
+        parts, wanted = [], self.seq_length + 1
+        if 0 <= row < len(samples) - 1:
+            (position, start), (last, stop) = samples[row].tolist(), samples[row + 1].tolist()
+            while wanted > 0 and 0 <= position <= last < len(order):
+                sequence = int(order[position])
+                if not 0 <= sequence < len(lengths):
+                    break
+                end = stop + 1 if position == last else int(lengths[sequence])
+                if not 0 <= start <= end <= lengths[sequence]:
+                    break
+                if end > start:
+                    parts.append((sequence, start, end - start))
+                wanted -= end - start
+                position, start = position + 1, 0
+                if position > last and wanted == 0:
+                    return parts
+        raise self._index.damaged(f"sample {index} does not come to {self.seq_length + 1} tokens")
 
 
 class BlendedDataset(Generic[Sample_co]):
@@ -147,7 +158,11 @@ class BlendedDataset(Generic[Sample_co]):
             dataset, sample = blend_indices(weights, num_samples)
             return {"dataset": dataset, "sample": sample}
 
-        return cls(parts, cache.arrays(f"blend-{name}", depends_on, arrays))
+        layout = {
+            "dataset": (np.dtype(np.int16), (num_samples,)),
+            "sample": (sample_dtype(num_samples), (num_samples,)),
+        }
+        return cls(parts, cache.arrays(f"blend-{name}", depends_on, arrays, layout))
 
     def __len__(self) -> int:
         return len(self._index["dataset"])
@@ -163,7 +178,10 @@ class BlendedDataset(Generic[Sample_co]):
 
     def _place(self, index: int) -> tuple[SampleDataset[Sample_co], int]:
         index = _checked_index(index, len(self))
-        return self.parts[int(self._index["dataset"][index])], int(self._index["sample"][index])
+        part, sample = int(self._index["dataset"][index]), int(self._index["sample"][index])
+        if not 0 <= part < len(self.parts) or not 0 <= sample < len(self.parts[part]):
+            raise self._index.damaged(f"there is no sample {sample} of dataset {part}")
+        return self.parts[part], sample
 
 
 def _checked_index(index: int, length: int) -> int:

@@ -6,6 +6,9 @@ by one rename, so readers see it whole or not at all; a lock keeps other process
 others, waiting instead of building the same again. Where a file system has no locks, several may
 build and the first one to finish wins. No process group is needed: a single process may build it
 beforehand.
+
+A damaged entry is refused, not built again: whatever damaged it may have damaged other files, and
+nothing that a run wrote itself looks like that.
 """
 
 from __future__ import annotations
@@ -16,21 +19,29 @@ import logging
 import os
 import shutil
 import uuid
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from glob import has_magic
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from filelock import FileLock, Timeout
 
+from megatron.data.array_file import Blocks, digest_of, map_array, sync, write_array
+
 logger = logging.getLogger(__name__)
 
 DESCRIPTION = "description.json"
 _SECONDS_BEFORE_SAYING_SO = 5.0
-_DIGEST_BLOCK = 1 << 20
-_DIGEST_BLOCKS = 64
+
+
+Built = Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray | Blocks]]
+"""Arrays by name. Pairs are asked for one after the other, so that one array can be let go before
+the next one is made."""
+Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
+"""What arrays have to be: dtype and shape by name."""
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
@@ -39,6 +50,12 @@ class StoredArrays(Mapping[str, np.ndarray]):
     def __init__(self, arrays: Mapping[str, np.ndarray], folder: Path | None = None) -> None:
         self._arrays = dict(arrays)
         self._folder = folder
+
+    def damaged(self, what: str) -> ValueError:
+        """The error for content that cannot be right."""
+        if self._folder is None:
+            return ValueError(f"an index in memory is damaged: {what}")
+        return _damaged(self._folder, what)
 
     def __getitem__(self, name: str) -> np.ndarray:
         return self._arrays[name]
@@ -65,38 +82,49 @@ class IndexCache:
 
     @classmethod
     def beside(cls, prefix: str, data_cache_path: str | None) -> IndexCache:
-        """The folder that `--data-cache-path` names, else `index-cache/` beside the data."""
+        """The folder that `--data-cache-path` names, else `index-cache/` beside the data.
+
+        Of a pattern that is beside the first part with a wildcard, of data elsewhere (s3://...) in
+        the working directory.
+        """
         if data_cache_path is not None:
             return cls(Path(data_cache_path), required=True)
-        return cls(Path(prefix).absolute().parent / "index-cache")
+        if "://" in prefix:
+            return cls(Path("index-cache").absolute())
+        path = Path(prefix).absolute()
+        pattern = next((part for part in path.parents[::-1] if has_magic(part.name)), path)
+        return cls(pattern.parent / "index-cache")
 
     def arrays(
         self,
         name: str,
         depends_on: Mapping[str, Any],
-        build: Callable[[], Mapping[str, np.ndarray]],
+        build: Callable[[], Built],
+        layout: Layout | None = None,
     ) -> StoredArrays:
-        """The arrays of entry `name`, built by `build()` if they are not there or damaged.
+        """The arrays of entry `name`, built by `build()` if they are not there.
 
         Args:
             name: start of the entry's folder name, for people.
             depends_on: everything the arrays depend on, as JSON values.
+            layout: what the arrays have to be, where that is known.
 
         Raises:
+            ValueError: the entry is damaged or cannot be read; the message names the folder.
             OSError: the folder is required and cannot be written.
         """
         if self.folder is None:
-            return StoredArrays(build())
+            return _in_memory(build)
         description = json.dumps(depends_on, sort_keys=True)
         digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
-        entry = self.folder / f"{name}-{digest}"
-        found = _checked(entry)
+        entry = _Entry(self.folder / f"{name}-{digest}", json.loads(description), layout)
+        found = entry.open()
         if found is not None:
             return found
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with _single_writer(entry):
-                return _checked(entry) or _publish(entry, depends_on, build())
+            with _single_writer(entry.folder):
+                return entry.open() or entry.publish(build())
         except OSError as error:
             problem = f"cannot write the index cache {self.folder} ({error.strerror or error})"
             if self.required:
@@ -111,77 +139,120 @@ class IndexCache:
                 problem,
                 name,
             )
-            return StoredArrays(build())
+            return _in_memory(build)
 
 
-def _publish(
-    entry: Path, depends_on: Mapping[str, Any], arrays: Mapping[str, np.ndarray]
-) -> StoredArrays:
-    part = entry.with_name(f"{entry.name}.partial-{uuid.uuid4().hex}")
-    part.mkdir()
-    try:
+@dataclass(frozen=True)
+class _Entry:
+    folder: Path
+    depends_on: Mapping[str, Any]
+    layout: Layout | None
+
+    def open(self) -> StoredArrays | None:
+        """The entry's arrays; None when it is not there.
+
+        Raises:
+            ValueError: see :meth:`IndexCache.arrays`.
+        """
+        if not os.path.lexists(self.folder):
+            return None
+        if not self.folder.is_dir():
+            raise _damaged(self.folder, "it is no folder")
+        try:
+            digests = self._described()
+            arrays = _map_entry(self.folder)
+        except OSError as error:
+            # No OSError: nothing must take it for a folder that cannot be written.
+            raise ValueError(
+                f"the index cache entry {self.folder} cannot be read ({error.strerror or error}): "
+                "let the user of this run read its files, or delete that folder, and the next run "
+                "builds it again"
+            ) from error
+        for name in sorted(set(digests) ^ set(arrays)):
+            state = "missing" if name in digests else "not of this entry"
+            raise _damaged(self.folder, f"{name}.npy is {state}")
         for name, array in arrays.items():
-            with (part / f"{name}.npy").open("wb") as file:
-                np.save(file, array, allow_pickle=False)
-                _sync(file)
-        sums = {name: _digest(np.asarray(array)) for name, array in arrays.items()}
-        with (part / DESCRIPTION).open("w") as text:
-            json.dump({"depends_on": depends_on, "digests": sums}, text, indent=1)
-            _sync(text)
-        if entry.exists():  # damaged, or its checksums would have matched
-            damaged = entry.with_name(f"{entry.name}.damaged-{uuid.uuid4().hex}")
-            os.rename(entry, damaged)
-            shutil.rmtree(damaged, ignore_errors=True)
-        os.rename(part, entry)
-    except OSError:
-        # Without locks another process may have published first: its entry is as good as ours.
-        found = _checked(entry)
-        if found is None:
-            raise
-        return found
-    finally:
-        shutil.rmtree(part, ignore_errors=True)
-    return _map_entry(entry)
+            if self.layout is not None:
+                _check_layout(self.folder, name, array, self.layout)
+            if digest_of(array) != digests[name]:
+                raise _damaged(self.folder, f"the checksum of {name}.npy is wrong")
+        if self.layout is not None and set(self.layout) != set(arrays):
+            missing = ", ".join(sorted(set(self.layout) - set(arrays)))
+            raise _damaged(self.folder, f"{missing}.npy is missing")
+        return arrays
+
+    def _described(self) -> Mapping[str, str]:
+        path = self.folder / DESCRIPTION
+        try:
+            content = json.loads(path.read_bytes())
+        except FileNotFoundError:
+            raise _damaged(self.folder, f"{DESCRIPTION} is missing") from None
+        except (ValueError, RecursionError) as error:
+            raise _damaged(self.folder, f"{DESCRIPTION} is no JSON ({error})") from None
+        if not isinstance(content, dict) or not isinstance(content.get("digests"), dict):
+            raise _damaged(self.folder, f"{DESCRIPTION} names no arrays")
+        if content.get("depends_on") != self.depends_on:
+            raise _damaged(
+                self.folder, f"{DESCRIPTION} describes another entry than its name stands for"
+            )
+        return content["digests"]
+
+    def publish(self, built: Built) -> StoredArrays:
+        """Write the arrays of an entry that is not there."""
+        part = self.folder.with_name(f"{self.folder.name}.partial-{uuid.uuid4().hex}")
+        part.mkdir()
+        try:
+            digests = {}
+            for name, array in built.items() if isinstance(built, Mapping) else built:
+                file = part / f"{name}.npy"
+                write_array(file, array)
+                digests[name] = digest_of(map_array(file))
+                del array  # let it go before the next one is made
+            with (part / DESCRIPTION).open("w") as text:
+                json.dump({"depends_on": self.depends_on, "digests": digests}, text, indent=1)
+                sync(text)
+            os.rename(part, self.folder)
+        except OSError:
+            # Without locks another process may have published first: its entry is as good as ours.
+            found = self.open()
+            if found is None:
+                raise
+            return found
+        finally:
+            shutil.rmtree(part, ignore_errors=True)
+        return _map_entry(self.folder)
+
+
+def _in_memory(build: Callable[[], Built]) -> StoredArrays:
+    built = build()
+    pairs = built.items() if isinstance(built, Mapping) else built
+    return StoredArrays({n: a.array() if isinstance(a, Blocks) else a for n, a in pairs})
+
+
+def _damaged(folder: Path, what: str) -> ValueError:
+    return ValueError(
+        f"the index cache entry {folder} is damaged: {what}. Look whether the disk is sound, "
+        "delete that folder, and the next run builds it again"
+    )
+
+
+def _check_layout(folder: Path, name: str, array: np.ndarray, layout: Layout) -> None:
+    if name not in layout:
+        raise _damaged(folder, f"{name}.npy is not of this entry")
+    if (array.dtype, array.shape) != layout[name]:
+        dtype, shape = layout[name]
+        raise _damaged(
+            folder,
+            f"{name}.npy holds {array.dtype} of shape {array.shape}, not {dtype} of shape {shape}",
+        )
 
 
 def _map_entry(entry: Path) -> StoredArrays:
-    files = sorted(entry.glob("*.npy"))
-    return StoredArrays({file.stem: _map_array(file) for file in files}, entry)
-
-
-def _map_array(file: Path) -> np.ndarray:
+    files = sorted(file for file in entry.iterdir() if file.suffix == ".npy")
     try:
-        return np.load(file, mmap_mode="r", allow_pickle=False)
-    except ValueError:
-        # NumPy maps no array of size 0; anything else that cannot be mapped fails here too.
-        return np.load(file, allow_pickle=False)
-
-
-def _checked(entry: Path) -> StoredArrays | None:
-    """The entry's arrays, or None when it is missing or damaged."""
-    if not entry.is_dir():
-        return None
-    try:
-        digests = json.loads((entry / DESCRIPTION).read_text())["digests"]
-        arrays = _map_entry(entry)
-        if {name: _digest(array) for name, array in arrays.items()} == digests:
-            return arrays
-    except (OSError, ValueError, KeyError, TypeError, EOFError):
-        pass
-    logger.warning("the index cache entry %s is damaged: building it again", entry)
-    return None
-
-
-def _digest(array: np.ndarray) -> str:
-    """Of shape, dtype and content; of large arrays, evenly spaced blocks up to 64 MiB."""
-    digest = hashlib.blake2b(f"{array.dtype.str}{array.shape}".encode(), digest_size=16)
-    raw = array.reshape(-1).view(np.uint8)
-    blocks = -(-len(raw) // _DIGEST_BLOCK)
-    looked_at = min(blocks, _DIGEST_BLOCKS)
-    for i in range(looked_at):
-        start = i * (blocks - 1) // max(looked_at - 1, 1) * _DIGEST_BLOCK
-        digest.update(np.ascontiguousarray(raw[start : start + _DIGEST_BLOCK]).data)
-    return digest.hexdigest()
+        return StoredArrays({file.stem: map_array(file) for file in files}, entry)
+    except ValueError as error:
+        raise _damaged(entry, str(error)) from None
 
 
 @contextmanager
@@ -199,8 +270,3 @@ def _single_writer(entry: Path) -> Iterator[None]:
         yield
     finally:
         lock.release()
-
-
-def _sync(file: Any) -> None:
-    file.flush()
-    os.fsync(file.fileno())

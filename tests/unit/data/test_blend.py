@@ -48,7 +48,7 @@ def test_against_the_definition(compiled: bool, monkeypatch: pytest.MonkeyPatch)
 def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     expected = blend_indices([0.25, 0.75], 1000)
     monkeypatch.setattr(blend, "_WORTH_COMPILING", 0)
-    monkeypatch.setattr(blend, "_numba", lambda: None)
+    monkeypatch.setattr(blend, "find_numba", lambda: None)
     found = blend_indices([0.25, 0.75], 1000)
     assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
 

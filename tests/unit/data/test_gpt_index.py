@@ -9,10 +9,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.data import gpt_index
-from megatron.data.gpt_index import build_gpt_index, plan_epochs
+from megatron.data.gpt_index import GPTIndex, plan_epochs
+from megatron.data.index_cache import IndexCache, StoredArrays
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "gpt_sample_order" / "golden.json"
 CASES = {case["name"]: case for case in json.loads(GOLDEN.read_text())}
+
+
+def build_gpt_index(*args) -> StoredArrays:
+    index = GPTIndex.of(*args)
+    arrays = IndexCache(None).arrays("x", {}, index.arrays)
+    assert {name: (array.dtype, array.shape) for name, array in arrays.items()} == index.layout
+    return arrays
 
 
 def samples_by_definition(
@@ -58,11 +66,14 @@ def samples_of_index(
 ) -> list[list[tuple[int, int]]]:
     index = build_gpt_index(lengths, documents, s, wanted, seed)
     samples = []
-    for row in index.shuffle_index.tolist():
-        (position, offset), last = index.sample_index[row].tolist(), index.sample_index[row + 1]
+    for row in index["shuffle_index"].tolist():
+        (position, offset), last = (
+            index["sample_index"][row].tolist(),
+            index["sample_index"][row + 1],
+        )
         sample = []
         while (position, offset) <= tuple(last.tolist()):
-            document = int(index.document_index[position])
+            document = int(index["document_index"][position])
             if offset < lengths[document]:
                 sample.append((document, offset))
                 offset += 1
@@ -86,11 +97,11 @@ def test_against_megatron_core_golden(
         case["num_samples"],
         case["seed"],
     )
-    assert index.document_index.tolist() == case["document_index"]
-    assert index.sample_index.tolist() == case["sample_index"]
-    assert index.shuffle_index.tolist() == case["shuffle_index"]
-    assert index.document_index.dtype == index.sample_index.dtype == np.int32
-    assert index.shuffle_index.dtype == np.uint32
+    assert index["document_index"].tolist() == case["document_index"]
+    assert index["sample_index"].tolist() == case["sample_index"]
+    assert index["shuffle_index"].tolist() == case["shuffle_index"]
+    assert index["document_index"].dtype == index["sample_index"].dtype == np.int32
+    assert index["shuffle_index"].dtype == np.uint32
 
 
 def test_golden_cases_cover_both_kinds_of_last_epoch() -> None:
@@ -148,5 +159,5 @@ def test_offsets_past_2_to_the_31() -> None:
     """Token positions need int64 though lengths are int32."""
     lengths = np.full(4, 2**31 - 1, np.int32)
     index = build_gpt_index(lengths, range(4), 2**20, 5000, 1)
-    position, offset = index.sample_index[5000].tolist()
+    position, offset = index["sample_index"][5000].tolist()
     assert position * (2**31 - 1) + offset == 5000 * 2**20

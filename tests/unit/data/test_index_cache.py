@@ -1,17 +1,20 @@
-"""The cache of built arrays: built once, atomic, repaired, and in memory where it must be."""
+"""The cache of built arrays: built once, atomic, checked, and in memory where it must be."""
 
 import json
 import logging
 import multiprocessing
 import os
 import pickle
+import shutil
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from megatron.data import index_cache
+from megatron.data import array_file, index_cache
+from megatron.data.array_file import Blocks
 from megatron.data.index_cache import IndexCache, StoredArrays
 
 
@@ -56,9 +59,7 @@ def test_everything_it_depends_on_is_in_the_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "damage", ["flip", "truncate", "remove array", "remove description", "other dtype", "garbage"]
 )
-def test_a_damaged_entry_is_built_again(
-    damage: str, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_entry_is_refused(damage: str, tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
     cache.arrays("x", {}, arrays)
     (entry,) = entries(tmp_path)
@@ -77,10 +78,52 @@ def test_a_damaged_entry_is_built_again(
         np.save(file, np.arange(1000, dtype=np.int64))
     else:
         file.write_bytes(b"not an array")
+    with pytest.raises(ValueError, match=f"{entry} is damaged: .*delete that folder"):
+        cache.arrays("x", {}, arrays)
+    shutil.rmtree(entry)
     assert equal(cache.arrays("x", {}, arrays))
-    assert "damaged" in caplog.text
-    assert equal(cache.arrays("x", {}, never))
-    assert entries(tmp_path) == [entry]  # nothing of the damaged one is left
+
+
+def test_what_cannot_be_read_is_not_built_in_memory_instead(tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path)
+    cache.arrays("x", {}, arrays)
+    (entry,) = entries(tmp_path)
+    (entry / "a.npy").unlink()
+    (entry / "a.npy").mkdir()  # also fails for root, unlike permissions
+    with pytest.raises(ValueError, match=f"{entry} cannot be read.*Is a directory"):
+        cache.arrays("x", {}, arrays)
+
+
+def test_arrays_that_come_in_blocks(tmp_path: Path) -> None:
+    def build() -> Iterator[tuple[str, np.ndarray | Blocks]]:
+        made = arrays()
+        yield "a", Blocks(made["a"].dtype, made["a"].shape, np.split(made["a"], [10, 500, 500]))
+        yield "b", Blocks(made["b"].dtype, made["b"].shape, iter([made["b"]]))
+        yield "empty", Blocks(np.dtype(np.int64), (0, 2), [])
+
+    whole = IndexCache(tmp_path / "whole").arrays("x", {}, arrays)
+    in_blocks = IndexCache(tmp_path / "blocks").arrays("x", {}, build)
+    assert equal(whole) and equal(in_blocks) and equal(IndexCache(None).arrays("x", {}, build))
+    for name in whole:
+        first, second = (
+            entries(tmp_path / kind)[0] / f"{name}.npy" for kind in ("whole", "blocks")
+        )
+        assert first.read_bytes() == second.read_bytes()
+
+
+def test_arrays_that_are_not_what_is_asked_for(tmp_path: Path) -> None:
+    cache = IndexCache(tmp_path)
+    layout = {name: (array.dtype, array.shape) for name, array in arrays().items()}
+    cache.arrays("x", {}, arrays, layout)
+    assert equal(cache.arrays("x", {}, never, layout))
+    for other, message in (
+        (layout | {"a": (np.dtype("i4"), (1000,))}, "a.npy holds uint32 .*not int32"),
+        (layout | {"a": (np.dtype("u4"), (1001,))}, r"a.npy holds .*not uint32 of shape \(1001,\)"),
+        (layout | {"c": (np.dtype("u4"), (1,))}, "c.npy is missing"),
+        ({"a": layout["a"]}, "b.npy is not of this entry"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            cache.arrays("x", {}, never, other)
 
 
 def test_a_failed_build_leaves_nothing(tmp_path: Path) -> None:
@@ -172,13 +215,15 @@ def test_pickles_as_its_path(tmp_path: Path) -> None:
 
 def test_folder_beside_the_data(tmp_path: Path) -> None:
     assert IndexCache.beside(f"{tmp_path}/x", None) == IndexCache(tmp_path / "index-cache")
+    for pattern in ("x-*.jsonl", "*/x.jsonl", "a*/b?/x"):
+        assert IndexCache.beside(f"{tmp_path}/{pattern}", None).folder == tmp_path / "index-cache"
     assert IndexCache.beside("data/x", "/c") == IndexCache(Path("/c"), required=True)
 
 
 def test_digest_of_a_large_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_cache, "_DIGEST_BLOCK", 64)
-    monkeypatch.setattr(index_cache, "_DIGEST_BLOCKS", 4)
+    monkeypatch.setattr(array_file, "_DIGEST_BLOCK", 64)
+    monkeypatch.setattr(array_file, "_DIGEST_BLOCKS", 4)
     array = np.zeros(1000, np.uint8)
-    digest = index_cache._digest(array)
+    digest = array_file.digest_of(array)
     array[-1] = 1
-    assert index_cache._digest(array) != digest
+    assert array_file.digest_of(array) != digest

@@ -1,0 +1,252 @@
+#!/usr/bin/env python
+"""What reading real data costs a training step, and how fast the loader is by itself.
+
+    python benchmarks/dataloader.py
+    python benchmarks/dataloader.py --layers 4 --hidden-size 256 --rounds 9 --json out.json
+
+Steps: one trainer takes the same steps on --mock-data and on a real .bin/.idx by turns, in blocks
+of steps in another order every round, with the loader's processes running. Shown are wall seconds,
+and CPU seconds of all processes. A block waits for its samples before its clock stops; the share of
+the loader is (real - mock) / mock of the medians, and the seconds in which the training process
+waits for batches, over the whole. Both are given: the difference of two noisy times is no better
+than their noise, which is shown too.
+
+Loader: samples per second that the dataset gives in one process, and that a loader gives with
+several, at the sequence length given; the file (made up, one lognormal length per document) is in
+the page cache.
+"""
+
+import argparse
+import json
+import os
+import platform
+import random
+import resource
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from megatron.data.batch import GPTCollator
+from megatron.data.gpt_dataset import GPTRecipe
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.loader import MicroBatches
+from megatron.data.mock import MockGPTDataset
+from megatron.engine.environment import distributed
+from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.run import parse_run
+from megatron.training.trainer import Trainer
+
+VOCABULARY = 8_191
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    options = parser().parse_args(argv)
+    torch.set_num_threads(options.threads)
+    warnings.filterwarnings("ignore", message="This DataLoader will create")
+    with tempfile.TemporaryDirectory(dir=options.folder, prefix="loader-benchmark-") as folder:
+        prefix = Path(folder) / "corpus"
+        make_corpus(prefix, int(options.tokens), options.mean_document)
+        found: dict[str, Any] = {
+            "options": vars(options),
+            "machine": f"{platform.machine()}, {os.cpu_count()} cores, Python "
+            f"{platform.python_version()}, torch {torch.__version__}",
+            "loader": loader_alone(prefix, options),
+            "steps": steps(prefix, options),
+        }
+    print(report(found))
+    if options.json:
+        Path(options.json).write_text(json.dumps(found, indent=1) + "\n")
+
+
+def parser() -> argparse.ArgumentParser:
+    result = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    result.add_argument("--layers", type=int, default=4)
+    result.add_argument("--hidden-size", type=int, default=256)
+    result.add_argument("--seq-length", type=int, default=512)
+    result.add_argument("--micro-batch-size", type=int, default=4)
+    result.add_argument("--num-workers", type=int, default=2)
+    result.add_argument("--threads", type=int, default=1, help="of the training process")
+    result.add_argument("--block", type=int, default=5, help="steps of a block")
+    result.add_argument("--rounds", type=int, default=7)
+    result.add_argument("--tokens", type=float, default=50e6)
+    result.add_argument("--mean-document", type=float, default=1000.0)
+    result.add_argument("--loader-seq-length", type=int, default=2048)
+    result.add_argument("--loader-workers", default="0,1,2,4")
+    result.add_argument("--samples", type=int, default=20_000, help="that the loader alone reads")
+    result.add_argument("--folder", help="for the corpus (default: the temporary folder)")
+    result.add_argument("--json", help="file for the numbers")
+    return result
+
+
+def make_corpus(prefix: Path, tokens: int, mean: float) -> None:
+    """Tokens like those of --mock-data: what the model computes with must not make a difference."""
+    rng = np.random.default_rng(1)
+    with IndexedDatasetWriter(prefix, "uint16") as writer:
+        while tokens > 0:
+            lengths = np.maximum(rng.lognormal(np.log(mean) - 0.5, 1.0, 1000), 1).astype(np.int64)
+            ids = MockGPTDataset(1 << 62, int(lengths.sum()) - 1, VOCABULARY, seed=2)[tokens]
+            writer.add_documents(ids, lengths, np.ones(1000, np.int64))
+            tokens -= len(ids)
+
+
+def loader_alone(prefix: Path, options: argparse.Namespace) -> dict[str, dict[str, float]]:
+    """Samples per second, wall and CPU, by number of workers."""
+    s = options.loader_seq_length
+    documents = IndexedDataset(prefix)
+    recipe = GPTRecipe(s, 1234)
+    dataset = recipe.build(
+        documents, range(len(documents)), options.samples, "train", IndexCache(prefix.parent)
+    )
+    found = {}
+    began = time.perf_counter(), time.process_time()
+    for index in range(options.samples):
+        dataset[index]
+    wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
+    found["dataset"] = {"wall": options.samples / wall, "cpu": options.samples / cpu}
+    collate = GPTCollator(None, False, False, False)
+    for workers in map(int, options.loader_workers.split(",")):
+        batches = MicroBatches(dataset, collate, micro_batch_size=4, num_workers=workers)
+        next(batches)
+        # The rates over time; workers have read ahead a little when the clock starts.
+        count = options.samples // 4 - 1
+        children = resource.getrusage(resource.RUSAGE_CHILDREN)
+        began = time.perf_counter(), time.process_time()
+        for _ in range(count):
+            next(batches)
+        wall, cpu = time.perf_counter() - began[0], time.process_time() - began[1]
+        batches.close()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        cpu += after.ru_utime + after.ru_stime - children.ru_utime - children.ru_stime
+        found[f"{workers} workers"] = {"wall": 4 * count / wall, "cpu": 4 * count / cpu}
+    return found
+
+
+class Stream:
+    """A trainer's batches, and how long it waited for them."""
+
+    def __init__(self, batches: MicroBatches) -> None:
+        self._batches = batches
+        self.waited = 0.0
+        self.consumed_samples = batches.consumed_samples
+
+    def __iter__(self) -> Iterator[Any]:
+        return self
+
+    def __next__(self) -> Any:
+        began = time.perf_counter()
+        batch = next(self._batches)
+        self.waited += time.perf_counter() - began
+        self.consumed_samples = self._batches.consumed_samples
+        return batch
+
+
+def steps(prefix: Path, options: argparse.Namespace) -> dict[str, dict[str, list[float]]]:
+    """Wall seconds, CPU seconds of the training process and seconds of waiting, by block."""
+    flags = (
+        f"--num-layers {options.layers} --hidden-size {options.hidden_size} "
+        f"--num-attention-heads 4 --seq-length {options.seq_length} --zero-stage 1 "
+        f"--micro-batch-size {options.micro_batch_size} "
+        f"--global-batch-size {options.micro_batch_size} --lr 1e-4 --tokenizer-type NullTokenizer "
+        f"--vocab-size {VOCABULARY} --num-workers {options.num_workers} --eval-iters 0 "
+        f"--train-iters {2 * (options.rounds + 1) * options.block + 1} --peak-tflops 1 "
+    )
+    sources = {
+        "mock": f"{flags} --mock-data",
+        "real": f"{flags} --data-path {prefix} --split 1,0,0 --data-cache-path {prefix.parent}",
+    }
+    run = parse_run(None, sources["real"].split())
+    found: dict[str, dict[str, list[float]]] = {
+        name: {"wall": [], "cpu": [], "waited": []} for name in sources
+    }
+    with distributed(run.config.parallel) as groups:
+        datasets, collate = gpt_data(run)
+        trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
+        streams = {}
+        for name, line in sources.items():
+            data, _ = gpt_data(parse_run(None, line.split()))
+            assert data.train is not None
+            streams[name] = Stream(
+                MicroBatches(
+                    data.train,
+                    collate,
+                    micro_batch_size=options.micro_batch_size,
+                    num_workers=options.num_workers,
+                )
+            )
+        chance = random.Random(1)
+        for number in range(options.rounds + 1):
+            for name in chance.sample(list(streams), 2):
+                with measured(found[name] if number else None, streams[name]):
+                    for _ in range(options.block):
+                        trainer._step(streams[name])
+    return found
+
+
+@contextmanager
+def measured(found: dict[str, list[float]] | None, stream: Stream) -> Iterator[None]:
+    """Notes what a block took; the first round warms up."""
+    wall, cpu, waited = time.perf_counter(), time.process_time(), stream.waited
+    yield
+    if found is not None:
+        found["wall"].append(time.perf_counter() - wall)
+        found["cpu"].append(time.process_time() - cpu)
+        found["waited"].append(stream.waited - waited)
+
+
+def report(found: dict[str, Any]) -> str:
+    """The tables."""
+    options, blocks = found["options"], found["steps"]
+    samples = options["micro_batch_size"] * options["block"]
+    lines = [
+        found["machine"],
+        f"steps of {options['micro_batch_size']} samples of {options['seq_length']} tokens, "
+        f"{options['layers']} layers of width {options['hidden_size']}, "
+        f"{options['num_workers']} loader processes, {options['rounds']} blocks of "
+        f"{options['block']} steps each",
+        f"{'':8}{'wall ms a step':>16}{'range':>20}{'CPU ms':>10}{'range':>20}"
+        f"{'waiting for data ms':>22}",
+    ]
+    for name, times in blocks.items():
+        per = {key: [1e3 * t / options["block"] for t in values] for key, values in times.items()}
+        middle = {key: statistics.median(values) for key, values in per.items()}
+        spread = {k: f"{min(per[k]):.1f}-{max(per[k]):.1f}" for k in ("wall", "cpu")}
+        lines.append(
+            f"{name:8}{middle['wall']:16.2f}{spread['wall']:>20}{middle['cpu']:10.2f}"
+            f"{spread['cpu']:>20}{middle['waited']:22.3f}"
+        )
+    real, mock = blocks["real"], blocks["mock"]
+    for key, title in (("wall", "wall time"), ("cpu", "CPU time of the training process")):
+        relative = statistics.median(real[key]) / statistics.median(mock[key]) - 1
+        lines.append(f"real data against mock data: {relative:+.2%} {title}")
+    waiting = statistics.median(w / t for w, t in zip(real["waited"], real["wall"], strict=True))
+    rate = found["loader"]["dataset"]["cpu"]
+    tokens = options["loader_seq_length"]
+    work = samples * options["seq_length"] / (rate * tokens) / statistics.median(real["cpu"])
+    lines += [
+        f"waiting for real data: {waiting:.2%} of the step",
+        f"making the samples: {work:.4%} of the step's CPU time, in the loader's processes",
+        f"\nthe loader alone, samples of {tokens} tokens",
+        f"{'':12}{'samples per wall s':>20}{'per CPU s':>12}{'M tokens per wall s':>22}",
+    ]
+    for name, rates in found["loader"].items():
+        lines.append(
+            f"{name:12}{rates['wall']:20,.0f}{rates['cpu']:12,.0f}"
+            f"{rates['wall'] * tokens / 1e6:22,.1f}"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,268 @@
+"""Writes indexed datasets."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.indexed.format import (
+    CODE_OF_DTYPE,
+    HEADER,
+    MAGIC,
+    VERSION,
+    bin_path,
+    idx_path,
+)
+from megatron.data.indexed.reader import IndexedDataset
+
+# Entries, or tokens, that are held in memory at once.
+_BLOCK = 1 << 20
+
+
+class IndexedDatasetWriter:
+    """Writes an indexed dataset: `with IndexedDatasetWriter(prefix, dtype) as writer: ...`.
+
+    Everything streams to temporary files in the same folder, so that memory is constant. Leaving
+    the `with` block (or `close()`) publishes .bin, then .idx, each by a rename; leaving it by an
+    exception removes everything.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODE_OF_DTYPE:
+            raise ValueError(
+                f"indexed files cannot hold {self.dtype}; they hold "
+                + ", ".join(d.name for d in CODE_OF_DTYPE)
+            )
+        self.prefix = os.fspath(prefix)
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        folder = self._bin.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self._bin_part = Path(f"{self._bin}.partial-{os.getpid()}")
+        self._idx_part = Path(f"{self._idx}.partial-{os.getpid()}")
+        self._lengths = _Spool(folder, "<i4", self._idx_part)
+        self._bounds = _Spool(folder, "<i8", self._idx_part)
+        self._modes = _Spool(folder, "i1", self._idx_part)
+        self._bounds.append(np.zeros(1, "<i8"))
+        self._open = True
+        self._stream: BinaryIO = self._bin_part.open("wb", buffering=1 << 20)
+
+    def add_document(
+        self, sequences: Sequence[npt.ArrayLike], modes: Sequence[int] | None = None
+    ) -> None:
+        """Append one document: its sequences, each 1-D; `modes` one per sequence.
+
+        Raises:
+            ValueError: a token does not fit the dtype.
+        """
+        checked = [self._checked_tokens(sequence) for sequence in sequences]
+        self.add_documents(
+            np.concatenate([np.empty(0, self.dtype), *checked]),
+            [len(sequence) for sequence in checked],
+            [len(checked)],
+            modes,
+        )
+
+    def add_documents(
+        self,
+        tokens: npt.ArrayLike,
+        sequence_lengths: npt.ArrayLike,
+        sequences_per_document: npt.ArrayLike,
+        modes: Sequence[int] | npt.ArrayLike | None = None,
+    ) -> None:
+        """Append many documents at once.
+
+        Args:
+            tokens: all tokens back to back, 1-D.
+            sequence_lengths: tokens in each sequence; they sum to the number of tokens.
+            sequences_per_document: they sum to the number of sequences.
+            modes: one per sequence, for all documents of a file or for none.
+
+        Raises:
+            ValueError: the counts disagree, or a token does not fit the dtype.
+        """
+        tokens = self._checked_tokens(tokens)
+        lengths = _counts(sequence_lengths, "sequence_lengths", len(tokens), "tokens")
+        per_document = _counts(
+            sequences_per_document, "sequences_per_document", len(lengths), "sequences"
+        )
+        if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"a sequence of {lengths.max()} tokens: the format holds up to 2**31 - 1"
+            )
+        kinds = np.asarray([] if modes is None else modes, dtype="i1")
+        if modes is not None and len(kinds) != len(lengths):
+            raise ValueError(f"{len(kinds)} modes for {len(lengths)} sequences")
+        with _naming(self._bin_part):
+            self._stream.write(tokens.data)
+        self._bounds.append(np.cumsum(per_document) + self._lengths.count)
+        self._lengths.append(lengths)
+        self._modes.append(kinds)
+
+    def merge(self, prefix: str | os.PathLike[str], *, widen: bool = False) -> None:
+        """Append all documents of another indexed dataset.
+
+        Args:
+            widen: take tokens of a narrower dtype too, such as uint16 into int32.
+
+        Raises:
+            ValueError: its dtype is another one, or does not fit.
+        """
+        other = IndexedDataset(prefix)
+        other.verify()
+        if other.dtype != self.dtype and not (
+            widen and np.can_cast(other.dtype, self.dtype, "safe")
+        ):
+            raise ValueError(
+                f"cannot append {bin_path(prefix)} ({other.dtype.name} tokens) to {self._bin} "
+                f"({self.dtype.name} tokens): preprocess them with the same vocabulary"
+            )
+        # Read, not mapped: pages of a mapped file would count as memory of this process.
+        with bin_path(prefix).open("rb") as source:
+            while block := source.read(_BLOCK * other.dtype.itemsize):
+                tokens = np.frombuffer(block, other.dtype).astype(self.dtype, copy=False)
+                with _naming(self._bin_part):
+                    self._stream.write(tokens.data)
+        first = self._lengths.count
+        for bounds in _blocks(other.document_indices[1:]):
+            self._bounds.append(bounds + first)
+        for lengths in _blocks(other.sequence_lengths):
+            self._lengths.append(lengths)
+        if other.modes is not None:
+            for modes in _blocks(other.modes):
+                self._modes.append(modes)
+
+    def close(self) -> None:
+        """Finish the files and publish them; a second call does nothing."""
+        if not self._open:
+            return
+        try:
+            if self._modes.count not in (0, self._lengths.count):
+                raise ValueError(
+                    f"{self._idx}: {self._modes.count} of {self._lengths.count} sequences have a "
+                    "mode; give one for all or for none"
+                )
+            with _naming(self._bin_part):
+                _sync(self._stream)
+                self._stream.close()
+            with _naming(self._idx_part), self._idx_part.open("wb") as file:
+                file.writelines(self._index_parts())
+                _sync(file)
+            # An old index must never describe the new tokens, not even if we die between the two.
+            self._idx.unlink(missing_ok=True)
+            os.replace(self._bin_part, self._bin)
+            os.replace(self._idx_part, self._idx)
+            self._open = False
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove what was written and not published."""
+        self._open = False
+        for file in (self._stream, self._lengths, self._bounds, self._modes):
+            with suppress(OSError):  # closing flushes again; the first error is the one to report
+                file.close()
+        self._bin_part.unlink(missing_ok=True)
+        self._idx_part.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _checked_tokens(self, values: npt.ArrayLike) -> np.ndarray:
+        tokens = np.ravel(np.asarray(values))
+        if not tokens.size:
+            return np.empty(0, self.dtype)
+        if not np.can_cast(tokens.dtype, self.dtype, "safe") and self.dtype.kind in "iu":
+            if tokens.dtype.kind not in "iu":
+                raise ValueError(f"tokens of {self._bin} must be integers, not {tokens.dtype}")
+            bounds = np.iinfo(self.dtype)
+            for value in (int(tokens.min()), int(tokens.max())):
+                if not bounds.min <= value <= bounds.max:
+                    raise ValueError(
+                        f"token id {value} does not fit {self.dtype.name} "
+                        f"({bounds.min} to {bounds.max}), the dtype of {self._bin}"
+                    )
+        return np.ascontiguousarray(tokens, dtype=self.dtype)
+
+    def _index_parts(self) -> Iterator[bytes | memoryview]:
+        code = CODE_OF_DTYPE[self.dtype]
+        yield HEADER.pack(MAGIC, VERSION, code, self._lengths.count, self._bounds.count)
+        yield from (block.data for block in self._lengths.blocks())
+        end = 0
+        for lengths in self._lengths.blocks():
+            ends = end + np.cumsum(lengths, dtype="<i8")
+            yield ((ends - lengths) * self.dtype.itemsize).data
+            end = int(ends[-1])
+        yield from (block.data for block in self._bounds.blocks())
+        yield from (block.data for block in self._modes.blocks())
+
+
+class _Spool:
+    """A long array in a temporary file without a name: nothing of it stays if the process dies."""
+
+    def __init__(self, folder: Path, dtype: str, path: Path) -> None:
+        self._dtype = np.dtype(dtype)
+        self._path = path
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=1 << 16)  # noqa: SIM115
+        self.count = 0
+
+    def append(self, values: np.ndarray) -> None:
+        """Values at the end."""
+        with _naming(self._path):
+            self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        self.count += len(values)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        """All values, in order."""
+        self._file.seek(0)
+        while block := self._file.read(_BLOCK * self._dtype.itemsize):
+            yield np.frombuffer(block, self._dtype)
+
+    def close(self) -> None:
+        """Gives its space on the disk back."""
+        self._file.close()
+
+
+def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(values), _BLOCK):
+        yield values[start : start + _BLOCK]
+
+
+def _counts(values: npt.ArrayLike, name: str, total: int, unit: str) -> np.ndarray:
+    counts = np.ravel(np.asarray(values, dtype=np.int64))
+    if (counts < 0).any() or counts.sum() != total:
+        raise ValueError(f"{name} must be counts that sum to the {total} {unit}, not {counts}")
+    return counts
+
+
+def _sync(file: BinaryIO) -> None:
+    file.flush()
+    os.fsync(file.fileno())
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """A failed write (full disk) does not know its file: name it."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error

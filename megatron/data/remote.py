@@ -1,0 +1,291 @@
+"""Indexed datasets in object stores and on web servers, read through fsspec with a local cache.
+
+`s3://bucket/prefix`, `gs://...`, `https://...` and whatever else fsspec knows. The .idx is fetched
+whole when the dataset is opened. The .bin is fetched in chunks of 32 MiB, each when the first token
+of it is asked for, and read from local disk from then on. Files of the cache appear complete or not
+at all, so that all processes of a node share one folder without locks: two that need a chunk at the
+same time may both fetch it, and the second rename changes nothing.
+
+What belongs to a version of a remote file lies in a folder whose name hashes its URL, its size and
+its ETag, checksum or date: a file that was replaced is fetched anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import uuid
+from collections import OrderedDict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import numpy as np
+
+from megatron.data.indexed.index_file import IndexFile, map_file
+from megatron.data.indexed.reader import IndexedDataset
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_CACHE = "object-storage-cache"
+CHUNK_BYTES = 32 << 20
+_OPEN_CHUNKS = 256
+# What file systems call that which changes with a file's content.
+_VERSION_KEYS = (
+    "ETag etag md5Hash md5 crc32c generation version_id LastModified last_modified mtime updated "
+    "modified created"
+).split()
+_INSTALL = {
+    **dict.fromkeys(("s3", "s3a"), "s3fs"),
+    **dict.fromkeys(("gs", "gcs"), "gcsfs"),
+    **dict.fromkeys(("http", "https"), "aiohttp"),
+    **dict.fromkeys(("abfs", "az"), "adlfs"),
+}
+
+
+def is_remote(prefix: str) -> bool:
+    """Whether a data path is a URL."""
+    return "://" in prefix
+
+
+def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
+    """The indexed dataset of a path or URL.
+
+    Args:
+        cache_path: folder that keeps what was fetched (--object-storage-cache-path).
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: see `IndexedDataset` and `RemoteDataset`.
+    """
+    if is_remote(prefix):
+        return RemoteDataset(prefix, cache_path or DEFAULT_CACHE)
+    return IndexedDataset(prefix)
+
+
+class RemoteDataset(IndexedDataset):
+    """An indexed dataset at a URL; item i is sequence i.
+
+    Token ids are checked chunk by chunk as they are fetched, see `limit_ids`: to check them all
+    would fetch them all.
+
+    Args:
+        prefix: URL of the .bin and the .idx, without the endings.
+        cache_path: folder of the local cache.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: the files are damaged, or a package that reads such URLs is missing.
+        OSError: the files cannot be reached, or the cache cannot be written.
+    """
+
+    def __init__(self, prefix: str, cache_path: str | os.PathLike[str]) -> None:
+        self.prefix = prefix
+        self._cache_path = os.fspath(cache_path)
+        idx = RemoteFile(f"{prefix}.idx", Path(cache_path))
+        self._bin = RemoteFile(f"{prefix}.bin", Path(cache_path))
+        index = IndexFile(idx.whole(), idx.url)
+        index.check_bin_size(self._bin.url, self._bin.size)
+        self._chunks = ChunkedTokens(self._bin, index.dtype)
+        self._read_from(index, self._chunks)
+
+    def limit_ids(self, vocab_size: int) -> None:
+        """Refuse, from now on, chunks that hold a token id outside a vocabulary."""
+        self._chunks.limit_ids(vocab_size)
+
+    def bin_identity(self) -> dict[str, int | str]:
+        """Tells this .bin from another one, and from itself after a change."""
+        return {"url": self._bin.url, "bytes": self._bin.size, "version": self._bin.version}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self.prefix, self._cache_path, self._chunks.vocab_size)
+
+
+def _reopen(prefix: str, cache_path: str, vocab_size: int | None) -> RemoteDataset:
+    dataset = RemoteDataset(prefix, cache_path)
+    if vocab_size is not None:
+        dataset.limit_ids(vocab_size)
+    return dataset
+
+
+class ChunkedTokens:
+    """The tokens of a remote .bin; a slice is read from the chunks that it touches."""
+
+    def __init__(self, file: RemoteFile, dtype: np.dtype) -> None:
+        self.vocab_size: int | None = None
+        self._file = file
+        self._dtype = dtype
+        self._per_chunk = CHUNK_BYTES // dtype.itemsize
+        self._open: OrderedDict[int, np.ndarray] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._file.size // self._dtype.itemsize
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        start, stop = part.start, part.stop
+        pieces = []
+        while start < stop:
+            number, offset = divmod(start, self._per_chunk)
+            piece = self._chunk(number)[offset : offset + stop - start]
+            pieces.append(piece)
+            start += len(piece)
+        if len(pieces) == 1:
+            return pieces[0]
+        tokens = np.concatenate([np.empty(0, self._dtype), *pieces])
+        tokens.flags.writeable = False
+        return tokens
+
+    def limit_ids(self, vocab_size: int) -> None:
+        """Refuse chunks that hold an id outside a vocabulary."""
+        self.vocab_size = vocab_size
+        self._open.clear()
+
+    def _chunk(self, number: int) -> np.ndarray:
+        if number not in self._open:
+            start = number * CHUNK_BYTES
+            size = min(CHUNK_BYTES, self._file.size - start)
+            tokens = map_file(self._file.part(start, size), self._dtype)
+            self._check_ids(tokens, number)
+            self._open[number] = tokens
+            if len(self._open) > _OPEN_CHUNKS:  # each one is an open file
+                self._open.popitem(last=False)
+        self._open.move_to_end(number)
+        return self._open[number]
+
+    def _check_ids(self, tokens: np.ndarray, number: int) -> None:
+        if self.vocab_size is None or not len(tokens):
+            return
+        for token in (int(tokens.min()), int(tokens.max())):
+            if not 0 <= token < self.vocab_size:
+                raise ValueError(
+                    f"{self._file.url}: bytes {number * CHUNK_BYTES} on hold the token id {token}, "
+                    f"but the vocabulary has {self.vocab_size} ids (0 to {self.vocab_size - 1}). "
+                    "The file was preprocessed with another tokenizer"
+                )
+
+
+class RemoteFile:
+    """One version of a remote file, and what of it is on local disk.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the package for such URLs is missing.
+        OSError: it cannot be reached.
+    """
+
+    def __init__(self, url: str, cache: Path) -> None:
+        self.url = url
+        self._connect()
+        info = self._info()
+        if info.get("type") == "directory" or info.get("size") is None:
+            raise OSError(f"{url} is no file whose size the server tells")
+        self.size: int = int(info["size"])
+        self.version = _version(info)
+        known = f"{url}\n{self.size}\n{self.version}"
+        self._folder = cache / hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+
+    def _connect(self) -> None:
+        # Connections do not survive a fork, such as that of a loader's worker.
+        self._process = os.getpid()
+        with self._errors("cannot be reached"):
+            self._system, self._path = fsspec.core.url_to_fs(self.url)
+
+    def _info(self) -> dict[str, Any]:
+        with self._errors("cannot be reached"):
+            self._system.invalidate_cache(self._path)
+            info: dict[str, Any] = self._system.info(self._path)
+            return info
+
+    def whole(self) -> Path:
+        """A local copy of all of it."""
+        return self.part(0, self.size)
+
+    def part(self, start: int, size: int) -> Path:
+        """A local copy of some bytes."""
+        path = self._folder / f"{start}-{start + size}"
+        try:
+            found = path.stat().st_size
+        except FileNotFoundError:
+            self._fetch(path, start, size)
+            return path
+        if found != size:
+            raise ValueError(
+                f"{path}, the local copy of {self.url}, has {found} bytes, not {size}: it is "
+                "damaged; delete it, and it is fetched again"
+            )
+        return path
+
+    def _fetch(self, path: Path, start: int, size: int) -> None:
+        logger.info("fetching bytes %d to %d of %s", start, start + size, self.url)
+        new = not self._folder.is_dir()
+        self._folder.mkdir(parents=True, exist_ok=True)
+        if new:  # for people who look into the cache
+            (self._folder / "url").write_text(f"{self.url}\n{self.version}\n")
+        part = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}")
+        try:
+            with part.open("wb") as file:
+                for at in range(start, start + size, CHUNK_BYTES):
+                    end = min(at + CHUNK_BYTES, start + size)
+                    file.write(self._bytes(at, end))
+                file.flush()
+                os.fsync(file.fileno())
+            if _version(self._info()) != self.version:
+                raise OSError(f"{self.url} was replaced while it was read: start again")
+            os.replace(part, path)
+        finally:
+            part.unlink(missing_ok=True)
+
+    def _bytes(self, start: int, end: int) -> bytes:
+        if os.getpid() != self._process:
+            self._connect()
+        with self._errors(f"cannot be read from byte {start} on"):
+            found: bytes = self._system.cat_file(self._path, start=start, end=end)
+        if len(found) != end - start:
+            raise OSError(
+                f"{self.url} gave {len(found)} bytes of {end - start} from byte {start} on: it was "
+                "replaced by a shorter file, or its server knows no ranges"
+            )
+        return found
+
+    @contextmanager
+    def _errors(self, what: str) -> Iterator[None]:
+        """Errors of many libraries as those that users get to see, with the URL."""
+        protocol = self.url.split("://", 1)[0].split("::", 1)[0]
+        try:
+            yield
+        except FileNotFoundError as error:
+            # Of a web server, fsspec calls every failure so: the cause says which.
+            cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
+            raise FileNotFoundError(
+                f"{self.url} is not found{cause}; a data path is the prefix of a .bin and an .idx "
+                "file"
+            ) from error
+        except ImportError as error:
+            package = _INSTALL.get(protocol, f"what fsspec needs for {protocol}://")
+            raise ValueError(
+                f"{self.url}: install {package} to read {protocol}:// paths ({error})"
+            ) from error
+        except PermissionError as error:
+            raise PermissionError(
+                f"{self.url} may not be read: {error}; {_credentials()}"
+            ) from error
+        except Exception as error:  # each library has classes of its own
+            name = type(error).__name__
+            hint = f"; {_credentials()}" if "redential" in f"{name} {error}" else ""
+            unknown = "not known" in str(error) and isinstance(error, ValueError)
+            kind = ValueError if unknown else OSError
+            raise kind(f"{self.url} {what}: {name}: {error}{hint}") from error
+
+
+def _version(info: dict[str, Any]) -> str:
+    return json.dumps({key: str(info[key]) for key in _VERSION_KEYS if key in info})
+
+
+def _credentials() -> str:
+    return (
+        "give credentials as the store's own tools take them (s3: AWS_ACCESS_KEY_ID and "
+        "AWS_SECRET_ACCESS_KEY, or ~/.aws; gs: GOOGLE_APPLICATION_CREDENTIALS)"
+    )

@@ -1,0 +1,143 @@
+#!/usr/bin/env python
+"""Shows what is in indexed datasets (PREFIX.bin and PREFIX.idx).
+
+    python tools/inspect_index.py data/corpus_text_document
+    python tools/inspect_index.py data/corpus_text_document --document 7 \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+
+Folders stand for all datasets in them. With --document it prints the token ids of that document,
+and its text where tokenizer flags are given.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import ConfigError, FlagParser, TokenizerConfig
+from megatron.config.flags import build, option
+from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.files import find_prefixes
+from megatron.data.indexed.statistics import Contents, Lengths, contents
+from megatron.tokenizer import Tokenizer, build_tokenizer
+
+
+@dataclass(frozen=True)
+class InspectConfig:
+    """Inspect: what is shown."""
+
+    document: int | None = option(None)
+    """Number of a document to show, from 0; negative ones count from the end."""
+    max_tokens: int = option(256)
+    """Token ids of it that are shown at most; 0 shows all. The text is always shown whole."""
+    json: bool = option(False)
+    """Print JSON."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    parser = FlagParser(InspectConfig, TokenizerConfig, description=__doc__)
+    parser.usage = "%(prog)s PREFIX|FOLDER ... [flags]"
+    parser.add_argument("inputs", nargs="+", metavar="PREFIX|FOLDER")
+    settings: dict[str, Any] = parser.settings(argv)
+    prefixes = settings.pop("inputs")
+    config: InspectConfig = build(InspectConfig, settings)
+    tokenizer_config: TokenizerConfig = build(TokenizerConfig, settings)
+    try:
+        named = tokenizer_config.tokenizer_type is not None
+        tokenizer = build_tokenizer(tokenizer_config) if named else None
+        if config.document is not None and config.max_tokens < 0:
+            raise ConfigError(f"--max-tokens {config.max_tokens} must not be negative")
+        shown: list[dict[str, Any]] = []
+        for prefix in find_prefixes(prefixes):
+            dataset = IndexedDataset(prefix)
+            if config.document is not None:
+                found = document(dataset, config.document, tokenizer)
+                lines = document_report(found, config.max_tokens)
+            else:
+                summary = contents(dataset)
+                found, lines = summary.to_json(), report(summary)
+            shown.append(found)
+            if not config.json:
+                print("\n".join(lines))
+    except (ValueError, OSError) as error:
+        sys.exit(f"inspect_index.py: error: {error}")
+    if config.json:
+        print(json.dumps(shown, indent=1))
+
+
+def report(found: Contents) -> Iterator[str]:
+    """The lines that describe a dataset."""
+    documents, sequences = found.document_tokens, found.sequence_tokens
+    yield (
+        f"{found.prefix}: {documents.count:,} documents, {sequences.count:,} sequences, "
+        f"{sequences.total:,} tokens of {found.dtype}"
+        + (", modes (multimodal)" if found.multimodal else "")
+    )
+    yield f"  .bin {found.bin_bytes:,} bytes, .idx {found.idx_bytes:,} bytes"
+    yield lengths_line("tokens per document", documents)
+    if found.document_sequences.largest != 1 or found.document_sequences.smallest != 1:
+        yield lengths_line("sequences per document", found.document_sequences)
+        yield lengths_line("tokens per sequence", sequences)
+
+
+def lengths_line(title: str, lengths: Lengths) -> str:
+    """Statistics of lengths in a line."""
+    quantiles = ", ".join(f"{percent}% {value:,}" for percent, value in lengths.quantiles.items())
+    empty = f", {lengths.empty:,} empty" if lengths.empty else ""
+    return (
+        f"  {title}: mean {lengths.mean:,.1f}, from {lengths.smallest:,} to {lengths.largest:,} "
+        f"({quantiles}){empty}"
+    )
+
+
+def document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """A document, sequence by sequence.
+
+    Raises:
+        ValueError: there is no such document, or it has ids that the tokenizer does not know.
+    """
+    total = dataset.num_documents
+    if not -total <= number < total:
+        raise ValueError(f"--document {number}: {dataset.prefix} has {total} documents")
+    number %= total
+    first, stop = dataset.document_indices[number : number + 2].tolist()
+    sequences: list[dict[str, Any]] = []
+    for sequence in range(first, stop):
+        found: dict[str, Any] = {"sequence": sequence, "tokens": dataset[sequence].tolist()}
+        if dataset.modes is not None:
+            found["mode"] = int(dataset.modes[sequence])
+        if tokenizer is not None:
+            largest = max(found["tokens"], default=0)
+            if largest >= tokenizer.vocab_size:
+                raise ValueError(
+                    f"{dataset.prefix}.bin: sequence {sequence} holds the token id {largest}, but "
+                    f"the tokenizer has {tokenizer.vocab_size} ids: the file was made with another"
+                )
+            found["text"] = tokenizer.detokenize(found["tokens"])
+        sequences.append(found)
+    return {"prefix": dataset.prefix, "document": number, "sequences": sequences}
+
+
+def document_report(found: dict[str, Any], max_tokens: int) -> Iterator[str]:
+    """The lines that show a document."""
+    sequences = found["sequences"]
+    count = sum(len(sequence["tokens"]) for sequence in sequences)
+    yield (
+        f"{found['prefix']}: document {found['document']}, {len(sequences)} sequences, "
+        f"{count:,} tokens"
+    )
+    for sequence in sequences:
+        ids = sequence["tokens"]
+        mode = f", mode {sequence['mode']}" if "mode" in sequence else ""
+        yield f"sequence {sequence['sequence']}, {len(ids):,} tokens{mode}:"
+        shown = ids if not max_tokens else ids[:max_tokens]
+        more = f" ... ({len(ids) - len(shown):,} more)" if len(shown) < len(ids) else ""
+        yield "  " + " ".join(map(str, shown)) + more
+        if "text" in sequence:
+            yield sequence["text"]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,52 @@
+#!/usr/bin/env python
+"""Merges indexed datasets (PREFIX.bin and PREFIX.idx) into one.
+
+    python tools/merge_datasets.py --input parts/ --output-prefix data/corpus_text_document
+    python tools/merge_datasets.py --input data/a data/b --output-prefix data/both
+
+Documents keep their order: of the inputs as given, of the datasets in a folder by name. Datasets of
+several token types are written in the narrowest one that holds them all. Memory is constant, and
+the output appears when it is complete.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config import ConfigError, parse_configs
+from megatron.config.flags import option
+from megatron.data.indexed.files import find_prefixes, merge_datasets
+
+
+@dataclass(frozen=True)
+class MergeConfig:
+    """Merge: what, and into what."""
+
+    input: tuple[str, ...] = option(())
+    """Prefixes of .bin/.idx pairs, or folders of such pairs."""
+    output_prefix: str | None = option(None)
+    """Prefix of the new .bin and .idx; an older pair is replaced."""
+    multimodal: bool = option(False, note="files that have modes are merged with them")
+    """Megatron-LM's flag for files with modes."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    (config,) = parse_configs((MergeConfig,), argv, description=__doc__)
+    try:
+        if not config.input or not config.output_prefix:
+            raise ConfigError("give --input and --output-prefix")
+        prefixes = find_prefixes(config.input)
+        merged = merge_datasets(prefixes, config.output_prefix)
+    except (ValueError, OSError) as error:
+        sys.exit(f"merge_datasets.py: error: {error}")
+    for note in merged.notes:
+        print(note)
+    print(
+        f"{merged.prefix}.bin/.idx: {merged.documents:,} documents, {merged.sequences:,} "
+        f"sequences, {merged.tokens:,} tokens of {merged.dtype.name} from {len(prefixes)} datasets"
+    )
+
+
+if __name__ == "__main__":
+    main()

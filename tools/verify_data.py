@@ -1,0 +1,91 @@
+#!/usr/bin/env python
+"""Looks whether indexed datasets (PREFIX.bin and PREFIX.idx) are whole.
+
+    python tools/verify_data.py data/
+    python tools/verify_data.py data/corpus_text_document \\
+        --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
+    python tools/verify_data.py data/ --write-checksums
+
+Folders stand for all datasets in them. Every length, offset and document boundary is checked, every
+token id against the vocabulary (with tokenizer flags, or --vocab-size alone), and the SHA-256 of
+both files against PREFIX.sha256 where that exists. --write-checksums writes that file once a
+dataset is whole; `sha256sum -c` reads it too.
+
+Exit status: 0; 1 when anything is damaged or missing (the file is named); 2 for wrong flags.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config import FlagParser, TokenizerConfig
+from megatron.config.flags import build, option
+from megatron.data.indexed.checking import check_dataset
+from megatron.data.indexed.files import find_prefixes
+from megatron.tokenizer import build_tokenizer
+
+
+@dataclass(frozen=True)
+class VerifyConfig:
+    """Verify: what is done."""
+
+    write_checksums: bool = option(False)
+    """Write PREFIX.sha256, in place of an older one, instead of comparing with it."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The command; returns its exit status."""
+    parser = FlagParser(VerifyConfig, TokenizerConfig, description=__doc__)
+    parser.usage = "%(prog)s PREFIX|FOLDER ... [flags]"
+    parser.add_argument("inputs", nargs="+", metavar="PREFIX|FOLDER")
+    settings: dict[str, Any] = parser.settings(argv)
+    inputs = settings.pop("inputs")
+    config: VerifyConfig = build(VerifyConfig, settings)
+    try:
+        vocab_size = vocabulary(build(TokenizerConfig, settings))
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+    status = 0
+    for entry in inputs:
+        try:
+            prefixes = find_prefixes([entry])
+        except (ValueError, OSError) as error:
+            print(f"damaged: {error}", file=sys.stderr)
+            status = 1
+            continue
+        for prefix in prefixes:
+            status |= verify(prefix, vocab_size, config.write_checksums)
+    return status
+
+
+def vocabulary(config: TokenizerConfig) -> int | None:
+    """Number of token ids that the flags allow; None when they say nothing."""
+    if config.tokenizer_type is None:
+        return config.vocab_size
+    return build_tokenizer(config).vocab_size
+
+
+def verify(prefix: str, vocab_size: int | None, write: bool) -> int:
+    """Checks a dataset and says what was found; returns 1 when it is damaged."""
+    began = time.perf_counter()
+    try:
+        found = check_dataset(prefix, vocab_size, write=write)
+    except (ValueError, OSError) as error:
+        print(f"damaged: {error}", file=sys.stderr)
+        return 1
+    sums = {"none": "no checksums", "equal": "checksums equal", "written": "checksums written"}
+    ids = "no token ids" if found.largest_id is None else f"largest id {found.largest_id}"
+    if found.largest_id is not None and vocab_size is not None:
+        ids += f" of {vocab_size}"
+    print(
+        f"{prefix}: whole; {found.documents:,} documents, {found.sequences:,} sequences, "
+        f"{found.tokens:,} tokens of {found.dtype.name}, {ids}, {sums[found.checksums]}, "
+        f"{time.perf_counter() - began:.1f} seconds"
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
