@@ -1,7 +1,9 @@
 #!/usr/bin/env python
-"""Learns a vocabulary, vocab.json and merges.txt, from text or JSON-lines files.
+"""Learns the vocabulary of a tokenizer from text or JSON-lines files.
 
 python tools/train_tokenizer.py --input 'corpus/*.jsonl' --vocab-size 8000 --output tokenizer
+python tools/train_tokenizer.py --tokenizer-type BertWordPieceLowerCase ...
+python tools/train_tokenizer.py --tokenizer-type SentencePieceTokenizer --byte-fallback ...
 """
 
 import sys
@@ -21,7 +23,16 @@ from megatron.data.preprocessing.inputs import (
 )
 from megatron.data.preprocessing.progress import Progress
 from megatron.data.preprocessing.records import BadLine, texts_of_line
-from megatron.tokenizer.train import TRAINERS
+from megatron.tokenizer.train import TRAINERS, TrainingOptions
+from megatron.tokenizer.train_sentence_piece import KINDS
+
+FILES = {
+    "GPT2BPETokenizer": "vocab.json and merges.txt",
+    "BertWordPieceLowerCase": "vocab.txt",
+    "BertWordPieceCase": "vocab.txt",
+    "SentencePieceTokenizer": "tokenizer.model",
+}
+"""What the flags of a --tokenizer-type name, in the folder that is written."""
 
 
 @dataclass(frozen=True)
@@ -34,13 +45,19 @@ class TrainTokenizerConfig:
     json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key",))
     """Keys of the texts in JSON lines."""
     vocab_size: int | None = option(None)
-    """Number of tokens, the 256 bytes and <|endoftext|> included."""
+    """Number of tokens: characters or bytes and special tokens included."""
     output: str | None = option(None)
-    """Folder for vocab.json, merges.txt and the files of Hugging Face."""
+    """Folder for the vocabulary (vocab.json and merges.txt, vocab.txt or tokenizer.model) and the
+    files of Hugging Face."""
     min_frequency: int = option(2)
-    """A pair is merged only when it occurs this often."""
+    """A pair is merged only when it occurs this often (not with SentencePiece)."""
     tokenizer_type: str = option("GPT2BPETokenizer", choices=tuple(TRAINERS))
     """Kind of tokenizer."""
+    tokenizer_model_type: str = option("bpe", choices=KINDS)
+    """Kind of SentencePiece model."""
+    byte_fallback: bool = option(False)
+    """SentencePiece as in Llama 2: text and its spaces stay as they are, digits are tokens of their
+    own, and characters outside the vocabulary become bytes; every text comes back as it was."""
 
     def check(self) -> None:
         for flag, value in (
@@ -68,17 +85,25 @@ def train(config: TrainTokenizerConfig) -> None:
     paths = expand_inputs(config.input, (*JSON_ENDINGS, ".txt"))
     start = time.monotonic()
     tokenizer = TRAINERS[config.tokenizer_type](
-        read_texts(paths, config.json_keys), config.vocab_size, config.min_frequency
+        lambda: read_texts(paths, config.json_keys),
+        TrainingOptions(
+            config.vocab_size,
+            config.min_frequency,
+            config.tokenizer_model_type,
+            config.byte_fallback,
+        ),
     )
     tokenizer.save_pretrained(config.output)
     if tokenizer.vocab_size < config.vocab_size:
+        limit = f"no more pairs occur {config.min_frequency} times (--min-frequency); "
+        limit = "" if config.tokenizer_type == "SentencePieceTokenizer" else limit
         print(
-            f"--vocab-size {config.vocab_size:,} is not reached: no more pairs occur "
-            f"{config.min_frequency} times (--min-frequency); give more text or a smaller size",
+            f"--vocab-size {config.vocab_size:,} is not reached: {limit}give more text or a "
+            "smaller size",
             file=sys.stderr,
         )
     print(
-        f"{config.output}: vocab.json and merges.txt, {tokenizer.vocab_size:,} tokens, from "
+        f"{config.output}: {FILES[config.tokenizer_type]}, {tokenizer.vocab_size:,} tokens, from "
         f"{len(paths):,} files in {time.monotonic() - start:.1f} seconds"
     )
 
@@ -92,7 +117,7 @@ def read_texts(paths: Sequence[Path], keys: Sequence[str]) -> Iterator[str]:
         yield from texts
         progress.update(len(texts), sum(map(len, batch.lines)), batch.position)
     progress.close()
-    print(f"read {total_bytes(paths) / 1e6:,.1f} MB; learning the merges", file=sys.stderr)
+    print(f"read {total_bytes(paths) / 1e6:,.1f} MB; learning from it", file=sys.stderr)
 
 
 def json_texts(batch: LineBatch, keys: Sequence[str]) -> list[str]:

@@ -55,11 +55,16 @@ def read_text(path: str | Path, flag: str) -> str:
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a UTF-8 file at once: nobody ever sees half of it."""
+    write_bytes(path, text.encode())
+
+
+def write_bytes(path: Path, content: bytes) -> None:
+    """Replaces a file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(f"{path.name}.partial-{os.getpid()}")
     try:
-        with part.open("w", encoding="utf-8", newline="") as file:
-            file.write(text)
+        with part.open("wb") as file:
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)

@@ -7,13 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from tokenizers import models
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer.files import refuse_extra_ids, required
 from megatron.tokenizer.protocol import TokenIds, WordStarts
 from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_ids
 
-_SPACES = frozenset("\u2581 \t\n\r\u0120\u0109\u010a\u010d")
+_SPACES = frozenset("\u2581 \t\n\v\f\r\u0120\u0109\u010a\u010b\u010c\u010d")
 """What a token that begins a word begins with: SentencePiece's mark for a space, white space, and
 the byte alphabet's characters for white space (byte_level.py)."""
 
@@ -107,14 +108,21 @@ class HFTokenizer(SpecialTokens):
         self._tokenizer.save_pretrained(directory)
 
     def _find_word_starts(self) -> WordStarts:
-        specials = set(self._tokenizer.all_special_ids)
         vocab = self._tokenizer.get_vocab()
-        pieces = any(token.startswith("##") for token in vocab)
+        pieces = self._is_wordpiece(vocab)
         marks = np.zeros(self._vocab_size, np.bool_)
         for token, i in vocab.items():
-            begins = not token.startswith("##") if pieces else token[:1] in _SPACES
-            marks[i] = begins or i in specials
+            marks[i] = not token.startswith("##") if pieces else token[:1] in _SPACES
+        ids = self._special_ids
+        unknown = {self._tokenizer.unk_token_id} - {ids.bos, ids.eos}  # one token, in GPT-2
+        for i, added in self._tokenizer.added_tokens_decoder.items():
+            marks[i] |= added.special and (pieces or i not in unknown)
         return marks
+
+    def _is_wordpiece(self, vocab: dict[str, int]) -> bool:
+        if self._tokenizer.is_fast:
+            return isinstance(self._tokenizer.backend_tokenizer.model, models.WordPiece)
+        return "##s" in vocab and "[CLS]" in vocab
 
     def _encode(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:

@@ -1,5 +1,6 @@
-"""A vocabulary trained on the standard library's sources, and strings that try to break it."""
+"""Vocabularies trained on the standard library's sources, and strings that try to break them."""
 
+import base64
 import email
 import random
 from collections.abc import Callable
@@ -7,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tokenizer.train import train_byte_level_bpe
+from megatron.tokenizer.train import train_byte_level_bpe, train_wordpiece
+from megatron.tokenizer.train_sentence_piece import train_sentencepiece
 
 PIECES = (
     ["<|endoftext|>", "<|endoftext|", "<|startoftext|>", "<|", "</s>", "[MASK]"]
@@ -70,3 +72,33 @@ def trained_folder(trained, tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     trained.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def wordpiece_file(python_sources, tmp_path_factory) -> Path:
+    """A cased vocab.txt of 2,000 tokens."""
+    folder = tmp_path_factory.mktemp("wordpiece")
+    train_wordpiece(lambda: python_sources, 2000, 2, lower_case=False).save_pretrained(folder)
+    return folder / "vocab.txt"
+
+
+@pytest.fixture(scope="session")
+def sentencepiece_files(python_sources, tmp_path_factory) -> dict[str, Path]:
+    """SentencePiece models of about 1,000 pieces: unigram, bpe, char, and bpe as Llama 2 has it."""
+    folder = tmp_path_factory.mktemp("sentencepiece")
+    files = {kind: folder / f"{kind}.model" for kind in ("unigram", "bpe", "char", "llama")}
+    texts = [*python_sources[:30], "naïve Straße русский 中文字 日本語"]
+    for kind, path in files.items():
+        lossless = kind == "llama"
+        train_sentencepiece(texts, path, "bpe" if lossless else kind, 1000, byte_fallback=lossless)
+    return files
+
+
+@pytest.fixture(scope="session")
+def ranks_file(trained, tmp_path_factory) -> Path:
+    """The vocabulary of `trained` as a tiktoken file of 1,999 ranks."""
+    tokens = [token for i, token in sorted(trained._bytes_of_id.items()) if i < 1999]
+    path = tmp_path_factory.mktemp("ranks") / "tokenizer.model"
+    lines = [f"{base64.b64encode(token).decode()} {rank}\n" for rank, token in enumerate(tokens)]
+    path.write_text("".join(lines))
+    return path

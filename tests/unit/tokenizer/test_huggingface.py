@@ -71,5 +71,5 @@ def test_no_eos(llama_like, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(
         '{"tokenizer_class": "PreTrainedTokenizerFast"}'
     )
-    with pytest.raises(ValueError, match="names no eos_token"):
+    with pytest.raises(ValueError, match="no token for the end of document"):
         _ = HFTokenizer(tmp_path).eod

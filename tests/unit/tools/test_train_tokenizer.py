@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import zstandard
 
+from megatron.config import TokenizerConfig
+from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
 
 TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
@@ -89,12 +91,64 @@ def test_says_when_the_size_is_not_reached(main, tmp_path, capsys):
     )
 
 
+@pytest.mark.parametrize("kind", ["BertWordPieceLowerCase", "BertWordPieceCase"])
+def test_wordpiece_against_transformers(main, corpus, tmp_path, capsys, kind):
+    from transformers import AutoTokenizer
+
+    main(
+        ["--input", str(corpus), "--vocab-size", "1000", "--output", str(tmp_path)]
+        + ["--tokenizer-type", kind]
+    )
+    assert "vocab.txt, 1,000 tokens, from 3 files" in capsys.readouterr().out
+    ours = build_tokenizer(
+        TokenizerConfig(tokenizer_type=kind, vocab_file=str(tmp_path / "vocab.txt"))
+    )
+    saved = AutoTokenizer.from_pretrained(tmp_path)
+    text = TOOL.read_text()
+    assert saved.encode(text, add_special_tokens=False) == ours.tokenize(text)
+
+
+@pytest.mark.parametrize("flags", [["unigram"], ["bpe"], ["bpe", "--byte-fallback"]])
+def test_sentencepiece_against_transformers(main, corpus, tmp_path, capsys, flags):
+    from transformers import AutoTokenizer
+
+    main(
+        ["--input", str(corpus), "--vocab-size", "800", "--output", str(tmp_path)]
+        + ["--tokenizer-type", "SentencePieceTokenizer", "--tokenizer-model-type", *flags]
+    )
+    assert "tokenizer.model, 800 tokens, from 3 files" in capsys.readouterr().out
+    ours = build_tokenizer(
+        TokenizerConfig(
+            tokenizer_type="GPTSentencePieceTokenizer",
+            tokenizer_model=str(tmp_path / "tokenizer.model"),
+        )
+    )
+    text = TOOL.read_text()
+    assert AutoTokenizer.from_pretrained(tmp_path).encode(text) == ours.tokenize(text)
+    assert (ours.detokenize(ours.tokenize(text)) == text) == ("--byte-fallback" in flags)
+
+
 @pytest.mark.parametrize(
     "content, flags, message",
     [
         ('{"text": "1"}\n{"text": 3}\n', ["--vocab-size", "300"], 'line 2: "text" is not a string'),
         ('{"text": "1"}\n', ["--vocab-size", "100"], "--vocab-size 100 is too small"),
         ('{"text": "1"}\n', [], "--vocab-size is missing"),
+        (
+            '{"text": 1}\n',
+            ["--vocab-size", "300", "--tokenizer-type", "SentencePieceTokenizer"],
+            'a.jsonl, line 1: "text" is not a string',
+        ),
+        (
+            '{"text": "ab"}\n',
+            ["--vocab-size", "3", "--tokenizer-type", "SentencePieceTokenizer"],
+            "cannot train a bpe model of --vocab-size 3",
+        ),
+        (
+            '{"text": "ab"}\n',
+            ["--vocab-size", "9", "--tokenizer-type", "BertWordPieceCase"],
+            "--vocab-size 9 is too small",
+        ),
     ],
 )
 def test_errors(main, tmp_path, content, flags, message):

@@ -1,0 +1,112 @@
+"""Bytes as tokens: a vocabulary that needs no file."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from megatron.config import TokenizerConfig
+from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE
+from megatron.tokenizer.files import write_json, write_text
+from megatron.tokenizer.protocol import TokenIds, WordStarts
+from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_names
+
+_BYTES = 256
+
+
+class ByteLevelTokenizer(SpecialTokens):
+    """The UTF-8 bytes of a text, and special tokens that no text contains."""
+
+    def __init__(self, first_byte: int, specials: dict[str, int], extra_ids: int = 0) -> None:
+        """Byte b has the id `first_byte` + b.
+
+        Args:
+            first_byte: id of byte 0.
+            specials: ids by `SpecialIds` name ("eos", ...), which fill up the ids below and above
+                those of the bytes without a gap; `eos` ends a document. Other names ("unk") stand
+                for ids that are not used.
+            extra_ids: number of `<extra_id_0>`, ... that follow.
+        """
+        above = first_byte + _BYTES + sum(i >= first_byte for i in specials.values())
+        named = {name: i for name, i in specials.items() if name in SpecialIds.__annotations__}
+        sentinels = tuple(range(above, above + extra_ids))
+        super().__init__(
+            "the vocabulary of bytes",
+            SpecialIds(**named, eod=specials["eos"], sentinels=sentinels),
+        )
+        self._first_byte, self._vocab_size = first_byte, above + extra_ids
+        self._text_of_special = {i: f"<{name}>" for name, i in specials.items()}
+        self._text_of_special |= dict(zip(sentinels, sentinel_names(extra_ids), strict=True))
+
+    @classmethod
+    def from_config(cls, config: TokenizerConfig) -> ByteLevelTokenizer:
+        """ByteLevelTokenizer, NeMo's numbering: bytes are 0 to 255, then pad, bos and eos."""
+        return cls(0, {"pad": 256, "bos": 257, "eos": 258}, config.vocab_extra_ids)
+
+    @classmethod
+    def character_level_from_config(cls, config: TokenizerConfig) -> ByteLevelTokenizer:
+        """CharacterLevelTokenizer of 2019: eight commands, then the bytes.
+
+        There it took characters 0 to 255; for ASCII that is the same.
+        """
+        names = ("pad", "eos", "bos", "unk", "sep", "L2R", "cls", "mask")
+        return cls(8, {name: i for i, name in enumerate(names)}, config.vocab_extra_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """256, the special tokens and the extra ids."""
+        return self._vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text."""
+        return self._encode(text).tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Ids of each text."""
+        return [self._encode(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens by their names."""
+        parts: list[bytes] = []
+        for i in ids:
+            if 0 <= i - self._first_byte < _BYTES:
+                parts.append(bytes([i - self._first_byte]))
+            elif i in self._text_of_special:
+                parts.append(self._text_of_special[i].encode())
+            else:
+                raise ValueError(f"token id {i} is outside the vocabulary of {self._vocab_size}")
+        return b"".join(parts).decode("utf-8", errors="replace")
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes a byte-pair encoding without merges."""
+        vocab = {c: self._first_byte + byte for byte, c in enumerate(CHARACTER_OF_BYTE)}
+        vocab |= {token: i for i, token in self._text_of_special.items()}
+        encoding = tokenizers.Tokenizer(models.BPE(vocab, []))
+        encoding.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        encoding.decoder = decoders.ByteLevel()
+        encoding.add_special_tokens(
+            [AddedToken(t, normalized=False, special=True) for t in self._text_of_special.values()]
+        )
+        write_text(Path(directory, "tokenizer.json"), encoding.to_str(pretty=True))
+        write_json(
+            Path(directory, "tokenizer_config.json"),
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "split_special_tokens": True,  # no text contains a special token
+                "clean_up_tokenization_spaces": False,
+                **self._special_ids.tokens(self._text_of_special),
+            },
+        )
+
+    def _find_word_starts(self) -> WordStarts:
+        marks = np.ones(self._vocab_size, np.bool_)
+        marks[self._first_byte : self._first_byte + _BYTES] = False
+        marks[[self._first_byte + byte for byte in b" \t\n\r\f\v"]] = True
+        return marks
+
+    def _encode(self, text: str) -> TokenIds:
+        return np.frombuffer(text.encode(), np.uint8).astype(np.int32) + np.int32(self._first_byte)

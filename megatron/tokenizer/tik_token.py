@@ -1,0 +1,248 @@
+"""tiktoken's byte-pair encodings: Llama 3's file of ranks, and Megatron's JSON vocabulary."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+import tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
+
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE, starts_with_space
+from megatron.tokenizer.files import refuse_extra_ids, required, write_json, write_text
+from megatron.tokenizer.protocol import TokenIds, WordStarts
+from megatron.tokenizer.rank_files import Ranks, is_json, read_json_ranks, read_ranks
+from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_ids
+
+# How text is split before it is encoded. The first two are Llama 3's and Megatron's v1 and v2 but
+# for one thing: what needs no look-ahead is in one group, which the regex engine compiles to an
+# automaton instead of backtracking; and behind `\s+(?!\S)`, which takes all white space but the
+# last, `\s` takes as much as `\s+`.
+_LLAMA3_SPLIT = (
+    r"(?:(?i:'(?:[sdmt]|ll|ve|re))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+)|\s+(?!\S)|\s"
+)
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_JSON_SPLITS = {
+    "v1": (
+        r"(?:[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n])"
+        r"|\s+(?!\S)|\s"
+    ),
+    "v2": (
+        rf"(?:[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*"
+        r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+)|\s+(?!\S)|\s"
+    ),
+}
+_NONE: set[str] = set()
+_JSON_LIMIT = 2**17
+_JSON_SPECIALS = ("<unk>", "<s>", "</s>")
+
+
+class TikTokenizer(SpecialTokens):
+    """Gives the ids of `tiktoken.Encoding` over the same ranks."""
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        split: str,
+        specials: Mapping[str, int],
+        ids: SpecialIds,
+        specials_in_text: bool,
+        source: str = "the vocabulary",
+    ) -> None:
+        """
+        Args:
+            ranks: ids by token; of two merges that are possible, that of the lower id is made.
+            split: regular expression of the parts of a text that are encoded by themselves.
+            specials: ids of special tokens.
+            specials_in_text: whether the name of a special token in a text stands for it.
+        """
+        super().__init__(source, ids)
+        self._ranks, self._split, self._specials = ranks, split, dict(specials)
+        self._allowed = set(specials) if specials_in_text else set()
+        self._encoding = tiktoken.Encoding(
+            source, pat_str=split, mergeable_ranks=ranks, special_tokens=self._specials
+        )
+        assert all(name.startswith("<") for name in self._allowed)
+        self._vocab_size = 1 + max([*ranks.values(), *specials.values()])
+
+    @classmethod
+    def llama3_from_file(cls, path: str | Path) -> TikTokenizer:
+        """Llama 3's tokenizer.model: lines of a token in base64 and its rank.
+
+        Its 256 special tokens follow. `<|end_of_text|>` ends a document.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is malformed.
+        """
+        ranks = read_ranks(str(path))
+        specials = {name: len(ranks) + n for n, name in enumerate(_llama3_specials())}
+        end = specials["<|end_of_text|>"]
+        ids = SpecialIds(bos=specials["<|begin_of_text|>"], eos=end, eod=end)
+        return cls(ranks, _LLAMA3_SPLIT, specials, ids, True, f"--tokenizer-model {path}")
+
+    @classmethod
+    def json_from_file(
+        cls,
+        path: str | Path,
+        pattern: str,
+        special_tokens: Sequence[str] = _JSON_SPECIALS,
+        num_special_tokens: int = 1000,
+        vocab_size: int | None = None,
+    ) -> TikTokenizer:
+        """Megatron's JSON: a list of objects with rank, token_bytes (base64) and token_str.
+
+        Special tokens have the ids from 0: those given, then `<SPECIAL_N>`; text never stands for
+        one. `</s>` ends a document.
+
+        Args:
+            pattern: "v1" or "v2".
+            vocab_size: tokens taken, specials included; None takes all, up to 131,072.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is malformed, or too small.
+        """
+        names = _json_specials(special_tokens, num_special_tokens)
+        tokens = read_json_ranks(str(path))
+        size = vocab_size or min(_JSON_LIMIT, len(tokens) + len(names))
+        if not len(names) + 256 <= size <= len(tokens) + len(names):
+            raise ConfigError(
+                f"--vocab-size {size} does not go with --tokenizer-model {path} of {len(tokens)} "
+                f"tokens: with {len(names)} special ones it is {len(names) + 256} to "
+                f"{len(tokens) + len(names)}"
+            )
+        ranks = {t: len(names) + n for n, t in enumerate(tokens[: size - len(names)])}
+        specials = {name: n for n, name in enumerate(names)}
+        keys = {"bos": "<s>", "eos": "</s>", "eod": "</s>", "mask": "<mask>", "pad": "<pad>"}
+        keys |= {"cls": "<cls>", "sep": "<sep>"}
+        given = {key: specials[name] for key, name in keys.items() if name in specials}
+        ids = SpecialIds(**given, sentinels=sentinel_ids(specials))
+        return cls(ranks, _JSON_SPLITS[pattern], specials, ids, False, f"--tokenizer-model {path}")
+
+    @classmethod
+    def from_config(cls, config: TokenizerConfig) -> TikTokenizer:
+        """From --tokenizer-model; a JSON vocabulary by the flags --tiktoken-*, too."""
+        refuse_extra_ids(config)
+        path = required(
+            config, "tokenizer_model", "Llama 3's file of ranks, or Megatron's JSON vocabulary"
+        )
+        if not is_json(path):
+            return cls.llama3_from_file(path)
+        if config.tiktoken_pattern is None:
+            raise ConfigError(
+                f"--tiktoken-pattern is missing: --tokenizer-model {path} is a JSON vocabulary, "
+                "whose text is split by v1 or v2, as it was when it was trained"
+            )
+        return cls.json_from_file(
+            path,
+            config.tiktoken_pattern,
+            config.tiktoken_special_tokens,
+            config.tiktoken_num_special_tokens,
+            config.vocab_size,
+        )
+
+    @property
+    def vocab_size(self) -> int:
+        """Ranks and special tokens."""
+        return self._vocab_size
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text."""
+        return self._encode(text).tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Ids of each text."""
+        return [self._encode(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids, special tokens included."""
+        for i in ids:
+            if not 0 <= i < self._vocab_size:
+                raise ValueError(f"token id {i} is outside the vocabulary of {self._vocab_size}")
+        return self._encoding.decode([int(i) for i in ids])
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes tokenizer.json and tokenizer_config.json."""
+        token = {i: name for name, i in self._specials.items()}
+        write_text(Path(directory, "tokenizer.json"), self._definition.to_str(pretty=True))
+        write_json(
+            Path(directory, "tokenizer_config.json"),
+            {
+                "tokenizer_class": "PreTrainedTokenizerFast",
+                "clean_up_tokenization_spaces": False,
+                "split_special_tokens": not self._allowed,
+                **self._special_ids.tokens(token),
+            },
+        )
+
+    def _find_word_starts(self) -> WordStarts:
+        marks = np.ones(self._vocab_size, np.bool_)
+        for token, i in self._ranks.items():
+            marks[i] = starts_with_space(token)
+        return marks
+
+    def _encode(self, text: str) -> TokenIds:
+        allowed = self._allowed if "<" in text else _NONE  # all begin with it; to look costs time
+        try:
+            ids = self._encoding.encode_to_numpy(
+                text, allowed_special=allowed, disallowed_special=()
+            )
+        except UnicodeEncodeError:
+            raise
+        except ValueError:  # white space without end is more than the regex engine can take back
+            text.encode()
+            ids = np.array(self._definition.encode(text).ids)
+        return ids.astype(np.int32)
+
+    @functools.cached_property
+    def _definition(self) -> tokenizers.Tokenizer:
+        """The same encoding of the `tokenizers` library."""
+
+        def characters(token: bytes) -> str:
+            return "".join(CHARACTER_OF_BYTE[byte] for byte in token)
+
+        vocab = {characters(token): i for token, i in self._ranks.items()} | self._specials
+        merges = []
+        for token in sorted(self._ranks, key=self._ranks.__getitem__):
+            cuts = [(token[:n], token[n:]) for n in range(1, len(token))]
+            possible = [(a, b) for a, b in cuts if a in self._ranks and b in self._ranks]
+            possible.sort(key=lambda pair: (self._ranks[pair[0]], self._ranks[pair[1]]))
+            merges += [(characters(a), characters(b)) for a, b in possible]
+        definition = tokenizers.Tokenizer(models.BPE(vocab, merges, ignore_merges=True))
+        definition.pre_tokenizer = pre_tokenizers.Sequence(
+            [
+                pre_tokenizers.Split(Regex(self._split), "isolated"),
+                pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+            ]
+        )
+        definition.decoder = decoders.ByteLevel()
+        definition.add_special_tokens(
+            [AddedToken(name, normalized=False, special=True) for name in self._specials]
+        )
+        definition.encode_special_tokens = not self._allowed
+        return definition
+
+
+def _llama3_specials() -> list[str]:
+    """The names in Meta's code, in the order of their ids."""
+    reserved = [f"<|reserved_special_token_{n}|>" for n in range(251)]
+    names = ["<|begin_of_text|>", "<|end_of_text|>", *reserved[:4]]
+    names += ["<|start_header_id|>", "<|end_header_id|>", reserved[4], "<|eot_id|>"]
+    return names + reserved[5:]
+
+
+def _json_specials(given: Sequence[str], number: int) -> list[str]:
+    missing = [name for name in _JSON_SPECIALS if name not in given]
+    if missing or len(set(given)) < len(given) or len(given) > number:
+        raise ConfigError(
+            f"--tiktoken-special-tokens {' '.join(given)}: these must be different names, at most "
+            f"--tiktoken-num-special-tokens {number} of them, and {', '.join(_JSON_SPECIALS)} "
+            "among them"
+        )
+    return [*given, *(f"<SPECIAL_{n}>" for n in range(len(given), number))]

@@ -1,0 +1,195 @@
+"""BERT's WordPiece, from any vocab.txt."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.tokenizer.byte_level import Vocabulary
+from megatron.tokenizer.files import read_text, required, write_json, write_text
+from megatron.tokenizer.protocol import TokenIds, WordStarts
+from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_ids, sentinel_names
+from megatron.tokenizer.wordpiece_cache import CachedWordPiece
+
+UNKNOWN = "[UNK]"
+SPECIAL_TOKENS = {
+    "pad": "[PAD]", "unk": UNKNOWN, "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]",
+}  # fmt: skip
+_BOS, _EOS = "[BOS]", "[EOS]"
+
+
+class WordPieceTokenizer(SpecialTokens):
+    """Gives the ids of `transformers.BertTokenizer` over the same file, without [CLS] and [SEP].
+
+    As there, the special tokens in a text stand for themselves. With `extra_ids`, [BOS], [EOS] and
+    `<extra_id_0>`, `<extra_id_1>`, ... follow the vocabulary in this order, as in Megatron (which
+    appends [BOS] and [EOS] without them, too). A document ends with [EOS], else with [SEP].
+    """
+
+    def __init__(
+        self,
+        vocab: Vocabulary,
+        lower_case: bool,
+        extra_ids: int = 0,
+        source: str = "the vocabulary",
+    ) -> None:
+        """`vocab` has the ids 0, 1, ... in this order; `source` names it in messages.
+
+        Raises:
+            ValueError: the vocabulary lacks [UNK].
+        """
+        if UNKNOWN not in vocab:
+            raise ValueError(f"{source} lacks the token {UNKNOWN}; it must be BERT's vocab.txt")
+        self._file_tokens, self._lower_case = list(vocab), lower_case
+        vocab = dict(vocab)
+        for token in (_BOS, _EOS, *sentinel_names(extra_ids)) if extra_ids else ():
+            vocab.setdefault(token, len(vocab))
+        self._vocab, self._token_of_id = vocab, list(vocab)
+        super().__init__(source, _special_ids(vocab, extra_ids))
+        self._encoding = _encoding(vocab, lower_case)
+        self._cached = CachedWordPiece(self._encoding, vocab, lower_case)
+
+    @classmethod
+    def from_file(
+        cls, vocab_file: str | Path, lower_case: bool, extra_ids: int = 0
+    ) -> WordPieceTokenizer:
+        """Reads a vocab.txt.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: it is malformed.
+        """
+        vocab = read_wordpieces(str(vocab_file))
+        return cls(vocab, lower_case, extra_ids, source=f"--vocab-file {vocab_file}")
+
+    @classmethod
+    def lower_from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
+        """BertWordPieceLowerCase, from --vocab-file and --vocab-extra-ids."""
+        return cls._from_config(config, lower_case=True)
+
+    @classmethod
+    def cased_from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
+        """BertWordPieceCase, from --vocab-file and --vocab-extra-ids."""
+        return cls._from_config(config, lower_case=False)
+
+    @classmethod
+    def named_from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
+        """BertWordPieceTokenizer of 2019: --tokenizer-model-type says whether case counts."""
+        name = config.tokenizer_model_type or "bert-large-uncased"
+        if not name.startswith("bert-"):
+            raise ConfigError(
+                f"--tokenizer-model-type {name} is no model of BERT; with --tokenizer-type "
+                f"{config.tokenizer_type} it is bert-large-uncased, bert-large-cased or the like"
+            )
+        return cls._from_config(config, lower_case="-cased" not in name and "chinese" not in name)
+
+    @classmethod
+    def _from_config(cls, config: TokenizerConfig, lower_case: bool) -> WordPieceTokenizer:
+        path = required(config, "vocab_file", "the path of BERT's vocab.txt (none is downloaded)")
+        return cls.from_file(path, lower_case, config.vocab_extra_ids)
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens of the file and those appended."""
+        return len(self._vocab)
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text."""
+        return self.tokenize_batch([text])[0].tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Ids of each text."""
+        for text in texts:
+            text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
+        return [self._cached.encode(text) for text in texts]
+
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Words with a space between, special tokens included; the text's own spaces are lost."""
+        for i in ids:
+            if not 0 <= i < len(self._token_of_id):
+                raise ValueError(
+                    f"token id {i} is not in {self._source} of {len(self._vocab)} tokens"
+                )
+        return self._encoding.decode(list(ids), skip_special_tokens=False)
+
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes vocab.txt, tokenizer.json and tokenizer_config.json, of a BertTokenizer.
+
+        It puts [CLS] before a text and [SEP] behind it, as BERT models there expect, unless it is
+        called with add_special_tokens=False.
+        """
+        directory = Path(directory)
+        named = {f"{name}_token": t for name, t in SPECIAL_TOKENS.items() if t in self._vocab}
+        appended = self._token_of_id[len(self._file_tokens) :]
+        write_text(directory / "vocab.txt", "".join(f"{token}\n" for token in self._token_of_id))
+        write_text(directory / "tokenizer.json", self._encoding.to_str(pretty=True))
+        write_json(
+            directory / "tokenizer_config.json",
+            {
+                "tokenizer_class": "BertTokenizer",
+                "do_lower_case": self._lower_case,
+                "tokenize_chinese_chars": True,
+                "strip_accents": None,
+                **named,
+                **({"bos_token": _BOS, "eos_token": _EOS} if appended else {}),
+                **({"additional_special_tokens": sentinel_names(len(self.sentinels))}
+                   if self.sentinels else {}),
+            },
+        )  # fmt: skip
+
+    def _find_word_starts(self) -> WordStarts:
+        return np.array([not token.startswith("##") for token in self._token_of_id])
+
+
+def read_wordpieces(path: str) -> Vocabulary:
+    """Reads the vocab.txt of --vocab-file: a token a line, ids from 0.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: it is empty or not UTF-8, or a line is empty or given twice.
+    """
+    vocab: Vocabulary = {}
+    lines = read_text(path, "--vocab-file").removesuffix("\n").split("\n")
+    for number, line in enumerate(lines, 1):
+        token = line.removesuffix("\r")
+        if not token:
+            raise ValueError(f"--vocab-file {path}, line {number} is empty; it must be a token")
+        if token in vocab:
+            raise ValueError(
+                f"--vocab-file {path}, line {number}: {token!r} stands in line "
+                f"{vocab[token] + 1} already; each token has one line"
+            )
+        vocab[token] = number - 1
+    return vocab
+
+
+def _special_ids(vocab: Vocabulary, extra_ids: int) -> SpecialIds:
+    ids = {name: vocab.get(token) for name, token in SPECIAL_TOKENS.items() if name != "unk"}
+    eos = vocab.get(_EOS)
+    eod = ids["sep"] if eos is None else eos
+    sentinels = sentinel_ids(vocab)
+    return SpecialIds(**ids, bos=vocab.get(_BOS), eos=eos, eod=eod, sentinels=sentinels)
+
+
+def _encoding(vocab: Vocabulary, lower_case: bool) -> tokenizers.Tokenizer:
+    """BERT's encoding as `transformers` sets it up."""
+    encoding = tokenizers.Tokenizer(models.WordPiece(vocab, unk_token=UNKNOWN))
+    encoding.normalizer = normalizers.BertNormalizer(lowercase=lower_case)
+    encoding.pre_tokenizer = pre_tokenizers.BertPreTokenizer()
+    encoding.decoder = decoders.WordPiece(prefix="##")
+    specials = [t for t in (*SPECIAL_TOKENS.values(), _BOS, _EOS) if t in vocab]
+    specials += sentinel_names(len(sentinel_ids(vocab)))
+    encoding.add_special_tokens([AddedToken(t, normalized=False, special=True) for t in specials])
+    cls, sep = SPECIAL_TOKENS["cls"], SPECIAL_TOKENS["sep"]
+    if cls in vocab and sep in vocab:
+        encoding.post_processor = processors.TemplateProcessing(
+            single=f"{cls} $A {sep}",
+            pair=f"{cls} $A {sep} $B:1 {sep}:1",
+            special_tokens=[(cls, vocab[cls]), (sep, vocab[sep])],
+        )
+    return encoding
