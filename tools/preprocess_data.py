@@ -1,5 +1,5 @@
 #!/usr/bin/env python
-"""Turns JSON lines into the indexed files that training reads.
+"""Turns JSON lines, text and Parquet into the indexed files that training reads.
 
     python tools/preprocess_data.py --input corpus.jsonl.zst --output-prefix data/corpus \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
@@ -17,12 +17,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, tokenizer_config = parse_configs(
         (PreprocessConfig, TokenizerConfig),
         argv,
-        description="Turns JSON lines into the indexed files that training reads.",
+        description="Turns JSON lines, text and Parquet into the indexed files of training.",
     )
     try:
         summary = preprocess(config, tokenizer_config)
     except (ValueError, OSError) as error:
         sys.exit(f"preprocess_data.py: error: {error}")
+    except KeyboardInterrupt:
+        sys.exit("preprocess_data.py: interrupted")
     report(summary)
 
 
@@ -32,8 +34,10 @@ def report(summary: Summary) -> None:
         print(
             f"{key.prefix}.bin/.idx: {key.documents:,} documents{empty}, {key.tokens:,} tokens, "
             f"{key.text_bytes:,} bytes, {summary.seconds:.1f} seconds, "
-            f"{key.tokens / key.text_bytes:.4f} tokens per byte"
+            f"{key.tokens / max(key.text_bytes, 1):.4f} tokens per byte"
         )
+    if summary.parts_left:
+        print(summary.parts_left)
 
 
 if __name__ == "__main__":

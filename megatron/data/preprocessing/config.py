@@ -7,19 +7,26 @@ from dataclasses import dataclass
 from megatron.config import ConfigError
 from megatron.config.flags import option
 
+STDIN = "-"
+
 
 @dataclass(frozen=True)
 class PreprocessConfig:
     """Preprocessing: which text, and how it is turned into documents."""
 
     input: tuple[str, ...] = option(())
-    """JSON-lines files, plain or packed by gzip or zstd: paths, globs, or folders (every
-    *.jsonl and *.json below them, packed or not), in this order."""
-    json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key",))
-    """Keys of the texts; each makes a dataset of its own."""
+    """Files, globs or folders, in this order; - is the standard input. JSON lines, a .json file
+    that is one array, .txt and .parquet; all but the last may be packed by gzip or zstd. Of a
+    folder, every *.jsonl, *.json and *.parquet below it is read, or where there is none, *.txt."""
+    input_format: str = option("auto", choices=("auto", "jsonl", "json", "txt", "parquet"))
+    """What the files hold; auto goes by their names, and takes other names for JSON lines."""
+    txt_documents: str = option("file", choices=("file", "blank-line"))
+    """What a document of a .txt file is: the whole file, or what stands between empty lines."""
+    json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key", "--jsonl-keys"))
+    """Keys (in Parquet files, columns) of the texts; each makes a dataset of its own."""
     output_prefix: str | None = option(None)
     """PREFIX of the files PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with
-    --split-sentences)."""
+    --split-sentences). PREFIX.preprocessing is a folder for work that is under way."""
     append_eod: bool = option(False)
     """End each document with the tokenizer's end-of-document token."""
     split_sentences: bool = option(False)
@@ -32,14 +39,24 @@ class PreprocessConfig:
     """Keep line breaks between sentences, at the end of the sentence before."""
     on_bad_line: str = option("error", choices=("error", "skip"))
     """What a malformed line does: stop, or be counted, listed and left out."""
+    max_line_bytes: int = option(1 << 26)
+    """A longer line, or document of a .txt file, is malformed; it is not held in memory."""
     workers: int | None = option(None, derived="the processors this process may use")
     """Processes that tokenize."""
-    chunk_size: int = option(1000)
-    """Lines handed to a worker at a time, at most; fewer when they are long."""
+    partitions: int = option(1)
+    """Parts that the input is cut into and that are processed side by side, each by its share of
+    the workers, then put together. The output is the same for every number."""
+    partition_rank: int | None = option(None)
+    """Process only this one of the --partitions, counted from 0, for example on a machine of its
+    own; the command without this flag does what is left and puts the parts together."""
     log_interval: int = option(1000)
     """Documents between two progress lines, which come once a second at most."""
     dataset_impl: str = option("mmap", choices=("mmap", "lazy", "cached"))
     """Format of the output; mmap is written whichever is given."""
+    chunk_size: int | None = option(None, note="work is handed out by bytes, not lines")
+    """Lines handed to a worker at a time."""
+    keep_sequential_samples: bool = option(False, note="the input's order is always kept")
+    """Keep the order of the input."""
 
     def check(self) -> None:
         """Finds what cannot run before anything is read.
@@ -48,15 +65,29 @@ class PreprocessConfig:
             ConfigError: a flag is missing or out of range.
         """
         if not self.input:
-            raise ConfigError("--input is missing: the JSON-lines files to read")
+            raise ConfigError("--input is missing: the files to read")
         if not self.output_prefix:
             raise ConfigError("--output-prefix is missing: the files PREFIX_KEY_document.bin/.idx")
         if len(set(self.json_keys)) < len(self.json_keys):
             raise ConfigError(f"--json-keys {' '.join(self.json_keys)} names a key twice")
         for flag, value in (
             ("--workers", self.workers),
-            ("--chunk-size", self.chunk_size),
+            ("--partitions", self.partitions),
+            ("--max-line-bytes", self.max_line_bytes),
             ("--log-interval", self.log_interval),
         ):
             if value is not None and value < 1:
                 raise ConfigError(f"{flag} {value} must be 1 or more")
+        self._check_partitions()
+
+    def _check_partitions(self) -> None:
+        rank = self.partition_rank
+        if rank is not None and not 0 <= rank < self.partitions:
+            raise ConfigError(
+                f"--partition-rank {rank} is none of the --partitions {self.partitions}, "
+                f"which are 0 to {self.partitions - 1}"
+            )
+        if STDIN in self.input and self.partitions > 1:
+            raise ConfigError(
+                f"--partitions {self.partitions} cannot divide the standard input (--input -)"
+            )

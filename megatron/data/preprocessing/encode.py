@@ -1,18 +1,18 @@
-"""A batch of lines to token ids."""
+"""A block of records to token ids."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.config import TokenizerConfig
 from megatron.data.indexed import best_dtype
-from megatron.data.preprocessing.inputs import LineBatch
-from megatron.data.preprocessing.records import BadLine, texts_of_line
+from megatron.data.preprocessing.blocks import Block
+from megatron.data.preprocessing.extract import Extractor
+from megatron.data.preprocessing.records import BadLine
 from megatron.data.preprocessing.sentences import SentenceSplitter, build_splitter
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -29,13 +29,14 @@ class EncodeConfig:
     lang: str
     keep_newlines: bool
     stop_at_bad_line: bool
+    max_line_bytes: int
 
 
 @dataclass(frozen=True)
-class EncodedDocuments:
-    """The documents of one key of a batch, laid flat."""
+class DocumentCounts:
+    """All about the documents of one key of a block but their tokens."""
 
-    tokens: npt.NDArray[np.integer]
+    tokens: int
     sequence_lengths: npt.NDArray[np.int32]
     sequences_per_document: npt.NDArray[np.int32]
     text_bytes: int
@@ -45,19 +46,28 @@ class EncodedDocuments:
 
 
 @dataclass(frozen=True)
-class EncodedBatch:
-    """What became of a batch of lines."""
+class BlockCounts:
+    """What became of a block; small beside its tokens."""
 
-    path: Path
-    position: int
-    """As in LineBatch."""
-    documents: list[EncodedDocuments]
+    documents: list[DocumentCounts]
     """One for each key."""
     bad_lines: list[BadLine]
+    """Numbered from 1 within the block."""
+    records: int
+    """How far the numbering of the source goes on."""
+
+
+@dataclass(frozen=True)
+class EncodedBlock:
+    """The tokens of a block."""
+
+    tokens: list[npt.NDArray[np.integer]]
+    """All documents of a key back to back, for each key."""
+    counts: BlockCounts
 
 
 class Encoder:
-    """Encodes batches of lines; the same lines give the same arrays in every process."""
+    """Encodes blocks; the same records give the same tokens in every process and block."""
 
     def __init__(self, config: EncodeConfig) -> None:
         """Raises what `build_tokenizer`, `Tokenizer.eod` and `build_splitter` raise."""
@@ -70,35 +80,24 @@ class Encoder:
                 self._eod = np.array([self._tokenizer.eod], np.int32)
             except ValueError as error:
                 raise ValueError(f"--append-eod: {error}") from error
+        self._extract = Extractor(config.keys, config.max_line_bytes, config.stop_at_bad_line)
         self._split: SentenceSplitter | None = None
         if config.splitter is not None:
             self._split = build_splitter(config.splitter, config.lang, config.keep_newlines)
 
-    def __call__(self, batch: LineBatch) -> EncodedBatch:
-        columns: list[list[str]] = [[] for _ in self.config.keys]
-        numbers: list[int] = []
-        bad: list[BadLine] = []
-        for number, line in enumerate(batch.lines, batch.first_line):
-            if line.isspace():
-                continue
-            texts = texts_of_line(line, number, self.config.keys)
-            if isinstance(texts, list):
-                numbers.append(number)
-                for column, text in zip(columns, texts, strict=True):
-                    column.append(text)
-            else:
-                bad.append(texts)
-                if self.config.stop_at_bad_line:
-                    break
+    def __call__(self, block: Block) -> EncodedBlock:
+        texts = self._extract(block)
+        bad = texts.bad
         try:
-            documents = [self._documents(column) for column in columns]
+            encoded = [self._documents(column) for column in texts.columns]
         except ValueError:  # some text cannot be tokenized: find out which
-            usable, refused = self._sifted(numbers, columns)
-            documents = [self._documents(column) for column in usable]
+            usable, refused = self._sifted(texts.numbers, texts.columns)
+            encoded = [self._documents(column) for column in usable]
             bad = sorted(bad + refused, key=lambda line: line.number)
-        return EncodedBatch(batch.path, batch.position, documents, bad)
+        tokens = [tokens for tokens, _ in encoded]
+        return EncodedBlock(tokens, BlockCounts([c for _, c in encoded], bad, texts.records))
 
-    def _documents(self, texts: Sequence[str]) -> EncodedDocuments:
+    def _documents(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.integer], DocumentCounts]:
         if self._split is None:
             sentences, counts = texts, [1] * len(texts)
         else:
@@ -117,8 +116,8 @@ class Encoder:
                 sequences += document
                 per_document.append(len(document))
         flat = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
-        return EncodedDocuments(
-            tokens=flat.astype(self.dtype),
+        return flat.astype(self.dtype), DocumentCounts(
+            tokens=len(flat),
             sequence_lengths=np.fromiter(map(len, sequences), np.int32, len(sequences)),
             sequences_per_document=np.array(per_document, np.int32),
             text_bytes=sum(len(t) if t.isascii() else len(t.encode()) for t in texts),

@@ -1,106 +1,271 @@
-"""Encodes batches in several processes, in the order they come."""
+"""Encodes blocks and writes their tokens, in several processes, in the order of the input.
+
+Tokens never come here. A worker that has encoded a block tells how many tokens it has; as soon as
+all blocks before it are counted, it is told from which byte of the files on to write them. Worker
+and parent take turns: one sends, the other answers, so none waits for a pipe that nobody reads.
+"""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-import threading
 from collections import deque
-from collections.abc import Generator, Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
-from itertools import islice
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from pathlib import Path
 
-from megatron.data.preprocessing.encode import EncodeConfig, EncodedBatch, Encoder
-from megatron.data.preprocessing.inputs import LineBatch
+from megatron.data.preprocessing.blocks import Block
+from megatron.data.preprocessing.encode import BlockCounts, EncodeConfig, Encoder
+from megatron.data.preprocessing.token_file import TokenFiles
 
-_BATCHES_PER_WORKER = 3
+_BLOCKS_PER_WORKER = 4
+"""Blocks under way at a time, so that a worker need not wait for one that is slower."""
+_SECONDS_BETWEEN_LOOKS = 0.5
+
+Offsets = list[int]
+"""Byte of the token file of each key."""
+Written = tuple[Block, BlockCounts]
 
 
-def encode_in_processes(
-    batches: Iterable[LineBatch], config: EncodeConfig, workers: int
-) -> Generator[EncodedBatch, None, None]:
-    """The batches encoded, in order; a bounded number of them is under way at a time.
+@dataclass(frozen=True)
+class Output:
+    """Where tokens go."""
 
-    A thread per process waits on its pipe. (ProcessPoolExecutor waits for ever on Python 3.10 when
-    a worker dies while a batch is being written to it.)
+    paths: Sequence[Path]
+    """A file for each key."""
+    offsets: Sequence[int]
+    """Byte of each from which on to write."""
+    itemsize: int
+    """Bytes of a token."""
+
+    def behind(self, offsets: Offsets, counts: BlockCounts) -> Offsets:
+        """Where the next block goes."""
+        tokens = [documents.tokens for documents in counts.documents]
+        return [o + t * self.itemsize for o, t in zip(offsets, tokens, strict=True)]
+
+
+def write_here(
+    blocks: Iterator[Block], encoder: Encoder, output: Output
+) -> Generator[Written, None, None]:
+    """Encodes and writes in this process; yields each block when its tokens are written."""
+    files, offsets = TokenFiles(output.paths), list(output.offsets)
+    try:
+        for block in blocks:
+            encoded = encoder(block)
+            files.write(offsets, encoded.tokens)
+            offsets = output.behind(offsets, encoded.counts)
+            yield block, encoded.counts
+    finally:
+        files.close()
+
+
+def write_in_processes(
+    blocks: Iterator[Block],
+    config: EncodeConfig,
+    output: Output,
+    workers: int,
+    is_stopped: Callable[[], bool] = lambda: False,
+) -> Generator[Written, None, None]:
+    """The same in several processes, in the same order; a bounded number of blocks is under way.
 
     Raises:
         ChildProcessError: a worker died.
+        InterruptedError: `is_stopped` says so.
     """
-    processes = [_Worker(config) for _ in range(workers)]
-    free = deque(processes)
-    own = threading.local()
-
-    def take_process() -> None:
-        own.process = free.popleft()
-
-    def encode(batch: LineBatch) -> EncodedBatch:
-        return own.process.encode(batch)
-
-    threads = ThreadPoolExecutor(workers, initializer=take_process)
-    batches = iter(batches)
-    under_way: deque[Future[EncodedBatch]] = deque()
+    processes: list[_Worker] = []
     try:
-        for batch in islice(batches, workers * _BATCHES_PER_WORKER):
-            under_way.append(threads.submit(encode, batch))
-        while under_way:
-            yield under_way.popleft().result()
-            under_way.extend(threads.submit(encode, batch) for batch in islice(batches, 1))
+        for _ in range(workers):
+            processes.append(_Worker(config, output.paths))
+        yield from _Turns(blocks, output, processes, is_stopped).run()
     finally:
-        threads.shutdown(cancel_futures=True)
         for process in processes:
             process.stop()
 
 
-class _Worker:
-    """A process that encodes, behind a pipe."""
+@dataclass
+class _Order:
+    """What a worker is to do: write what it holds, then encode a block."""
 
-    def __init__(self, config: EncodeConfig) -> None:
+    offsets: dict[int, Offsets]
+    """By the number of the block."""
+    block: tuple[int, Block] | None = None
+
+
+@dataclass
+class _Answer:
+    """What a worker has done."""
+
+    written: list[int]
+    encoded: tuple[int, BlockCounts] | None = None
+
+
+class _Turns:
+    """Hands blocks out, says where their tokens go, and gives them back in order."""
+
+    def __init__(
+        self,
+        blocks: Iterator[Block],
+        output: Output,
+        processes: Sequence[_Worker],
+        is_stopped: Callable[[], bool],
+    ) -> None:
+        self._blocks, self._output, self._processes = blocks, output, processes
+        self._is_stopped = is_stopped
+        self._limit = _BLOCKS_PER_WORKER * len(processes)
+        self._under_way: deque[tuple[int, Block]] = deque()
+        self._next = 0  # number of the next block to hand out
+        self._next_placed = 0  # number of the next block that gets its offsets
+        self._offsets = list(output.offsets)
+        self._holders: dict[int, _Worker] = {}
+        self._counts: dict[int, BlockCounts] = {}
+        self._written: set[int] = set()
+        self._failure: Exception | None = None
+        self._is_exhausted = False
+
+    def run(self) -> Generator[Written, None, None]:
+        while self._hand_out():
+            busy = {worker.pipe: worker for worker in self._processes if worker.is_busy}
+            ready = wait(list(busy), timeout=_SECONDS_BETWEEN_LOOKS)
+            if self._is_stopped():
+                raise InterruptedError("another partition has failed")
+            for pipe in ready:
+                assert isinstance(pipe, Connection)
+                self._take(busy[pipe], busy[pipe].receive())
+            self._place()
+            while self._under_way and self._under_way[0][0] in self._written:
+                number, block = self._under_way.popleft()
+                self._written.remove(number)
+                yield block, self._counts.pop(number)
+        if self._failure is not None:
+            raise self._failure
+
+    def _hand_out(self) -> bool:
+        """Gives idle workers something to do; whether one has."""
+        for worker in self._processes:
+            if worker.is_busy:
+                continue
+            block = self._next_block()
+            if block is not None or worker.offsets:
+                worker.send(block)
+        return any(worker.is_busy for worker in self._processes)
+
+    def _next_block(self) -> tuple[int, Block] | None:
+        if self._is_exhausted or len(self._under_way) >= self._limit:
+            return None
+        try:
+            block = next(self._blocks, None)
+        except Exception as error:  # raised when all blocks before have been looked at
+            self._failure, block = error, None
+        if block is None:
+            self._is_exhausted = True
+            return None
+        self._under_way.append((self._next, block))
+        self._next += 1
+        return self._under_way[-1]
+
+    def _take(self, worker: _Worker, answer: _Answer) -> None:
+        self._written.update(answer.written)
+        if answer.encoded is not None:
+            number, counts = answer.encoded
+            self._counts[number], self._holders[number] = counts, worker
+
+    def _place(self) -> None:
+        while worker := self._holders.pop(self._next_placed, None):
+            worker.offsets[self._next_placed] = self._offsets
+            counts = self._counts[self._next_placed]
+            self._offsets = self._output.behind(self._offsets, counts)
+            self._next_placed += 1
+
+
+class _Worker:
+    """A process that encodes and writes, behind a pipe."""
+
+    def __init__(self, config: EncodeConfig, paths: Sequence[Path]) -> None:
         # A forked child of a process with threads (Rust's, in tokenizers) may hang.
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, config), daemon=True)
+        self.pipe, theirs = context.Pipe()
+        self.is_busy = False
+        self.offsets: dict[int, Offsets] = {}
+        """Where the blocks go that it holds, as far as that is known."""
+        self._process = context.Process(target=_serve, args=(theirs, config, paths), daemon=True)
         self._process.start()
         theirs.close()
 
-    def encode(self, batch: LineBatch) -> EncodedBatch:
-        """Has a batch encoded; an error there is raised here.
+    def send(self, block: tuple[int, Block] | None) -> None:
+        """Has it write what can be written, and encode a block.
 
         Raises:
             ChildProcessError: the process died.
         """
         try:
-            self._pipe.send(batch)
-            answer = self._pipe.recv()
+            self.pipe.send(_Order(self.offsets, block))
+        except OSError as error:
+            raise ChildProcessError(_DIED) from error
+        self.is_busy, self.offsets = True, {}
+
+    def receive(self) -> _Answer:
+        """Its answer; an error there is raised here.
+
+        Raises:
+            ChildProcessError: the process died.
+        """
+        try:
+            answer = self.pipe.recv()
         except (EOFError, OSError) as error:
-            raise ChildProcessError(
-                "a worker process died, most often because memory ran out; use fewer --workers or "
-                "a smaller --chunk-size"
-            ) from error
+            raise ChildProcessError(_DIED) from error
+        self.is_busy = False
         if isinstance(answer, Exception):
             raise answer
         return answer
 
     def stop(self) -> None:
         """Ends the process, which finds its pipe closed."""
-        self._pipe.close()
+        self.pipe.close()
         self._process.join()
 
 
-def _serve(pipe: Connection, config: EncodeConfig) -> None:
+_DIED = "a worker process died, most often because memory ran out; use fewer --workers"
+
+
+@dataclass
+class _Desk:
+    """What a worker process works with."""
+
+    config: EncodeConfig
+    paths: Sequence[Path]
+    held: dict[int, list] = field(default_factory=dict)
+    """Tokens of the blocks that are not written yet."""
+
+    def __post_init__(self) -> None:
+        self.encoder, self.files = Encoder(self.config), TokenFiles(self.paths)
+
+    def follow(self, order: _Order) -> _Answer:
+        for number, offsets in order.offsets.items():
+            self.files.write(offsets, self.held.pop(number))
+        answer = _Answer(list(order.offsets))
+        if order.block is not None:
+            number, block = order.block
+            encoded = self.encoder(block)
+            self.held[number] = encoded.tokens
+            answer.encoded = number, encoded.counts
+        return answer
+
+
+def _serve(pipe: Connection, config: EncodeConfig, paths: Sequence[Path]) -> None:
     """What a worker process does until its parent is gone or done."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees the Ctrl-C and ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    encoder = Encoder(config)
+    desk: _Desk | None = None
     while True:
         try:
-            batch = pipe.recv()
+            order = pipe.recv()
         except (EOFError, OSError):
             return
         try:
-            answer: EncodedBatch | Exception = encoder(batch)
+            desk = desk or _Desk(config, paths)
+            answer: _Answer | Exception = desk.follow(order)
         except Exception as error:  # whatever it is, the parent has to hear of it
             answer = error
         try:

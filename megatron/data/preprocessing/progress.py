@@ -12,11 +12,12 @@ class Progress:
     """Counts documents, and says how fast they come and when they will be through."""
 
     def __init__(self, input_bytes: int, log_interval: int) -> None:
-        """`input_bytes` is the size of all files; `log_interval` the documents between lines."""
+        """`input_bytes` is the size of all files, 0 where it is not known; `log_interval` the
+        documents between lines."""
         self._input_bytes = input_bytes
         self._log_interval = log_interval
         self._start = time.monotonic()
-        self._documents = self._text_bytes = 0
+        self._documents = self._text_bytes = self._skipped = 0
         self._logged_documents, self._logged_at = 0, self._start
         self._is_terminal = sys.stderr.isatty()
 
@@ -38,6 +39,10 @@ class Progress:
             start, end = ("\r\x1b[K", "") if self._is_terminal else ("", "\n")
             print(start + self._line(position), file=sys.stderr, end=end, flush=True)
 
+    def skip(self, input_bytes: int) -> None:
+        """What an interrupted run has read; it says nothing of this one's speed."""
+        self._skipped += input_bytes
+
     def close(self) -> None:
         """Clears the line of a terminal."""
         if self._is_terminal:
@@ -45,12 +50,15 @@ class Progress:
 
     def _line(self, position: int) -> str:
         seconds = self.seconds
-        share = position / self._input_bytes if self._input_bytes else 1.0
-        left = seconds * (1 - share) / share if share else float("inf")
-        return (
+        line = (
             f"{self._documents:,} documents, {self._documents / seconds:,.0f} documents/s, "
-            f"{self._text_bytes / seconds / 1e6:.1f} MB/s, {share:.0%}, {duration(left)} left"
+            f"{self._text_bytes / seconds / 1e6:.1f} MB/s"
         )
+        if not self._input_bytes:
+            return line
+        here = position - self._skipped
+        left = seconds * (self._input_bytes - position) / here if here > 0 else float("inf")
+        return f"{line}, {position / self._input_bytes:.0%}, {duration(left)} left"
 
 
 def duration(seconds: float) -> str:

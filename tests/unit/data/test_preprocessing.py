@@ -68,15 +68,16 @@ def out(tmp_path) -> Path:
 # What is written
 
 
-@pytest.mark.parametrize("workers, chunk_size", [(1, 1000), (1, 1), (2, 7), (3, 50)])
-def test_against_loop_over_lines(gpt2, tmp_path, out, workers, chunk_size):
+@pytest.mark.parametrize(
+    "workers, block", [(1, 1 << 20), (1, 1), (1, 60_000), (2, 2000), (3, 9000)]
+)
+def test_against_loop_over_lines(gpt2, tmp_path, out, monkeypatch, workers, block):
+    monkeypatch.setattr("megatron.data.preprocessing.run.BLOCK_BYTES", block)
     sources = (ROOT / "megatron").rglob("*.py")
     texts = [line for path in sorted(sources)[:8] for line in path.read_text().split("\n\n")]
     texts = [text for text in texts if text] + ["żółć <|endoftext|> 日本", "x" * 30_000, "last"]
     path = write_lines(tmp_path / "in.jsonl", [{"id": i, "text": t} for i, t in enumerate(texts)])
-    summary = run(
-        path, out / "a", gpt2, workers=workers, chunk_size=chunk_size, append_eod=True
-    ).keys["text"]
+    summary = run(path, out / "a", gpt2, workers=workers, append_eod=True).keys["text"]
 
     tokenizer = build_tokenizer(gpt2)
     wanted = [[*tokenizer.tokenize(text), tokenizer.eod] for text in texts]
@@ -160,7 +161,7 @@ BAD = [
     ('{"text": 5}', '"text" is not a string (found 5)'),
     ('{"text": {"a": 1}}', '"text" is not a string (found an object)'),
     ('{"text": "seven"}', "a text that cannot be tokenized (NullTokenizer reads integers"),
-    ("[" * 100_000, "not JSON"),
+    ("[" * 100_000, "nested too deeply"),
 ]
 
 
@@ -169,27 +170,29 @@ BAD = [
     [(*bad, 1) for bad in BAD] + [(*BAD[0], 2), (*BAD[8], 2)],
     ids=lambda value: str(value)[:24],
 )
-def test_malformed_line_stops(tmp_path, out, line, message, workers):
+def test_malformed_line_stops(tmp_path, out, monkeypatch, line, message, workers):
+    monkeypatch.setattr("megatron.data.preprocessing.run.BLOCK_BYTES", 50)
     records = [{"text": str(i)} for i in range(30)]
     path = write_lines(tmp_path / "in.jsonl", [*records[:20], line, *records[20:]])
     with pytest.raises(ValueError) as error:
-        run(path, out / "p", workers=workers, chunk_size=4)
+        run(path, out / "p", workers=workers)
     assert f"--input {path}, line 21: {message}" in str(error.value)
     assert left_in(out) == []
 
 
 def test_surrogate_in_a_text(gpt2, tmp_path, out):
     path = write_lines(tmp_path / "in.jsonl", [{"text": "a"}, '{"text": "a\\ud800"}'])
-    with pytest.raises(ValueError, match="line 2: .*surrogates not allowed"):
+    with pytest.raises(ValueError, match=r"line 2: a lone surrogate.*ud800"):
         run(path, out / "p", gpt2)
 
 
-def test_malformed_lines_are_counted_listed_and_left_out(tmp_path, out, capsys):
+def test_malformed_lines_are_counted_listed_and_left_out(tmp_path, out, monkeypatch, capsys):
+    monkeypatch.setattr("megatron.data.preprocessing.run.BLOCK_BYTES", 100)
     records: list = [{"text": str(i)} for i in range(100)]
     for at, (line, _) in zip(range(5, 100, 10), BAD[:9], strict=False):
         records[at] = line
     path = write_lines(tmp_path / "in.jsonl", records)
-    summary = run(path, out / "p", on_bad_line="skip", chunk_size=10)
+    summary = run(path, out / "p", on_bad_line="skip")
     bad_numbers = set(range(5, 95, 10))
     assert sequences(out / "p_text_document") == [[i] for i in range(100) if i not in bad_numbers]
     assert summary.bad_lines == {
@@ -212,7 +215,10 @@ def test_malformed_lines_are_counted_listed_and_left_out(tmp_path, out, capsys):
     [
         ({"input": ()}, "--input is missing"),
         ({"workers": 0}, "--workers 0 must be 1 or more"),
-        ({"chunk_size": 0}, "--chunk-size 0 must be 1 or more"),
+        ({"partitions": 0}, "--partitions 0 must be 1 or more"),
+        ({"max_line_bytes": 0}, "--max-line-bytes 0 must be 1 or more"),
+        ({"partitions": 2, "partition_rank": 2}, "--partition-rank 2 is none of the --partitions"),
+        ({"input": ("-",), "partitions": 2}, "--partitions 2 cannot divide the standard input"),
         ({"json_keys": ("a", "a")}, "--json-keys a a names a key twice"),
     ],
 )
@@ -267,6 +273,7 @@ def test_command(tmp_path, out):
         *("--input", tmp_path / "a.jsonl", tmp_path / "b*.jsonl", "--output-prefix", out / "p"),
         *("--json-key", "body", "--tokenizer-type", "NullTokenizer", "--vocab-size", "10"),
         *("--append-eod", "--workers", "2", "--dataset-impl", "lazy"),
+        *("--chunk-size", "25", "--keep-sequential-samples", "--log-interval", "100"),
     )
     assert done.returncode == 0, done.stderr
     assert sequences(out / "p_body_document") == [[1, 2, 10], [3, 10]]
@@ -298,7 +305,8 @@ def test_full_disk(tmp_path, out):
         preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20)),
     )
     assert done.returncode == 1
-    assert "error: [Errno 27] File too large" in done.stderr and str(out / "p_text") in done.stderr
+    assert "error: [Errno 27] File too large" in done.stderr
+    assert str(out / "p.preprocessing" / "part-0-of-1" / "0-text.bin") in done.stderr
     assert left_in(out) == []
 
 
@@ -311,9 +319,10 @@ def _running(pid: int) -> bool:
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="finds child processes in /proc")
 @pytest.mark.parametrize("victim", ["parent", "worker"])
 def test_killed(tmp_path, out, victim):
-    """Nothing is published, no worker outlives its parent, a dead worker ends the run."""
+    """Nothing is published, no worker outlives its parent, a dead worker ends the run, and the
+    next run with the same output clears up."""
     path = write_lines(tmp_path / "in.jsonl", [{"text": "1 " * 200_000}] * 100)
-    words = ["--input", path, "--output-prefix", out / "p", "--workers", "2", "--chunk-size", "1"]
+    words = ["--input", path, "--output-prefix", out / "p", "--workers", "2"]
     words += ["--tokenizer-type", "NullTokenizer", "--vocab-size", "10"]
     process = subprocess.Popen(
         [sys.executable, str(TOOL), *map(str, words)],
@@ -321,9 +330,9 @@ def test_killed(tmp_path, out, victim):
         stderr=subprocess.PIPE,
         text=True,
     )
-    partial = f"p_text_document.bin.partial-{process.pid}"
+    partial = out / "p.preprocessing" / "part-0-of-1" / "0-text.bin"
     deadline = time.monotonic() + 30
-    while not (out / partial).exists() or not (out / partial).stat().st_size:
+    while not partial.exists() or not partial.stat().st_size:
         assert process.poll() is None and time.monotonic() < deadline
         time.sleep(0.02)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
@@ -339,7 +348,9 @@ def test_killed(tmp_path, out, victim):
         assert time.monotonic() < deadline
         time.sleep(0.02)
     if victim == "parent":
-        assert left_in(out) == [partial]
+        assert left_in(out) == ["p.preprocessing"]
+        run(write_lines(tmp_path / "in.jsonl", [{"text": "1"}]), out / "p")
+        assert left_in(out) == ["p_text_document.bin", "p_text_document.idx"]
     else:
         assert process.returncode == 1 and "error: a worker process died" in told
         assert left_in(out) == []
