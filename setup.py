@@ -8,11 +8,16 @@ REQUIRES = [
     "torch>=2.11,<2.14",
     "deepspeed>=0.19.8,<0.20",
     "filelock",
+    "fsspec",
+    "google-crc32c>=1.5",
+    "jinja2>=3.1",
     "matplotlib",
     "nltk",
     "numpy>=1.26",
     "orjson",
+    "protobuf>=4",
     "safetensors>=0.4",
+    "sentencepiece>=0.2",
     "tensorboard",
     "tiktoken",
     "tokenizers>=0.20",
@@ -20,16 +25,32 @@ REQUIRES = [
     "zstandard",
 ]
 
+# What the tools that collect text need: language detection with its model inside, suffix list, ...
+COLLECT = ["ftfy>=6.3", "py3langid>=0.4,<0.5", "rensa>=0.5,<0.6", "tldextract>=5", "w3lib>=2.5"]
+
 EXTRAS = {
+    "collect": COLLECT,
+    "http": ["aiohttp>=3.9"],
     "numba": ["numba"],
+    "parquet": ["pyarrow"],
+    "s3": ["s3fs"],
     "wandb": ["wandb"],
-    "test": ["hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"],
+    "test": [
+        *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
+        *("aiohttp>=3.9", "pyarrow", *COLLECT),
+    ],
 }
 
 COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",
     "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
     "megatron-preprocess-data = megatron.tools.preprocess_data:main",
+    "megatron-merge-datasets = megatron.tools.merge_datasets:main",
+    "megatron-inspect-index = megatron.tools.inspect_index:main",
+    "megatron-verify-data = megatron.tools.verify_data:main",
+    "megatron-build-index = megatron.tools.build_index:main",
+    "megatron-show-batch = megatron.tools.show_batch:main",
+    "megatron-analyze-data = megatron.tools.analyze_data:main",
     "megatron-convert-checkpoint = megatron.tools.convert_checkpoint:main",
     "megatron-inspect-checkpoint = megatron.tools.inspect_checkpoint:main",
     "megatron-verify-checkpoint = megatron.tools.verify_checkpoint:main",
@@ -48,7 +69,12 @@ setup(
     license_files=["LICENSE"],
     python_requires=">=3.10",
     # The scripts in tools/ run as they lie; the installed commands find them as megatron.tools.
-    packages=[*find_packages(include=["megatron", "megatron.*"]), "megatron.tools"],
+    packages=[
+        *find_packages(include=["megatron", "megatron.*"]),
+        "megatron.tools",
+        "megatron.tools.checkpoint",
+        "megatron.tools.openwebtext",
+    ],
     package_dir={"megatron.tools": "tools"},
     py_modules=["pretrain_gpt"],
     install_requires=REQUIRES,

@@ -29,11 +29,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import write_json
-from megatron.config import FLAG_CLASSES, ConfigError, FlagParser
-from megatron.config.flags import build, option
+from megatron.config import ConfigError
+from megatron.config.flags import option
 from megatron.config.layouts import Layout, parse_layout
 from megatron.parity.check import FACTOR, FIRST_STEP, HALF_LOSS, HALF_NORM, Checker, Outcome
 from megatron.parity.flags import CheckFlags, check_flags
+from megatron.training.run_flags import RunToolParser
 
 EPILOG = """All flags of pretrain_gpt.py (its --help lists them) describe model, data, optimizer and
 batch; layouts are named by --layouts instead. Without flags for data it takes synthetic tokens,
@@ -61,28 +62,13 @@ class ParityConfig:
     """File for the outcomes, with all numbers, as JSON."""
 
 
-class Parser(FlagParser):
-    """Knows this command's flags and those of a training, and shows its own."""
-
-    def __init__(self) -> None:
-        super().__init__(ParityConfig, *FLAG_CLASSES)
-
-    def format_help(self) -> str:
-        """The text of --help."""
-        own = FlagParser(ParityConfig, description=__doc__, prog=self.prog)
-        own.usage, own.epilog = "%(prog)s --layouts NAMES [flags of pretrain_gpt.py]", EPILOG
-        return own.format_help()
-
-
 def parse(argv: Sequence[str] | None) -> tuple[ParityConfig, dict[str, Layout], CheckFlags]:
     """This command's options, the layouts by name, and the flags of their runs.
 
     Raises:
         ConfigError: something is missing, unknown or contradicted.
     """
-    settings = Parser().settings(argv)
-    names = {field.name for field in dataclasses.fields(ParityConfig)}
-    config: ParityConfig = build(ParityConfig, settings)
+    config, others = RunToolParser(ParityConfig, __doc__, EPILOG).parse(argv)
     if config.layouts is None:
         raise ConfigError("missing --layouts, what to compare with one process: --layouts tp2,pp2")
     if config.steps < 1:
@@ -92,7 +78,6 @@ def parse(argv: Sequence[str] | None) -> tuple[ParityConfig, dict[str, Layout], 
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise ConfigError("start this command by plain python: it starts the processes itself")
     layouts = {name: parse_layout(name) for name in config.layouts.split(",")}
-    others = {name: setting for name, setting in settings.items() if name not in names}
     return config, layouts, check_flags(others, list(layouts.values()), config.steps)
 
 

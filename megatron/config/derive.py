@@ -257,15 +257,21 @@ def _schedule(draft: Draft, world_size: int) -> None:
 
 
 def _data(draft: Draft, world_size: int) -> None:
-    own_paths = [n for n in ("train_data_path", "valid_data_path", "test_data_path") if draft[n]]
+    parts = ("train", "valid", "test")
+    named = [
+        draft.flags[name]
+        for name in (
+            *("data_path", "data_args_path", "per_split_data_args_path"),
+            *(f"{part}_data" for part in parts),
+            *(f"{part}_data_path" for part in parts),
+            *(f"{part}_weighted_split_paths" for part in parts),
+            *(f"{part}_weighted_split_paths_path" for part in parts),
+        )
+        if draft[name]
+    ]
     draft.check(
-        not (draft["data_path"] and own_paths),
-        f"--data-path and {', '.join(draft.flags[n] for n in own_paths)}: give either one path "
-        "that is split, or a path per split",
-    )
-    draft.check(
-        not (draft["mock_data"] and (draft["data_path"] or own_paths)),
-        "--mock-data contradicts a data path; give one of them",
+        not (draft["mock_data"] and named),
+        f"--mock-data contradicts {', '.join(named)}: give one of them",
     )
     not_negative(draft, "num_workers")
     if draft["metrics_file"] is None and draft["save"] is not None:

@@ -81,6 +81,26 @@ class LegacyFlags:
         None, choices=("mmap", "infer"), note="the memory-mapped .bin/.idx format is the only one"
     )
     """Format of the data files."""
+    loose_json: bool = option(False, note="JSON files hold one object a line in any case")
+    """JSON files hold one object a line."""
+    data_efficiency_curriculum_learning: bool = option(
+        False, note='"data_efficiency" in the DeepSpeed JSON is enough'
+    )
+    """Draw samples by their difficulty."""
+    return_data_index: bool = option(
+        False, note="tools/show_batch.py says which samples a step had"
+    )
+    """Have batches say which samples they hold."""
+    train_idx_path: str | None = option(None, note="sample indices are in --data-cache-path")
+    """File of a sample index."""
+    train_doc_idx_path: str | None = option(None, note="sample indices are in --data-cache-path")
+    """File of a document index."""
+    train_sample_idx_path: str | None = option(None, note="sample indices are in --data-cache-path")
+    """File of a sample index."""
+    train_shuffle_idx_path: str | None = option(
+        None, note="sample indices are in --data-cache-path"
+    )
+    """File of a shuffle index."""
     log_params_norm: bool = option(False, note="of the norms the gradients' is logged, always")
     """Log the norm of the parameters."""
     log_num_zeros_in_grad: bool = option(False, note="zeros in gradients are not counted")

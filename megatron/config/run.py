@@ -11,15 +11,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig
 from megatron.config.derive import Draft, derive
 from megatron.config.engine import EngineConfig, LegacyFlags
+from megatron.config.fill_in_the_middle import FimConfig
 from megatron.config.flags import ConfigError, Settings, build, flag_of
+from megatron.config.instruction import InstructionConfig
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.logging import LoggingConfig
+from megatron.config.masked_data import MaskedDataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.raw_text import RawTextConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
 
@@ -35,6 +40,11 @@ class RunConfig:
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
+    raw_text: RawTextConfig = field(default_factory=RawTextConfig)
+    instruction: InstructionConfig = field(default_factory=InstructionConfig)
+    fill_in_the_middle: FimConfig = field(default_factory=FimConfig)
+    masked_data: MaskedDataConfig = field(default_factory=MaskedDataConfig)
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)

@@ -1,17 +1,19 @@
 """From samples to the tensors that a GPT is trained on.
 
-Shape suffixes: B micro batch, S sequence (without the extra token of a sample).
+Shape suffixes: B micro batch, S sequence, T the S + 1 tokens of a sample.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from megatron.data.samples import PackedSample
 
 
 class GPTBatch(NamedTuple):
@@ -38,7 +40,11 @@ class GPTBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTCollator:
-    """Stacks samples, int64[S + 1] each, into a GPTBatch.
+    """Stacks samples into a GPTBatch.
+
+    A sample is int64[S + 1], whose documents end with end-of-document tokens and whose positions,
+    attention and loss the flags decide; or a PackedSample, which says all that itself. Both may be
+    in one batch.
 
     Raises:
         ValueError: a flag needs the end-of-document token and the tokenizer has none.
@@ -51,6 +57,8 @@ class GPTCollator:
     """Attention stays within a document; an end-of-document token belongs to what it ends."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
+    pad_token: int | None = None
+    """No loss where the label is this token; None for samples that are never filled up."""
 
     def __post_init__(self) -> None:
         flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
@@ -61,11 +69,20 @@ class GPTCollator:
                     "has none"
                 )
 
-    def __call__(self, samples: Sequence[np.ndarray]) -> GPTBatch:
-        """Samples, B times int64[S + 1], to a batch."""
-        sample_BT = torch.from_numpy(np.stack(samples))
-        tokens_BS, labels_BS = sample_BT[:, :-1].contiguous(), sample_BT[:, 1:].contiguous()
+    def __call__(self, samples: Sequence[np.ndarray | PackedSample]) -> GPTBatch:
+        """B samples to a batch."""
+        packed = {row: s for row, s in enumerate(samples) if isinstance(s, PackedSample)}
+        batch = self._by_flags(
+            np.stack([s.tokens_T if isinstance(s, PackedSample) else s for s in samples])
+        )
+        return _with_packed(batch, packed) if packed else batch
+
+    def _by_flags(self, samples_BT: np.ndarray) -> GPTBatch:
+        tokens_BT = torch.from_numpy(samples_BT)
+        tokens_BS, labels_BS = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
         loss_mask_BS = torch.ones(tokens_BS.shape, dtype=torch.float32)
+        if self.pad_token is not None:
+            loss_mask_BS[labels_BS == self.pad_token] = 0.0
         if self.eod_token is None:
             return GPTBatch(tokens_BS, labels_BS, loss_mask_BS, None, None)
         is_eod_BS = tokens_BS == self.eod_token
@@ -80,13 +97,30 @@ class GPTCollator:
         )
 
 
+def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatch:
+    """The batch with those rows as the samples have them."""
+    shape = batch.tokens_BS.shape
+    positions_BS, document_ids_BS = batch.position_ids_BS, batch.document_ids_BS
+    if positions_BS is None:
+        positions_BS = torch.arange(shape[1]).repeat(shape[0], 1)
+    if document_ids_BS is None:
+        document_ids_BS = torch.zeros(shape, dtype=torch.int64)
+    for row, sample in packed.items():
+        batch.loss_mask_BS[row] = torch.from_numpy(sample.loss_mask_S)
+        document_ids_BS[row] = torch.from_numpy(sample.document_ids_S)
+        is_last_BS = document_ids_BS[row : row + 1].diff(append=torch.tensor([[-1]])) != 0
+        positions_BS[row] = _restarting_positions(is_last_BS)[0]
+    return batch._replace(position_ids_BS=positions_BS, document_ids_BS=document_ids_BS)
+
+
 def _document_ids(is_eod_BS: Tensor) -> Tensor:
     """End-of-document tokens strictly before each position."""
     return is_eod_BS.cumsum(dim=1) - is_eod_BS.long()
 
 
-def _restarting_positions(is_eod_BS: Tensor) -> Tensor:
-    positions_S = torch.arange(is_eod_BS.shape[1])
-    start_BS = torch.zeros_like(is_eod_BS, dtype=torch.int64)
-    start_BS[:, 1:] = torch.where(is_eod_BS[:, :-1], positions_S[1:], 0)
+def _restarting_positions(is_last_BS: Tensor) -> Tensor:
+    """Positions that count from 0 again after each place where a document ends."""
+    positions_S = torch.arange(is_last_BS.shape[1])
+    start_BS = torch.zeros_like(is_last_BS, dtype=torch.int64)
+    start_BS[:, 1:] = torch.where(is_last_BS[:, :-1], positions_S[1:], 0)
     return positions_S - start_BS.cummax(dim=1).values

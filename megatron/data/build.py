@@ -1,191 +1,205 @@
-"""The training, validation and test datasets that a configuration describes."""
+"""The training, validation and test samples of a run, out of whatever files its flags name."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import NamedTuple
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
-from megatron.config import DataConfig
 from megatron.data.blend import normalised_weights, part_samples
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, GPTRecipe
+from megatron.data.gpt_dataset import BlendedDataset
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import IndexedDataset
-from megatron.data.mock import MockGPTDataset
-from megatron.data.samples import SampleDataset
-from megatron.data.split import parse_split, split_documents
-from megatron.data.vocabulary import check_vocabulary
+from megatron.data.samples import Documents, SampleDataset, SampleRecipe
+from megatron.data.sources import PARTS, Blend, Parts, Source
+from megatron.data.split import share_documents, split_documents
 
 logger = logging.getLogger(__name__)
 
-PARTS = ("train", "valid", "test")
+
+class Datasets(NamedTuple):
+    """Samples by part; validation and test may have several sets, by name.
+
+    Nothing is there where no samples are wanted or the split gives a part no documents.
+    """
+
+    train: SampleDataset[Any] | None
+    valid: Mapping[str, SampleDataset[Any]]
+    test: Mapping[str, SampleDataset[Any]]
 
 
-class GPTDatasets(NamedTuple):
-    """Datasets by part; None where no samples are wanted or the split gives a part nothing."""
+class Kind(NamedTuple):
+    """How files of one kind become samples."""
 
-    train: SampleDataset | None
-    valid: SampleDataset | None
-    test: SampleDataset | None
+    open: Callable[[str, Source], Documents]
+    """Opens one path of a source; the cache of an opened path is up to `DatasetBuilder`.
+
+    Raises ValueError, OSError for files that cannot be used; the message names them."""
+    recipe: SampleRecipe[Any]
 
 
 @dataclass(frozen=True)
-class Blend:
-    """What one of the data path flags names."""
-
-    flag: str
-    prefixes: tuple[str, ...]
-    weights: tuple[float, ...] | None
-    """Shares that sum to 1; None for a single prefix without a weight, which is not blended."""
-
-
-def parse_data_path(values: Sequence[str], flag: str) -> Blend:
-    """Read `PREFIX` or `WEIGHT PREFIX WEIGHT PREFIX ...`.
-
-    Raises:
-        ValueError: the values have neither form, or a weight is not above 0.
-    """
-    if len(values) == 1:
-        return Blend(flag, tuple(values), None)
-    weights, prefixes = values[::2], values[1::2]
-    try:
-        numbers = [float(weight) for weight in weights]
-    except ValueError:
-        numbers = []
-    if not numbers or len(weights) != len(prefixes):
-        raise ValueError(
-            f"{flag} {' '.join(values)}: give one PREFIX, or WEIGHT PREFIX pairs such as "
-            "0.7 data/books_text_document 0.3 data/code_text_document"
-        )
-    return Blend(flag, tuple(prefixes), tuple(normalised_weights(numbers, flag)))
-
-
-def build_gpt_datasets(
-    data: DataConfig,
-    *,
-    seq_length: int,
-    sample_counts: tuple[int, int, int],
-    seed: int,
-    vocab_size: int,
-    eod_token: int | None = None,
-) -> GPTDatasets:
-    """Build the datasets; needs neither a GPU nor a process group, so it can be run beforehand.
+class DatasetBuilder:
+    """Builds datasets; needs neither a GPU nor a process group, so it can be run beforehand.
 
     Args:
-        seq_length: tokens a sample feeds to the model; a sample has one more.
-        sample_counts: samples wanted for training, validation and test.
-        seed: of the shuffles, and of mock data.
-        vocab_size: token ids must be below it.
-        eod_token: ends the documents of mock data.
-
-    Raises:
-        ValueError, FileNotFoundError: flags or files that cannot be used; the message names them.
+        kinds: what makes a reader of each of the sources' kinds, when the first one is met: it may
+            raise ValueError for flags that contradict that kind only.
+        cache_path: folder of the index arrays; None: beside the data.
     """
-    if data.mock_data:
-        return GPTDatasets(
-            *(
-                MockGPTDataset(count, seq_length, vocab_size, seed, part, eod_token)
-                if count
-                else None
-                for part, count in enumerate(sample_counts)
-            )
-        )
-    builder = _Builder(data.data_cache_path, seq_length, seed, vocab_size, {})
-    own_paths = (data.train_data_path, data.valid_data_path, data.test_data_path)
-    if not data.data_path:
-        if sample_counts[0] and not data.train_data_path:
-            raise ValueError(
-                "no training data: give --data-path or --train-data-path (or --mock-data)"
-            )
-        return GPTDatasets(
-            *(
-                builder.whole_files(parse_data_path(paths, f"--{name}-data-path"), name, count)
-                if paths and count
-                else None
-                for name, paths, count in zip(PARTS, own_paths, sample_counts, strict=True)
-            )
-        )
-    if any(own_paths):
-        raise ValueError(
-            "--data-path (with --split) and --train-data-path, --valid-data-path, "
-            "--test-data-path exclude each other: give one or the other"
-        )
-    blend = parse_data_path(data.data_path, "--data-path")
-    shares = parse_split(data.split)
-    if sample_counts[0] and not shares[0]:
-        raise ValueError(f"--split {data.split} leaves nothing for training")
-    return GPTDatasets(
-        *(
-            builder.split_files(blend, data.split, part, count) if share and count else None
-            for part, (share, count) in enumerate(zip(shares, sample_counts, strict=True))
-        )
-    )
 
+    kinds: Mapping[str, Callable[[], Kind]]
+    cache_path: str | None = None
+    _kinds: dict[str, Kind] = field(default_factory=dict)
+    _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
 
-@dataclass(frozen=True)
-class _Builder:
-    cache_path: str | None
-    seq_length: int
-    seed: int
-    vocab_size: int
-    opened: dict[str, IndexedDataset]
+    def datasets(self, parts: Parts, sample_counts: tuple[int, int, int]) -> Datasets:
+        """All samples of a run.
 
-    def whole_files(self, blend: Blend, name: str, num_samples: int) -> SampleDataset:
-        """A part that has files of its own."""
-        documents = [range(len(self._open(blend, prefix))) for prefix in blend.prefixes]
-        for prefix, found in zip(blend.prefixes, documents, strict=True):
-            if not found:
-                raise ValueError(f"{blend.flag}: {prefix} holds no documents")
-        return self._blended(blend, documents, name, num_samples)
+        Args:
+            sample_counts: samples wanted for training, and for each set of validation and test.
 
-    def split_files(
-        self, blend: Blend, split: str, part: int, num_samples: int
-    ) -> SampleDataset | None:
-        """A part that has a share of the documents of every file.
-
-        None where the share comes to no document: the default split does that to the test part
-        of a small corpus, which is no reason not to train on it.
+        Raises:
+            ValueError, OSError: files that cannot be used; the message names flag and file.
         """
-        documents = []
-        for prefix in blend.prefixes:
-            total = len(self._open(blend, prefix))
-            documents.append(split_documents(split, total)[part])
-            if not documents[-1]:
-                empty = (
-                    f"--split {split} gives {PARTS[part]} no document of {prefix}, which has "
-                    f"{total}: give {PARTS[part]} a larger share, or 0 to do without it, or more "
-                    "documents"
-                )
-                if PARTS[part] == "train":
-                    raise ValueError(empty)
-                logger.warning(empty)
-                return None
-        return self._blended(blend, documents, PARTS[part], num_samples)
-
-    def _blended(
-        self, blend: Blend, documents: list[range], name: str, num_samples: int
-    ) -> SampleDataset:
-        if blend.weights is None:
-            return self._single(blend.prefixes[0], documents[0], name, num_samples)
-        parts = [
-            self._single(prefix, found, name, part_samples(num_samples, weight))
-            for prefix, found, weight in zip(blend.prefixes, documents, blend.weights, strict=True)
+        wanted = dict(zip(PARTS, sample_counts, strict=True))
+        if wanted["train"] and parts.train is None:
+            raise ValueError(
+                "no training data: give --data-path, --train-data-path or --train-data (or "
+                "--mock-data)"
+            )
+        train = self.samples(parts.train, "train", wanted["train"]) if parts.train else None
+        held_out = [
+            {
+                name: samples
+                for name, blend in blends.items()
+                if (samples := self.samples(blend, part, wanted[part], name)) is not None
+            }
+            for part, blends in (("valid", parts.valid), ("test", parts.test))
         ]
-        cache = IndexCache.beside(blend.prefixes[0], self.cache_path)
-        return BlendedDataset.build(parts, blend.weights, num_samples, cache, name)
+        return Datasets(train, *held_out)
 
-    def _single(self, prefix: str, documents: range, name: str, num_samples: int) -> GPTDataset:
-        cache = IndexCache.beside(prefix, self.cache_path)
-        recipe = GPTRecipe(self.seq_length, self.seed)
-        return recipe.build(self.opened[prefix], documents, num_samples, name, cache)
+    def samples(
+        self, blend: Blend, part: str, num_samples: int, name: str | None = None
+    ) -> SampleDataset[Any] | None:
+        """The samples of one blend; None when none are wanted.
 
-    def _open(self, blend: Blend, prefix: str) -> IndexedDataset:
-        if prefix not in self.opened:
-            try:
-                indexed = IndexedDataset(prefix)
-            except FileNotFoundError as error:
-                raise FileNotFoundError(f"{blend.flag} {prefix}: {error}") from None
-            check_vocabulary(indexed, self.vocab_size, IndexCache.beside(prefix, self.cache_path))
-            self.opened[prefix] = indexed
-        return self.opened[prefix]
+        None also where a split gives a part of one of its files no document: the default split
+        does that to the test part of a small corpus, which is no reason not to train on it.
+
+        Raises:
+            ValueError, OSError: see :meth:`datasets`.
+        """
+        if not num_samples:
+            return None
+        chosen = [
+            [(path, self._units(blend, source, path)) for path in source.paths]
+            for source in blend.sources
+        ]
+        empty = self._empty(blend, part, chosen)
+        if empty is not None:
+            if part == "train" or blend.split is None:
+                raise ValueError(empty)
+            logger.warning(empty)
+            return None
+        name = part if name in (None, part) else f"{part}-{name}"
+        files = [
+            (source, path, units, weight)
+            for source, paths, weights in zip(
+                blend.sources, chosen, self._weights(blend, chosen), strict=True
+            )
+            for (path, units), weight in zip(paths, weights, strict=True)
+        ]
+        if blend.is_plain:
+            source, path, units, _ = files[0]
+            return self._single(source, path, units, num_samples, name)
+        weights = normalised_weights([weight for *_, weight in files], blend.flag)
+        samples = [
+            self._single(source, path, units, part_samples(num_samples, weight), name)
+            for (source, path, units, _), weight in zip(files, weights, strict=True)
+        ]
+        cache = IndexCache.beside(files[0][1], self.cache_path)
+        return BlendedDataset.build(samples, weights, num_samples, cache, name)
+
+    def _single(
+        self, source: Source, path: str, units: range, num_samples: int, name: str
+    ) -> SampleDataset[Any]:
+        cache = IndexCache.beside(path, self.cache_path)
+        recipe = self._kind(source).recipe
+        return recipe.build(self._documents(source, path), units, num_samples, name, cache)
+
+    def _kind(self, source: Source) -> Kind:
+        name = source.kind
+        if name not in self.kinds:
+            raise ValueError(
+                f"{source.paths[0]}: this model has no use for data of the type {name}; what it "
+                f"can be trained on is {', '.join(self.kinds)}"
+            )
+        if name not in self._kinds:
+            self._kinds[name] = self.kinds[name]()
+        return self._kinds[name]
+
+    def _documents(self, source: Source, path: str) -> Documents:
+        key = (source.kind, path, source.text_key)
+        if key not in self._opened:
+            self._opened[key] = self._kind(source).open(path, source)
+        return self._opened[key]
+
+    def _units(self, blend: Blend, source: Source, path: str) -> range:
+        """The documents of a file that belong to the part."""
+        try:
+            documents = self._documents(source, path)
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{blend.flag} {path}: {error}") from None
+        total = self._kind(source).recipe.units(documents)
+        chosen = share_documents(source.share, total)
+        if blend.split is None:
+            return chosen
+        within = split_documents(blend.split, len(chosen))[blend.part]
+        return range(chosen.start + within.start, chosen.start + within.stop)
+
+    def _empty(self, blend: Blend, part: str, chosen: list[list[tuple[str, range]]]) -> str | None:
+        """What is wrong with a file that has no documents for the part, if there is one."""
+        for source, paths in zip(blend.sources, chosen, strict=True):
+            for path, units in paths:
+                if units:
+                    continue
+                total = self._kind(source).recipe.units(self._documents(source, path))
+                if not total:
+                    return f"{blend.flag}: {path} holds no documents"
+                if blend.split is None:
+                    first, last = source.share
+                    return (
+                        f"{blend.flag}: the range {first:g}:{last:g} of {path}, which has {total} "
+                        "documents, holds none"
+                    )
+                return (
+                    f"--split {blend.split} gives {part} no document of {path}, which has {total}: "
+                    f"give {part} a larger share, or 0 to do without it, or more documents"
+                )
+        return None
+
+    def _weights(self, blend: Blend, chosen: list[list[tuple[str, range]]]) -> list[list[float]]:
+        """The weight of each file: its source's, shared out by tokens."""
+        given = [source.weight is not None for source in blend.sources]
+        if any(given) and not all(given):
+            missing = blend.sources[given.index(False)].paths[0]
+            raise ValueError(
+                f"{blend.flag}: some corpora have a weight and that of {missing} has none; give "
+                "each one, or none to count their tokens"
+            )
+        weights = []
+        for source, paths in zip(blend.sources, chosen, strict=True):
+            if source.weight is not None and len(paths) == 1:
+                weights.append([source.weight])
+                continue
+            sizes = [self._tokens(source, path, units) for path, units in paths]
+            whole = 1.0 if source.weight is None else source.weight / (sum(sizes) or 1.0)
+            weights.append([whole * size for size in sizes])
+        return weights
+
+    def _tokens(self, source: Source, path: str, units: range) -> float:
+        """Tokens of some of the documents of a file, as if all were of one length."""
+        documents = self._documents(source, path)
+        total = self._kind(source).recipe.units(documents)
+        return int(documents.sequence_lengths.sum(dtype="int64")) * len(units) / total

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import CONFIG_CLASSES, ConfigError, RunConfig, Setting, Settings
+from megatron.config.curriculum import CurriculumConfig
 from megatron.config.flags import check_value
 from megatron.config.layouts import Layout, check_layout
 
@@ -54,6 +55,19 @@ def _optimizer(name: Any) -> str:
         ) from None
 
 
+_CURRICULA = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
+"""Sections that DeepSpeed does not read, or not any more: their keys are the config fields' names,
+their texts the fields' values."""
+
+
+def _section_text(section: Any) -> str:
+    return json.dumps(section, sort_keys=True)
+
+
+def _section_of(text: str | None) -> Json | None:
+    return None if text is None else json.loads(text)
+
+
 _PAIRS = (
     _Pair("train_micro_batch_size_per_gpu", "micro_batch_size"),
     _Pair("train_batch_size", "global_batch_size"),
@@ -84,6 +98,7 @@ _PAIRS = (
     _Pair("optimizer.params.eps", "adam_eps"),
     _Pair("optimizer.params.weight_decay", "weight_decay"),
     _Pair("optimizer.params.momentum", "sgd_momentum"),
+    *(_Pair(key, key, _section_text, _section_of) for key in _CURRICULA),
 )
 
 _FIELDS = {
@@ -110,8 +125,8 @@ _KNOWN_KEYS = frozenset(
     zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing
     steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler autotuning
     comms_logger tensorboard wandb csv_monitor comet monitor_config data_efficiency
-    disable_allgather seq_parallel_communication_data_type checkpoint pipeline aio compile
-    compression_training graph_harvesting timers use_data_before_expert_parallelism
+    curriculum_learning disable_allgather seq_parallel_communication_data_type checkpoint pipeline
+    aio compile compression_training graph_harvesting timers use_data_before_expert_parallelism
     hybrid_engine tensor_parallel nebula weight_quantization dataloader_drop_last
     use_node_local_storage load_universal_checkpoint sequence_parallel_size""".split()
 )
@@ -136,7 +151,6 @@ _REFUSED = {
     "tensor_parallel": "tensor parallelism comes from --tensor-model-parallel-size; remove the key",
     "activation_checkpointing": "what is recomputed is set by --recompute-granularity, "
     "--recompute-method and --recompute-num-layers; remove the key",
-    "data_efficiency": "the trainer feeds its own data in Megatron's order; remove the key",
     "load_universal_checkpoint": "--load reads a checkpoint of any layout; remove the key",
     "pipeline": "the pipeline is set by --pipeline-model-parallel-size, --pipeline-schedule and "
     "--pipeline-partition; remove the key",
@@ -180,6 +194,7 @@ def read_json(path: str) -> Json:
     _check_sections(content, path)
     _check_offload(content, path)
     _check_optimizer(content, path)
+    _check_curricula(content, path)
     return content
 
 
@@ -249,6 +264,15 @@ def _check_optimizer(content: Json, path: str) -> None:
                 f"{path}: optimizer.params.{key} is {json.dumps(value)}, but the optimizers of "
                 f"this trainer have {json.dumps(_FIXED_OPTIMIZER_PARAMS[key])}; remove the key"
             )
+
+
+def _check_curricula(content: Json, path: str) -> None:
+    given = {key: content.get(key, "auto") for key in _CURRICULA}
+    texts = {key: _section_text(value) for key, value in given.items() if value != "auto"}
+    try:
+        CurriculumConfig(**texts)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
 
 
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
@@ -375,12 +399,14 @@ def _refuse(content: Json, config: RunConfig) -> None:
 def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
     """What ``deepspeed.initialize`` is given: the JSON, less what the trainer does itself.
 
-    The optimizer and its schedule are the trainer's. At stage 0 the trainer also clips, since
-    DeepSpeed reports no norm there, and bf16 runs as autocast, since DeepSpeed's half-precision
-    optimizers take a stray first step at that stage.
+    The optimizer, its schedule and the curriculum are the trainer's. At stage 0 the trainer also
+    clips, since DeepSpeed reports no norm there, and bf16 runs as autocast, since DeepSpeed's
+    half-precision optimizers take a stray first step at that stage.
     """
     result = copy.deepcopy(content)
     result.pop("optimizer", None)
+    for key in _CURRICULA:
+        result.pop(key, None)
     result.setdefault("steps_per_print", 2**62)
     # torch's AdamW does the offloaded step, so that nothing has to be compiled.
     result["zero_force_ds_cpu_optimizer"] = False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import cache
+from itertools import chain
 from typing import Any
 
 from torch import Tensor, nn
@@ -48,26 +49,31 @@ class PipelinedEngine(TrainEngine):
             settings,
             self.program,
             self.groups,
-            self._hidden_shape(),
         )
 
-    def _hidden_shape(self) -> tuple[int, ...]:
-        model, training, parallel = self.config.model, self.config.training, self.config.parallel
-        assert model.seq_length and model.hidden_size and training.micro_batch_size
-        split = self.groups.tensor.size if parallel.sequence_parallel else 1
-        return training.micro_batch_size, model.seq_length // split, model.hidden_size
+    def _hidden_shape(self, batch: Batch) -> tuple[int, ...]:
+        samples, length = self.program.inputs(batch).tokens_BS.shape
+        split = self.groups.tensor.size if self.config.parallel.sequence_parallel else 1
+        assert self.config.model.hidden_size and length % split == 0
+        return samples, length // split, self.config.model.hidden_size
 
     def _accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
-        schedule = self._schedule(len(seeds))
-        return self.engine.run(_plan(schedule, self.groups.pipeline.rank), batches, seeds)
+        return self._run(self._schedule(len(seeds)), batches, seeds)
 
     def _apply(self) -> None:
         self.engine.apply()
 
     def _evaluate(self, batches: Iterator[Batch], count: int) -> Tensor:
-        schedule = self._schedule(count, forward_only=True)
-        seeds = [None] * count
-        return self.engine.run(_plan(schedule, self.groups.pipeline.rank), batches, seeds)
+        return self._run(self._schedule(count, forward_only=True), batches, [None] * count)
+
+    def _run(
+        self, schedule: PipelineSchedule, batches: Iterator[Batch], seeds: Sequence[int | None]
+    ) -> Tensor:
+        # Every process reads every micro batch, and those of one step have one shape: so it knows
+        # what it will receive, whatever the step before had.
+        first = next(batches)
+        plan = _plan(schedule, self.groups.pipeline.rank)
+        return self.engine.run(plan, chain([first], batches), seeds, self._hidden_shape(first))
 
 
 @cache

@@ -41,7 +41,6 @@ class PipelineExecutor(PipelineEngine):
         settings: DeepSpeed's configuration.
         program: the model's inputs and its loss.
         groups: the layout's process groups.
-        hidden_shape: shape of what travels between stages.
 
     Attributes:
         executed: the forward and backward passes of the last run, in order.
@@ -55,7 +54,6 @@ class PipelineExecutor(PipelineEngine):
         settings: Json,
         program: ModelProgram,
         groups: ProcessGroups,
-        hidden_shape: tuple[int, ...],
     ) -> None:
         # Not DeepSpeed's own grid: its groups have no --distributed-timeout-minutes.
         mpu = Mpu(groups)
@@ -68,7 +66,7 @@ class PipelineExecutor(PipelineEngine):
             config_class=DeepSpeedConfig(settings, mpu),
             dist_init_required=False,
         )
-        self._program, self._groups, self._hidden_shape = program, groups, hidden_shape
+        self._program, self._groups = program, groups
         self._last_stage = len(module.parts) - 2
         self.hidden_dtype = next(module.parameters()).dtype
         self.executed: list[Action] = []
@@ -80,6 +78,7 @@ class PipelineExecutor(PipelineEngine):
         plan: Sequence[Action | Exchange],
         batches: Iterator[Batch],
         seeds: Sequence[int | None],
+        hidden_shape: tuple[int, ...],
     ) -> Tensor:
         """Executes this process's part of a schedule.
 
@@ -89,11 +88,12 @@ class PipelineExecutor(PipelineEngine):
                 ranks and over copies of tied weights at the end.
             batches: the micro batches.
             seeds: what the dropout masks of each micro batch derive from.
+            hidden_shape: shape of what travels between stages in this run.
 
         Returns:
             Sum of the losses on the process with the last stage, zero elsewhere.
         """
-        self._batches, self._seeds = batches, seeds
+        self._batches, self._seeds, self._hidden_shape = batches, seeds, hidden_shape
         self._loaded: dict[int, tuple[Batch, ModelInputs]] = {}
         self._next_batch_number = 0
         self._inputs: dict[_Key, Tensor] = {}

@@ -48,6 +48,17 @@ class ProcessGroups:
     """All ranks that hold one replica of the model: tensor x pipeline."""
 
 
+def rank_grid(pipeline_size: int, data_size: int, tensor_size: int) -> list[list[list[int]]]:
+    """Global ranks by pipeline, data and tensor rank."""
+    return [
+        [
+            [(p * data_size + d) * tensor_size + t for t in range(tensor_size)]
+            for d in range(data_size)
+        ]
+        for p in range(pipeline_size)
+    ]
+
+
 def build_groups(
     tensor_size: int, pipeline_size: int, timeout: timedelta | None = None
 ) -> ProcessGroups:
@@ -61,13 +72,7 @@ def build_groups(
     world_size, rank = dist.get_world_size(), dist.get_rank()
     data_size, rest = divmod(world_size, tensor_size * pipeline_size)
     assert rest == 0, "the configuration checks divisibility"
-    grid = [
-        [
-            [(p * data_size + d) * tensor_size + t for t in range(tensor_size)]
-            for d in range(data_size)
-        ]
-        for p in range(pipeline_size)
-    ]
+    grid = rank_grid(pipeline_size, data_size, tensor_size)
     pipes, datas, tensors = range(pipeline_size), range(data_size), range(tensor_size)
 
     def own(memberships: list[list[int]]) -> Group:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 from megatron.config import OptimizerConfig
+from megatron.data.curriculum.truncation import cut
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
 from megatron.engine.program import StepResult
@@ -142,7 +143,8 @@ class PlainTraining:
             group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
         self._optimizer.zero_grad()
         count = plan.batch_size.micro_batches(self._consumed)
-        micro = [next(self._batches) for _ in range(count)]
+        batches = cut(self._batches, plan.lengths.at(self._iteration))
+        micro = [next(batches) for _ in range(count)]
         losses = []
         for place in self._order or range(count):
             if place >= count:

@@ -8,10 +8,12 @@ from torch import Tensor
 
 from megatron.config import RunConfig
 from megatron.data.batch import GPTBatch, GPTCollator
-from megatron.data.build import GPTDatasets, build_gpt_datasets
+from megatron.data.build import Datasets
+from megatron.data.gpt_data import GPTData
 from megatron.engine.program import ModelInputs, ModelProgram
 from megatron.model.gpt import gpt_layers, gpt_loss
 from megatron.parallel.groups import Group
+from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
 
@@ -30,25 +32,11 @@ def gpt_program(config: RunConfig) -> ModelProgram:
     return ModelProgram(partial(gpt_layers, config.model, config.parallel), inputs, loss)
 
 
-def gpt_data(run: Run) -> tuple[GPTDatasets, GPTCollator]:
+def gpt_data(run: Run) -> tuple[Datasets, GPTCollator]:
     """Datasets of all parts, and what makes batches of their samples.
 
     Raises:
-        ValueError, FileNotFoundError: data that cannot be used; the message names flag and file.
+        ValueError, OSError: data that cannot be used; the message names flag and file.
     """
-    data, model = run.config.data, run.config.model
-    assert model.seq_length is not None
-    masked = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
-    eod = run.tokenizer.eod if masked else None
-    datasets = build_gpt_datasets(
-        data,
-        seq_length=model.seq_length,
-        sample_counts=TrainingPlan(run.config).sample_counts,
-        seed=run.config.training.seed,
-        vocab_size=run.tokenizer.vocab_size,
-        eod_token=eod,
-    )
-    collate = GPTCollator(
-        eod, data.reset_position_ids, data.reset_attention_mask, data.eod_mask_loss
-    )
-    return datasets, collate
+    data = GPTData(run.config, run.tokenizer)
+    return run_datasets(data, TrainingPlan(run.config)), data.collator()

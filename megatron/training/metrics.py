@@ -32,6 +32,9 @@ class StepMetrics:
         grad_norm: global norm before clipping; None where the engine does not compute it.
         loss_scale: scale of the loss in fp16, 1 otherwise.
         skipped: whether the optimizer left the weights as they were.
+        flops: model FLOPs of the step, where tokens differ in what they take; None for those of the
+            meter's tokens.
+        seq_length: tokens of a sample where that changes over the run, else None.
     """
 
     loss: torch.Tensor
@@ -42,6 +45,8 @@ class StepMetrics:
     grad_norm: torch.Tensor | float | None = None
     loss_scale: float = 1.0
     skipped: bool = False
+    flops: float | None = None
+    seq_length: int | None = None
 
 
 @dataclass(frozen=True)
@@ -81,6 +86,7 @@ class IntervalMetrics:
         tflops_per_device: model FLOPs, in 1e12 per second.
         mfu: the share of the peak that these are, 0 to 1; None without a known peak.
         memory: peak memory of this process.
+        seq_length: tokens of a sample in the last step; None where that does not change.
     """
 
     iteration: int
@@ -102,6 +108,7 @@ class IntervalMetrics:
     tflops_per_device: float
     mfu: float | None
     memory: MemoryUse
+    seq_length: int | None = None
 
     def line(self) -> str:
         """The console line, with the key texts of Megatron that people's scripts look for."""
@@ -115,6 +122,8 @@ class IntervalMetrics:
             f"lm loss: {self.loss:.6E}",
             f"loss scale: {self.loss_scale:.1f}",
         ]
+        if self.seq_length is not None:
+            fields.append(f"curriculum seqlen: {self.seq_length:5d}")
         if self.grad_norm is not None:
             fields.append(f"grad norm: {self.grad_norm:.3f}")
         fields += [
@@ -131,7 +140,8 @@ class IntervalMetrics:
 
     def row(self) -> dict[str, float | None]:
         """The values by name, for writers, which get iteration, samples and tokens on their own."""
-        return {
+        growing = {} if self.seq_length is None else {"seq_length": float(self.seq_length)}
+        return growing | {
             "loss": self.loss,
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
@@ -157,12 +167,20 @@ class EvaluationMetrics:
     Args:
         iteration: training steps done.
         loss: mean over tokens and ranks.
-        test: whether this is the test split and not the validation split.
+        name: of the data, "valid" or "test" where there is one set of them.
+        test: whether this is for testing and not for validation.
     """
 
     iteration: int
     loss: float
+    name: str = "valid"
     test: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What writers call these values."""
+        kind = "test" if self.test else "validation"
+        return kind if self.name in ("valid", "test") else f"{kind} {self.name}"
 
     @property
     def perplexity(self) -> float:
@@ -172,6 +190,7 @@ class EvaluationMetrics:
     def line(self) -> str:
         """The console line, with the key texts of Megatron that people's scripts look for."""
         where = f"iteration {self.iteration}" + (" on test set" if self.test else "")
+        where += "" if self.name in ("valid", "test") else f" on {self.name}"
         return (
             f" validation loss at {where} | lm loss value: {self.loss:.6E} | "
             f"lm loss PPL: {self.perplexity:.6E} |"
@@ -239,7 +258,7 @@ class IntervalMeter:
         # A clock too coarse for a tiny step must not divide by zero.
         seconds = max(now - self._started, 1e-9)
         tokens_per_second = sum(step.tokens for step in steps) / seconds / self._devices
-        flops_per_second = tokens_per_second * self._flops_per_token
+        flops_per_second = sum(map(self._flops, steps)) / seconds / self._devices
         self._steps, self._started = [], now
         return IntervalMetrics(
             iteration=iteration,
@@ -261,7 +280,11 @@ class IntervalMeter:
             tflops_per_device=flops_per_second / 1e12,
             mfu=flops_per_second / self._peak_flops if self._peak_flops else None,
             memory=memory_use(self._device),
+            seq_length=last.seq_length,
         )
+
+    def _flops(self, step: StepMetrics) -> float:
+        return step.tokens * self._flops_per_token if step.flops is None else step.flops
 
 
 def memory_use(device: torch.device) -> MemoryUse:

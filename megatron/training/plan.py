@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 from megatron.config import ConfigError, RunConfig
+from megatron.config.curriculum import sequence_lengths
 from megatron.training.batch_size import batch_size_schedule
 from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedule
+from megatron.training.sequence_length import SequenceLengths
 
 
 class TrainingPlan:
@@ -21,7 +21,8 @@ class TrainingPlan:
         learning_rate: learning rate by progress.
         weight_decay: weight decay by progress.
         micro_batch_size: samples of a micro batch.
-        seq_length: tokens of a sample.
+        seq_length: tokens of a whole sample.
+        lengths: tokens of a sample by step, and of all samples consumed.
 
     Raises:
         ConfigError: the schedules' values contradict each other, or the run has no step.
@@ -41,12 +42,16 @@ class TrainingPlan:
             training.rampup_batch_size,
         )
         self._replicas = config.parallel.data_parallel_size
+        growth = sequence_lengths(config.curriculum)
+        self.lengths = SequenceLengths(self.seq_length, growth, self.batch_size)
+        if growth is not None:
+            self.lengths.check(self.seq_length, config.parallel, growth.name)
         if training.train_samples is not None:
             self.unit, length = "samples", training.train_samples
             self.train_iters = self.batch_size.iterations(training.train_samples)
         elif training.train_tokens is not None:
             self.unit, length = "tokens", training.train_tokens
-            samples = math.ceil(training.train_tokens / self.seq_length)
+            samples = self.lengths.samples(training.train_tokens)
             self.train_iters = self.batch_size.iterations(samples)
         else:
             self.unit, length = "iters", training.train_iters or 0
@@ -54,7 +59,7 @@ class TrainingPlan:
         if self.train_iters == 0 and not training.skip_train:
             raise ConfigError(
                 f"--train-{self.unit} {length} is less than one step takes: "
-                f"{self.batch_size.batch_size(0)} samples of {self.seq_length} tokens"
+                f"{self.batch_size.batch_size(0)} samples of {self.lengths.at(0)} tokens"
             )
         decay = getattr(optimizer, f"lr_decay_{self.unit}") or max(1, length)
         self.learning_rate = LearningRateSchedule(
@@ -79,7 +84,7 @@ class TrainingPlan:
         return {
             "iters": iteration,
             "samples": consumed_samples,
-            "tokens": consumed_samples * self.seq_length,
+            "tokens": self.lengths.tokens(consumed_samples),
         }[self.unit]
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 
 import torch
@@ -38,7 +39,8 @@ class Reporter:
         config = run.config
         self.plan, self.groups, self.device = plan, groups, device
         self.main = groups.world.rank == 0
-        self.flops_per_token = transformer_shape(config).flops_per_token(causal=True)
+        self.shape = transformer_shape(config)
+        self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.peak = _peak(config, device)
         self.writer: Writer = TeeWriter(())
         if self.main:
@@ -50,7 +52,7 @@ class Reporter:
             )
             if begin.iteration:
                 samples = begin.consumed_samples
-                tokens = samples * plan.seq_length
+                tokens = plan.lengths.tokens(samples)
                 self.writer.scalars("resume", begin.iteration, {}, samples=samples, tokens=tokens)
         self._announce(run, begin)
 
@@ -98,9 +100,14 @@ class Reporter:
             peak_flops=self.peak,
         )
 
+    def step_flops(self, samples: int, seq_length: int) -> float:
+        """Model FLOPs of a step on samples of so many tokens, over all devices."""
+        shape = dataclasses.replace(self.shape, seq_length=seq_length)
+        return shape.flops_per_step(samples, causal=True)
+
     def interval(self, meter: IntervalMeter, iteration: int, consumed_samples: int) -> None:
         """Reports the steps since the last call."""
-        tokens = consumed_samples * self.plan.seq_length
+        tokens = self.plan.lengths.tokens(consumed_samples)
         metrics = meter.finish(
             iteration=iteration, consumed_samples=consumed_samples, consumed_tokens=tokens
         )
@@ -113,16 +120,16 @@ class Reporter:
         """Reports an evaluation."""
         self.say(metrics.line().strip())
         self.writer.scalars(
-            "test" if metrics.test else "validation",
+            metrics.kind,
             metrics.iteration,
             metrics.row(),
             samples=consumed_samples,
-            tokens=consumed_samples * self.plan.seq_length,
+            tokens=self.plan.lengths.tokens(consumed_samples),
         )
 
     def save(self, iteration: int, consumed_samples: int, values: dict[str, float | None]) -> None:
         """Records a save that has come to an end."""
-        tokens = consumed_samples * self.plan.seq_length
+        tokens = self.plan.lengths.tokens(consumed_samples)
         self.writer.scalars("save", iteration, values, samples=consumed_samples, tokens=tokens)
 
     def close(self) -> None:

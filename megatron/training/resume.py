@@ -11,6 +11,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.formats import FORMATS, Located, locate_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
+from megatron.data.skip import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
 from megatron.engine.train_engine import TrainEngine
@@ -118,6 +119,8 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Star
     loaded = Start(source.folder, state["iteration"], state["consumed_samples"], changed, notes)
     if not config.training.skip_train:
         _check_position(plan, loaded)
+        before = source.run.data.skip_samples if source.run else ()
+        check_skipped(before, config.data.skip_samples, loaded.consumed_samples)
     return loaded
 
 
@@ -148,10 +151,10 @@ def _check_position(plan: TrainingPlan, loaded: Start) -> None:
 
 
 def changes(source: Source, wanted: RunConfig) -> list[str]:
-    """Values of model, data, tokenizer, training, optimizer and precision that differ, a line each;
+    """Values of the run that differ, those of checkpoints, logging and layout aside, a line each;
     of the model alone where no run of ours has trained it."""
     lines = []
-    parts = ("model", "training", "optimizer", "precision", "data", "tokenizer")
+    parts = ("model", "training", "optimizer", "precision", "data", "curriculum", "tokenizer")
     for part in parts if source.run and source.state else parts[:1]:
         old, new = getattr(source.run or source, part), getattr(wanted, part)
         for field in dataclasses.fields(old):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
+import logging
 import os
 import sys
 import time
@@ -19,13 +20,16 @@ from megatron.config import (
     FlagParser,
     Resolved,
     RunConfig,
+    Settings,
     explain,
     resolve,
 )
+from megatron.data.run_data import training_texts
 from megatron.engine import deepspeed_json
 from megatron.engine.environment import is_main_process, world_size
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpoint_settings import with_checkpoint
+from megatron.training.data_settings import with_corpora
 
 
 @dataclass(frozen=True)
@@ -55,25 +59,44 @@ def parse_run(description: str | None, argv: Sequence[str] | None = None) -> Run
     Raises:
         ValueError: a value is missing, wrong or contradicted; the message names it.
     """
-    launched = "LOCAL_RANK" in os.environ
     settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
+    _show_log()
+    run = run_of(settings, world_size())
+    if run.config.training.explain_config:
+        if is_main_process():
+            print(explain(run.resolved))
+        sys.exit(0)
+    return run
+
+
+def _show_log() -> None:
+    """Lets the main process say what takes a while (an index that is built), all of them warn."""
+    logger = logging.getLogger("megatron")
+    if not logger.handlers:
+        logger.addHandler(logging.StreamHandler())
+        logger.setLevel(logging.INFO if is_main_process() else logging.WARNING)
+        logger.propagate = False
+
+
+def run_of(settings: Settings, processes: int) -> Run:
+    """Completes the settings of a training command for a number of processes.
+
+    Raises:
+        ValueError: a value is missing, wrong or contradicted; the message names it.
+    """
     given = settings.get("deepspeed_config")
     path = given.value if given else ""
     content = deepspeed_json.read_json(path) if path else {}
-    settings = deepspeed_json.merge(settings, content, path, world_size())
-    settings = with_checkpoint(settings)
-    resolved = resolve(settings, world_size())
-    tokenizer = build_tokenizer(resolved.config.tokenizer)
+    settings = deepspeed_json.merge(settings, content, path, processes)
+    settings = with_checkpoint(with_corpora(settings))
+    resolved = resolve(settings, processes)
+    tokenizer = build_tokenizer(resolved.config.tokenizer, training_texts(resolved.config))
     # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
     rows = resolved.config.model.unpadded_vocab_size or 0
     config = resolved.config.with_vocabulary(max(rows, tokenizer.vocab_size))
-    resolved = dataclasses.replace(resolved, config=config)
     completed = deepspeed_json.complete(content, config)
-    if config.training.explain_config:
-        if is_main_process():
-            print(explain(resolved))
-        sys.exit(0)
-    return Run(config, completed, tokenizer, resolved, launched)
+    launched = "LOCAL_RANK" in os.environ
+    return Run(config, completed, tokenizer, dataclasses.replace(resolved, config=config), launched)
 
 
 @contextlib.contextmanager

@@ -7,8 +7,10 @@ import math
 from collections.abc import Iterator
 from typing import Any
 
-from megatron.data.build import GPTDatasets
+from megatron.data.build import Datasets
+from megatron.data.curriculum.truncation import cut
 from megatron.data.loader import MicroBatches
+from megatron.data.samples import SampleDataset
 from megatron.engine.agreement import any_rank
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
@@ -44,7 +46,7 @@ class Trainer:
         self,
         run: Run,
         program: ModelProgram,
-        datasets: GPTDatasets,
+        datasets: Datasets,
         collate: Any,
         groups: ProcessGroups,
     ) -> None:
@@ -60,7 +62,7 @@ class Trainer:
         writer = checkpoint_writer(self.engine, run.content, run.tokenizer.save_pretrained)
         begin = resume.load(self.engine, self.plan, checkpoint)
         self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
-        self._valid: MicroBatches | None = None
+        self._valid: dict[str, MicroBatches] = {}
         self.report = Reporter(run, self.plan, groups, self.device, begin)
         self.saves = Saves(writer, self.report)
         self.meter = self.report.meter()
@@ -87,7 +89,9 @@ class Trainer:
 
     def _train(self) -> str | None:
         """Steps until the end; returns why it ended early, if it did."""
-        batches = self._batches("train", self.consumed_samples)
+        assert self.datasets.train is not None
+        workers = self.config.data.num_workers
+        batches = self._batches(self.datasets.train, self.consumed_samples, workers)
         self.meter = self.report.meter()
         reason = None
         while self.iteration < self.plan.train_iters and reason is None:
@@ -101,7 +105,7 @@ class Trainer:
                 if self._due(self.config.checkpoint.save_interval) or self._at_end():
                     self._save()
                 if self._due(self.config.training.eval_interval) and not self._at_end():
-                    self._evaluate("valid")
+                    self._evaluate()
                 reason = self._reason_to_stop()
                 if reason is not None:
                     self._save()
@@ -114,6 +118,9 @@ class Trainer:
         rate, decay = plan.learning_rate(progress), plan.weight_decay(progress)
         samples = plan.batch_size.batch_size(consumed)
         micro_batches = plan.batch_size.micro_batches(consumed)
+        length = plan.lengths.at(self.iteration)
+        if length < plan.seq_length:
+            batches = cut(batches, length)
         result = self.engine.train_step(batches, micro_batches, consumed, rate, decay)
         if result.skipped:
             self._check_finite(result, samples)
@@ -123,7 +130,9 @@ class Trainer:
             StepMetrics(
                 loss=result.loss,
                 samples=samples,
-                tokens=samples * plan.seq_length,
+                tokens=samples * length,
+                flops=self.report.step_flops(samples, length),
+                seq_length=length if plan.lengths.grows else None,
                 learning_rate=rate,
                 weight_decay=decay,
                 grad_norm=result.grad_norm,
@@ -160,9 +169,7 @@ class Trainer:
             return self.stop.requested or "a request to another rank"
         return None
 
-    def _batches(self, part: str, consumed: int) -> MicroBatches:
-        dataset = getattr(self.datasets, part)
-        assert dataset is not None
+    def _batches(self, dataset: SampleDataset[Any], consumed: int, workers: int) -> MicroBatches:
         return MicroBatches(
             dataset,
             self.collate,
@@ -170,27 +177,30 @@ class Trainer:
             data_rank=self.groups.data.rank,
             data_size=self.groups.data.size,
             consumed_samples=consumed,
-            num_workers=self.config.data.num_workers if part == "train" else 0,
+            num_workers=workers,
             pin_memory=self.device.type == "cuda",
         )
 
-    def _evaluate(self, part: str) -> None:
-        """Mean loss over eval-iters global batches; each evaluation reads on in the split."""
-        if getattr(self.datasets, part) is None or self.config.training.eval_iters == 0:
-            return
-        if part == "test":
-            batches = self._batches(part, 0)
-        else:
-            if self._valid is None:
-                self._valid = self._batches(part, self.plan.valid_samples_before(self.iteration))
-            batches = self._valid
-        loss = self.engine.evaluate(batches, self.plan.eval_micro_batches)
-        metrics = EvaluationMetrics(self.iteration, loss, test=part == "test")
-        self.report.evaluation(metrics, self.consumed_samples)
+    def _evaluate(self) -> None:
+        """Mean loss over eval-iters global batches of each validation set; each evaluation reads on
+        in the sets."""
+        for name, dataset in self.datasets.valid.items():
+            if name not in self._valid:
+                consumed = self.plan.valid_samples_before(self.iteration)
+                self._valid[name] = self._batches(dataset, consumed, 0)
+            self._evaluate_on(self._valid[name], name)
 
     def _evaluate_at_end(self) -> None:
-        self._evaluate("valid")
-        self._evaluate("test")
+        self._evaluate()
+        for name, dataset in self.datasets.test.items():
+            self._evaluate_on(self._batches(dataset, 0, 0), name, test=True)
+
+    def _evaluate_on(self, batches: MicroBatches, name: str, test: bool = False) -> None:
+        if self.config.training.eval_iters == 0:
+            return
+        loss = self.engine.evaluate(batches, self.plan.eval_micro_batches)
+        metrics = EvaluationMetrics(self.iteration, loss, name, test)
+        self.report.evaluation(metrics, self.consumed_samples)
 
     def _save(self) -> None:
         self.saves.save(self.iteration, self.consumed_samples)

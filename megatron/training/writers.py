@@ -49,7 +49,8 @@ class Writer(Protocol):
         """Write what belongs to one step.
 
         Args:
-            kind: ``train``, ``validation``, ``test``, or an event such as ``resume``, whose values
+            kind: ``train``, ``validation``, ``test`` (the latter two with the name of the data
+                behind them, where there are several), or an event such as ``resume``, whose values
                 may be empty.
             step: iterations done.
             values: None and absent values are left out or written as null.
@@ -236,10 +237,11 @@ class WandbWriter:
 
 
 def _tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
+    kind, _, dataset = kind.partition(" ")  # one of several validation sets
     for name, tag in TAGS.get(kind, {}).items():
         value = values.get(name)
         if value is not None:
-            yield tag, value
+            yield f"{tag} {dataset}".rstrip(), value
 
 
 def _values_left_out(logging: LoggingConfig) -> frozenset[str]:

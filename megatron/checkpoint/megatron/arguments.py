@@ -228,7 +228,10 @@ def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | No
         return None
     files = {
         name: arguments[name]
-        for name in ("vocab_file", "merge_file", "tokenizer_model")
+        for name in (
+            *("vocab_file", "merge_file", "tokenizer_model", "tokenizer_model_type"),
+            "tiktoken_pattern",
+        )
         if isinstance(arguments.get(name), str)
     }
     if kind == "PretrainedFromHF":

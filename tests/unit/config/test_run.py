@@ -344,8 +344,8 @@ REFUSED = [
         1,
         ["--end-weight-decay 0.2", "--weight-decay 0.01", "--weight-decay-incr-style"],
     ),
-    ("--data-path a --train-data-path b", 1, ["--data-path", "--train-data-path"]),
-    ("--data-path a --mock-data", 1, ["--mock-data", "data path"]),
+    ("--data-path a --mock-data", 1, ["--mock-data", "--data-path"]),
+    ("--train-data wiki --mock-data", 1, ["--mock-data", "--train-data"]),
     ("--save-interval 5", 1, ["--save-interval 5", "--save"]),
     ("--num-workers -1", 1, ["--num-workers -1"]),
 ]

@@ -1,4 +1,4 @@
-"""From flags to datasets."""
+"""From blends to datasets."""
 
 from pathlib import Path
 
@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.build import GPTDatasets, build_gpt_datasets, parse_data_path
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset
-from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.build import DatasetBuilder, Datasets, Kind
+from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, GPTRecipe
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
+from megatron.data.sources import INDEXED, Blend, Reader, Source
 
 
 def write(prefix: Path, documents: int, first_token: int = 0) -> str:
@@ -19,12 +20,14 @@ def write(prefix: Path, documents: int, first_token: int = 0) -> str:
     return str(prefix)
 
 
-def build(
-    data: DataConfig, counts: tuple[int, int, int] = (20, 5, 2), vocab_size: int = 1000
-) -> GPTDatasets:
-    return build_gpt_datasets(
-        data, seq_length=8, sample_counts=counts, seed=1234, vocab_size=vocab_size, eod_token=0
-    )
+def builder(cache_path: Path | None = None) -> DatasetBuilder:
+    kind = Kind(lambda path, source: IndexedDataset(path), GPTRecipe(seq_length=8, seed=1234))
+    return DatasetBuilder({INDEXED: lambda: kind}, None if cache_path is None else str(cache_path))
+
+
+def build(data: DataConfig, counts: tuple[int, int, int] = (20, 5, 2)) -> Datasets:
+    found = builder(Path(data.data_cache_path) if data.data_cache_path else None)
+    return found.datasets(Reader().parts(data), counts)
 
 
 def tokens(dataset: object) -> set[int]:
@@ -36,10 +39,10 @@ def test_one_prefix_is_split(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 100)
     train, valid, test = build(DataConfig(data_path=(prefix,), split="90,8,2"))
     assert isinstance(train, GPTDataset)
-    assert len(train) >= 20 and len(valid) >= 5 and len(test) >= 2
+    assert len(train) >= 20 and len(valid["valid"]) >= 5 and len(test["test"]) >= 2
     assert tokens(train) <= set(range(90))
-    assert tokens(valid) <= set(range(90, 98))
-    assert tokens(test) <= {98, 99}
+    assert tokens(valid["valid"]) <= set(range(90, 98))
+    assert tokens(test["test"]) <= {98, 99}
     assert (tmp_path / "index-cache").is_dir()
 
 
@@ -52,11 +55,11 @@ def test_blend_of_two(tmp_path: Path) -> None:
     )
     train, valid, test = build(data, (40, 8, 8))
     assert isinstance(train, BlendedDataset)
-    assert (len(train), len(valid), test) == (40, 8, None)
+    assert (len(train), len(valid["valid"]), test) == (40, 8, {})
     from_second = sum(train[i][0] >= 100 for i in range(40))
     assert from_second == 10
     assert tokens(train) <= set(range(40)) | set(range(100, 140))
-    assert tokens(valid) <= set(range(40, 50)) | set(range(140, 150))
+    assert tokens(valid["valid"]) <= set(range(40, 50)) | set(range(140, 150))
     assert not (tmp_path / "index-cache").exists()
     again = build(data, (40, 8, 8)).train
     assert all(np.array_equal(train[i], again[i]) for i in range(40))
@@ -78,23 +81,62 @@ def test_files_of_their_own(tmp_path: Path) -> None:
             train_data_path=("1", paths["a"], "1", paths["b"]), valid_data_path=(paths["c"],)
         )
     )
-    assert isinstance(train, BlendedDataset) and isinstance(valid, GPTDataset)
-    assert test is None
+    assert isinstance(train, BlendedDataset) and isinstance(valid["valid"], GPTDataset)
+    assert test == {}
     assert tokens(train) == {0, 1, 2, 3, 4, 100, 101, 102, 103, 104}
-    assert tokens(valid) == {200, 201, 202, 203, 204}
+    assert tokens(valid["valid"]) == {200, 201, 202, 203, 204}
+
+
+def test_ranges_of_documents_and_several_validation_sets(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 40), write(tmp_path / "b", 40, first_token=100)
+    train, valid, _ = build(
+        DataConfig(
+            train_weighted_split_paths=(f"t: 0.5 0:0.9 {a}, 0.5 0:0.5 {b}",),
+            valid_weighted_split_paths=(f"first: 1 0.9:1 {a}", f"both: 1 0.9:1 {a}, 3 0.5:1 {b}"),
+        ),
+        (400, 8, 0),
+    )
+    assert tokens(train) == set(range(36)) | set(range(100, 120))
+    assert list(valid) == ["first", "both"]
+    assert tokens(valid["first"]) <= {36, 37, 38, 39}
+    assert tokens(valid["both"]) <= {36, 37, 38, 39} | set(range(120, 140))
+    assert sum(valid["both"][i][0] >= 100 for i in range(8)) == 6
+
+
+def test_a_range_is_split_within_itself(tmp_path: Path) -> None:
+    prefix = write(tmp_path / "a", 100)
+    data = DataConfig(data_path=(f"{prefix}@0.5:1",), split="80,20,0")
+    train, valid, _ = build(data, (200, 40, 0))
+    assert tokens(train) == set(range(50, 90)) and tokens(valid["valid"]) == set(range(90, 100))
+
+
+def test_files_of_a_source_share_its_weight_by_tokens(tmp_path: Path) -> None:
+    """And a blend without weights is one of all tokens."""
+    a, b, c = (write(tmp_path / n, count, start) for n, count, start in
+               (("a", 30, 0), ("b", 10, 100), ("c", 40, 200)))  # fmt: skip
+    sources = (Source((a, b), weight=1.0), Source((c,), weight=3.0))
+    blend = builder().samples(Blend("--train-data", sources), "train", 160)
+    unweighted = (Source((a, b)), Source((c,)))
+    proportional = builder().samples(Blend("--train-data", unweighted), "train", 160)
+    for found, shares in ((blend, (30, 10, 120)), (proportional, (60, 20, 80))):
+        assert found is not None
+        first = np.array([found[i][0] for i in range(160)])
+        counts = ((first < 100).sum(), ((first >= 100) & (first < 200)).sum(), (first >= 200).sum())
+        assert counts == shares
+        assert {piece.source for piece in found.origin(0)} <= {a, b, c}
+
+
+def test_weights_for_some(tmp_path: Path) -> None:
+    a, b = write(tmp_path / "a", 5), write(tmp_path / "b", 5)
+    blend = Blend("--train-data", (Source((a,), weight=1.0), Source((b,))))
+    with pytest.raises(ValueError, match="--train-data: some corpora have a weight and that of"):
+        builder().samples(blend, "train", 5)
 
 
 def test_parts_that_are_not_wanted(tmp_path: Path) -> None:
     prefix = write(tmp_path / "a", 3)
     train, valid, test = build(DataConfig(data_path=(prefix,)), (20, 0, 0))
-    assert train is not None and valid is None and test is None
-
-
-def test_mock_data() -> None:
-    train, valid, test = build(DataConfig(mock_data=True), (20, 5, 0), vocab_size=50)
-    assert (len(train), len(valid), test) == (20, 5, None)
-    assert train[0].shape == (9,) and max(tokens(train)) < 50
-    assert not np.array_equal(train[0], valid[0])
+    assert train is not None and valid == {} and test == {}
 
 
 @pytest.mark.parametrize("split", ["969,30,1", "100,1,0"])
@@ -104,7 +146,7 @@ def test_too_few_documents_for_validation(
     prefix = write(tmp_path / "a", 3)
     datasets = build(DataConfig(data_path=(str(prefix),), split=split), (8, 2, 0))
     assert datasets.train is not None
-    assert datasets.valid is None
+    assert datasets.valid == {}
     assert f"--split {split} gives valid no document of" in caplog.text
 
 
@@ -115,39 +157,24 @@ def test_too_few_documents_for_training(split: str, tmp_path: Path) -> None:
         build(DataConfig(data_path=(prefix,), split=split))
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({}, "give --data-path or --train-data-path"),
-        ({"valid_data_path": ("x",)}, "give --data-path or --train-data-path"),
-        ({"data_path": ("x",), "valid_data_path": ("y",)}, "exclude each other"),
-        ({"data_path": ("x",), "split": "0,1,0"}, "--split 0,1,0 leaves nothing for training"),
-        ({"data_path": ("x",), "split": "a"}, "--split 'a'"),
-        ({"data_path": ("x", "y")}, "--data-path x y: give one PREFIX, or WEIGHT PREFIX pairs"),
-        ({"data_path": ("1", "x", "2")}, "--data-path 1 x 2"),
-        ({"train_data_path": ("0", "x", "1", "y")}, "--train-data-path: the weight 0.0"),
-    ],
-)
-def test_flags_that_cannot_be_used(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
+@pytest.mark.parametrize("fields", [{}, {"valid_data_path": ("x",)}])
+def test_no_training_data(fields: dict) -> None:
+    with pytest.raises(ValueError, match="give --data-path, --train-data-path or --train-data"):
         build(DataConfig(**fields))
 
 
 def test_missing_and_empty_files(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"nothing\.idx"):
+    with pytest.raises(FileNotFoundError, match=r"--data-path .*nothing\.idx"):
         build(DataConfig(data_path=(str(tmp_path / "nothing"),)))
     empty = write(tmp_path / "empty", 0)
     with pytest.raises(ValueError, match="--train-data-path: .*empty holds no documents"):
         build(DataConfig(train_data_path=(empty,)))
+    few = write(tmp_path / "few", 3)
+    with pytest.raises(ValueError, match=r"the range 0:0\.1 of .*few, which has 3 documents"):
+        build(DataConfig(train_data_path=(f"{few}@0:0.1",)))
 
 
-def test_token_past_the_vocabulary(tmp_path: Path) -> None:
-    prefix = write(tmp_path / "a", 100)
-    with pytest.raises(ValueError, match=r"a\.bin: sequence 99 holds the token id 99"):
-        build(DataConfig(data_path=(prefix,)), vocab_size=99)
-
-
-def test_weights_are_shares() -> None:
-    blend = parse_data_path(["2", "a", "6", "b"], "--data-path")
-    assert (blend.prefixes, blend.weights) == (("a", "b"), (0.25, 0.75))
-    assert parse_data_path(["a"], "--data-path").weights is None
+def test_a_type_that_the_model_has_no_use_for() -> None:
+    blend = Blend("--train-data", (Source(("x",), kind="tape"),))
+    with pytest.raises(ValueError, match="x: this model has no use for data of the type tape"):
+        builder().samples(blend, "train", 5)

@@ -54,6 +54,22 @@ def finish(interval: IntervalMeter):
     return interval.finish(iteration=10, consumed_samples=160, consumed_tokens=20480)
 
 
+def test_steps_whose_tokens_take_more_each():
+    """Longer sequences: 1e9 FLOPs a token, then 3e9, of half as many."""
+    clock = Clock()
+    interval = meter(clock)
+    interval.add(step(tokens=1000, flops=1000 * 1e9, seq_length=8))
+    interval.add(step(tokens=500, flops=500 * 3e9, seq_length=4))
+    clock.now += 2
+    metrics = finish(interval)
+    assert metrics.tokens_per_second_per_device == pytest.approx(1500 / 2 / 2)
+    assert metrics.tflops_per_device == pytest.approx(2500 * 1e9 / 2 / 2 / 1e12)
+    assert "curriculum seqlen:     4 |" in metrics.line() and metrics.row()["seq_length"] == 4.0
+    interval.add(step())
+    metrics = finish(interval)
+    assert "curriculum" not in metrics.line() and "seq_length" not in metrics.row()
+
+
 def test_rates_against_numbers_by_hand():
     clock = Clock()
     interval = meter(clock)

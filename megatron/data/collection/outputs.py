@@ -1,0 +1,92 @@
+"""Output files that can be continued after a kill, and appear only when they are whole."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import BinaryIO
+
+import zstandard
+
+_PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]] = {
+    ".gz": lambda: zlib.compressobj(6, zlib.DEFLATED, 31),  # 31: a gzip member, without a time
+    ".zst": lambda: zstandard.ZstdCompressor(3).compressobj(),
+}
+
+
+def partial_path(path: Path) -> Path:
+    """Where a file is written before it is whole."""
+    return path.with_name(path.name + ".partial")
+
+
+class OutputFile:
+    """A file, packed as its name says, that grows from one checkpoint to the next.
+
+    Every checkpoint ends a gzip member or zstd frame, so that the bytes up to it are whole by
+    themselves; one behind the other they make one file of the format.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        """Opens PATH.partial and cuts it to `size` bytes, those of the last checkpoint.
+
+        Raises:
+            OSError: it cannot be written, or another process is writing it.
+        """
+        self.path = path
+        path.parent.mkdir(parents=True, exist_ok=True)
+        partial = partial_path(path)
+        partial.touch()
+        self._file: BinaryIO = partial.open("r+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self._file.close()
+            raise OSError(f"{partial} is being written by another process") from error
+        assert self._file.seek(0, os.SEEK_END) >= size
+        self._file.truncate(size)
+        self._file.seek(size)
+        self._pack = _PACKERS.get(path.suffix)
+        self._packer: zlib._Compress | zstandard.ZstdCompressionObj | None = None
+
+    def write(self, data: bytes) -> None:
+        """Appends lines."""
+        if not data:
+            return
+        if self._pack is not None:
+            self._packer = self._packer or self._pack()
+            data = self._packer.compress(data)
+        self._file.write(data)
+
+    def checkpoint(self) -> int:
+        """Brings all that was written to the disk; the size up to here, in bytes."""
+        if self._packer is not None:
+            self._file.write(self._packer.flush())
+            self._packer = None
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        return self._file.tell()
+
+    def close(self) -> None:
+        """Closes PATH.partial; what was written after the last checkpoint does not count."""
+        self._file.close()
+
+
+def publish(path: Path) -> None:
+    """Gives a file its name; nothing happens where that was done before."""
+    partial = partial_path(path)
+    if partial.exists():
+        os.replace(partial, path)
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a small file at once: nobody sees half of it."""
+    output = OutputFile(path, 0)
+    try:
+        output.write(data)
+        output.checkpoint()
+    finally:
+        output.close()
+    publish(path)

@@ -1,0 +1,194 @@
+"""Corpora by name: a JSON file that says of what files each is made.
+
+    {
+      "wikipedia": {"files": "wiki/*_text_document.bin", "weight": 2},
+      "books":     {"files": ["books/a_text_document", "books/b_text_document"], "range": "0:0.9"},
+      "questions": {"files": "questions.jsonl", "type": "instruction", "weight": 0.1},
+      "all":       {"corpora": ["wikipedia", "books", "questions"]}
+    }
+
+Paths are relative to the file. Files of a corpus share its weight in proportion to their tokens; a
+corpus without a weight counts its tokens.
+"""
+
+from __future__ import annotations
+
+import difflib
+import glob
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.data.split import parse_share
+
+_KEYS = ("files", "type", "weight", "range", "text_key", "tokenizer", "corpora")
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """One corpus of files."""
+
+    name: str
+    files: tuple[str, ...]
+    """Prefixes of indexed files, or files."""
+    type: str | None = None
+    """What reads the files; None: found by their names."""
+    weight: float | None = None
+    share: tuple[float, float] = (0.0, 1.0)
+    """From where to where its documents are taken, in fractions of their number."""
+    text_key: str | None = None
+    """Key of the text in JSON files."""
+    tokenizer: Mapping[str, Any] = field(default_factory=dict)
+    """Tokenizer flags by field name (vocab_file ...): what the files were tokenized with."""
+
+
+@dataclass(frozen=True)
+class Corpora:
+    """The content of a corpora file."""
+
+    path: str = "corpora.json"
+    corpora: Mapping[str, Corpus] = field(default_factory=dict)
+    groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+
+    def find(self, name: str, weight: float | None, flag: str) -> list[tuple[Corpus, float | None]]:
+        """The corpora that a name stands for, each with its weight.
+
+        Args:
+            weight: of the name on the command line, instead of that in the file. Of a group it is
+                shared out by the weights of its corpora.
+
+        Raises:
+            ConfigError: there is no such name, or some of the weights of a group are missing.
+        """
+        found = [self.corpora[each] for each in self._expand(name, flag, ())]
+        if weight is None:
+            return [(corpus, corpus.weight) for corpus in found]
+        if len(found) == 1:
+            return [(found[0], weight)]
+        own = [corpus.weight for corpus in found]
+        if None in own:
+            missing = found[own.index(None)].name
+            raise ConfigError(
+                f"{flag} {weight:g} {name}: to share out a weight over a group each of its corpora "
+                f"needs one in {self.path}, and {missing} has none"
+            )
+        total = sum(w for w in own if w is not None)
+        return [(c, weight * (c.weight or 0.0) / total) for c in found]
+
+    def tokenizers(self, names: list[str], flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
+        """Corpora that say what they were tokenized with, with that."""
+        for name in names:
+            for each in self._expand(name, flag, ()):
+                if self.corpora[each].tokenizer:
+                    yield each, self.corpora[each].tokenizer
+
+    def _expand(self, name: str, flag: str, within: tuple[str, ...]) -> Iterator[str]:
+        if name in within:
+            raise ConfigError(f"{self.path}: the group {name} contains itself")
+        if name in self.corpora:
+            yield name
+        elif name in self.groups:
+            for each in self.groups[name]:
+                yield from self._expand(each, flag, (*within, name))
+        else:
+            known = [*self.corpora, *self.groups]
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f" Did you mean {near[0]}?" if near else ""
+            raise ConfigError(
+                f"{flag}: {self.path} has no corpus {name}, but {', '.join(known) or 'none'}.{hint}"
+            )
+
+
+def read_corpora(path: str, kinds: tuple[str, ...]) -> Corpora:
+    """Reads a corpora file.
+
+    Args:
+        kinds: the types that there are.
+
+    Raises:
+        ConfigError: it is missing or malformed; the message names the corpus.
+    """
+    try:
+        content = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(
+            f"--corpora-file {path} does not exist; it says of what files --train-data's names are "
+            'made: {"wikipedia": {"files": "wiki_text_document"}}'
+        ) from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"--corpora-file {path} cannot be read: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--corpora-file {path} must hold one JSON object, corpora by name")
+    corpora, groups = {}, {}
+    for name, values in content.items():
+        where = f"--corpora-file {path}: {name}"
+        if not isinstance(values, dict) or not set(values) <= set(_KEYS):
+            raise ConfigError(f"{where} must be an object with keys among {', '.join(_KEYS)}")
+        if "corpora" in values:
+            if set(values) != {"corpora"} or not _are_strings(values["corpora"]):
+                raise ConfigError(f"{where}: a group has nothing but a list of corpora")
+            groups[name] = tuple(values["corpora"])
+        else:
+            corpora[name] = _corpus(name, values, Path(path).parent, kinds, where)
+    return Corpora(path, corpora, groups)
+
+
+def _corpus(
+    name: str, values: dict[str, Any], folder: Path, kinds: tuple[str, ...], where: str
+) -> Corpus:
+    files = values.get("files")
+    files = [files] if isinstance(files, str) else files
+    if not files or not _are_strings(files):
+        raise ConfigError(f"{where} needs files, a path or a list of paths")
+    kind, weight = values.get("type"), values.get("weight")
+    if kind is not None and kind not in kinds:
+        raise ConfigError(f"{where}: type {kind!r} is none of {', '.join(kinds)}")
+    if weight is not None and not (isinstance(weight, int | float) and 0 < weight < float("inf")):
+        raise ConfigError(f"{where}: weight {weight!r} is not a finite number above 0")
+    text_key, tokenizer = values.get("text_key"), values.get("tokenizer", {})
+    if text_key is not None and not isinstance(text_key, str):
+        raise ConfigError(f"{where}: text_key {text_key!r} is not a string")
+    known = {f.name for f in fields(TokenizerConfig)}
+    if not isinstance(tokenizer, dict) or not set(tokenizer) <= known:
+        raise ConfigError(f"{where}: tokenizer must be an object with keys among {sorted(known)}")
+    return Corpus(
+        name,
+        tuple(path for pattern in files for path in _paths(pattern, folder, where)),
+        kind,
+        weight,
+        _share(values.get("range", ":"), where),
+        text_key,
+        {key: _relative(key, value, folder) for key, value in tokenizer.items()},
+    )
+
+
+def _paths(pattern: str, folder: Path, where: str) -> list[str]:
+    """Files of a glob, or the one path; of indexed files the prefix, by whichever name."""
+    if "://" in pattern:
+        return [pattern]
+    path = str(folder / pattern)
+    found = [path]
+    if glob.escape(pattern) != pattern:
+        found = sorted(glob.glob(path))
+        if not found:
+            raise ConfigError(f"{where}: {pattern} matches no file")
+    return list(dict.fromkeys(f.removesuffix(".bin").removesuffix(".idx") for f in found))
+
+
+def _share(text: Any, where: str) -> tuple[float, float]:
+    first, colon, last = str(text).partition(":")
+    if not colon:
+        raise ConfigError(f"{where}: range {text!r} is not FIRST:LAST")
+    return parse_share(first, last, where)
+
+
+def _relative(key: str, value: Any, folder: Path) -> Any:
+    is_path = key.endswith(("_file", "_model", "_path")) and isinstance(value, str)
+    return str(folder / value) if is_path else value
+
+
+def _are_strings(values: Any) -> bool:
+    return isinstance(values, list) and all(isinstance(value, str) for value in values)

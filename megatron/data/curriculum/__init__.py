@@ -1,0 +1,1 @@
+"""Curricula: sequences that grow longer, and samples drawn by their difficulty."""

@@ -1,0 +1,176 @@
+"""Files of instructions in the layouts that are in use, to one form: turns of a conversation."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import orjson
+
+ANSWER = "assistant"
+_ROLE_OF_SPEAKER = {
+    "human": "user",
+    "user": "user",
+    "gpt": ANSWER,
+    "assistant": ANSWER,
+    "model": ANSWER,
+    "system": "system",
+    "tool": "tool",
+    "observation": "tool",
+}
+"""Speakers of ShareGPT's layout."""
+_LAYOUTS = (
+    'a record has "messages" or "conversations", or "instruction" and "output", or "prompt" and '
+    '"completion"'
+)
+
+
+class Turn(NamedTuple):
+    """What one side says."""
+
+    role: str
+    """"system", "user", "assistant", or what else a chat template knows."""
+    content: str
+    context: str = ""
+    """Alpaca's "input": what an instruction is about."""
+
+    @property
+    def text(self) -> str:
+        """Content and context."""
+        return f"{self.content}\n{self.context}" if self.context else self.content
+
+
+@dataclass(frozen=True)
+class Example:
+    """A conversation that ends with an answer."""
+
+    turns: tuple[Turn, ...]
+    is_pair: bool = False
+    """A prompt and its completion, which are one text."""
+
+
+def read_examples(path: str) -> Iterator[tuple[str, Example]]:
+    """(where it is, for messages; example) of each record of a JSON array or of JSON lines.
+
+    Raises:
+        ValueError: a record is malformed; names file and line or record.
+    """
+    for place, record in _records(path):
+        try:
+            yield place, parse_example(record)
+        except ValueError as error:
+            raise ValueError(f"{place}: {error}") from None
+
+
+def parse_example(record: Any) -> Example:
+    """A record of any of the layouts.
+
+    Raises:
+        ValueError: it has none of them, or there is no answer in it.
+    """
+    if not isinstance(record, dict):
+        raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
+    if "messages" in record:
+        return _conversation(record, "messages")
+    if "conversations" in record:
+        return _conversation(record, "conversations")
+    if "instruction" in record:
+        return _alpaca(record)
+    if "prompt" in record:
+        return _pair(record)
+    keys = ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
+    raise ValueError(f"unknown layout (its keys: {keys}); {_LAYOUTS}")
+
+
+def _conversation(record: Mapping[str, Any], key: str) -> Example:
+    turns = _turns(record[key], key)
+    if record.get("system"):
+        turns.insert(0, Turn("system", _string(record, "system")))
+    return _until_last_answer(turns)
+
+
+def _turns(messages: Any, key: str) -> list[Turn]:
+    if not isinstance(messages, list):
+        raise ValueError(f'"{key}" must be a list of messages')
+    turns = []
+    for message in messages:
+        if not isinstance(message, dict):
+            raise ValueError(f'"{key}" must be a list of objects, with "role" and "content"')
+        if "from" in message:
+            speaker = _string(message, "from")
+            if speaker not in _ROLE_OF_SPEAKER:
+                raise ValueError(
+                    f'a message is from "{speaker}"; known are {", ".join(_ROLE_OF_SPEAKER)}'
+                )
+            turns.append(Turn(_ROLE_OF_SPEAKER[speaker], _string(message, "value")))
+        else:
+            turns.append(Turn(_string(message, "role"), _string(message, "content")))
+    return turns
+
+
+def _alpaca(record: Mapping[str, Any]) -> Example:
+    turns = []
+    if record.get("system"):
+        turns.append(Turn("system", _string(record, "system")))
+    for exchange in record.get("history") or []:
+        if not isinstance(exchange, list) or [type(text) for text in exchange] != [str, str]:
+            raise ValueError('"history" must be a list of pairs: an instruction and its answer')
+        turns += [Turn("user", exchange[0]), Turn(ANSWER, exchange[1])]
+    context = _string(record, "input") if record.get("input") else ""
+    turns.append(Turn("user", _string(record, "instruction"), context))
+    turns.append(Turn(ANSWER, _string(record, "response" if "response" in record else "output")))
+    return Example(tuple(turns))
+
+
+def _pair(record: Mapping[str, Any]) -> Example:
+    answer = "response" if "response" in record else "completion"
+    if isinstance(record["prompt"], list):
+        return _until_last_answer(
+            _turns(record["prompt"], "prompt") + _turns(record.get(answer), answer)
+        )
+    turns = (Turn("user", _string(record, "prompt")), Turn(ANSWER, _string(record, answer)))
+    return Example(turns, is_pair=True)
+
+
+def _until_last_answer(turns: list[Turn]) -> Example:
+    while turns and turns[-1].role != ANSWER:
+        turns.pop()
+    if not turns:
+        raise ValueError('there is no answer: no message has the role "assistant"')
+    return Example(tuple(turns))
+
+
+def _string(record: Mapping[str, Any], key: str) -> str:
+    if key not in record:
+        keys = ", ".join(f'"{name}"' for name in list(record)[:8]) or "none"
+        raise ValueError(f'no key "{key}" (the keys: {keys})')
+    if not isinstance(record[key], str):
+        raise ValueError(f'"{key}" must be a string, not {json.dumps(record[key])[:40]}')
+    return record[key]
+
+
+def _records(path: str) -> Iterator[tuple[str, Any]]:
+    with open(path, "rb") as file:
+        start = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
+        file.seek(start)
+        while (byte := file.read(1)).isspace():
+            pass
+        file.seek(start)
+        if byte == b"[":
+            for number, record in enumerate(_parsed(file.read(), path), 1):
+                yield f"{path}, record {number}", record
+        else:
+            for number, line in enumerate(file, 1):
+                if not line.isspace():
+                    place = f"{path}, line {number}"
+                    yield place, _parsed(line, place)
+
+
+def _parsed(text: bytes, place: str) -> Any:
+    try:
+        return orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        shown = text[:60].decode("utf-8", "replace").rstrip()
+        raise ValueError(f"{place}: not JSON ({error}): {shown!r}") from None

@@ -1,0 +1,158 @@
+"""The sentences of some documents, numbered through: none of them empty, none over a length.
+
+A sentence is a sequence of the documents. Empty ones are left out, and one that is longer than a
+sample can be counts as several, so that no token is out of reach: a text that was not split into
+sentences, or a sentence that a splitter did not find the end of, is read whole.
+
+Shape suffixes: N sentences, D documents, X sequences that are not exactly one sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.samples import Documents, Piece
+
+
+@dataclass(frozen=True)
+class SentenceNumbers:
+    """Finds the tokens of a sentence; small, whatever the size of the corpus."""
+
+    first_sequence: int
+    """Sequence of sentence 0, were it not an exception."""
+    limit: int
+    """Most tokens of a sentence."""
+    exceptions_X: npt.NDArray[np.int64]
+    """Sequences that are no sentence, or several, in rising order."""
+    exception_starts_X: npt.NDArray[np.int64]
+    """Number of the first sentence of each, or the one behind it where it has none."""
+    exception_counts_X: npt.NDArray[np.int64]
+    """Sentences that each one is."""
+
+    @classmethod
+    def from_arrays(
+        cls, first_sequence: int, limit: int, arrays: Mapping[str, np.ndarray]
+    ) -> SentenceNumbers:
+        """The inverse of :meth:`arrays`."""
+        return cls(
+            first_sequence,
+            limit,
+            arrays["exceptions"],
+            arrays["exception_starts"],
+            arrays["exception_counts"],
+        )
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What depends on the corpus, for the cache."""
+        return {
+            "exceptions": self.exceptions_X,
+            "exception_starts": self.exception_starts_X,
+            "exception_counts": self.exception_counts_X,
+        }
+
+    def pieces(self, documents: Documents, start: int, stop: int) -> list[Piece]:
+        """The tokens of the sentences `start` to `stop` - 1, in order."""
+        sentences = np.arange(start, stop)
+        sequences, parts = self._locate(sentences)
+        found: list[Piece] = []
+        lengths = documents.sequence_lengths[sequences]
+        for sequence, part, length in zip(
+            sequences.tolist(), parts.tolist(), lengths.tolist(), strict=True
+        ):
+            first, last = part * self.limit, min((part + 1) * self.limit, length)
+            if found and found[-1].sequence == sequence:
+                found[-1] = found[-1]._replace(stop=last)
+            else:
+                found.append(Piece(documents.prefix, sequence, first, last))
+        return found
+
+    def _locate(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sequence of each sentence, and which part of that sequence it is."""
+        if not len(self.exceptions_X):
+            return self.first_sequence + sentences, np.zeros_like(sentences)
+        # The last exception that begins at or before the sentence: in it, or counted on from it.
+        x = np.searchsorted(self.exception_starts_X, sentences, side="right") - 1
+        before_all = x < 0
+        x = np.maximum(x, 0)
+        part = sentences - self.exception_starts_X[x]
+        behind = part - self.exception_counts_X[x]
+        sequence = self.exceptions_X[x] + np.maximum(behind + 1, 0)
+        part = np.where(behind >= 0, 0, part)
+        sequence = np.where(before_all, self.first_sequence + sentences, sequence)
+        return sequence, np.where(before_all, 0, part)
+
+
+@dataclass(frozen=True)
+class Sentences:
+    """What is needed of all sentences at once to say which of them make a sample."""
+
+    numbers: SentenceNumbers
+    starts_N: npt.NDArray[np.int64]
+    """Number of the first token of each sentence, and one more for the end: int64[N + 1]."""
+    document_starts_D: npt.NDArray[np.int64]
+    """Number of the first sentence of each document, and one more for the end: int64[D + 1]."""
+
+    @classmethod
+    def of(cls, documents: Documents, units: range, limit: int) -> Sentences:
+        """The sentences of the documents `units`, at most `limit` tokens each."""
+        boundaries = documents.document_indices[units.start : units.stop + 1]
+        first, last = int(boundaries[0]), int(boundaries[-1])
+        lengths = documents.sequence_lengths[first:last]
+        counts = -(-lengths // limit)
+        exceptions = np.flatnonzero(counts != 1)
+        document_starts = boundaries - first
+        exception_starts = exceptions
+        if len(exceptions):
+            starts = _starts(counts)
+            document_starts = starts[document_starts]
+            exception_starts = starts[exceptions]
+            del starts
+            lengths = _split(lengths, counts, limit)
+        numbers = SentenceNumbers(
+            first, limit, first + exceptions, exception_starts, counts[exceptions].astype(np.int64)
+        )
+        return cls(numbers, _starts(lengths), document_starts)
+
+
+def join(documents: Documents, pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
+    """The tokens of pieces, in order."""
+    tokens = [documents.get(p.sequence, p.start, p.stop - p.start) for p in pieces]
+    return np.concatenate(tokens).astype(np.int64) if tokens else np.empty(0, np.int64)
+
+
+def token_count(pieces: Sequence[Piece]) -> int:
+    """Tokens of pieces together."""
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
+def trimmed(pieces: Sequence[Piece], front: int, back: int) -> list[Piece]:
+    """Pieces without their first `front` and last `back` tokens."""
+    kept = []
+    position, end = 0, token_count(pieces) - back
+    for piece in pieces:
+        start = piece.start + max(front - position, 0)
+        stop = min(piece.stop, piece.start + end - position)
+        if start < stop:
+            kept.append(piece._replace(start=start, stop=stop))
+        position += piece.stop - piece.start
+    return kept
+
+
+def _starts(counts: np.ndarray) -> npt.NDArray[np.int64]:
+    """0 and the running sums."""
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, dtype=np.int64, out=starts[1:])
+    return starts
+
+
+def _split(lengths: np.ndarray, counts: np.ndarray, limit: int) -> np.ndarray:
+    """The lengths of sentences of sequences that have `counts` each: the last one has the rest."""
+    split = np.full(int(counts.sum(dtype=np.int64)), limit, np.int32)
+    ends = np.cumsum(counts, dtype=np.int64)
+    some = counts > 0
+    split[ends[some] - 1] = lengths[some] - (counts[some] - 1) * limit
+    return split

@@ -1,0 +1,168 @@
+"""What the data flags of a run mean, for any family of models."""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megatron.config import ConfigError, RunConfig
+from megatron.config.raw_text import RawTextConfig
+from megatron.data.build import DatasetBuilder, Datasets, Kind
+from megatron.data.corpora import Corpora, read_corpora
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed import IndexedDataset
+from megatron.data.raw_text import (
+    RawTextDocuments,
+    TextEncoder,
+    is_raw_text,
+    open_raw_text,
+    read_texts,
+    text_settings,
+)
+from megatron.data.remote import open_indexed
+from megatron.data.samples import SampleDataset
+from megatron.data.sources import INDEXED, PARTS, Parts, Reader, Source
+from megatron.data.vocabulary import check_vocabulary
+from megatron.tokenizer import Tokenizer
+
+TEXT, INSTRUCTION, TFRECORD = "text", "instruction", "tfrecord"
+KINDS = (INDEXED, TEXT, INSTRUCTION, TFRECORD)
+"""Kinds of files; a corpora file names them as types."""
+
+
+def parts_of(config: RunConfig) -> Parts:
+    """Which files a run is made of.
+
+    Raises:
+        ConfigError: flags contradict each other or cannot be read.
+    """
+    data, raw_text = config.data, config.raw_text
+
+    def kind_of(path: str) -> str:
+        if config.instruction.sft:
+            return INSTRUCTION
+        if config.masked_data.use_tfrecords:
+            return TFRECORD
+        return TEXT if is_raw_text(path, raw_text) else INDEXED
+
+    corpora = Corpora()
+    if data.train_data or data.valid_data or data.test_data:
+        corpora = read_corpora(data.corpora_file, KINDS)
+    return Reader(kind_of, raw_text.eval_text_key, corpora).parts(data)
+
+
+def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
+    """The raw text that a run trains on, if any, for a tokenizer that has to be learned."""
+    train = parts_of(config).train
+    sources = [s for s in train.sources if s.kind == TEXT] if train is not None else []
+    if not sources:
+        return None
+    return lambda: (
+        text
+        for source in sources
+        for path in source.paths
+        for text in read_texts(path, _raw_text(config, source))
+    )
+
+
+class SampleView(NamedTuple):
+    """One sample as the model gets it, for people."""
+
+    tokens_S: np.ndarray
+    loss_mask_S: np.ndarray
+    text: str
+    """Its text; what the loss does not ask for is in [[double brackets]]."""
+
+
+class RunData(ABC):
+    """The data of a run.
+
+    Args:
+        config: the run.
+        tokenizer: of the run.
+    """
+
+    sentences = False
+    """Whether the sequences of raw text are sentences."""
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        assert config.model.seq_length is not None
+        self.config, self.tokenizer = config, tokenizer
+        self.seq_length: int = config.model.seq_length
+        self.seed = config.training.seed
+
+    @abstractmethod
+    def kinds(self) -> dict[str, Callable[[], Kind]]:
+        """What makes a reader of each kind of file that there can be; see `DatasetBuilder`."""
+
+    @abstractmethod
+    def collator(self) -> Callable[[Sequence[Any]], Any]:
+        """What makes a batch of samples.
+
+        Raises:
+            ValueError: flags contradict each other or the tokenizer.
+        """
+
+    @abstractmethod
+    def view(self, sample: Any, length: int) -> SampleView:
+        """A sample for people, of which the model sees `length` tokens."""
+
+    def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
+        """Synthetic samples for --mock-data.
+
+        Raises:
+            ConfigError: there are none for this family.
+        """
+        raise ConfigError("--mock-data makes samples of a GPT; give --data-path")
+
+    def datasets(self, sample_counts: tuple[int, int, int]) -> Datasets:
+        """The samples of training, validation and test.
+
+        Args:
+            sample_counts: samples wanted of each.
+
+        Raises:
+            ValueError, OSError: flags or files that cannot be used; the message names them.
+        """
+        data = self.config.data
+        if not data.mock_data:
+            builder = DatasetBuilder(self.kinds(), data.data_cache_path)
+            return builder.datasets(parts_of(self.config), sample_counts)
+        train, *held_out = (
+            {name: self.mock(count, part)} if count else {}
+            for part, (name, count) in enumerate(zip(PARTS, sample_counts, strict=True))
+        )
+        return Datasets(train.get("train"), *held_out)
+
+    def cache(self, path: str) -> IndexCache:
+        """Where the index arrays of a path are kept."""
+        return IndexCache.beside(path, self.config.data.data_cache_path)
+
+    @cached_property
+    def text_encoder(self) -> TextEncoder:
+        """Makes tokens of raw text."""
+        config = self.config
+        settings = text_settings(config.raw_text, config.tokenizer, self.sentences)
+        return TextEncoder(settings, self.tokenizer)
+
+    def open_indexed(self, path: str, source: Source) -> IndexedDataset:
+        """Opens indexed files whose ids are all in the vocabulary; see `Kind.open`."""
+        indexed = open_indexed(path, self.config.data.object_storage_cache_path)
+        check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
+        return indexed
+
+    def open_text(self, path: str, source: Source) -> RawTextDocuments:
+        """Opens raw text; see `Kind.open`."""
+        raw_text = _raw_text(self.config, source)
+        return open_raw_text(path, raw_text, self.text_encoder, self.cache(path))
+
+
+def _raw_text(config: RunConfig, source: Source) -> RawTextConfig:
+    """How a source's files are read: with the key that it names itself, if it does."""
+    key = source.text_key or config.raw_text.text_key
+    return dataclasses.replace(config.raw_text, text_key=key)

@@ -1,0 +1,18 @@
+"""The datasets of a run, training samples in the order in which they are consumed."""
+
+from __future__ import annotations
+
+from megatron.data.build import Datasets
+from megatron.data.run_data import RunData
+from megatron.training.plan import TrainingPlan
+from megatron.training.run_order import in_run_order
+
+
+def run_datasets(data: RunData, plan: TrainingPlan) -> Datasets:
+    """The samples of training, validation and test.
+
+    Raises:
+        ValueError, OSError: data that cannot be used; the message names flag and file.
+    """
+    found = data.datasets(plan.sample_counts)
+    return found._replace(train=in_run_order(found.train, data.config, plan))

@@ -1,0 +1,158 @@
+"""What the data flags name."""
+
+import json
+
+import pytest
+
+from megatron.config import ConfigError, DataConfig
+from megatron.data.corpora import read_corpora
+from megatron.data.sources import Blend, Parts, Reader, Source
+
+
+def parts(reader: Reader | None = None, **fields: object) -> Parts:
+    return (reader or Reader()).parts(DataConfig(**fields))
+
+
+def plain(path: str, weight: float | None = None, share=(0.0, 1.0)) -> Source:
+    return Source((path,), weight=weight, share=share)
+
+
+def test_one_path_is_split() -> None:
+    found = parts(data_path=("a",), split="9,1,0")
+    assert found.train == Blend("--data-path", (plain("a"),), "9,1,0", 0)
+    assert found.train.is_plain
+    assert found.valid == {"valid": Blend("--data-path", (plain("a"),), "9,1,0", 1)}
+    assert found.test == {}
+
+
+def test_weights_and_ranges() -> None:
+    found = parts(train_data_path=("2", "a@0:0.95", "6", "b@.5:", "1", "user@host:c"))
+    assert found.train == Blend(
+        "--train-data-path",
+        (plain("a", 2.0, (0.0, 0.95)), plain("b", 6.0, (0.5, 1.0)), plain("user@host:c", 1.0)),
+    )
+    assert not found.train.is_plain and found.valid == found.test == {}
+
+
+def test_paths_in_files(tmp_path) -> None:
+    arguments, splits = tmp_path / "arguments.txt", tmp_path / "splits.json"
+    arguments.write_text("0.5 a\n0.5 'b c'  # both\n")
+    found = parts(data_args_path=str(arguments))
+    assert found.train is not None
+    assert found.train.sources == (plain("a", 0.5), plain("b c", 0.5))
+    splits.write_text(json.dumps({"train": ["1", "a", "2", "b"], "valid": ["c"]}))
+    found = parts(per_split_data_args_path=str(splits))
+    assert found.train == Blend("--per-split-data-args-path", (plain("a", 1.0), plain("b", 2.0)))
+    assert found.valid["valid"].sources == (plain("c"),) and found.test == {}
+
+
+def test_bloom_groups(tmp_path) -> None:
+    file = tmp_path / "groups.txt"
+    file.write_text('"books: 1 0.9:0.95 a" "all: 0.4 0.9:0.95 a, 0.6 0.9:1 b"')
+    found = parts(
+        train_weighted_split_paths=("train: 0.4 0:0.9 a, 0.6 0:0.9 b",),
+        valid_weighted_split_paths_path=str(file),
+    )
+    assert found.train is not None
+    assert found.train.sources == (plain("a", 0.4, (0, 0.9)), plain("b", 0.6, (0, 0.9)))
+    assert list(found.valid) == ["books", "all"]
+    assert found.valid["books"].sources == (plain("a", 1.0, (0.9, 0.95)),)
+    assert not found.valid["books"].is_plain
+
+
+def corpora(tmp_path, content) -> Reader:
+    file = tmp_path / "corpora.json"
+    file.write_text(json.dumps(content))
+    return Reader(corpora=read_corpora(str(file), ("indexed", "text", "instruction")))
+
+
+CORPORA = {
+    "wiki": {"files": ["w1", "w2"], "weight": 3, "range": "0:0.9"},
+    "books": {"files": "b.jsonl", "type": "text", "text_key": "body", "weight": 1},
+    "web": {"files": "web"},
+    "both": {"corpora": ["wiki", "books"]},
+    "all": {"corpora": ["both", "web"]},
+}
+
+
+def test_corpora_by_name(tmp_path) -> None:
+    reader = corpora(tmp_path, CORPORA)
+    wiki = Source((str(tmp_path / "w1"), str(tmp_path / "w2")), "indexed", 3, (0.0, 0.9))
+    books = Source((str(tmp_path / "b.jsonl"),), "text", 1, text_key="body")
+    found = parts(reader, train_data=("wiki", "books"), split="8,1,1")
+    assert found.train == Blend("--train-data", (wiki, books), "8,1,1", 0)
+    assert set(found.valid) == {"valid"} and set(found.test) == {"test"}
+    own = parts(reader, train_data=("both",), valid_data=("web",))
+    assert own.train == Blend("--train-data", (wiki, books)) and own.test == {}
+    assert own.valid["valid"].sources == (Source((str(tmp_path / "web"),)),)
+    weighted = parts(reader, train_data=("8", "both", "2", "web"))
+    assert weighted.train is not None
+    assert [s.weight for s in weighted.train.sources] == [6.0, 2.0, 2.0]
+
+
+def test_evaluation_has_a_key_of_its_own(tmp_path) -> None:
+    reader = Reader(kind_of=lambda path: "text", eval_text_key="review")
+    found = parts(reader, train_data_path=("a.jsonl",), valid_data_path=("b.jsonl",))
+    assert found.train is not None and found.train.sources[0].text_key is None
+    assert found.valid["valid"].sources[0].text_key == "review"
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"data_path": ("x", "y")}, "--data-path x y: give one PREFIX, or WEIGHT PREFIX pairs"),
+        ({"data_path": ("1", "x", "2")}, "--data-path 1 x 2"),
+        ({"data_path": ("1", "x", "nan", "y")}, "the weight nan"),
+        ({"train_data_path": ("0", "x", "1", "y")}, "--train-data-path: the weight 0 "),
+        ({"data_path": ("x",), "valid_data_path": ("y",)}, "--data-path and --valid-data-path"),
+        ({"data_path": ("x@0.5:0.5",)}, r"--data-path x@0.5:0.5: 0.5:0.5 is no range"),
+        ({"data_path": ("x",), "split": "0,1,0"}, "--split 0,1,0 leaves nothing for training"),
+        ({"data_path": ("x",), "split": "a"}, "--split 'a'"),
+        ({"data_args_path": "/nowhere"}, "--data-args-path /nowhere cannot be read"),
+        ({"train_weighted_split_paths": ("a b",)}, "give 'NAME: WEIGHT FIRST:LAST PATH"),
+        ({"train_weighted_split_paths": ("n: 1 0:2 a",)}, "0:2 is no range"),
+        ({"train_weighted_split_paths": ("n: 1 0:1 a", "m: 1 0:1 b")}, "one group, not n, m"),
+        ({"valid_weighted_split_paths": ("n: 1 0:1 a", "n: 1 0:1 b")}, "the group n twice"),
+        (
+            {"train_data_path": ("a",), "train_weighted_split_paths": ("n: 1 0:1 a",)},
+            "--train-data-path and --train-weighted-split-paths name the same data",
+        ),
+        ({"train_data": ("nobody",)}, "has no corpus nobody"),
+    ],
+)
+def test_flags_that_cannot_be_used(fields: dict, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parts(**fields)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ([], "one JSON object"),
+        ({"a": {"file": "x"}}, "a must be an object with keys among files"),
+        ({"a": {}}, "a needs files"),
+        ({"a": {"files": []}}, "a needs files"),
+        ({"a": {"files": "x", "type": "tape"}}, "type 'tape' is none of indexed, text"),
+        ({"a": {"files": "x", "weight": 0}}, "weight 0 is not"),
+        ({"a": {"files": "x", "range": "0.5"}}, "range '0.5' is not FIRST:LAST"),
+        ({"a": {"files": "x", "range": "1:0"}}, "1:0 is no range"),
+        ({"a": {"files": "no/*.bin"}}, "no/\\*.bin matches no file"),
+        ({"a": {"files": "x", "tokenizer": {"vocab": "y"}}}, "tokenizer must be an object"),
+        ({"a": {"corpora": ["b"], "weight": 1}}, "a group has nothing but a list"),
+        ({"a": {"corpora": ["a"]}}, "the group a contains itself"),
+        ({"wiki": {"files": "x"}, "b": {"corpora": ["wikki"]}}, "Did you mean wiki"),
+    ],
+)
+def test_corpora_files_that_cannot_be_used(tmp_path, content, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parts(corpora(tmp_path, content), train_data=tuple(content)[-1:])
+
+
+def test_a_weight_over_a_group_without_weights(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="--train-data 2 all: .* web has none"):
+        parts(corpora(tmp_path, CORPORA), train_data=("2", "all", "1", "web"))
+
+
+def test_a_missing_corpora_file() -> None:
+    with pytest.raises(ConfigError, match="--corpora-file nowhere.json does not exist"):
+        read_corpora("nowhere.json", ("indexed",))

@@ -1,0 +1,103 @@
+"""Lengths and tokens of a run, against a walk over its steps."""
+
+import json
+import random
+
+import pytest
+
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
+from megatron.training.curriculum import batches
+from megatron.training.plan import TrainingPlan
+
+FLAGS = (
+    "--num-layers 1 --hidden-size 8 --num-attention-heads 2 --seq-length 64 --lr 1 "
+    "--micro-batch-size 2 --global-batch-size 8 "
+)
+LINEAR = {"total_curriculum_step": 9, "difficulty_step": 8}
+
+
+def section(schedule_config, kind="fixed_linear", highest=64, lowest=8):
+    return json.dumps(
+        {
+            "enabled": True,
+            "curriculum_type": "seqlen",
+            "min_difficulty": lowest,
+            "max_difficulty": highest,
+            "schedule_type": kind,
+            "schedule_config": schedule_config,
+        }
+    )
+
+
+def plan(flags, text=None, processes=1):
+    argv = [*(FLAGS + flags).split(), *(["--curriculum-learning", text] if text else [])]
+    return TrainingPlan(resolve(FlagParser(*FLAG_CLASSES).settings(argv), processes).config)
+
+
+def test_the_first_steps_of_a_schedule():
+    """Step 1 of DeepSpeed's schedule is the first: 8 + 56 / 9 = 14.2, cut to 8."""
+    course = plan("--train-iters 20", section(LINEAR))
+    assert [course.lengths.at(i) for i in range(10)] == [8, 16, 24, 32, 32, 40, 48, 56, 64, 64]
+    assert course.lengths.at(10**9) == 64
+    assert course.lengths.grows and not plan("--train-iters 5").lengths.grows
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_tokens_against_a_walk(seed):
+    rng = random.Random(seed)
+    kind = rng.choice(["fixed_linear", "fixed_root", "fixed_discrete"])
+    config = {"total_curriculum_step": rng.randrange(1, 50), "difficulty_step": 8}
+    if kind == "fixed_root":
+        config["root_degree"] = rng.choice([2, 3])
+    if kind == "fixed_discrete":
+        steps = sorted(rng.sample(range(1, 60), 3))
+        config = {"difficulty": [8, 16, 40, 64], "max_step": steps}
+    ramp = rng.choice(["", "--rampup-batch-size 2 2 60"])
+    course = plan(f"--train-iters 60 {ramp}", section(config, kind))
+    consumed, tokens = 0, [0]
+    for iteration in range(60):
+        size, length = course.batch_size.batch_size(consumed), course.lengths.at(iteration)
+        assert course.lengths.tokens(consumed) == tokens[-1]
+        middle = rng.randrange(size + 1)
+        assert course.lengths.tokens(consumed + middle) == tokens[-1] + middle * length
+        consumed += size
+        tokens.append(tokens[-1] + size * length)
+    for _ in range(50):
+        wanted = rng.randrange(1, tokens[-1])
+        samples = course.lengths.samples(wanted)
+        assert course.lengths.tokens(samples) >= wanted > course.lengths.tokens(samples - 1)
+
+
+def test_a_run_of_tokens_counts_what_is_read():
+    """8 samples of 8, 16, 24 tokens make 384."""
+    for tokens, steps in ((384, 3), (383, 3), (360, 2), (385, 3), (384 + 8 * 32, 4)):
+        assert plan(f"--train-tokens {tokens}", section(LINEAR)).train_iters == steps, tokens
+    course = plan("--train-tokens 5000", section(LINEAR))
+    assert course.progress(3, 24) == 384
+    with pytest.raises(ConfigError, match="--train-tokens 56 is less than .*: 8 samples of 8 tok"):
+        plan("--train-tokens 56", section(LINEAR))
+
+
+def test_batches_of_a_run():
+    assert batches(plan("--train-iters 7")) == [(8, 7)]
+    ramped = plan("--train-iters 9 --rampup-batch-size 4 4 12")
+    assert batches(ramped) == [(4, 3), (8, 6)]
+
+
+def test_lengths_beyond_the_samples():
+    message = "curriculum_learning goes up to sequences of 72 tokens, .* --seq-length 64"
+    with pytest.raises(ConfigError, match=message):
+        plan("--train-iters 5", section(LINEAR, highest=72))
+
+
+def test_sequence_parallel_divides_every_length():
+    """16 ranks cannot share 24 tokens."""
+    argv = (
+        "--num-layers 1 --hidden-size 64 --num-attention-heads 16 --seq-length 64 --lr 1 "
+        "--micro-batch-size 2 --tensor-model-parallel-size 16 --sequence-parallel --train-iters 5"
+    ).split()
+    settings = FlagParser(*FLAG_CLASSES).settings([*argv, "--curriculum-learning", section(LINEAR)])
+    with pytest.raises(
+        ConfigError, match="of 8 tokens, which --sequence-parallel splits over --te"
+    ):
+        TrainingPlan(resolve(settings, 16).config)

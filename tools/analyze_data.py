@@ -1,0 +1,102 @@
+#!/usr/bin/env python
+"""Measures how difficult the training samples of a run are, for a curriculum to draw them by.
+
+    python tools/analyze_data.py --analyzing-metric vocab_rarity --analyzing-num-threads 8 \\
+        --save analysis [the flags of pretrain_gpt.py]
+
+It writes analysis/vocab_rarity/vocab_rarity_index_to_sample.bin and .idx and their like, which
+"data_efficiency" of the DeepSpeed JSON names; docs/curriculum.md shows how. The flags must be those
+of the run to come (data, sequence length, seed, length of the run): they decide what its samples
+are. --save is where the files go.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config.curriculum import without_sampling
+from megatron.config.flags import ConfigError, option
+from megatron.data.curriculum.analysis import METRICS, MetricSummary, analyse
+from megatron.training.gpt import gpt_data
+from megatron.training.run import Run, run_of
+from megatron.training.run_flags import RunToolParser
+
+
+@dataclass(frozen=True)
+class AnalysisConfig:
+    """Analysis of the training samples; all flags of pretrain_gpt.py describe the run."""
+
+    analyzing_metric: tuple[str, ...] = option(("vocab_rarity",))
+    """What to measure: seqlen (tokens without padding), vocab_rarity (how rare the tokens are)."""
+    analyzing_num_threads: int = option(1)
+    """Processes that read the samples."""
+    world_size: int = option(1)
+    """Processes of the run, where batch sizes are derived from them."""
+
+    def check(self) -> None:
+        """Finds values that there are not.
+
+        Raises:
+            ConfigError: naming flag and value.
+        """
+        unknown = set(self.analyzing_metric) - set(METRICS)
+        if unknown:
+            raise ConfigError(
+                f"--analyzing-metric {min(unknown)} must be one of {', '.join(METRICS)}"
+            )
+        for flag, value in (
+            ("--analyzing-num-threads", self.analyzing_num_threads),
+            ("--world-size", self.world_size),
+        ):
+            if value < 1:
+                raise ConfigError(f"{flag} {value} must be positive")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    config, settings = RunToolParser(AnalysisConfig, __doc__).parse(argv)
+    try:
+        started = time.perf_counter()
+        config.check()
+        summaries = measure(config, run_of(settings, config.world_size))
+    except (ValueError, OSError) as error:
+        sys.exit(f"analyze_data.py: error: {error}")
+    report(summaries, time.perf_counter() - started)
+
+
+def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
+    """Writes the files of each metric.
+
+    Raises:
+        ValueError, OSError: the flags describe no run, or files cannot be read or written.
+    """
+    folder = run.config.checkpoint.save
+    if folder is None:
+        raise ConfigError("missing --save, the folder for the results")
+    plain = dataclasses.replace(run.config, curriculum=without_sampling(run.config.curriculum))
+    datasets, _ = gpt_data(dataclasses.replace(run, config=plain))
+    if datasets.train is None:
+        raise ConfigError("--skip-train: there are no training samples to measure")
+    rows = plain.model.padded_vocab_size
+    assert rows is not None
+    names = tuple(dict.fromkeys(config.analyzing_metric))
+    return analyse(datasets.train, names, folder, rows, config.analyzing_num_threads)
+
+
+def report(summaries: Sequence[MetricSummary], seconds: float) -> None:
+    """Says where the files are and how the values are spread."""
+    for metric in summaries:
+        spread = ", ".join(f"{share}% {value}" for share, value in metric.percentiles.items())
+        print(
+            f"{metric.name}: {metric.samples:,} samples, {metric.values:,} values ({spread}) "
+            f"in {metric.folder}"
+        )
+    print(f"{seconds:.1f} seconds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,68 @@
+#!/usr/bin/env python
+"""Builds the sample indices of a run beforehand, without a GPU.
+
+    python tools/build_index.py --workers 8 --world-size 64 [the flags of pretrain_gpt.py]
+
+All files of training, validation and test are checked and indexed, each by a process of its own, in
+the cache that the run will look into (--data-cache-path, or index-cache/ beside the data): the run
+then starts without building anything. --world-size is the number of the run's processes, where
+batch sizes are derived from it.
+"""
+
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config import ConfigError
+from megatron.config.flags import option
+from megatron.data.families import FAMILIES
+from megatron.data.prebuild import cores, prebuild
+from megatron.training.data import run_datasets
+from megatron.training.plan import TrainingPlan
+from megatron.training.run import Run, run_of
+from megatron.training.run_flags import RunToolParser
+
+
+@dataclass(frozen=True)
+class BuildConfig:
+    """Build: how; all flags of pretrain_gpt.py describe the run."""
+
+    workers: int | None = option(None, derived="one for each processor")
+    """Processes that build, each one dataset at a time."""
+    world_size: int = option(1)
+    """Processes of the run."""
+    samples: str = option("gpt", choices=tuple(FAMILIES))
+    """What the samples are for."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """The command."""
+    config, settings = RunToolParser(BuildConfig, __doc__).parse(argv)
+    try:
+        if config.world_size < 1 or (config.workers is not None and config.workers < 1):
+            raise ConfigError("--workers and --world-size start at 1")
+        run = run_of(settings, config.world_size)
+        if run.config.data.mock_data:
+            raise ConfigError("--mock-data needs no index")
+        build_all(config, run)
+    except (ValueError, OSError) as error:
+        sys.exit(f"build_index.py: error: {error}")
+
+
+def build_all(config: BuildConfig, run: Run) -> None:
+    """Builds and says what is there."""
+    began = time.perf_counter()
+    plan = TrainingPlan(run.config)
+    data = FAMILIES[config.samples](run.config, run.tokenizer)
+    prebuild(data, plan.sample_counts, config.workers or cores())
+    datasets = run_datasets(data, plan)  # blends, and a curriculum's order
+    named = {"train": datasets.train, **datasets.valid, **datasets.test}
+    for name, samples in named.items():
+        if samples is not None:
+            print(f"{name}: {len(samples):,} samples")
+    print(f"{time.perf_counter() - began:.1f} seconds")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+#!/usr/bin/env python
+"""Gives each document an id.
+
+python tools/openwebtext/add_id.py --input-file a.jsonl --output-file b.jsonl --id-prefix owt
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.job import RunConfig
+from megatron.data.collection.numbering import AddIdConfig, add_ids
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "add_id.py",
+        "Gives each document an id.",
+        (AddIdConfig, RunConfig),
+        add_ids,
+        argv,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+#!/usr/bin/env python
+"""Leaves out addresses that lead to no prose, and keeps each page once.
+
+python tools/openwebtext/blacklist_urls.py urls clean_urls.txt
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.job import RunConfig
+from megatron.data.collection.urls import UrlConfig, choose_urls
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "blacklist_urls.py",
+        "Leaves out addresses that lead to no prose, and keeps each page once.",
+        (UrlConfig, RunConfig),
+        choose_urls,
+        argv,
+        positional=("--input", "--output"),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+#!/usr/bin/env python
+"""Repairs texts, and leaves out other languages and short documents.
+
+python tools/openwebtext/cleanup_dataset.py pages.jsonl clean.jsonl
+"""
+
+from collections.abc import Sequence
+
+from megatron.config import TokenizerConfig
+from megatron.data.collection.cleanup import CleanupConfig, cleanup
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.job import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "cleanup_dataset.py",
+        "Repairs texts, and leaves out other languages and short documents.",
+        (CleanupConfig, TokenizerConfig, RunConfig),
+        cleanup,
+        argv,
+        positional=("--input", "--output"),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+#!/usr/bin/env python
+"""Filters and repairs documents by named tasks.
+
+python tools/openwebtext/cleanup_fix_dataset.py --input-files clean.jsonl \
+    --tasks remove_512 general_cleaning --output-path fixed
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.fixes import FixConfig, fix
+from megatron.data.collection.job import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "cleanup_fix_dataset.py",
+        "Filters and repairs documents by named tasks.",
+        (FixConfig, RunConfig),
+        fix,
+        argv,
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+#!/usr/bin/env python
+"""Takes out of a corpus what it shares with evaluation sets.
+
+python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada.jsonl \
+    --dedup-dataset unique.jsonl text --output decontaminated.jsonl
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.decontamination import FilterConfig, filter_ngrams
+from megatron.data.collection.job import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "filter_ngrams.py",
+        "Takes out of a corpus what it shares with evaluation sets.",
+        (FilterConfig, RunConfig),
+        filter_ngrams,
+        argv,
+    )
+
+
+if __name__ == "__main__":
+    main()

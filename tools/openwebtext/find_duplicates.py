@@ -1,0 +1,25 @@
+#!/usr/bin/env python
+"""Finds near-duplicates by MinHash and locality-sensitive hashing.
+
+python tools/openwebtext/find_duplicates.py --inputs clean.jsonl url --output duplicates.json
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.duplicates import DuplicateConfig, find_duplicates
+from megatron.data.collection.job import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "find_duplicates.py",
+        "Finds near-duplicates by MinHash and locality-sensitive hashing.",
+        (DuplicateConfig, RunConfig),
+        find_duplicates,
+        argv,
+    )
+
+
+if __name__ == "__main__":
+    main()

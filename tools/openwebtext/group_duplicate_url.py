@@ -1,0 +1,26 @@
+#!/usr/bin/env python
+"""Groups the near-duplicates that find_duplicates.py found.
+
+python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.groups import GroupConfig, group_duplicates
+from megatron.data.collection.job import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "group_duplicate_url.py",
+        "Groups the near-duplicates that find_duplicates.py found.",
+        (GroupConfig, RunConfig),
+        group_duplicates,
+        argv,
+        positional=("--input", "--output", "--threshold"),
+    )
+
+
+if __name__ == "__main__":
+    main()

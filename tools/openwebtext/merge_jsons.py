@@ -1,0 +1,25 @@
+#!/usr/bin/env python
+"""Puts JSON-lines files together.
+
+python tools/openwebtext/merge_jsons.py --json-path folder --output-file merged.jsonl
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.job import RunConfig
+from megatron.data.collection.numbering import MergeConfig, merge
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "merge_jsons.py",
+        "Puts JSON-lines files together.",
+        (MergeConfig, RunConfig),
+        merge,
+        argv,
+    )
+
+
+if __name__ == "__main__":
+    main()

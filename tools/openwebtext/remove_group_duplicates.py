@@ -1,0 +1,26 @@
+#!/usr/bin/env python
+"""Leaves out all but the first document of each group of near-duplicates.
+
+python tools/openwebtext/remove_group_duplicates.py groups.json clean.jsonl unique.jsonl
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.groups import RemoveConfig, remove_duplicates
+from megatron.data.collection.job import RunConfig
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "remove_group_duplicates.py",
+        "Leaves out all but the first document of each group of near-duplicates.",
+        (RemoveConfig, RunConfig),
+        remove_duplicates,
+        argv,
+        positional=("--groups", "--input", "--output"),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+#!/usr/bin/env python
+"""Puts each sentence of a text on a line of its own, for --presplit-sentences.
+
+python tools/presplit_sentences_json.py corpus.jsonl corpus_sentences.jsonl
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.job import RunConfig
+from megatron.data.collection.presplit import PresplitConfig, presplit
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "presplit_sentences_json.py",
+        "Puts each sentence of a text on a line of its own, for --presplit-sentences.",
+        (PresplitConfig, RunConfig),
+        presplit,
+        argv,
+        positional=("--input", "--output"),
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,127 @@
+#!/usr/bin/env python
+"""Prints what a run saw, or will see, at a step.
+
+For each rank its samples, the files, documents and tokens that they come from, their text, and
+where the loss counts:
+
+    python tools/show_batch.py --iteration 1200 --world-size 8 [the flags of pretrain_gpt.py]
+
+What the loss does not ask for is in [[double brackets]]; of BERT's samples, "a -> b" says that the
+model gets a and is to predict b. With the flags and the number of processes of a run that is done,
+the batch is the one that the run has seen: the order of samples depends on nothing else.
+"""
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import groupby
+
+from megatron.config import ConfigError, ParallelConfig
+from megatron.config.flags import option
+from megatron.data.families import FAMILIES
+from megatron.data.samples import Piece
+from megatron.parallel.groups import rank_grid
+from megatron.training.batch_view import SeenSample, seen_samples
+from megatron.training.data import run_datasets
+from megatron.training.plan import TrainingPlan
+from megatron.training.run import Run, run_of
+from megatron.training.run_flags import RunToolParser
+
+
+@dataclass(frozen=True)
+class ShowConfig:
+    """What to show; all flags of pretrain_gpt.py describe the run."""
+
+    iteration: int = option(1)
+    """The step, from 1."""
+    world_size: int = option(1)
+    """Processes of the run."""
+    rank: int | None = option(None, derived="all")
+    """Show what this rank reads only."""
+    max_characters: int = option(400)
+    """Characters of a sample's text that are shown; 0 shows all."""
+    samples: str = option("gpt", choices=tuple(FAMILIES))
+    """What the samples are for."""
+    json: bool = option(False)
+    """One JSON object a line instead: all tokens, loss mask and text of each sample."""
+
+    def check(self) -> None:
+        if self.iteration < 1 or self.world_size < 1 or self.max_characters < 0:
+            raise ConfigError("--iteration and --world-size start at 1, --max-characters at 0")
+        if self.rank is not None and not 0 <= self.rank < self.world_size:
+            raise ConfigError(f"--rank {self.rank} is none of --world-size {self.world_size}")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, settings = RunToolParser(ShowConfig, __doc__).parse(argv)
+    try:
+        config.check()
+        run = run_of(settings, config.world_size)
+        for line in show(config, run):
+            print(line)
+    except (ValueError, OSError) as error:
+        sys.exit(f"show_batch.py: error: {error}")
+
+
+def show(config: ShowConfig, run: Run) -> Iterator[str]:
+    plan = TrainingPlan(run.config)
+    if not 1 <= config.iteration <= plan.train_iters:
+        raise ConfigError(
+            f"--iteration {config.iteration}: the run has steps 1 to {plan.train_iters}"
+        )
+    data = FAMILIES[config.samples](run.config, run.tokenizer)
+    train = run_datasets(data, plan).train
+    if train is None:
+        raise ConfigError("the flags give no training data")
+    parallel = run.config.parallel
+    samples = seen_samples(train, data, plan, parallel.data_parallel_size, config.iteration)
+    ranks = ranks_by_data_rank(parallel)
+    wanted = (s for s in samples if config.rank is None or config.rank in ranks[s.data_rank])
+    if config.json:
+        yield from (json.dumps(sample.to_dict()) for sample in wanted)
+        return
+    first = plan.batch_size.samples(config.iteration - 1)
+    count = plan.batch_size.batch_size(first)
+    length = plan.lengths.at(config.iteration - 1)
+    yield (
+        f"iteration {config.iteration} of {plan.train_iters}: samples {first} to "
+        f"{first + count - 1}, {length} tokens each"
+    )
+    for (data_rank, micro_batch), group in groupby(
+        wanted, key=lambda s: (s.data_rank, s.micro_batch)
+    ):
+        yield (
+            f"\nrank {', '.join(map(str, ranks[data_rank]))}: micro batch {micro_batch + 1} of "
+            f"{plan.batch_size.micro_batches(first)}"
+        )
+        for sample in group:
+            yield from described(sample, config.max_characters)
+
+
+def ranks_by_data_rank(parallel: ParallelConfig) -> list[list[int]]:
+    """The processes that read the same samples, for each data-parallel rank."""
+    data_size = parallel.data_parallel_size
+    grid = rank_grid(
+        parallel.pipeline_model_parallel_size, data_size, parallel.tensor_model_parallel_size
+    )
+    return [sorted(rank for stage in grid for rank in stage[data]) for data in range(data_size)]
+
+
+def described(sample: SeenSample, max_characters: int) -> Iterator[str]:
+    tokens = len(sample.view.tokens_S)
+    yield f"  sample {sample.number}, loss on {sample.counted} of {tokens} tokens"
+    for piece in sample.pieces:
+        yield f"    {place(piece)}"
+    text = sample.view.text
+    if max_characters and len(text) > max_characters:
+        text = f"{text[:max_characters]}... ({len(text) - max_characters} characters more)"
+    yield from (f"    | {line}" for line in text.splitlines())
+
+
+def place(piece: Piece) -> str:
+    return f"{piece.source}: document {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+#!/usr/bin/env python
+"""Splits a corpus into train, valid and test; equal texts are in one part.
+
+python tools/split_json.py --input corpus.jsonl --output-dir parts --split 90,5,5
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.job import RunConfig
+from megatron.data.collection.parts import SplitConfig, split_corpus
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "split_json.py",
+        "Splits a corpus into train, valid and test; equal texts are in one part.",
+        (SplitConfig, RunConfig),
+        split_corpus,
+        argv,
+    )
+
+
+if __name__ == "__main__":
+    main()

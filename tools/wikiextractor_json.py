@@ -1,0 +1,26 @@
+#!/usr/bin/env python
+"""Turns WikiExtractor's folders into one JSON object per article.
+
+python tools/wikiextractor_json.py --input extracted --output wikipedia.jsonl
+"""
+
+from collections.abc import Sequence
+
+from megatron.data.collection.command import run_tool
+from megatron.data.collection.job import RunConfig
+from megatron.data.collection.wikipedia import WikipediaConfig, read_wikipedia
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_tool(
+        "wikiextractor_json.py",
+        "Turns WikiExtractor's folders into one JSON object per article.",
+        (WikipediaConfig, RunConfig),
+        read_wikipedia,
+        argv,
+        positional=("--input", "--output"),
+    )
+
+
+if __name__ == "__main__":
+    main()
