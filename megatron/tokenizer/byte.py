@@ -13,12 +13,13 @@ from megatron.config import TokenizerConfig
 from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE
 from megatron.tokenizer.files import write_json, write_text
 from megatron.tokenizer.protocol import TokenIds, WordStarts
-from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_names
+from megatron.tokenizer.special import SpecialIds, sentinel_names
+from megatron.tokenizer.textwise import TextwiseTokenizer
 
 _BYTES = 256
 
 
-class ByteLevelTokenizer(SpecialTokens):
+class ByteLevelTokenizer(TextwiseTokenizer):
     """The UTF-8 bytes of a text, and special tokens that no text contains."""
 
     def __init__(self, first_byte: int, specials: dict[str, int], extra_ids: int = 0) -> None:
@@ -55,19 +56,6 @@ class ByteLevelTokenizer(SpecialTokens):
         """
         names = ("pad", "eos", "bos", "unk", "sep", "L2R", "cls", "mask")
         return cls(8, {name: i for i, name in enumerate(names)}, config.vocab_extra_ids)
-
-    @property
-    def vocab_size(self) -> int:
-        """256, the special tokens and the extra ids."""
-        return self._vocab_size
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self._encode(text).tolist()
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text."""
-        return [self._encode(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""

@@ -22,12 +22,13 @@ from megatron.tokenizer.byte_level import (
 from megatron.tokenizer.files import refuse_extra_ids, required, write_json, write_text
 from megatron.tokenizer.protocol import TokenIds, WordStarts
 from megatron.tokenizer.ranked import RankedEncoding, is_exact
-from megatron.tokenizer.special import SpecialIds, SpecialTokens
+from megatron.tokenizer.special import SpecialIds
+from megatron.tokenizer.textwise import TextwiseTokenizer
 
 END_OF_TEXT = "<|endoftext|>"
 
 
-class GPT2BPETokenizer(SpecialTokens):
+class GPT2BPETokenizer(TextwiseTokenizer):
     """Gives the ids of `transformers.GPT2Tokenizer` over the same two files.
 
     As there, `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in
@@ -69,19 +70,6 @@ class GPT2BPETokenizer(SpecialTokens):
             required(config, "vocab_file", "the path of vocab.json"),
             required(config, "merge_file", "the path of merges.txt"),
         )
-
-    @property
-    def vocab_size(self) -> int:
-        """The largest id plus one."""
-        return self._vocab_size
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self._encode(text).tolist()
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text."""
-        return [self._encode(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, `<|endoftext|>` included."""

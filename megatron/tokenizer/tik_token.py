@@ -16,7 +16,8 @@ from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE, starts_with_space
 from megatron.tokenizer.files import refuse_extra_ids, required, write_json, write_text
 from megatron.tokenizer.protocol import TokenIds, WordStarts
 from megatron.tokenizer.rank_files import Ranks, is_json, read_json_ranks, read_ranks
-from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_ids
+from megatron.tokenizer.special import SpecialIds, sentinel_ids
+from megatron.tokenizer.textwise import TextwiseTokenizer
 
 # How text is split before it is encoded. The first two are Llama 3's and Megatron's v1 and v2 but
 # for one thing: what needs no look-ahead is in one group, which the regex engine compiles to an
@@ -42,7 +43,7 @@ _JSON_LIMIT = 2**17
 _JSON_SPECIALS = ("<unk>", "<s>", "</s>")
 
 
-class TikTokenizer(SpecialTokens):
+class TikTokenizer(TextwiseTokenizer):
     """Gives the ids of `tiktoken.Encoding` over the same ranks."""
 
     def __init__(
@@ -146,19 +147,6 @@ class TikTokenizer(SpecialTokens):
             config.tiktoken_num_special_tokens,
             config.vocab_size,
         )
-
-    @property
-    def vocab_size(self) -> int:
-        """Ranks and special tokens."""
-        return self._vocab_size
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self._encode(text).tolist()
-
-    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text."""
-        return [self._encode(text) for text in texts]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""

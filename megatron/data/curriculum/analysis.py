@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import os
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,6 +22,7 @@ import numpy.typing as npt
 from megatron.data.curriculum.drawn import ANALYSED, fingerprint
 from megatron.data.curriculum.metric_files import write_rows
 from megatron.data.samples import PackedSample, SampleDataset
+from megatron.data.whole_file import write_whole
 
 METRICS = ("seqlen", "vocab_rarity")
 VOCABULARY = "total_vocab_freq"
@@ -199,17 +198,8 @@ def _write_metric(
     write_rows(f"{prefix}_index_to_metric", values, np.ones(len(values), np.int64))
     write_rows(f"{prefix}_index_to_sample", order_N, counts)
     write_rows(f"{prefix}_index_to_sample_percentile_merged", order_N, merged)
-    _write_json(folder / ANALYSED, {"metric": name, **identity})
+    write_whole(folder / ANALYSED, json.dumps({"metric": name, **identity}, indent=1).encode())
     shares = (0, 5, 25, 50, 75, 95, 100)
     found = np.percentile(values_N, shares, method="lower").tolist()
     percentiles = dict(zip(shares, found, strict=True))
     return MetricSummary(name, folder, len(values_N), len(values), percentiles)
-
-
-def _write_json(path: Path, content: Mapping[str, Any]) -> None:
-    part = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}")
-    try:
-        part.write_text(json.dumps(content, indent=1))
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -12,14 +12,14 @@ first, that holds all its values.
 
 from __future__ import annotations
 
-import os
 import struct
-import uuid
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import numpy.typing as npt
+
+from megatron.data.whole_file import write_whole
 
 _MAGIC, _VERSION = b"MMIDIDX\x00\x00", 1
 _HEADER = struct.Struct("<9sQBQQ")
@@ -107,8 +107,8 @@ def write_rows(prefix: str, values: npt.NDArray[np.integer], lengths: npt.ArrayL
     )
     # An old index must never describe new values, not even after a kill between the two.
     Path(f"{prefix}.idx").unlink(missing_ok=True)
-    _publish(Path(f"{prefix}.bin"), np.ascontiguousarray(values.astype(dtype, copy=False)).data)
-    _publish(Path(f"{prefix}.idx"), index)
+    write_whole(Path(f"{prefix}.bin"), np.ascontiguousarray(values.astype(dtype, copy=False)).data)
+    write_whole(Path(f"{prefix}.idx"), index)
 
 
 def _smallest_dtype(values: npt.NDArray[np.integer]) -> np.dtype:
@@ -120,15 +120,3 @@ def _smallest_dtype(values: npt.NDArray[np.integer]) -> np.dtype:
         for name, limits in zip(names, fits, strict=True)
         if limits.min <= low and high <= limits.max
     )
-
-
-def _publish(path: Path, content: bytes | memoryview) -> None:
-    part = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)

@@ -13,6 +13,7 @@ import numpy as np
 
 from megatron.data.indexed.format import bin_path, idx_path
 from megatron.data.indexed.reader import IndexedDataset
+from megatron.data.whole_file import write_whole
 
 _BLOCK = 1 << 24
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
@@ -149,16 +150,8 @@ def read_checksums(prefix: str | os.PathLike[str]) -> Mapping[str, str]:
 
 
 def _write_checksums(prefix: str, sums: Mapping[str, str]) -> None:
-    path = checksum_path(prefix)
-    part = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        with part.open("w") as file:
-            file.writelines(f"{sums[name]}  {name}\n" for name in sorted(sums))
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    lines = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
+    write_whole(checksum_path(prefix), lines.encode())
 
 
 def _sha256(path: Path) -> str:

@@ -32,6 +32,7 @@ from megatron.data.preprocessing.description import Description, difference, dig
 from megatron.data.preprocessing.encode import BlockCounts
 from megatron.data.preprocessing.index import write_index
 from megatron.data.preprocessing.summary import KeySummary
+from megatron.data.whole_file import write_whole
 
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
 
@@ -123,7 +124,7 @@ class Job:
                 with path.open("rb") as tokens:
                     os.fsync(tokens.fileno())
             journal = {"description": self._digest, **dataclasses.asdict(self.state)}
-            _write_json(self.folder / _JOURNAL, journal)
+            write_whole(self.folder / _JOURNAL, json.dumps(journal, indent=1).encode())
         self.has_journal = True
 
     def finish(self) -> None:
@@ -189,7 +190,7 @@ class Job:
             # New files, not old ones emptied: a worker of a killed run may still write to those.
             if path.name != _LOCK:
                 path.unlink()
-        _write_json(self.folder / _DESCRIPTION, description)
+        write_whole(self.folder / _DESCRIPTION, json.dumps(description, indent=1).encode())
         for prefix in self.prefixes:
             for ending in (".bin", ".lengths", ".documents"):
                 _with_ending(prefix, ending).touch()
@@ -253,15 +254,6 @@ def _with_ending(prefix: Path, ending: str) -> Path:
 def _cut_off(path: Path, size: int) -> None:
     with path.open("r+b") as file:
         file.truncate(size)
-
-
-def _write_json(path: Path, content: Any) -> None:
-    new = path.with_suffix(".new")
-    with new.open("w") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(new, path)
 
 
 def _read_json(path: Path) -> Any:

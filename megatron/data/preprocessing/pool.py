@@ -1,15 +1,11 @@
 """Encodes blocks and writes their tokens, in several processes, in the order of the input.
 
 Tokens never come here. A worker that has encoded a block tells how many tokens it has; as soon as
-all blocks before it are counted, it is told from which byte of the files on to write them. Worker
-and parent take turns: one sends, the other answers, so none waits for a pipe that nobody reads.
+all blocks before it are counted, it is told from which byte of the files on to write them.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -19,6 +15,7 @@ from pathlib import Path
 from megatron.data.preprocessing.blocks import Block
 from megatron.data.preprocessing.encode import BlockCounts, EncodeConfig, Encoder
 from megatron.data.preprocessing.token_file import TokenFiles
+from megatron.data.worker import Worker
 
 _BLOCKS_PER_WORKER = 4
 """Blocks under way at a time, so that a worker need not wait for one that is slower."""
@@ -132,7 +129,7 @@ class _Turns:
                 raise InterruptedError("another partition has failed")
             for pipe in ready:
                 assert isinstance(pipe, Connection)
-                self._take(busy[pipe], busy[pipe].receive())
+                self._take(busy[pipe], busy[pipe].take())
             self._place()
             while self._under_way and self._under_way[0][0] in self._written:
                 number, block = self._under_way.popleft()
@@ -148,7 +145,7 @@ class _Turns:
                 continue
             block = self._next_block()
             if block is not None or worker.offsets:
-                worker.send(block)
+                worker.hand(block)
         return any(worker.is_busy for worker in self._processes)
 
     def _next_block(self) -> tuple[int, Block] | None:
@@ -179,54 +176,25 @@ class _Turns:
             self._next_placed += 1
 
 
-class _Worker:
-    """A process that encodes and writes, behind a pipe."""
+class _Worker(Worker[_Order, _Answer]):
+    """A process that encodes and writes."""
 
     def __init__(self, config: EncodeConfig, paths: Sequence[Path]) -> None:
-        # A forked child of a process with threads (Rust's, in tokenizers) may hang.
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
+        super().__init__(_Desk(config, paths).open)
         self.is_busy = False
         self.offsets: dict[int, Offsets] = {}
         """Where the blocks go that it holds, as far as that is known."""
-        self._process = context.Process(target=_serve, args=(theirs, config, paths), daemon=True)
-        self._process.start()
-        theirs.close()
 
-    def send(self, block: tuple[int, Block] | None) -> None:
-        """Has it write what can be written, and encode a block.
-
-        Raises:
-            ChildProcessError: the process died.
-        """
-        try:
-            self.pipe.send(_Order(self.offsets, block))
-        except OSError as error:
-            raise ChildProcessError(_DIED) from error
+    def hand(self, block: tuple[int, Block] | None) -> None:
+        """Has it write what can be written, and encode a block; raises as `send`."""
+        self.send(_Order(self.offsets, block))
         self.is_busy, self.offsets = True, {}
 
-    def receive(self) -> _Answer:
-        """Its answer; an error there is raised here.
-
-        Raises:
-            ChildProcessError: the process died.
-        """
-        try:
-            answer = self.pipe.recv()
-        except (EOFError, OSError) as error:
-            raise ChildProcessError(_DIED) from error
+    def take(self) -> _Answer:
+        """Its answer; raises as `receive`."""
+        answer = self.receive()
         self.is_busy = False
-        if isinstance(answer, Exception):
-            raise answer
         return answer
-
-    def stop(self) -> None:
-        """Ends the process, which finds its pipe closed."""
-        self.pipe.close()
-        self._process.join()
-
-
-_DIED = "a worker process died, most often because memory ran out; use fewer --workers"
 
 
 @dataclass
@@ -238,10 +206,13 @@ class _Desk:
     held: dict[int, list] = field(default_factory=dict)
     """Tokens of the blocks that are not written yet."""
 
-    def __post_init__(self) -> None:
+    def open(self) -> Callable[[_Order], _Answer]:
+        """Loads the tokenizer and opens the files."""
         self.encoder, self.files = Encoder(self.config), TokenFiles(self.paths)
+        return self.follow
 
     def follow(self, order: _Order) -> _Answer:
+        """Writes, then encodes."""
         for number, offsets in order.offsets.items():
             self.files.write(offsets, self.held.pop(number))
         answer = _Answer(list(order.offsets))
@@ -251,24 +222,3 @@ class _Desk:
             self.held[number] = encoded.tokens
             answer.encoded = number, encoded.counts
         return answer
-
-
-def _serve(pipe: Connection, config: EncodeConfig, paths: Sequence[Path]) -> None:
-    """What a worker process does until its parent is gone or done."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees the Ctrl-C and ends its workers
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    desk: _Desk | None = None
-    while True:
-        try:
-            order = pipe.recv()
-        except (EOFError, OSError):
-            return
-        try:
-            desk = desk or _Desk(config, paths)
-            answer: _Answer | Exception = desk.follow(order)
-        except Exception as error:  # whatever it is, the parent has to hear of it
-            answer = error
-        try:
-            pipe.send(answer)
-        except OSError:
-            return

@@ -1,0 +1,95 @@
+"""A process that answers requests, behind a pipe.
+
+It ends when the pipe is closed, also by the death of its parent.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any, Generic, TypeVar
+
+Request = TypeVar("Request")
+Answer = TypeVar("Answer")
+
+
+class Worker(Generic[Request, Answer]):
+    """One worker process. Parent and worker take turns, so none waits for a pipe that nobody reads.
+
+    Args:
+        prepare: makes, in the process and at the first request, what answers requests. It is
+            pickled, as requests and answers are.
+    """
+
+    def __init__(self, prepare: Callable[[], Callable[[Request], Answer]]) -> None:
+        # A forked child of a process with threads (Rust's, in tokenizers) may hang.
+        context = multiprocessing.get_context("spawn")
+        self.pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, prepare), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def send(self, request: Request) -> None:
+        """Asks for something.
+
+        Raises:
+            ChildProcessError: the process died.
+        """
+        try:
+            self.pipe.send(request)
+        except OSError as error:
+            raise _died() from error
+
+    def receive(self) -> Answer:
+        """The answer to what was asked last; an error there is raised here.
+
+        Raises:
+            ChildProcessError: the process died.
+        """
+        try:
+            answer = self.pipe.recv()
+        except (EOFError, OSError) as error:
+            raise _died() from error
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    def ask(self, request: Request) -> Answer:
+        """Sends and receives; see there."""
+        self.send(request)
+        return self.receive()
+
+    def stop(self) -> None:
+        """Ends the process, which finds its pipe closed."""
+        self.pipe.close()
+        self._process.join()
+
+
+def _died() -> ChildProcessError:
+    return ChildProcessError(
+        "a worker process died, most often because memory ran out; use fewer --workers"
+    )
+
+
+def _serve(pipe: Connection, prepare: Callable[[], Callable[[Any], Any]]) -> None:
+    """What a worker process does until its parent is gone or done."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees the Ctrl-C and ends its workers
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
+    answering: Callable[[Any], Any] | None = None
+    while True:
+        try:
+            request = pipe.recv()
+        except (EOFError, OSError):
+            return
+        try:
+            answering = answering or prepare()
+            answer = answering(request)
+        except Exception as error:  # whatever it is, the parent has to hear of it
+            answer = error
+        try:
+            pipe.send(answer)
+        except OSError:
+            return
