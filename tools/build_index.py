@@ -10,14 +10,18 @@ batch sizes are derived from it.
 """
 
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config import ConfigError
+from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import option
 from megatron.data.families import FAMILIES
-from megatron.data.prebuild import cores, prebuild
+from megatron.data.index_cache import IndexCache
+from megatron.data.prebuild import prebuild
+from megatron.data.run_data import parts_of
+from megatron.data.worker import usable_processors
 from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, run_of
@@ -45,9 +49,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         run = run_of(settings, config.world_size)
         if run.config.data.mock_data:
             raise ConfigError("--mock-data needs no index")
+        check_writable(run.config)
         build_all(config, run)
     except (ValueError, OSError) as error:
         sys.exit(f"build_index.py: error: {error}")
+
+
+def check_writable(config: RunConfig) -> None:
+    """A run goes on without a cache that it cannot write; here that would be all for nothing.
+
+    Raises:
+        ConfigError: a folder of the index cache cannot be written.
+    """
+    parts = parts_of(config)
+    blends = [*([parts.train] if parts.train else []), *parts.valid.values(), *parts.test.values()]
+    paths = {path for blend in blends for source in blend.sources for path in source.paths}
+    for path in sorted(paths):
+        folder = IndexCache.beside(path, config.data.data_cache_path).folder
+        try:
+            assert folder is not None
+            folder.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryFile(dir=folder):
+                pass
+        except OSError as error:
+            raise ConfigError(
+                f"the index of {path} cannot be kept in {folder}: {error}; give --data-cache-path, "
+                "here and in the run"
+            ) from None
 
 
 def build_all(config: BuildConfig, run: Run) -> None:
@@ -55,7 +83,7 @@ def build_all(config: BuildConfig, run: Run) -> None:
     began = time.perf_counter()
     plan = TrainingPlan(run.config)
     data = FAMILIES[config.samples](run.config, run.tokenizer)
-    prebuild(data, plan.sample_counts, config.workers or cores())
+    prebuild(data, plan.sample_counts, config.workers or usable_processors())
     datasets = run_datasets(data, plan)  # blends, and a curriculum's order
     named = {"train": datasets.train, **datasets.valid, **datasets.test}
     for name, samples in named.items():

@@ -7,8 +7,9 @@ where the loss counts:
     python tools/show_batch.py --iteration 1200 --world-size 8 [the flags of pretrain_gpt.py]
 
 What the loss does not ask for is in [[double brackets]]; of BERT's samples, "a -> b" says that the
-model gets a and is to predict b. With the flags and the number of processes of a run that is done,
-the batch is the one that the run has seen: the order of samples depends on nothing else.
+model gets a and is to predict b. With the flags and the number of processes that a run had from
+its first step on, the batch is the one that it has seen: the order of samples depends on nothing
+else.
 """
 
 import json
@@ -20,7 +21,6 @@ from itertools import groupby
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import option
 from megatron.data.families import FAMILIES
-from megatron.data.samples import Piece
 from megatron.parallel.groups import rank_grid
 from megatron.training.batch_view import SeenSample, seen_samples
 from megatron.training.data import run_datasets
@@ -96,7 +96,7 @@ def show(config: ShowConfig, run: Run) -> Iterator[str]:
             f"{plan.batch_size.micro_batches(first)}"
         )
         for sample in group:
-            yield from described(sample, config.max_characters)
+            yield from described(sample, data.unit, config.max_characters)
 
 
 def ranks_by_data_rank(parallel: ParallelConfig) -> list[list[int]]:
@@ -108,19 +108,16 @@ def ranks_by_data_rank(parallel: ParallelConfig) -> list[list[int]]:
     return [sorted(rank for stage in grid for rank in stage[data]) for data in range(data_size)]
 
 
-def described(sample: SeenSample, max_characters: int) -> Iterator[str]:
+def described(sample: SeenSample, unit: str, max_characters: int) -> Iterator[str]:
     tokens = len(sample.view.tokens_S)
     yield f"  sample {sample.number}, loss on {sample.counted} of {tokens} tokens"
     for piece in sample.pieces:
-        yield f"    {place(piece)}"
+        place = f"{unit} {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
+        yield f"    {piece.source}: {place}"
     text = sample.view.text
     if max_characters and len(text) > max_characters:
         text = f"{text[:max_characters]}... ({len(text) - max_characters} characters more)"
     yield from (f"    | {line}" for line in text.splitlines())
-
-
-def place(piece: Piece) -> str:
-    return f"{piece.source}: document {piece.sequence}, tokens {piece.start} to {piece.stop - 1}"
 
 
 if __name__ == "__main__":

@@ -164,7 +164,7 @@ def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> N
     staged: dict[Path, Path] = {}
     try:
         for name, text in trackers.items():
-            staged[save / name] = stage_text(save / name, f"{text}\n")
+            staged[save / name] = stage_text(save / name, text)
         sync_folder(written)
         replaced = _make_room(final)
         try:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from megatron.data.blend import normalised_weights, part_samples
-from megatron.data.gpt_dataset import BlendedDataset
+from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.samples import Documents, SampleDataset, SampleRecipe
 from megatron.data.sources import PARTS, Blend, Parts, Source
@@ -36,6 +36,10 @@ class Kind(NamedTuple):
 
     Raises ValueError, OSError for files that cannot be used; the message names them."""
     recipe: SampleRecipe[Any]
+
+
+Chosen = tuple[str, range]
+"""A path, and the documents of it that belong to a part."""
 
 
 @dataclass(frozen=True)
@@ -84,8 +88,9 @@ class DatasetBuilder:
     ) -> SampleDataset[Any] | None:
         """The samples of one blend; None when none are wanted.
 
-        None also where a split gives a part of one of its files no document: the default split
-        does that to the test part of a small corpus, which is no reason not to train on it.
+        A file of which a split gives validation or test no document is left out of them, with a
+        warning: the default split does that to the test part of a small corpus, which is no reason
+        not to train on it. None also where that leaves none.
 
         Raises:
             ValueError, OSError: see :meth:`datasets`.
@@ -96,17 +101,18 @@ class DatasetBuilder:
             [(path, self._units(blend, source, path)) for path in source.paths]
             for source in blend.sources
         ]
-        empty = self._empty(blend, part, chosen)
-        if empty is not None:
+        for problem in self._empty(blend, part, chosen):
             if part == "train" or blend.split is None:
-                raise ValueError(empty)
-            logger.warning(empty)
+                raise ValueError(problem)
+            logger.warning(problem)
+        sources, chosen = self._filled(blend.sources, chosen)
+        if not sources:
             return None
         name = part if name in (None, part) else f"{part}-{name}"
         files = [
             (source, path, units, weight)
             for source, paths, weights in zip(
-                blend.sources, chosen, self._weights(blend, chosen), strict=True
+                sources, chosen, self._weights(blend.flag, sources, chosen), strict=True
             )
             for (path, units), weight in zip(paths, weights, strict=True)
         ]
@@ -158,38 +164,49 @@ class DatasetBuilder:
         within = split_documents(blend.split, len(chosen))[blend.part]
         return range(chosen.start + within.start, chosen.start + within.stop)
 
-    def _empty(self, blend: Blend, part: str, chosen: list[list[tuple[str, range]]]) -> str | None:
-        """What is wrong with a file that has no documents for the part, if there is one."""
+    def _empty(self, blend: Blend, part: str, chosen: Sequence[Sequence[Chosen]]) -> Iterator[str]:
+        """What is wrong with each file that has no documents for the part."""
         for source, paths in zip(blend.sources, chosen, strict=True):
             for path, units in paths:
                 if units:
                     continue
                 total = self._kind(source).recipe.units(self._documents(source, path))
                 if not total:
-                    return f"{blend.flag}: {path} holds no documents"
-                if blend.split is None:
+                    yield f"{blend.flag}: {path} holds no documents"
+                elif blend.split is None:
                     first, last = source.share
-                    return (
+                    yield (
                         f"{blend.flag}: the range {first:g}:{last:g} of {path}, which has {total} "
                         "documents, holds none"
                     )
-                return (
-                    f"--split {blend.split} gives {part} no document of {path}, which has {total}: "
-                    f"give {part} a larger share, or 0 to do without it, or more documents"
-                )
-        return None
+                else:
+                    yield (
+                        f"--split {blend.split} gives {part} no document of {path}, which has "
+                        f"{total}: give {part} a larger share, or 0 to do without it, or more "
+                        "documents"
+                    )
 
-    def _weights(self, blend: Blend, chosen: list[list[tuple[str, range]]]) -> list[list[float]]:
+    def _filled(
+        self, sources: Sequence[Source], chosen: Sequence[Sequence[Chosen]]
+    ) -> tuple[list[Source], list[list[Chosen]]]:
+        """Without the files that have no documents for the part."""
+        filled = [[(path, units) for path, units in paths if units] for paths in chosen]
+        kept = [(s, paths) for s, paths in zip(sources, filled, strict=True) if paths]
+        return [source for source, _ in kept], [paths for _, paths in kept]
+
+    def _weights(
+        self, flag: str, sources: Sequence[Source], chosen: Sequence[Sequence[Chosen]]
+    ) -> list[list[float]]:
         """The weight of each file: its source's, shared out by tokens."""
-        given = [source.weight is not None for source in blend.sources]
+        given = [source.weight is not None for source in sources]
         if any(given) and not all(given):
-            missing = blend.sources[given.index(False)].paths[0]
+            missing = sources[given.index(False)].paths[0]
             raise ValueError(
-                f"{blend.flag}: some corpora have a weight and that of {missing} has none; give "
-                "each one, or none to count their tokens"
+                f"{flag}: some corpora have a weight and that of {missing} has none; give each "
+                "one, or none to count their tokens"
             )
         weights = []
-        for source, paths in zip(blend.sources, chosen, strict=True):
+        for source, paths in zip(sources, chosen, strict=True):
             if source.weight is not None and len(paths) == 1:
                 weights.append([source.weight])
                 continue

@@ -112,7 +112,7 @@ def read_corpora(path: str, kinds: tuple[str, ...]) -> Corpora:
         ConfigError: it is missing or malformed; the message names the corpus.
     """
     try:
-        content = json.loads(Path(path).read_text(encoding="utf-8"))
+        content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_once)
     except FileNotFoundError:
         raise ConfigError(
             f"--corpora-file {path} does not exist; it says of what files --train-data's names are "
@@ -134,6 +134,15 @@ def read_corpora(path: str, kinds: tuple[str, ...]) -> Corpora:
         else:
             corpora[name] = _corpus(name, values, Path(path).parent, kinds, where)
     return Corpora(path, corpora, groups)
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON, whose keys must differ."""
+    keys = [key for key, _ in pairs]
+    for key in keys:
+        if keys.count(key) > 1:
+            raise ValueError(f'the key "{key}" is there twice')
+    return dict(pairs)
 
 
 def _corpus(

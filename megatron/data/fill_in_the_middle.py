@@ -48,7 +48,8 @@ class FimTokens:
         """The tokens that the flags name.
 
         Raises:
-            ValueError: the vocabulary lacks one; the message names flag and token.
+            ValueError: the vocabulary lacks one, or two are the same; the message names flag and
+                token.
         """
 
         def find(field: str) -> int:
@@ -62,12 +63,22 @@ class FimTokens:
                 )
             return found
 
+        prefix, middle, suffix = (
+            find(f"fim_{part}_token") for part in ("prefix", "middle", "suffix")
+        )
+        pad = find("fim_pad_token")
+        eod = tokenizer.eod if config.fim_eod_token is None else find("fim_eod_token")
+        if pad == eod:
+            raise ValueError(
+                f"--fim-pad-token {config.fim_pad_token} is the end of document too, and the loss "
+                "never asks for padding: name another token"
+            )
         return cls(
-            prefix=find("fim_prefix_token"),
-            middle=find("fim_middle_token"),
-            suffix=find("fim_suffix_token"),
-            pad=find("fim_pad_token"),
-            eod=tokenizer.eod if config.fim_eod_token is None else find("fim_eod_token"),
+            prefix=prefix,
+            middle=middle,
+            suffix=suffix,
+            pad=pad,
+            eod=eod,
             split=None if config.fim_split_sample is None else find("fim_split_sample"),
         )
 

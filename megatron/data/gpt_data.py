@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from megatron.config import ConfigError
+from megatron.config.curriculum import sequence_lengths
 from megatron.data.batch import GPTBatch, GPTCollator
 from megatron.data.build import Kind
 from megatron.data.fill_in_the_middle import FimRecipe, FimTokens
@@ -78,6 +80,11 @@ class GPTData(RunData):
         return FimRecipe.from_config(stream, fim, self.text_encoder, self.seed)
 
     def _examples(self) -> InstructionRecipe:
+        if sequence_lengths(self.config.curriculum) is not None:
+            raise ConfigError(
+                "a curriculum of sequence lengths cuts samples, and so the answers off instruction "
+                "data: give one or the other"
+            )
         return InstructionRecipe.from_config(
             self.config.instruction, self.seq_length, self.seed, self.tokenizer
         )
@@ -91,5 +98,7 @@ class GPTData(RunData):
 
     def _eod(self) -> int | None:
         data = self.config.data
-        masked = data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss
-        return self.tokenizer.eod if masked else None
+        if not (data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss):
+            return None
+        fim = self.config.fill_in_the_middle
+        return FimTokens.of(fim, self.tokenizer).eod if fim.fim_data else self.tokenizer.eod

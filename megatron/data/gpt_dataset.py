@@ -1,24 +1,19 @@
-"""GPT samples, S + 1 tokens out of one stream of documents, and blends of samples of any kind."""
+"""GPT samples: S + 1 tokens out of one stream of documents."""
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Generic, TypeVar
 
 import numpy as np
 
 from megatron.data.array_file import Blocks
-from megatron.data.blend import blend_indices, sample_dtype
 from megatron.data.gpt_index import GPTIndex
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.samples import Documents, Piece, SampleDataset
+from megatron.data.samples import Documents, Piece, checked_index
 
 # Part of every cache entry's name: raise it when the meaning of the arrays changes.
 INDEX_VERSION = 1
-
-Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -89,7 +84,7 @@ class GPTDataset:
         return len(self._index["shuffle_index"])
 
     def __getitem__(self, index: int, /) -> np.ndarray:
-        index = _checked_index(index, len(self))
+        index = checked_index(index, len(self))
         tokens_T = np.empty(self.seq_length + 1, np.int64)
         filled = 0
         for sequence, start, length in self._parts(index):
@@ -99,7 +94,7 @@ class GPTDataset:
 
     def origin(self, index: int, /) -> list[Piece]:
         """Where sample `index` comes from, in the order of its tokens."""
-        index = _checked_index(index, len(self))
+        index = checked_index(index, len(self))
         return [
             Piece(self.documents.prefix, sequence, start, start + length)
             for sequence, start, length in self._parts(index)
@@ -132,60 +127,3 @@ class GPTDataset:
                 if position > last and wanted == 0:
                     return parts
         raise self._index.damaged(f"sample {index} does not come to {self.seq_length + 1} tokens")
-
-
-class BlendedDataset(Generic[Sample_co]):
-    """Samples of several datasets, taken by weight."""
-
-    def __init__(self, parts: Sequence[SampleDataset[Sample_co]], index: StoredArrays) -> None:
-        self.parts = parts
-        self._index = index
-
-    @classmethod
-    def build(
-        cls,
-        parts: Sequence[SampleDataset[Sample_co]],
-        weights: Sequence[float],
-        num_samples: int,
-        cache: IndexCache,
-        name: str,
-    ) -> BlendedDataset[Sample_co]:
-        """Blend `parts` by `weights`, which sum to 1, into `num_samples` samples."""
-        assert len(parts) == len(weights)
-        depends_on = {"version": INDEX_VERSION, "weights": list(weights), "samples": num_samples}
-
-        def arrays() -> dict[str, np.ndarray]:
-            dataset, sample = blend_indices(weights, num_samples)
-            return {"dataset": dataset, "sample": sample}
-
-        layout = {
-            "dataset": (np.dtype(np.int16), (num_samples,)),
-            "sample": (sample_dtype(num_samples), (num_samples,)),
-        }
-        return cls(parts, cache.arrays(f"blend-{name}", depends_on, arrays, layout))
-
-    def __len__(self) -> int:
-        return len(self._index["dataset"])
-
-    def __getitem__(self, index: int, /) -> Sample_co:
-        dataset, sample = self._place(index)
-        return dataset[sample]
-
-    def origin(self, index: int, /) -> Sequence[Piece]:
-        """Where sample `index` comes from, in the order of its tokens."""
-        dataset, sample = self._place(index)
-        return dataset.origin(sample)
-
-    def _place(self, index: int) -> tuple[SampleDataset[Sample_co], int]:
-        index = _checked_index(index, len(self))
-        part, sample = int(self._index["dataset"][index]), int(self._index["sample"][index])
-        if not 0 <= part < len(self.parts) or not 0 <= sample < len(self.parts[part]):
-            raise self._index.damaged(f"there is no sample {sample} of dataset {part}")
-        return self.parts[part], sample
-
-
-def _checked_index(index: int, length: int) -> int:
-    index = operator.index(index)
-    if not 0 <= index < length:
-        raise IndexError(f"sample {index} of a dataset of {length} samples")
-    return index

@@ -9,7 +9,6 @@ does.
 from __future__ import annotations
 
 import multiprocessing
-import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -164,8 +163,3 @@ def in_processes(jobs: Sequence[Job], workers: int) -> None:
             f"a process that built indices ended with status {killed[0].exitcode}; with too little "
             "memory for several at once, give fewer --workers"
         )
-
-
-def cores() -> int:
-    """Processors that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

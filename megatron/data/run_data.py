@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.flags import flag_of
 from megatron.config.raw_text import RawTextConfig
 from megatron.data.build import DatasetBuilder, Datasets, Kind
 from megatron.data.corpora import Corpora, read_corpora
@@ -87,8 +88,10 @@ class RunData(ABC):
         tokenizer: of the run.
     """
 
-    sentences = False
-    """Whether the sequences of raw text are sentences."""
+    is_masked = False
+    """Whether samples are made as --mask-prob and its like say."""
+    unit = "document"
+    """What a sequence of the files is; sentences are split from raw text on the way."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         assert config.model.seq_length is not None
@@ -131,13 +134,44 @@ class RunData(ABC):
         """
         data = self.config.data
         if not data.mock_data:
+            parts = parts_of(self.config)
+            self._refuse_unused(parts)
             builder = DatasetBuilder(self.kinds(), data.data_cache_path)
-            return builder.datasets(parts_of(self.config), sample_counts)
+            return builder.datasets(parts, sample_counts)
         train, *held_out = (
             {name: self.mock(count, part)} if count else {}
             for part, (name, count) in enumerate(zip(PARTS, sample_counts, strict=True))
         )
         return Datasets(train.get("train"), *held_out)
+
+    def _refuse_unused(self, parts: Parts) -> None:
+        """Flags that nothing in this run would follow are a mistake.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        blends = [*parts.valid.values(), *parts.test.values()]
+        blends += [parts.train] if parts.train else []
+        kinds = {source.kind for blend in blends for source in blend.sources}
+        config = self.config
+        for part, is_used, why in (
+            (config.raw_text, TEXT in kinds, "no data of this run is raw text"),
+            (
+                config.instruction,
+                INSTRUCTION in kinds,
+                "no data of this run are instructions (--sft, or the type instruction in the "
+                "corpora file)",
+            ),
+            (config.masked_data, self.is_masked, "a GPT's data are not masked"),
+            (
+                config.fill_in_the_middle,
+                config.fill_in_the_middle.fim_data,
+                "it goes with --fim-data",
+            ),
+        ):
+            for field in dataclasses.fields(part):
+                if not is_used and getattr(part, field.name) != field.default:
+                    raise ConfigError(f"{flag_of(field)} would change nothing: {why}")
 
     def cache(self, path: str) -> IndexCache:
         """Where the index arrays of a path are kept."""
@@ -147,7 +181,7 @@ class RunData(ABC):
     def text_encoder(self) -> TextEncoder:
         """Makes tokens of raw text."""
         config = self.config
-        settings = text_settings(config.raw_text, config.tokenizer, self.sentences)
+        settings = text_settings(config.raw_text, config.tokenizer, self.unit == "sentence")
         return TextEncoder(settings, self.tokenizer)
 
     def open_indexed(self, path: str, source: Source) -> IndexedDataset:

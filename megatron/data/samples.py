@@ -8,6 +8,7 @@ Shape suffixes: S sequence, T the S + 1 tokens of a sample.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
@@ -96,6 +97,18 @@ class SampleRecipe(Protocol[Sample_co]):
         Raises:
             ValueError: no sample can be made of the documents.
         """
+
+
+def checked_index(index: int, length: int) -> int:
+    """The number of a sample of a dataset of `length`.
+
+    Raises:
+        IndexError: there is no such sample.
+    """
+    index = operator.index(index)
+    if not 0 <= index < length:
+        raise IndexError(f"sample {index} of a dataset of {length} samples")
+    return index
 
 
 class PackedSample(NamedTuple):

@@ -103,6 +103,12 @@ class Reader:
                 "out (--data-path, --data-args-path, or --train-data alone) and files for each "
                 "part (--train-data-path, --valid-data-path, ...) exclude each other"
             )
+        if own and data.split != DataConfig.split:
+            flags = ", ".join(dict.fromkeys(blend.flag for blend in own.values()))
+            raise ConfigError(
+                f"--split {data.split} would change nothing: {flags} names whole files for a part; "
+                "PREFIX@FIRST:LAST takes a range of one"
+            )
         if not shared:
             return Parts(
                 next((blend for (part, _), blend in own.items() if part == "train"), None),
@@ -176,13 +182,20 @@ class Reader:
         is_weighted = len(values) > 1 and _number(values[0]) is not None
         form = "give NAME NAME ... or WEIGHT NAME pairs"
         pairs = weighted(values, flag, form) if is_weighted else [(None, name) for name in values]
+        found = [each for weight, name in pairs for each in self.corpora.find(name, weight, flag)]
+        names = [corpus.name for corpus, _ in found]
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"{flag} {' '.join(values)} names {twice} twice, perhaps within a group: it would "
+                "be trained on twice"
+            )
         return tuple(
             Source(
                 corpus.files, corpus.type or self.kind_of(corpus.files[0]), share, corpus.share,
                 corpus.text_key,
             )
-            for weight, name in pairs
-            for corpus, share in self.corpora.find(name, weight, flag)
+            for corpus, share in found
         )  # fmt: skip
 
     def _groups(self, groups: Sequence[str], flag: str) -> dict[str, tuple[Source, ...]]:

@@ -16,6 +16,13 @@ Request = TypeVar("Request")
 Answer = TypeVar("Answer")
 
 
+def usable_processors() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
 class Worker(Generic[Request, Answer]):
     """One worker process. Parent and worker take turns, so none waits for a pipe that nobody reads.
 

@@ -19,6 +19,7 @@ from megatron.tokenizer.byte_level import (
     token_bytes,
     write_vocabulary,
 )
+from megatron.tokenizer.fast import BatchEncoder
 from megatron.tokenizer.files import refuse_extra_ids, required, write_json, write_text
 from megatron.tokenizer.protocol import TokenIds, WordStarts
 from megatron.tokenizer.ranked import RankedEncoding, is_exact
@@ -47,6 +48,9 @@ class GPT2BPETokenizer(TextwiseTokenizer):
             if is_exact(vocab, merges, self._definition.model)
             else None
         )
+        self._batches = (
+            None if self._ranked is None else BatchEncoder(self._ranked, merges, special)
+        )
         self._bytes_of_id = {i: token_bytes(token) for token, i in vocab.items()}
         self._vocab_size = max(vocab.values()) + 1
 
@@ -70,6 +74,12 @@ class GPT2BPETokenizer(TextwiseTokenizer):
             required(config, "vocab_file", "the path of vocab.json"),
             required(config, "merge_file", "the path of merges.txt"),
         )
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Ids of each text."""
+        if self._batches is None:
+            return super().tokenize_batch(texts)
+        return self._batches.encode(texts, self._encode)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, `<|endoftext|>` included."""

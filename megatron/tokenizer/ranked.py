@@ -45,7 +45,7 @@ class RankedEncoding:
             special_tokens=specials,
         )
         self._specials = set(specials)
-        self._id_of_rank = np.array([vocab[token] for token in (*tokens, *specials)], np.int32)
+        self.id_of_rank = np.array([vocab[token] for token in (*tokens, *specials)], np.int32)
 
     def encode(self, text: str) -> TokenIds:
         """Ids of a text.
@@ -57,7 +57,7 @@ class RankedEncoding:
         ranks = self._encoding.encode_to_numpy(
             text, allowed_special=self._specials, disallowed_special=()
         )
-        return self._id_of_rank[ranks]
+        return self.id_of_rank[ranks]
 
 
 def is_exact(vocab: Vocabulary, merges: Merges, definition: models.BPE) -> bool:

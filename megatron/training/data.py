@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from megatron.data.build import Datasets
-from megatron.data.run_data import RunData
+from megatron.data.index_cache import IndexCache
+from megatron.data.run_data import RunData, parts_of
 from megatron.training.plan import TrainingPlan
 from megatron.training.run_order import in_run_order
 
@@ -15,4 +16,6 @@ def run_datasets(data: RunData, plan: TrainingPlan) -> Datasets:
         ValueError, OSError: data that cannot be used; the message names flag and file.
     """
     found = data.datasets(plan.sample_counts)
-    return found._replace(train=in_run_order(found.train, data.config, plan))
+    train = parts_of(data.config).train
+    cache = IndexCache(None) if train is None else data.cache(train.sources[0].paths[0])
+    return found._replace(train=in_run_order(found.train, data.config, plan, cache))

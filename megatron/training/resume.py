@@ -154,7 +154,10 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
     """Values of the run that differ, those of checkpoints, logging and layout aside, a line each;
     of the model alone where no run of ours has trained it."""
     lines = []
-    parts = ("model", "training", "optimizer", "precision", "data", "curriculum", "tokenizer")
+    parts = (
+        *("model", "training", "optimizer", "precision", "data", "raw_text", "instruction"),
+        *("fill_in_the_middle", "masked_data", "curriculum", "tokenizer"),
+    )
     for part in parts if source.run and source.state else parts[:1]:
         old, new = getattr(source.run or source, part), getattr(wanted, part)
         for field in dataclasses.fields(old):

@@ -16,12 +16,13 @@ Sample = TypeVar("Sample")
 
 
 def in_run_order(
-    samples: SampleDataset[Sample] | None, config: RunConfig, plan: TrainingPlan
+    samples: SampleDataset[Sample] | None, config: RunConfig, plan: TrainingPlan, cache: IndexCache
 ) -> SampleDataset[Sample] | None:
     """Training samples by the number at which a run consumes them.
 
     Args:
         samples: the training samples in their usual order; None stays None.
+        cache: where the order of a curriculum is kept.
 
     Raises:
         ValueError, OSError: what the flags name cannot be used; the message names it.
@@ -32,7 +33,5 @@ def in_run_order(
     sampling = data_sampling(config.curriculum)
     if sampling is not None:
         wanted = plan.sample_counts[0] + sum(map(len, skipped))
-        path = next((metric.index_to_sample_path for metric in sampling.metrics), "")
-        cache = IndexCache.beside(path, config.data.data_cache_path)
         samples = curriculum_samples(samples, config, plan, cache, wanted)
     return SkippedSamples(samples, skipped) if skipped else samples

@@ -6,7 +6,6 @@ Shape suffixes: S sequence, T the S + 1 tokens of a sample.
 from __future__ import annotations
 
 import logging
-import operator
 import zlib
 from dataclasses import dataclass
 
@@ -16,7 +15,7 @@ from megatron.config.instruction import InstructionConfig
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.instruction.examples import InstructionExamples
 from megatron.data.instruction.packing import best_fit, one_each, shuffled
-from megatron.data.samples import Documents, PackedSample, Piece
+from megatron.data.samples import Documents, PackedSample, Piece, checked_index
 from megatron.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -181,9 +180,7 @@ class InstructionDataset:
 
     def origin(self, index: int, /) -> list[Piece]:
         """The examples of a sample, in the order of its tokens."""
-        index = operator.index(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"sample {index} of a dataset of {len(self)} samples")
+        index = checked_index(index, len(self))
         capacity = self.recipe.seq_length + 1
         first, last = self._index["bounds"][index : index + 2].tolist()
         return [

@@ -14,12 +14,12 @@ import numpy.typing as npt
 from megatron.config.flags import ConfigError
 from megatron.config.masked_data import MaskedDataConfig
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.masked.index import NO_LABEL, checked_index, segment_index
+from megatron.data.masked.index import NO_LABEL, segment_index
 from megatron.data.masked.random_state import sample_rng
 from megatron.data.masked.segments import Pairs, SegmentRules
 from megatron.data.masked.sentences import SentenceNumbers, join, token_count, trimmed
 from megatron.data.masked.word_masking import WordMasking
-from megatron.data.samples import Documents, Piece
+from megatron.data.samples import Documents, Piece, checked_index
 from megatron.tokenizer.protocol import Tokenizer
 
 

@@ -19,7 +19,7 @@ from megatron.data.sources import INDEXED, Source
 class BertData(RunData):
     """The data of a BERT's run: sentences, or TFRecords that are masked already."""
 
-    sentences = True
+    unit, is_masked = "sentence", True
 
     def kinds(self) -> dict[str, Callable[[], Kind]]:
         """See `RunData.kinds`."""
@@ -69,7 +69,7 @@ class BertData(RunData):
 class T5Data(RunData):
     """The data of a T5's run."""
 
-    sentences = True
+    unit, is_masked = "sentence", True
 
     def kinds(self) -> dict[str, Callable[[], Kind]]:
         """See `RunData.kinds`."""

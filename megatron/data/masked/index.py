@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import operator
 
 import numpy as np
 
@@ -16,18 +15,6 @@ from megatron.data.samples import Documents
 INDEX_VERSION = 1
 NO_LABEL = -1
 """The label where there is nothing to predict, as in Megatron; no token has it."""
-
-
-def checked_index(index: int, length: int) -> int:
-    """The number of a sample of a dataset of `length`.
-
-    Raises:
-        IndexError: there is no such sample.
-    """
-    index = operator.index(index)
-    if not 0 <= index < length:
-        raise IndexError(f"sample {index} of a dataset of {length} samples")
-    return index
 
 
 def segment_index(

@@ -12,10 +12,10 @@ import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.masked.bert import BertSample
-from megatron.data.masked.index import INDEX_VERSION, NO_LABEL, checked_index
+from megatron.data.masked.index import INDEX_VERSION, NO_LABEL
 from megatron.data.masked.random_state import epoch_rng
 from megatron.data.masked.tfrecord_documents import TFRecords
-from megatron.data.samples import Documents, Piece
+from megatron.data.samples import Documents, Piece, checked_index
 from megatron.tokenizer.protocol import Tokenizer
 
 

@@ -68,6 +68,9 @@ class PreprocessConfig:
             raise ConfigError("--input is missing: the files to read")
         if not self.output_prefix:
             raise ConfigError("--output-prefix is missing: the files PREFIX_KEY_document.bin/.idx")
+        if not self.split_sentences and (self.keep_newlines or self.sentence_splitter != "auto"):
+            flag = "--keep-newlines" if self.keep_newlines else "--sentence-splitter"
+            raise ConfigError(f"{flag} would change nothing without --split-sentences")
         if len(set(self.json_keys)) < len(self.json_keys):
             raise ConfigError(f"--json-keys {' '.join(self.json_keys)} names a key twice")
         for flag, value in (

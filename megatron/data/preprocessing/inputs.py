@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from megatron.data.paths import expand
 from megatron.data.preprocessing.unpack import naming_file, unpacked
 
 JSON_ENDINGS = (".jsonl", ".json")
@@ -35,30 +35,12 @@ def expand_inputs(patterns: Sequence[str], endings: Sequence[str]) -> list[Path]
     Raises:
         FileNotFoundError: a pattern stands for no file; the message names it.
     """
-    files: dict[Path, None] = {}
-    for pattern in patterns:
-        if Path(pattern).is_dir():
-            found = files_below(Path(pattern), endings)
-            missing = (
-                f"--input {pattern} is a folder without files *{' *'.join(endings)} (.gz .zst)"
-            )
-        elif Path(pattern).exists():
-            found, missing = [Path(pattern)], ""
-        else:
-            found = sorted(map(Path, glob.glob(pattern, recursive=True)))
-            is_glob = glob.escape(pattern) != pattern
-            missing = f"--input {pattern} {'matches no file' if is_glob else 'does not exist'}"
-        found = [path for path in found if not path.is_dir()]
-        if not found:
-            raise FileNotFoundError(missing)
-        files.update(dict.fromkeys(found))
-    return list(files)
-
-
-def files_below(folder: Path, endings: Sequence[str]) -> list[Path]:
-    """Files at any depth with one of `endings`, also with .gz or .zst after it, sorted."""
     wanted = tuple(ending + packed for ending in endings for packed in ("", *PACKED_ENDINGS))
-    return sorted(path for path in folder.rglob("*") if path.name.endswith(wanted))
+    try:
+        files = [path for pattern in patterns for path in expand(pattern, wanted)]
+    except (FileNotFoundError, ValueError) as error:
+        raise type(error)(f"--input {error}") from None
+    return list(dict.fromkeys(files))
 
 
 def total_bytes(paths: Sequence[Path]) -> int:

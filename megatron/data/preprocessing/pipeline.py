@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import threading
@@ -31,6 +30,7 @@ from megatron.data.preprocessing.run import JobRun, open_job
 from megatron.data.preprocessing.sentences import available_splitter
 from megatron.data.preprocessing.sources import Source, find_sources, partition
 from megatron.data.preprocessing.summary import KeySummary, Summary
+from megatron.data.worker import usable_processors
 
 MERGED = "merged"
 Made = TypeVar("Made")
@@ -93,7 +93,7 @@ class _Preprocessing:
             _Part(self._folder / f"part-{i}-of-{count}", partition(sources, i, count), i, count)
             for i in (range(count) if rank is None else [rank])
         ]
-        self._workers = config.workers or _usable_processors()
+        self._workers = config.workers or usable_processors()
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._position = 0
@@ -252,12 +252,6 @@ def _chosen_splitter(config: PreprocessConfig) -> str | None:
         kind = available_splitter(config.lang)
         _say(f"--sentence-splitter auto: {kind}")
     return kind
-
-
-def _usable_processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _say(text: str) -> None:

@@ -14,7 +14,6 @@ from megatron.data.preprocessing.inputs import (
     JSON_ENDINGS,
     PACKED_ENDINGS,
     expand_inputs,
-    files_below,
 )
 from megatron.data.preprocessing.unpack import is_packed, naming_file, opened, unpacked
 
@@ -117,9 +116,10 @@ def _paths(pattern: str, config: PreprocessConfig) -> list[Path]:
     if config.input_format in of_format:
         return expand_inputs([pattern], of_format[config.input_format])
     # A folder of JSON lines often has a README.txt or LICENSE.txt beside them.
-    if Path(pattern).is_dir() and files_below(Path(pattern), tables):
+    try:
         return expand_inputs([pattern], tables)
-    return expand_inputs([pattern], (*tables, _TXT_ENDING))
+    except FileNotFoundError:
+        return expand_inputs([pattern], (*tables, _TXT_ENDING))
 
 
 def _source(path: Path | None, config: PreprocessConfig) -> Source:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import glob
 import hashlib
 import os
-from pathlib import Path
 from typing import NamedTuple
+
+from megatron.data.paths import expand
 
 ENDINGS = (".json", ".jsonl", ".csv", ".tsv")
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet")
@@ -53,19 +53,9 @@ def text_files(path: str, endings: tuple[str, ...] = ENDINGS) -> list[TextFile]:
 
     Raises:
         FileNotFoundError: there is none.
-        ValueError: a file is packed.
+        ValueError: a file is packed, or the path is a URL.
     """
-    if Path(path).is_dir():
-        found = sorted(str(p) for p in Path(path).rglob("*") if p.name.endswith(endings))
-        if not found:
-            raise FileNotFoundError(f"{path} is a folder without files *{' *'.join(endings)}")
-    elif Path(path).exists():
-        found = [path]
-    else:
-        found = sorted(p for p in glob.glob(path, recursive=True) if not Path(p).is_dir())
-        if not found:
-            is_glob = glob.escape(path) != path
-            raise FileNotFoundError(f"{path} {'matches no file' if is_glob else 'does not exist'}")
+    found = [str(p) for p in expand(path, endings)]
     for name in found:
         if name.endswith(_PACKED):
             raise ValueError(

@@ -19,6 +19,7 @@ import numpy as np
 from megatron.data.preprocessing.records import BadLine
 from megatron.data.raw_text.encode import TextEncoder, TextSettings
 from megatron.data.raw_text.records import Records
+from megatron.data.worker import usable_processors
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +62,7 @@ def scan(
         (r, base, span) for r, base in zip(records, bases, strict=False) for span in r.ranges()
     ]
     if workers is None:
-        workers = _usable_processors() if bases[-1] >= _WORTH_PROCESSES else 1
+        workers = usable_processors() if bases[-1] >= _WORTH_PROCESSES else 1
     offsets, lengths, counts = [], [], []
     for (_, base, _), part in zip(tasks, _scanned(tasks, encoder, workers), strict=True):
         offsets.append(part.offsets + base)
@@ -221,9 +222,3 @@ def say_what_changed(folder: Path | None, depends_on: dict[str, Any], name: str)
                 ", ".join(named),
             )
             return
-
-
-def _usable_processors() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1

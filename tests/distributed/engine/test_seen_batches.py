@@ -104,7 +104,7 @@ def test_samples_skipped_from_a_checkpoint_on(pool, data, tmp_path, capsys):
     flags = [f for f in TINY if f != "--mock-data"] + ["--data-path", *data, "--save", folder]
     pool.run(1, train, [*flags, "--train-iters", "4", "--exit-interval", "2"])
     flags += ["--train-iters", "4", "--load", folder]
-    with pytest.raises(Exception, match="--skip-samples 2:4: the checkpoint's run has read up to"):
+    with pytest.raises(Exception, match="--skip-samples 2:4: the checkpoint's run has consumed"):
         pool.run(1, train, [*flags, "--skip-samples", "2:4"])
     (used,) = pool.run(1, tokens_used, [*flags, "--skip-samples", "10:13"])
     for iteration in (3, 4):

@@ -39,8 +39,8 @@ def content_of(folder):
 def test_tracker_names_the_newest(tmp_path):
     for iteration in (5, 10, 100):
         make(tmp_path, iteration)
-    assert (tmp_path / "latest").read_text() == "global_step100\n"
-    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "100\n"
+    assert (tmp_path / "latest").read_text() == "global_step100"
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "100"
     assert complete_tags(tmp_path) == ["global_step5", "global_step10", "global_step100"]
     assert find(str(tmp_path)) == tmp_path / "global_step100"
     assert find(str(tmp_path), "10") == tmp_path / "global_step10"

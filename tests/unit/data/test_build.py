@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
+from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.build import DatasetBuilder, Datasets, Kind
-from megatron.data.gpt_dataset import BlendedDataset, GPTDataset, GPTRecipe
+from megatron.data.gpt_dataset import GPTDataset, GPTRecipe
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.sources import INDEXED, Blend, Reader, Source
 
@@ -148,6 +149,17 @@ def test_too_few_documents_for_validation(
     assert datasets.train is not None
     assert datasets.valid == {}
     assert f"--split {split} gives valid no document of" in caplog.text
+
+
+def test_a_file_too_small_for_validation_is_left_out(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    large, small = write(tmp_path / "a", 100), write(tmp_path / "b", 20, first_token=100)
+    data = DataConfig(data_path=("0.5", large, "0.5", small), split="98,2,0")
+    train, valid, _ = build(data, (100, 6, 0))
+    assert tokens(train) & set(range(100, 120))
+    assert tokens(valid["valid"]) == {98, 99} and len(valid["valid"]) == 6
+    assert "gives valid no document of" in caplog.text
 
 
 @pytest.mark.parametrize("split", ["1,99,0"])

@@ -7,6 +7,11 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
+from megatron.config.curriculum import CurriculumConfig
+from megatron.config.fill_in_the_middle import FimConfig
+from megatron.config.instruction import InstructionConfig
+from megatron.config.masked_data import MaskedDataConfig
+from megatron.config.raw_text import RawTextConfig
 from megatron.data.gpt_data import GPTData
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.masked.data import BertData, T5Data
@@ -91,3 +96,29 @@ def test_mock_data_is_for_a_gpt(family):
     data = family(config(mock_data=True), build_tokenizer(TOKENIZER))
     with pytest.raises(ConfigError, match="--mock-data makes samples of a GPT"):
         data.datasets((8, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"instruction": InstructionConfig(packing=True)}, "--packing would change nothing: no da"),
+        ({"raw_text": RawTextConfig(text_key="x")}, "--text-key would change nothing: no data of"),
+        ({"masked_data": MaskedDataConfig(mask_prob=0.2)}, "--mask-prob would change nothing"),
+        ({"fill_in_the_middle": FimConfig(fim_rate=0.9)}, "--fim-rate would change nothing: it g"),
+    ],
+)
+def test_flags_that_no_data_follow(corpora, changed, message):
+    run = config(train_data=("tokens",), corpora_file=corpora, split="1,0,0")
+    with pytest.raises(ConfigError, match=message):
+        gpt(dataclasses.replace(run, **changed)).datasets((8, 0, 0))
+
+
+def test_a_curriculum_of_lengths_does_not_cut_answers_off(corpora):
+    schedule = {
+        "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 8,
+        "schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8], "max_step": []},
+    }  # fmt: skip
+    run = config(train_data=("pairs",), corpora_file=corpora, split="1,0,0")
+    growing = CurriculumConfig(curriculum_learning=json.dumps(schedule))
+    with pytest.raises(ConfigError, match="and so the answers off instruction data"):
+        gpt(dataclasses.replace(run, curriculum=growing)).datasets((8, 0, 0))

@@ -16,7 +16,8 @@ import numpy as np
 import pytest
 
 from megatron.data.array_file import digest_of
-from megatron.data.gpt_dataset import BlendedDataset, GPTRecipe
+from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import DESCRIPTION, IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.vocabulary import check_vocabulary

@@ -25,19 +25,20 @@ class Numbers:
 
 
 def test_against_removing_them_from_a_list() -> None:
+    """One range after the other, each counted in what the ones before have left."""
     rng = random.Random(1)
-    for _ in range(200):
-        length = rng.randrange(1, 60)
-        values = []
-        for _ in range(rng.randrange(4)):
+    for _ in range(300):
+        values, stream, length = [], list(range(400)), rng.randrange(100, 400)
+        for _ in range(rng.randrange(5)):
             first = rng.randrange(60)
-            values.append(f"{first}:{first + rng.randrange(1, 9)}")
+            last = first + rng.randrange(1, 9)
+            values.append(f"{first}:{last}")
+            del stream[first:last]
         skipped = parse_skipped(values)
-        out = {n for v in values for n in range(*map(int, v.split(":")))}
-        stream = [n for n in range(200) if n not in out]
         dataset = SkippedSamples(Numbers(length), skipped)
-        assert [position(skipped, i) for i in range(80)] == stream[:80]
-        assert [dataset[i] for i in range(length)] == [n % length for n in stream[:length]]
+        assert [position(skipped, i) for i in range(300)] == stream[:300]
+        kept = [n for n in stream if n < length]
+        assert [dataset[i] for i in range(length)] == (kept + kept)[:length]
         assert dataset.origin(0) == [dataset[0]] and len(dataset) == length
 
 
@@ -47,24 +48,28 @@ def test_values_that_are_no_range(value: str) -> None:
         parse_skipped([value])
 
 
+@pytest.mark.parametrize("values", [["0:100"], ["90:101"], ["200:300"], ["0:60", "0:40"]])
+def test_more_than_there_is(values: list[str]) -> None:
+    with pytest.raises(ConfigError, match="--skip-samples: sample .* the training data have 100"):
+        SkippedSamples(Numbers(100), parse_skipped(values))
+
+
 def test_a_continued_run_skips_what_was_skipped() -> None:
     check_skipped((), ("100:120",), 100)
-    check_skipped(("10:20",), ("10:20", "90:95"), 80)  # has read up to 90
+    check_skipped(("10:20",), ("10:20", "80:95"), 80)
+    check_skipped(("10:20",), ("10:20", "85:95", "82:84"), 80)
     check_skipped(("10:20", "500:600"), ("10:20",), 80)  # thought better of it in time
-    check_skipped(("10:20", "15:30"), ("10:30",), 80)
+    check_skipped(("10:20", "10:20"), ("10:30",), 80)
+    check_skipped(("80:90",), ("80:95",), 80)  # nothing behind it was read yet
+    check_skipped(("80:90",), (), 80)
+    check_skipped(("0:5",), (), 0)
     for before, now, consumed in [
         ((), ("50:60",), 100),
         (("10:20",), (), 80),
-        (("10:20",), ("10:20", "80:85"), 80),
+        (("10:20",), ("10:20", "79:85"), 80),
+        (("10:20",), ("10:20", "15:18"), 80),
         (("10:20",), ("10:21",), 80),
+        (("80:90",), ("80:95",), 81),
     ]:
         with pytest.raises(ConfigError, match="repeated or lost"):
             check_skipped(before, now, consumed)
-
-
-def test_the_boundary_of_what_was_read() -> None:
-    check_skipped(("80:90",), ("80:95",), 80)  # at the range, nothing behind it was read
-    check_skipped(("80:90",), (), 80)
-    check_skipped(("0:5",), (), 0)
-    with pytest.raises(ConfigError, match="has read up to sample 91 and skipped 80:90"):
-        check_skipped(("80:90",), ("80:95",), 81)

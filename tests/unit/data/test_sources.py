@@ -118,6 +118,7 @@ def test_evaluation_has_a_key_of_its_own(tmp_path) -> None:
             "--train-data-path and --train-weighted-split-paths name the same data",
         ),
         ({"train_data": ("nobody",)}, "has no corpus nobody"),
+        ({"train_data_path": ("a",), "split": "1,1,1"}, "--split 1,1,1 would change nothing: --tr"),
     ],
 )
 def test_flags_that_cannot_be_used(fields: dict, message: str) -> None:
@@ -156,3 +157,11 @@ def test_a_weight_over_a_group_without_weights(tmp_path) -> None:
 def test_a_missing_corpora_file() -> None:
     with pytest.raises(ConfigError, match="--corpora-file nowhere.json does not exist"):
         read_corpora("nowhere.json", ("indexed",))
+
+
+def test_a_corpus_is_named_once(tmp_path) -> None:
+    with pytest.raises(ConfigError, match="--train-data wiki both names wiki twice"):
+        parts(corpora(tmp_path, CORPORA), train_data=("wiki", "both"))
+    (tmp_path / "corpora.json").write_text('{"a": {"files": "x"}, "a": {"files": "y"}}')
+    with pytest.raises(ConfigError, match='the key "a" is there twice'):
+        read_corpora(str(tmp_path / "corpora.json"), ("indexed",))

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from megatron.config import TokenizerConfig
 from megatron.config.instruction import InstructionConfig
 from megatron.data.batch import GPTCollator
-from megatron.data.gpt_dataset import BlendedDataset, GPTRecipe
+from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.instruction import ExampleEncoder, InstructionExamples, InstructionRecipe
 from megatron.data.instruction.encode import EncodedExample
