@@ -137,7 +137,7 @@ def test_a_last_save_that_fails_fails_the_run(pool, tmp_path, mode):
     for _, error in results:
         assert f"saving to {tmp_path} failed: rank 1: [Errno 28] No space left" in error
     assert announced(results[0][0]) == [4]
-    assert (tmp_path / "latest").read_text() == "global_step4\n"
+    assert (tmp_path / "latest").read_text() == "global_step4"
     assert not list(tmp_path.glob(".global_step*"))
     output, error = pool.run(2, run, [*flags, "--load", str(tmp_path)])[0]
     assert error is None and "global_step4 at iteration 4" in output and announced(output) == [6]

@@ -84,7 +84,7 @@ def test_other_checkpoints_are_not_pushed_aside(tmp_path, source):
         with pytest.raises(CheckpointError, match="holds global_step4"):
             write(tmp_path, source, iteration)
     assert (folder / "manifest.json").read_bytes() == before
-    assert (tmp_path / "latest").read_text() == "global_step4\n"
+    assert (tmp_path / "latest").read_text() == "global_step4"
 
 
 def test_a_failure_leaves_nothing(tmp_path, source):

@@ -116,7 +116,8 @@ def test_flags_that_no_data_follow(corpora, changed, message):
 def test_a_curriculum_of_lengths_does_not_cut_answers_off(corpora):
     schedule = {
         "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 8,
-        "schedule_type": "fixed_discrete", "schedule_config": {"difficulty": [8], "max_step": []},
+        "schedule_type": "fixed_linear",
+        "schedule_config": {"total_curriculum_step": 2, "difficulty_step": 8},
     }  # fmt: skip
     run = config(train_data=("pairs",), corpora_file=corpora, split="1,0,0")
     growing = CurriculumConfig(curriculum_learning=json.dumps(schedule))
