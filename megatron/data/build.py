@@ -138,8 +138,9 @@ class DatasetBuilder:
         name = source.kind
         if name not in self.kinds:
             raise ValueError(
-                f"{source.paths[0]}: this model has no use for data of the type {name}; what it "
-                f"can be trained on is {', '.join(self.kinds)}"
+                f"{source.paths[0]}: this model has no use for data of the type {name} (TFRecords "
+                "are for BERT, instructions for a GPT); what it can be trained on is "
+                f"{', '.join(self.kinds)}"
             )
         if name not in self._kinds:
             self._kinds[name] = self.kinds[name]()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from megatron.data.batch import GPTBatch, GPTCollator
 from megatron.data.build import Kind
 from megatron.data.fill_in_the_middle import FimRecipe, FimTokens
 from megatron.data.gpt_dataset import GPTRecipe
+from megatron.data.indexed import idx_path
 from megatron.data.instruction import ExampleEncoder, InstructionExamples, InstructionRecipe
 from megatron.data.mock import MockGPTDataset
 from megatron.data.run_data import INSTRUCTION, TEXT, RunData, SampleView
@@ -70,6 +72,11 @@ class GPTData(RunData):
     def open_instructions(self, path: str, source: Source) -> InstructionExamples:
         """Opens files of instructions and answers; see `Kind.open`."""
         config = self.config
+        if idx_path(path).is_file() and not Path(path).exists():
+            raise ConfigError(
+                f"{path} is the prefix of a .bin and an .idx; --sft, and the type instruction, "
+                "read files of instructions and answers (JSON or JSON lines)"
+            )
         encoder = ExampleEncoder(config.instruction, self.tokenizer, config.tokenizer)
         return InstructionExamples.open(path, encoder, self.cache(path))
 

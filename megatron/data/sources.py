@@ -179,8 +179,8 @@ class Reader:
         """`NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...` of the corpora file."""
         if not values:
             return ()
-        is_weighted = len(values) > 1 and _number(values[0]) is not None
-        form = "give NAME NAME ... or WEIGHT NAME pairs"
+        is_weighted = any(_number(value) is not None for value in values)
+        form = "give NAME NAME ..., or WEIGHT NAME pairs with a weight before every name"
         pairs = weighted(values, flag, form) if is_weighted else [(None, name) for name in values]
         found = [each for weight, name in pairs for each in self.corpora.find(name, weight, flag)]
         names = [corpus.name for corpus, _ in found]

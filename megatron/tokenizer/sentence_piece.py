@@ -222,7 +222,7 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     except RuntimeError as error:
-        raise ValueError(f"--tokenizer-model {path} is no SentencePiece model: {error}") from None
+        raise ValueError(f"--tokenizer-model {path} is no SentencePiece model") from error
     try:
         check_kind(processor)
     except ValueError as error:

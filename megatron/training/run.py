@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import dataclasses
-import logging
 import os
 import sys
 import time
@@ -30,6 +29,7 @@ from megatron.engine.environment import is_main_process, world_size
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpoint_settings import with_checkpoint
 from megatron.training.data_settings import with_corpora
+from megatron.training.log import show_log
 
 
 @dataclass(frozen=True)
@@ -60,22 +60,13 @@ def parse_run(description: str | None, argv: Sequence[str] | None = None) -> Run
         ValueError: a value is missing, wrong or contradicted; the message names it.
     """
     settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
-    _show_log()
+    show_log()
     run = run_of(settings, world_size())
     if run.config.training.explain_config:
         if is_main_process():
             print(explain(run.resolved))
         sys.exit(0)
     return run
-
-
-def _show_log() -> None:
-    """Lets the main process say what takes a while (an index that is built), all of them warn."""
-    logger = logging.getLogger("megatron")
-    if not logger.handlers:
-        logger.addHandler(logging.StreamHandler())
-        logger.setLevel(logging.INFO if is_main_process() else logging.WARNING)
-        logger.propagate = False
 
 
 def run_of(settings: Settings, processes: int) -> Run:

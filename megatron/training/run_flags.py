@@ -8,6 +8,7 @@ from typing import Generic, TypeVar
 
 from megatron.config import FLAG_CLASSES, FlagParser, Settings
 from megatron.config.flags import build
+from megatron.training.log import show_log
 
 Config = TypeVar("Config")
 
@@ -35,7 +36,8 @@ class RunToolParser(FlagParser, Generic[Config]):
         return own.format_help()
 
     def parse(self, argv: Sequence[str] | None = None) -> tuple[Config, Settings]:
-        """The tool's options, and the settings of the run."""
+        """The tool's options, and the settings of the run; what is logged is shown from now on."""
+        show_log()
         settings = self.settings(argv)
         own = {field.name for field in dataclasses.fields(self._config)}  # type: ignore[arg-type]
         rest = {name: setting for name, setting in settings.items() if name not in own}

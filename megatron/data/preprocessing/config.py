@@ -88,7 +88,7 @@ class PreprocessConfig:
         if rank is not None and not 0 <= rank < self.partitions:
             raise ConfigError(
                 f"--partition-rank {rank} is none of the --partitions {self.partitions}, "
-                f"which are 0 to {self.partitions - 1}"
+                f"which are 0 to {self.partitions - 1}; --partitions says how many there are"
             )
         if STDIN in self.input and self.partitions > 1:
             raise ConfigError(

@@ -11,14 +11,14 @@ from megatron.data.indexed import idx_path
 from megatron.data.preprocessing.sentences import available_splitter
 from megatron.data.raw_text.documents import RawTextDocuments
 from megatron.data.raw_text.encode import TextEncoder, TextSettings
-from megatron.data.raw_text.files import ENDINGS
+from megatron.data.raw_text.files import is_text_file_name
 from megatron.data.raw_text.records import text_records
 from megatron.data.raw_text.scan import batches
 
 
 def is_raw_text(path: str, config: RawTextConfig) -> bool:
     """Whether a data path names text files and not the prefix of a .bin and an .idx."""
-    return not idx_path(path).is_file() and (config.lazy_loader or path.endswith(ENDINGS))
+    return not idx_path(path).is_file() and (config.lazy_loader or is_text_file_name(path))
 
 
 def text_settings(

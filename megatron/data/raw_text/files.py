@@ -44,6 +44,13 @@ class TextFile(NamedTuple):
         return digest.hexdigest()
 
 
+def is_text_file_name(path: str) -> bool:
+    """Whether a path looks like text, be it packed: of that is said what to do with it."""
+    for ending in _PACKED[:-1]:
+        path = path.removesuffix(ending)
+    return path.endswith(ENDINGS)
+
+
 def text_files(path: str, endings: tuple[str, ...] = ENDINGS) -> list[TextFile]:
     """The files of a path: itself, those below a folder sorted by path, or what a glob matches,
     sorted.

@@ -5,8 +5,10 @@ import multiprocessing
 import os
 import pickle
 import random
+import subprocess
 import sys
 import warnings
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -159,6 +161,32 @@ def test_in_a_child_after_use(tokenizer, python_sources, how):
         child.kill()
         pytest.fail("the child hangs")
     assert child.exitcode == 0
+
+
+@needs_fastokens
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="threads are counted on Linux")
+def test_no_threads(trained_folder):
+    """Not even for a long text and many texts; a user who wants threads gets them."""
+    code = (
+        "import os; from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer as T;"
+        f"t = T.from_files({str(trained_folder / 'vocab.json')!r}, "
+        f"{str(trained_folder / 'merges.txt')!r});"
+        "threads = lambda: len(os.listdir('/proc/self/task')); before = threads();"
+        "texts = ['a text ' * 9] * 1000 + ['a long text ' * 200_000];"
+        "t.tokenize_batch(texts); t.tokenize_batch(texts);"
+        "assert t._batches._fast is not None; print(threads() - before)"
+    )
+
+    def more_threads(**variables: str) -> int:
+        env = {k: v for k, v in os.environ.items() if k != "FASTOKENS_BPE_THREADS"} | variables
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True
+        )
+        return int(done.stdout)
+
+    assert more_threads() == 0
+    if len(os.sched_getaffinity(0)) > 1:
+        assert more_threads(FASTOKENS_BPE_THREADS="2") == 1
 
 
 @needs_fastokens
