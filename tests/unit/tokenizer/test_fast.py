@@ -156,7 +156,7 @@ def test_in_a_child_after_use(tokenizer, python_sources, how):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", DeprecationWarning)  # fork beside other libraries' threads
         child.start()
-    child.join(100)
+    child.join(60)
     if child.is_alive():
         child.kill()
         pytest.fail("the child hangs")
