@@ -28,7 +28,7 @@ REQUIRES = [
 # What the tools that collect text need: language detection with its model inside, suffix list, ...
 COLLECT = ["ftfy>=6.3", "py3langid>=0.4,<0.5", "rensa>=0.5,<0.6", "tldextract>=5", "w3lib>=2.5"]
 
-# Encodes GPT-2's vocabulary several times as fast as tiktoken; young, so one minor release at a time.
+# GPT-2's vocabulary, several times as fast as tiktoken; young, so one minor release at a time.
 FAST = ["fastokens>=0.3.5,<0.4"]
 
 EXTRAS = {
