@@ -158,12 +158,14 @@ def test_norm_gradients_of_slices_not_summed(tmp_path):
     assert reason.endswith("(one step in float64)")
 
 
+@pytest.mark.proof
 def test_tied_gradients_not_summed(tmp_path):
     reason = different(tmp_path, "tied gradients", "pp2")
     assert reason.startswith("gradient of embedding.word_embeddings.weight on rank 0: ")
     assert reason.endswith("(one step in float64)")
 
 
+@pytest.mark.proof
 def test_gradients_of_replicas_summed_by_the_engine(tmp_path):
     """The step in float64 does not go through DeepSpeed's reduction; clipping hides a factor."""
     reason = different(tmp_path, "mean over replicas", "dp2-zero1")
@@ -171,6 +173,7 @@ def test_gradients_of_replicas_summed_by_the_engine(tmp_path):
     assert reason.endswith("(first step through DeepSpeed's engine)")
 
 
+@pytest.mark.proof
 def test_dead_process(tmp_path):
     """The rank is named with its last lines, and the other layouts run."""
     result = check("--layouts", "pp2,dp1,pp2-zero2", breaks="a rank", folder=tmp_path)
