@@ -179,7 +179,7 @@ class Reader:
         """`NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...` of the corpora file."""
         if not values:
             return ()
-        is_weighted = any(_number(value) is not None for value in values)
+        is_weighted = any(map(is_weight, values))
         form = "give NAME NAME ..., or WEIGHT NAME pairs with a weight before every name"
         pairs = weighted(values, flag, form) if is_weighted else [(None, name) for name in values]
         found = [each for weight, name in pairs for each in self.corpora.find(name, weight, flag)]
@@ -237,7 +237,7 @@ def weighted(
     if len(values) < 2:
         return [(None, value) for value in values]
     weights, words = values[::2], values[1::2]
-    if len(weights) != len(words) or any(_number(weight) is None for weight in weights):
+    if len(weights) != len(words) or not all(map(is_weight, weights)):
         raise ConfigError(f"{flag} {' '.join(values)}: {form}")
     return [(number(weight, flag), word) for weight, word in zip(weights, words, strict=True)]
 
@@ -255,6 +255,11 @@ def number(text: str, flag: str) -> float:
             "is not wanted"
         )
     return value
+
+
+def is_weight(word: str) -> bool:
+    """Whether a word among names or paths is a number."""
+    return _number(word) is not None
 
 
 def _number(text: str) -> float | None:

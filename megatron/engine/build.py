@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from megatron.config import RunConfig
-from megatron.engine.deepspeed_json import Json
+from megatron.engine.json_keys import Json
 from megatron.engine.pipeline_engine import PipelinedEngine
 from megatron.engine.plain_engine import PlainEngine
 from megatron.engine.program import ModelProgram

@@ -20,7 +20,7 @@ from megatron.checkpoint.deepspeed.layout import CONFIG, STATE
 from megatron.checkpoint.deepspeed.universal_info import universal_info
 from megatron.checkpoint.files import sync_file, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
-from megatron.engine.deepspeed_json import Json
+from megatron.engine.json_keys import Json
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.random_state import random_state
 from megatron.engine.saving import CheckpointWriter, SaveResult

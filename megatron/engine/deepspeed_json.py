@@ -8,271 +8,21 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import difflib
 import json
-import math
 import typing
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.config import CONFIG_CLASSES, ConfigError, RunConfig, Setting, Settings
-from megatron.config.curriculum import CurriculumConfig
 from megatron.config.flags import check_value
 from megatron.config.layouts import Layout, check_layout
-
-Json = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class _Pair:
-    """A JSON key and the config field that mean the same.
-
-    Attributes:
-        key: dotted path in the JSON; a number indexes a list.
-        field: name of the config field.
-        decode: JSON value to field value.
-        encode: field value to JSON value; None leaves the key out.
-    """
-
-    key: str
-    field: str
-    decode: Callable[[Any], Any] = lambda value: value
-    encode: Callable[[Any], Any] = lambda value: value
-
-
-_OPTIMIZERS = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}
-
-
-def _optimizer(name: Any) -> str:
-    try:
-        return _OPTIMIZERS[str(name).lower()]
-    except KeyError:
-        raise ConfigError(
-            f'optimizer.type "{name}": AdamW, Adam (both with decoupled weight decay) and SGD are '
-            "the optimizers of this trainer"
-        ) from None
-
-
-_CURRICULA = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
-"""Sections that DeepSpeed does not read, or not any more: their keys are the config fields' names,
-their texts the fields' values."""
-
-
-def _section_text(section: Any) -> str:
-    return json.dumps(section, sort_keys=True)
-
-
-def _section_of(text: str | None) -> Json | None:
-    return None if text is None else json.loads(text)
-
-
-_PAIRS = (
-    _Pair("train_micro_batch_size_per_gpu", "micro_batch_size"),
-    _Pair("train_batch_size", "global_batch_size"),
-    _Pair("gradient_clipping", "clip_grad"),
-    _Pair("zero_optimization.stage", "zero_stage"),
-    _Pair("bf16.enabled", "bf16"),
-    _Pair("fp16.enabled", "fp16"),
-    _Pair("fp16.loss_scale", "loss_scale", lambda v: v or None, lambda v: v or 0),
-    _Pair(
-        "fp16.initial_scale_power",
-        "initial_loss_scale",
-        lambda power: 2.0**power,
-        lambda scale: int(math.log2(scale)),
-    ),
-    _Pair("fp16.loss_scale_window", "loss_scale_window"),
-    _Pair("fp16.hysteresis", "hysteresis"),
-    _Pair("fp16.min_loss_scale", "min_loss_scale"),
-    _Pair(
-        "data_types.grad_accum_dtype",
-        "accumulate_allreduce_grads_in_fp32",
-        lambda name: name == "fp32",
-        lambda on: "fp32" if on else None,
-    ),
-    _Pair("optimizer.type", "optimizer", _optimizer, {"adam": "AdamW", "sgd": "SGD"}.get),
-    _Pair("optimizer.params.lr", "lr"),
-    _Pair("optimizer.params.betas.0", "adam_beta1"),
-    _Pair("optimizer.params.betas.1", "adam_beta2"),
-    _Pair("optimizer.params.eps", "adam_eps"),
-    _Pair("optimizer.params.weight_decay", "weight_decay"),
-    _Pair("optimizer.params.momentum", "sgd_momentum"),
-    *(_Pair(key, key, _section_text, _section_of) for key in _CURRICULA),
-)
+from megatron.engine.json_keys import CURRICULA, PAIRS, Json, autos, drop_auto, get, put
 
 _FIELDS = {
     field.name: (field, typing.get_type_hints(part)[field.name])
     for part in CONFIG_CLASSES
     for field in dataclasses.fields(part)
 }
-
-_FIXED_OPTIMIZER_PARAMS: Json = {
-    "adam_w_mode": True,
-    "amsgrad": False,
-    "bias_correction": True,
-    "nesterov": False,
-}
-"""What the trainer's optimizers do; another value would be ignored, and is refused."""
-
-_IMPLEMENTATIONS = frozenset({"torch_adam", "fused", "foreach"})
-"""Optimizer parameters that choose a kernel and not a result."""
-
-_KNOWN_KEYS = frozenset(
-    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer
-    scheduler communication_data_type prescale_gradients gradient_predivide_factor
-    sparse_gradients fp16 bf16 amp torch_autocast data_types gradient_clipping zero_optimization
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing
-    steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler autotuning
-    comms_logger tensorboard wandb csv_monitor comet monitor_config data_efficiency
-    curriculum_learning disable_allgather seq_parallel_communication_data_type checkpoint pipeline
-    aio compile compression_training graph_harvesting timers use_data_before_expert_parallelism
-    hybrid_engine tensor_parallel nebula weight_quantization dataloader_drop_last
-    use_node_local_storage load_universal_checkpoint sequence_parallel_size""".split()
-)
-
-_OFFLOAD = ("offload_optimizer", "offload_param")
-
-_DEVICES = ("none", "cpu", "nvme")
-"""Where DeepSpeed can move things to. That nvme is refused all the same is the layout's to say."""
-
-_DEPRECATED = {
-    "cpu_offload": '"offload_optimizer": {"device": "cpu"}',
-    "cpu_offload_param": '"offload_param": {"device": "cpu"}',
-    "cpu_offload_use_pin_memory": '"pin_memory" in "offload_optimizer" or "offload_param"',
-}
-"""Keys of zero_optimization that DeepSpeed still takes, and what they are called now."""
-
-_REFUSED = {
-    "scheduler": "the learning rate follows --lr-decay-style, --lr-warmup-* and --lr-decay-*; "
-    "remove the key",
-    "amp": "NVIDIA apex is not used; set bf16 or fp16",
-    "torch_autocast": "set bf16; at ZeRO stage 0 it runs as autocast",
-    "tensor_parallel": "tensor parallelism comes from --tensor-model-parallel-size; remove the key",
-    "activation_checkpointing": "what is recomputed is set by --recompute-granularity, "
-    "--recompute-method and --recompute-num-layers; remove the key",
-    "load_universal_checkpoint": "--load reads a checkpoint of any layout; remove the key",
-    "pipeline": "the pipeline is set by --pipeline-model-parallel-size, --pipeline-schedule and "
-    "--pipeline-partition; remove the key",
-    "sequence_parallel_size": "activations are split along the sequence by --sequence-parallel, "
-    "over the tensor-parallel processes; remove the key",
-    "weight_quantization": "weights are trained in the number format of --bf16 or --fp16; remove "
-    "the key",
-    "checkpoint": "checkpoints are the trainer's own (--save, --load); remove the key",
-    "autotuning": "the trainer chooses no layout by itself; remove the key",
-    "dataloader_drop_last": "the trainer feeds its own data; remove the key",
-    "use_node_local_storage": "checkpoints are the trainer's own; remove the key",
-    "nebula": "checkpoints are the trainer's own; remove the key",
-    "compression_training": "DeepSpeed 0.19 has no compression; remove the key",
-    "graph_harvesting": "nothing here captures graphs; remove the key",
-    "compile": "blocks are compiled by --torch-compile; remove the key",
-    "hybrid_engine": "text is generated by tools/generate.py; remove the key",
-}
-
-
-def read_json(path: str) -> Json:
-    """Reads a DeepSpeed JSON file.
-
-    Raises:
-        ConfigError: the file is missing or not a JSON object, or has an unknown or refused key.
-    """
-    try:
-        content = json.loads(Path(path).read_text(), object_pairs_hook=_without_duplicates)
-    except FileNotFoundError:
-        raise ConfigError(f"--deepspeed_config {path}: there is no such file") from None
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"--deepspeed_config {path}: not readable as JSON: {error}") from None
-    if not isinstance(content, dict):
-        raise ConfigError(f"--deepspeed_config {path}: a JSON object is needed")
-    for key in content:
-        if key in _REFUSED:
-            raise ConfigError(f'{path}: "{key}": {_REFUSED[key]}')
-        if key not in _KNOWN_KEYS:
-            near = difflib.get_close_matches(key, _KNOWN_KEYS, n=1)
-            hint = f'; the nearest known key is "{near[0]}"' if near else ""
-            raise ConfigError(f'{path}: DeepSpeed knows no key "{key}"{hint}')
-    _check_sections(content, path)
-    _check_offload(content, path)
-    _check_optimizer(content, path)
-    _check_curricula(content, path)
-    return content
-
-
-def _without_duplicates(pairs: list[tuple[str, Any]]) -> Json:
-    content = dict(pairs)
-    if len(content) < len(pairs):
-        keys = [key for key, _ in pairs]
-        twice = next(key for key in keys if keys.count(key) > 1)
-        raise ValueError(f'the key "{twice}" stands twice in one object')
-    return content
-
-
-def _check_sections(content: Json, path: str) -> None:
-    """Refuses a plain value where the keys of ``_PAIRS`` need an object or a list."""
-    for pair in _PAIRS:
-        sections = pair.key.split(".")[:-1]
-        for depth in range(1, len(sections) + 1):
-            name = ".".join(sections[:depth])
-            section = _get(content, name)
-            if name == "optimizer.params.betas":
-                if section not in (None, "auto") and not (
-                    isinstance(section, list) and len(section) == 2
-                ):
-                    raise ConfigError(
-                        f"{path}: {name} is {json.dumps(section)}; it must be a list of two numbers"
-                    )
-            elif section is not None and section != "auto" and not isinstance(section, dict):
-                raise ConfigError(f"{path}: {name} is {json.dumps(section)}; it must be an object")
-
-
-def _check_offload(content: Json, path: str) -> None:
-    zero = content.get("zero_optimization")
-    if not isinstance(zero, dict):
-        return
-    for key, now in _DEPRECATED.items():
-        if key in zero:
-            raise ConfigError(f"{path}: zero_optimization.{key} is deprecated; use {now}")
-    for key in _OFFLOAD:
-        name, section = f"zero_optimization.{key}", zero.get(key)
-        if section is None or section == "auto":
-            continue
-        if not isinstance(section, dict):
-            raise ConfigError(
-                f"{path}: {name} is {json.dumps(section)}; it must be an object, as in "
-                '{"device": "cpu"}'
-            )
-        device = section.get("device", "none")
-        if device != "auto" and device not in _DEVICES:
-            raise ConfigError(
-                f"{path}: {name}.device is {json.dumps(device)}; it must be cpu or none"
-            )
-
-
-def _check_optimizer(content: Json, path: str) -> None:
-    params = _get(content, "optimizer.params")
-    if not isinstance(params, dict):
-        return
-    paired = {p.key.split(".")[2] for p in _PAIRS if p.key.startswith("optimizer.params.")}
-    known = paired | _IMPLEMENTATIONS | set(_FIXED_OPTIMIZER_PARAMS)
-    for key, value in params.items():
-        if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f'; the nearest known one is "{near[0]}"' if near else ""
-            raise ConfigError(f'{path}: optimizer.params has no "{key}" here{hint}')
-        if key in _FIXED_OPTIMIZER_PARAMS and value is not _FIXED_OPTIMIZER_PARAMS[key]:
-            raise ConfigError(
-                f"{path}: optimizer.params.{key} is {json.dumps(value)}, but the optimizers of "
-                f"this trainer have {json.dumps(_FIXED_OPTIMIZER_PARAMS[key])}; remove the key"
-            )
-
-
-def _check_curricula(content: Json, path: str) -> None:
-    given = {key: content.get(key, "auto") for key in _CURRICULA}
-    texts = {key: _section_text(value) for key, value in given.items() if value != "auto"}
-    try:
-        CurriculumConfig(**texts)
-    except ConfigError as error:
-        raise ConfigError(f"{path}: {error}") from None
 
 
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
@@ -289,8 +39,8 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
     """
     merged = dict(flags)
     name = Path(path).name
-    for pair in _PAIRS:
-        value = _get(content, pair.key)
+    for pair in PAIRS:
+        value = get(content, pair.key)
         if value is None or value == "auto":
             continue
         try:
@@ -352,24 +102,24 @@ def complete(content: Json, config: RunConfig) -> Json:
     """
     values = {name: value for part in config.to_dict().values() for name, value in part.items()}
     result = copy.deepcopy(content)
-    for pair in _PAIRS:
+    for pair in PAIRS:
         section = pair.key.split(".")[0]
         if section == "fp16" and not config.precision.fp16 and pair.key != "fp16.enabled":
-            _drop_auto(result, pair.key)
+            drop_auto(result, pair.key)
             continue
         if pair.key.startswith("optimizer.params"):
             used = {"momentum"} if config.optimizer.optimizer == "sgd" else {"betas", "eps"}
             if pair.key.split(".")[2] not in used | {"lr", "weight_decay"}:
-                _drop_auto(result, pair.key)
+                drop_auto(result, pair.key)
                 continue
         encoded = pair.encode(values[pair.field])
         if encoded is None:
-            _drop_auto(result, pair.key)
+            drop_auto(result, pair.key)
         else:
-            _set(result, pair.key, encoded)
+            put(result, pair.key, encoded)
     samples = config.training.micro_batch_size * config.parallel.data_parallel_size  # type: ignore
     result["gradient_accumulation_steps"] = config.training.global_batch_size // samples  # type: ignore
-    left = list(_autos(result))
+    left = list(autos(result))
     if left:
         raise ConfigError(
             f'{config.engine.deepspeed_config}: "auto" at {", ".join(left)}: no flag stands for '
@@ -386,7 +136,7 @@ def _refuse(content: Json, config: RunConfig) -> None:
             f"{path}: bf16.check_grad_overflow false would let gradients that are not finite into "
             "the weights; remove the key (--no-check-for-nan-in-loss-and-grad skips such steps)"
         )
-    if _get(content, "flops_profiler.enabled") and config.parallel.pipeline_model_parallel_size > 1:
+    if get(content, "flops_profiler.enabled") and config.parallel.pipeline_model_parallel_size > 1:
         raise ConfigError(
             f"{path}: flops_profiler.enabled true, --pipeline-model-parallel-size "
             f"{config.parallel.pipeline_model_parallel_size}: the profiler measures the engine's "
@@ -405,7 +155,7 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
     """
     result = copy.deepcopy(content)
     result.pop("optimizer", None)
-    for key in _CURRICULA:
+    for key in CURRICULA:
         result.pop(key, None)
     result.setdefault("steps_per_print", 2**62)
     # torch's AdamW does the offloaded step, so that nothing has to be compiled.
@@ -426,51 +176,3 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
                     f"{config.engine.deepspeed_config}: zero_optimization.{key} runs on GPUs only"
                 )
     return result
-
-
-def _get(content: Any, key: str) -> Any:
-    for part in key.split("."):
-        if isinstance(content, list):
-            content = content[int(part)] if int(part) < len(content) else None
-        elif isinstance(content, dict):
-            content = content.get(part)
-        else:
-            return content if content == "auto" else None
-    return content
-
-
-def _set(content: Json, key: str, value: Any) -> None:
-    *sections, last = key.split(".")
-    node: Any = content
-    for part, following in zip(sections, (*sections, last)[1:], strict=True):
-        if node.get(part, "auto") == "auto":
-            node[part] = [None, None] if following.isdigit() else {}
-        node = node[part]
-    if isinstance(node, list):
-        node[int(last)] = value
-    else:
-        node[last] = value
-
-
-def _drop_auto(content: Json, key: str) -> None:
-    """Leaves out a key that is "auto", or the list or the "auto" section that it would lie in."""
-    *sections, last = key.split(".")
-    node = _get(content, ".".join(sections)) if sections else content
-    if isinstance(node, dict):
-        if node.get(last) == "auto":
-            del node[last]
-    elif node is not None:
-        *outer, name = sections
-        parent = _get(content, ".".join(outer)) if outer else content
-        parent.pop(name)
-
-
-def _autos(node: Any, path: str = "") -> Any:
-    if node == "auto":
-        yield path
-    elif isinstance(node, dict):
-        for key, value in node.items():
-            yield from _autos(value, f"{path}.{key}" if path else key)
-    elif isinstance(node, list):
-        for place, value in enumerate(node):
-            yield from _autos(value, f"{path}.{place}")

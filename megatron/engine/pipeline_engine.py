@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from megatron.engine.deepspeed_json import Json
+from megatron.engine.json_keys import Json
 from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.program import Batch

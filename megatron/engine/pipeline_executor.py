@@ -14,7 +14,7 @@ from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
-from megatron.engine.deepspeed_json import Json
+from megatron.engine.json_keys import Json
 from megatron.engine.mpu import Mpu
 from megatron.engine.pipeline_module import StageModule
 from megatron.engine.program import Batch, ModelInputs, ModelProgram

@@ -10,7 +10,7 @@ import deepspeed
 import torch
 from torch import Tensor, nn
 
-from megatron.engine.deepspeed_json import Json
+from megatron.engine.json_keys import Json
 from megatron.engine.mpu import Mpu
 from megatron.engine.program import Batch
 from megatron.engine.train_engine import TrainEngine

@@ -37,7 +37,7 @@ from megatron.checkpoint.lock import FolderLock
 from megatron.checkpoint.retention import apply_retention
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.engine.agreement import first_reason
-from megatron.engine.deepspeed_json import Json
+from megatron.engine.json_keys import Json
 from megatron.engine.snapshot import HostBuffers, Part, own_part
 from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.engine.compile import compile_blocks
-from megatron.engine.deepspeed_json import Json, for_engine
+from megatron.engine.deepspeed_json import for_engine
 from megatron.engine.gradient_norm import clip_gradients, gradient_norm
+from megatron.engine.json_keys import Json
 from megatron.engine.loss_scale import defer_scale_growth
 from megatron.engine.optimizer import build_optimizer, set_rates
 from megatron.engine.program import Batch, ModelProgram, StepResult

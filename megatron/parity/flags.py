@@ -22,7 +22,8 @@ from megatron.config import (
 )
 from megatron.config.flags import flag_of
 from megatron.config.layouts import Layout
-from megatron.engine.deepspeed_json import merge, read_json
+from megatron.engine.deepspeed_json import merge
+from megatron.engine.json_file import read_json
 
 _FIELDS = {f.name: f for part in FLAG_CLASSES for f in dataclasses.fields(part)}
 

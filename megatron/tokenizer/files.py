@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
+from megatron.whole_file import write_whole
 
 
 def required(config: TokenizerConfig, field: str, what: str) -> str:
@@ -61,15 +61,7 @@ def write_text(path: Path, text: str) -> None:
 def write_bytes(path: Path, content: bytes) -> None:
     """Replaces a file at once."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f"{path.name}.partial-{os.getpid()}")
-    try:
-        with part.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-    finally:
-        part.unlink(missing_ok=True)
+    write_whole(path, content)
 
 
 def write_json(path: Path, value: Any) -> None:

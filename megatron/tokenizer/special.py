@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 
@@ -50,7 +51,7 @@ _ROLE = {field.name: field.name for field in fields(SpecialIds)} | {
 }
 
 
-class SpecialTokens:
+class SpecialTokens(ABC):
     """The special ids of a tokenizer, each as an attribute; one that is absent is a ValueError.
 
     The families of tokenizers derive from this.
@@ -109,8 +110,9 @@ class SpecialTokens:
             self._word_starts.flags.writeable = False
         return self._word_starts
 
+    @abstractmethod
     def _find_word_starts(self) -> npt.NDArray[np.bool_]:
-        raise NotImplementedError
+        """Whether a token begins a word, [vocab_size]; asked for once."""
 
     def _special(self, name: str) -> int:
         value = getattr(self._special_ids, name)

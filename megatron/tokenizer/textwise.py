@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 
 from megatron.tokenizer.protocol import TokenIds
 from megatron.tokenizer.special import SpecialTokens
 
 
-class TextwiseTokenizer(SpecialTokens, ABC):
+class TextwiseTokenizer(SpecialTokens):
     """What follows from how one text is encoded; `_vocab_size` is the number of ids."""
 
     _vocab_size: int

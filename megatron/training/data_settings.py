@@ -5,6 +5,7 @@ from __future__ import annotations
 from megatron.config import ConfigError, DataConfig, Setting, Settings
 from megatron.data.corpora import read_corpora
 from megatron.data.run_data import KINDS
+from megatron.data.sources import is_weight
 
 _NAMING = ("train_data", "valid_data", "test_data")
 
@@ -23,7 +24,7 @@ def with_corpora(settings: Settings) -> Settings:
     found = dict(settings)
     for field, words in given.items():
         flag = "--" + field.replace("_", "-")
-        names = [word for word in words if not _is_number(word)]
+        names = [word for word in words if not is_weight(word)]
         for corpus, tokenizer in corpora.tokenizers(names, flag):
             origin = f"{file}: {corpus}"
             for name, value in tokenizer.items():
@@ -34,11 +35,3 @@ def with_corpora(settings: Settings) -> Settings:
                         f"with {value}: data of one run have one tokenizer"
                     )
     return found
-
-
-def _is_number(word: str) -> bool:
-    try:
-        float(word)
-    except ValueError:
-        return False
-    return True

@@ -26,6 +26,8 @@ from megatron.config import (
 from megatron.data.run_data import training_texts
 from megatron.engine import deepspeed_json
 from megatron.engine.environment import is_main_process, world_size
+from megatron.engine.json_file import read_json
+from megatron.engine.json_keys import Json
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpoint_settings import with_checkpoint
 from megatron.training.data_settings import with_corpora
@@ -45,7 +47,7 @@ class Run:
     """
 
     config: RunConfig
-    content: deepspeed_json.Json
+    content: Json
     tokenizer: Tokenizer
     resolved: Resolved
     launched: bool
@@ -77,7 +79,7 @@ def run_of(settings: Settings, processes: int) -> Run:
     """
     given = settings.get("deepspeed_config")
     path = given.value if given else ""
-    content = deepspeed_json.read_json(path) if path else {}
+    content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
     settings = with_checkpoint(with_corpora(settings))
     resolved = resolve(settings, processes)

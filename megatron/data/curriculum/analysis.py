@@ -22,7 +22,7 @@ import numpy.typing as npt
 from megatron.data.curriculum.drawn import ANALYSED, fingerprint
 from megatron.data.curriculum.metric_files import write_rows
 from megatron.data.samples import PackedSample, SampleDataset
-from megatron.data.whole_file import write_whole
+from megatron.whole_file import write_whole
 
 METRICS = ("seqlen", "vocab_rarity")
 VOCABULARY = "total_vocab_freq"

@@ -13,7 +13,7 @@ import numpy as np
 
 from megatron.data.indexed.format import bin_path, idx_path
 from megatron.data.indexed.reader import IndexedDataset
-from megatron.data.whole_file import write_whole
+from megatron.whole_file import write_whole
 
 _BLOCK = 1 << 24
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")

@@ -32,7 +32,7 @@ from megatron.data.preprocessing.description import Description, difference, dig
 from megatron.data.preprocessing.encode import BlockCounts
 from megatron.data.preprocessing.index import write_index
 from megatron.data.preprocessing.summary import KeySummary
-from megatron.data.whole_file import write_whole
+from megatron.whole_file import write_whole
 
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
 

@@ -158,7 +158,7 @@ class _Preprocessing:
         except ValueError:  # the same command would find the same again
             job.remove()
             raise
-        except BaseException:
+        except BaseException:  # an interrupt above all
             if job.has_journal:
                 _say(f"{job.folder} keeps what is done; the same command goes on from there")
             else:

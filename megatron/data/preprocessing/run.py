@@ -130,7 +130,7 @@ def open_job(
     job = Job(folder, encoder.config.keys, encoder.dtype)
     try:
         job.open(description)
-    except BaseException:
+    except BaseException:  # an interrupt too must give up the lock
         job.close()
         raise
     if job.restarted is not None:

@@ -20,7 +20,7 @@ from megatron.data.curriculum.metric_files import read_rows, write_rows
 from megatron.data.curriculum.schedule import difficulty, stages
 from megatron.data.index_cache import IndexCache
 from megatron.data.sampler import MicroBatchSampler
-from megatron.engine.deepspeed_json import _section_text
+from megatron.engine.json_keys import section_text
 
 
 def schedules():
@@ -55,7 +55,7 @@ def test_difficulties_against_deepspeed(kind, seed):
     section = random_section(kind, seed)
     theirs = CurriculumScheduler(section)
     wanted = [theirs.update_difficulty(step) for step in range(1, 800)]
-    text = _section_text({"enabled": True, "curriculum_type": "seqlen", **section})
+    text = section_text({"enabled": True, "curriculum_type": "seqlen", **section})
     schedule = sequence_lengths(CurriculumConfig(curriculum_learning=text))
     assert [difficulty(schedule, step) for step in range(1, 800)] == wanted
     changes = [n for n in range(1, 800) if n == 1 or wanted[n - 1] != wanted[n - 2]]
@@ -166,7 +166,7 @@ def test_order_against_deepspeeds_sampler(case, tmp_path, monkeypatch):
     )
     values = {n: v for n, v in metric_values().items() if n in CASES[case]}
     section = data_efficiency(tmp_path, CASES[case], values)
-    config = data_sampling(CurriculumConfig(data_efficiency=_section_text(section)))
+    config = data_sampling(CurriculumConfig(data_efficiency=section_text(section)))
     batches = [(micro * ranks * accumulation, steps)]
     drawn = draw_samples(Numbers(), config, batches, steps * batches[0][0], IndexCache(None))
     for rank in range(ranks):

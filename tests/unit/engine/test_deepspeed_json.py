@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.engine.deepspeed_json import complete, for_engine, merge, read_json
+from megatron.engine.deepspeed_json import complete, for_engine, merge
+from megatron.engine.json_file import read_json
 
 SHIPPED = Path(__file__).parents[3] / "deepspeed_configs"
 

@@ -82,7 +82,7 @@ def test_flags_of_megatrons_scripts(util, saved, tmp_path, capsys):
 def test_true_vocab_size(util, saved, tmp_path, capsys):
     reshape(util, saved(), tmp_path / "a")
     path = tmp_path / "a" / "iter_0000010" / "mp_rank_00" / "model_optim_rng.pt"
-    content = torch.load(path, weights_only=False)
+    content = torch.load(path, weights_only=False)  # this test's own file; args is a Namespace
     del content["args"].unpadded_vocab_size
     torch.save(content, path)
     capsys.readouterr()

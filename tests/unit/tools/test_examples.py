@@ -10,6 +10,7 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
+from megatron.engine.json_file import read_json
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples_deepspeed"
@@ -54,7 +55,7 @@ def test_command_resolves(path):
     assert launcher == ["deepspeed"]
     settings = FlagParser(*FLAG_CLASSES).settings(flags)
     file = ROOT / settings["deepspeed_config"].value
-    settings = deepspeed_json.merge(settings, deepspeed_json.read_json(str(file)), str(file), 8)
+    settings = deepspeed_json.merge(settings, read_json(str(file)), str(file), 8)
     config = resolve(settings, world_size=8).config
     assert config.data.data_path == ("0.3", "data/a", "0.7", "data/b")
     assert config.checkpoint.save == config.checkpoint.load

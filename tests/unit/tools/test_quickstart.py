@@ -9,6 +9,7 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
+from megatron.engine.json_file import read_json
 from megatron.quickstart import recipe
 from megatron.quickstart.measure import HeldOut
 from megatron.quickstart.recipe import Places
@@ -58,7 +59,7 @@ def test_training_command_resolves(tmp_path):
     step = recipe.train_step(Places(tmp_path), command, stop_after=320)
     flags = step.command[step.command.index("pretrain_gpt.py") + 1 :]
     settings = FlagParser(*FLAG_CLASSES).settings(flags)
-    content = deepspeed_json.read_json(str(recipe.DEEPSPEED_CONFIG))
+    content = read_json(str(recipe.DEEPSPEED_CONFIG))
     settings = deepspeed_json.merge(settings, content, str(recipe.DEEPSPEED_CONFIG), 2)
     config = resolve(settings, recipe.processes()).config
     assert config.engine.zero_stage == 1

@@ -86,6 +86,7 @@ def corpus(tmp_path_factory) -> Path:
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
     }
     for command in commands():
+        # The page's own blocks, which are written for a shell.
         done = subprocess.run(
             command, shell=True, cwd=folder, env=environment, capture_output=True, text=True
         )
