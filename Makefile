@@ -13,10 +13,10 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 # The deepspeed command starts whatever python comes first.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install quickstart test proof lint clean
+.PHONY: help install quickstart test proof bench bench-gpu lint clean
 
 help:  ## show this list
-	@sed -n 's/^\([a-z]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
+	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
 
 install: $(STAMP)  ## make .venv with everything in it, once
 
@@ -45,6 +45,15 @@ test: lint  ## the test suite, with a fixed sample of the long tables
 
 proof: lint  ## the test suite with the long tables whole
 	$(PYTEST)
+
+bench: $(STAMP)  ## a training step on the CPU against its peers (docs/benchmarks.md)
+	mkdir -p benchmarks/results
+	for vocabulary in 50304 8192; do \
+	    $(BIN)/python benchmarks/train.py --vocab-size $$vocabulary --rounds 9 \
+	        --json benchmarks/results/cpu-$$vocabulary.json || exit 1; done
+
+bench-gpu: $(STAMP)  ## all measurements for one GPU, and the tests; goes on where it was stopped
+	$(BIN)/python benchmarks/gpu.py
 
 clean:  ## remove runs/quickstart and what the tools leave behind; .venv stays
 	rm -rf runs/quickstart build dist *.egg-info

@@ -9,10 +9,13 @@
 torchrun starts it in the same way, and plain python runs it on one process.
 """
 
+from megatron import importing
 from megatron.engine.environment import distributed
 from megatron.training.gpt import gpt_data, gpt_program
 from megatron.training.run import end_process_after, errors_for_users, parse_run
 from megatron.training.trainer import Trainer
+
+importing.done()
 
 
 def train() -> None:

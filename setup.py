@@ -32,6 +32,8 @@ COLLECT = ["ftfy>=6.3", "py3langid>=0.4,<0.5", "rensa>=0.5,<0.6", "tldextract>=5
 FAST = ["fastokens>=0.3.5,<0.4"]
 
 EXTRAS = {
+    # For one of the peers of benchmarks/train.py, transformers' own Trainer.
+    "bench": ["accelerate>=1.1"],
     "collect": COLLECT,
     "fast": FAST,
     "http": ["aiohttp>=3.9"],
@@ -62,6 +64,7 @@ COMMANDS = [
     "megatron-layouts = megatron.tools.layouts:main",
     "megatron-schedule = megatron.tools.schedule:main",
     "megatron-plan = megatron.tools.plan:main",
+    "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
 ]
 

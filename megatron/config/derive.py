@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from megatron.config.derive_fast_paths import derive_fast_paths
 from megatron.config.derive_model import derive_model
 from megatron.config.draft import Draft, divides, not_negative, positive
 from megatron.config.flags import ConfigError
@@ -18,7 +19,7 @@ def derive(draft: Draft, world_size: int) -> None:
     """
     for step in (
         derive_model, _layout, _pipeline, _precision, _recompute, _batch, _length, _schedule, _data,
-        _checkpoint,
+        _checkpoint, derive_fast_paths,
     ):  # fmt: skip
         step(draft, world_size)
 

@@ -168,6 +168,14 @@ class LegacyFlags:
         True, off="--no-rope-fusion", note="fusion comes from --torch-compile"
     )
     """Turn off the fused rotary kernel."""
+    fp8_margin: int | None = option(None, note="scales come from the values at hand")
+    """Powers of two between the largest 8-bit value and the format's largest number."""
+    fp8_amax_history_len: int | None = option(None, note="scales come from the values at hand")
+    """Steps that scales are derived from."""
+    fp8_amax_compute_algo: str | None = option(
+        None, choices=("most_recent", "max"), note="scales come from the values at hand"
+    )
+    """How scales are derived from earlier steps."""
     use_mcore_models: bool = option(False, note="there is one implementation of each model")
     """Choose Megatron-Core's model classes."""
     transformer_impl: str | None = option(

@@ -117,10 +117,16 @@ class ModelConfig:
     divided by sqrt(2 x num-layers)."""
     make_vocab_size_divisible_by: int = option(128)
     """The token table is padded to a multiple of this times the tensor-parallel size."""
-    attention_backend: str = option("sdpa", choices=("sdpa", "eager", "flash"))
-    """Attention kernel: torch's scaled_dot_product_attention, plain matrix products, or the
-    flash-attn package (documents, ALiBi and bent scores go to torch's kernel). No fused kernel
-    bends scores: with --attn-logit-softcapping it is plain matrix products."""
+    attention_backend: str = option(
+        "sdpa",
+        choices=("sdpa", "cudnn", "eager", "flash"),
+        spellings={"auto": "sdpa", "fused": "cudnn", "unfused": "eager", "local": "eager"},
+    )
+    """Attention kernel: torch's scaled_dot_product_attention with the kernel that torch chooses, or
+    with cuDNN's before others, plain matrix products, or the flash-attn package (documents, ALiBi
+    and bent scores go to torch's kernel). No fused kernel bends scores: with
+    --attn-logit-softcapping it is plain matrix products. Megatron's auto is sdpa, fused is cudnn,
+    unfused and local are eager."""
     unpadded_vocab_size: int | None = option(None, internal=True)
     """Size of the tokenizer's vocabulary."""
     padded_vocab_size: int | None = option(None, internal=True)

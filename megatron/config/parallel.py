@@ -47,6 +47,9 @@ class ParallelConfig:
     recompute_num_layers: int = option(1)
     """Layers per recomputed chunk (uniform), or how many layers of a stage are recomputed (block).
     """
+    logits_chunk_mib: int = option(64)
+    """MiB of logits that a process holds at a time while it computes the loss; 0 for all of them.
+    """
     checkpoint_activations: bool = option(False, aliases=("--deepspeed-activation-checkpointing",))
     """Older spelling of --recompute-granularity full --recompute-method uniform."""
     distributed_backend: str | None = option(

@@ -15,6 +15,7 @@ from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig
 from megatron.config.derive import Draft, derive
 from megatron.config.engine import EngineConfig, LegacyFlags
+from megatron.config.fast_paths import FastPathsConfig
 from megatron.config.fill_in_the_middle import FimConfig
 from megatron.config.flags import ConfigError, Settings, build, flag_of
 from megatron.config.instruction import InstructionConfig
@@ -24,6 +25,7 @@ from megatron.config.masked_data import MaskedDataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.profiling import ProfilingConfig, check_profiling
 from megatron.config.raw_text import RawTextConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
@@ -38,6 +40,7 @@ class RunConfig:
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    fast_paths: FastPathsConfig = field(default_factory=FastPathsConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
     raw_text: RawTextConfig = field(default_factory=RawTextConfig)
@@ -47,6 +50,7 @@ class RunConfig:
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
+    profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
@@ -137,6 +141,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         flags={name: flag_of(f) for name, f in fields.items()},
     )
     derive(draft, world_size)
+    check_profiling(draft, world_size)
     config = RunConfig(
         **{
             part: part_class(**{f.name: draft[f.name] for f in dataclasses.fields(part_class)})

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from megatron.data.prefetch import AsArrays, Prefetcher, on_device
 from megatron.data.sampler import MicroBatchSampler
 from megatron.data.samples import SampleDataset
 
@@ -22,7 +23,8 @@ Batch = TypeVar("Batch")
 
 
 class MicroBatches(Iterator[Batch], Generic[Batch]):
-    """Iterates over micro batches; `consumed_samples` always says where the whole job stands.
+    """Iterates over micro batches; `consumed_samples` always says where the whole job stands, what
+    is read ahead not counted.
 
     A training step takes as many as it has micro steps; the workers keep running between steps and
     between evaluations, which go on where the last one stopped.
@@ -33,8 +35,9 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         micro_batch_size: samples of one rank in one micro step.
         data_rank: this rank among the `data_size` data-parallel ranks.
         consumed_samples: samples that all ranks together have read before.
-        num_workers: processes that read ahead; 0 reads in this one.
-        pin_memory: page-locked memory, for copies to a GPU that overlap with work.
+        num_workers: processes that read ahead, with a thread of this one that takes their batches
+            in; 0 reads in this one when asked.
+        device: where batches are wanted; copies to a GPU overlap with its work.
 
     Raises:
         ValueError: at the end of the dataset, when another batch is asked for.
@@ -50,7 +53,7 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         data_size: int = 1,
         consumed_samples: int = 0,
         num_workers: int = 0,
-        pin_memory: bool = False,
+        device: torch.device | None = None,
     ) -> None:
         self.consumed_samples = consumed_samples
         self._dataset = dataset
@@ -64,15 +67,18 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # map-style by protocol, not by inheritance
             batch_sampler=sampler,  # type: ignore[arg-type]
-            collate_fn=collate,
+            collate_fn=AsArrays(collate) if num_workers else collate,
             num_workers=num_workers,
-            pin_memory=pin_memory,
             worker_init_fn=partial(_leave_signals_to_the_trainer, ending),
             # The loader draws a seed for its workers: not from the global random state, which a
             # resumed run must find exactly where the first one left it.
             generator=torch.Generator(),
         )
+        self._device = device if device is not None and device.type == "cuda" else None
+        self._prefetcher: Prefetcher[Batch] | None = None
         self._batches: Iterator[Batch] = iter(loader)
+        if num_workers:
+            self._batches = self._prefetcher = Prefetcher(self._batches, device=self._device)
 
     def __next__(self) -> Batch:
         try:
@@ -84,11 +90,15 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
                 "built for fewer samples than this run asks for"
             ) from None
         self.consumed_samples += self._samples_per_micro_step
+        if self._prefetcher is None and self._device is not None:
+            batch = on_device(batch, self._device)
         return batch
 
     def close(self) -> None:
         """Stop the workers; there are no more batches."""
-        self._batches = iter(())
+        if self._prefetcher is not None:
+            self._prefetcher.close()
+        self._batches, self._prefetcher = iter(()), None
 
 
 def _leave_signals_to_the_trainer(ending: Any, worker_id: int) -> None:

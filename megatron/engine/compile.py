@@ -9,10 +9,20 @@ import torch
 from torch import nn
 
 from megatron.engine.environment import is_main_process
+from megatron.model.rope import rope_table
 
 
-def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
-    """Compiles every block in place; without a compiler they stay eager, said in a line."""
+def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
+    """Compiles every block in place; without a compiler they stay eager, said in a line.
+
+    Blocks of the same shape share what was compiled for the first. Shapes are compiled as they are:
+    another sequence length is compiled for anew.
+
+    Args:
+        blocks: the blocks of this process.
+        mode: what torch.compile optimises; see ``--torch-compile-mode``.
+        device: where the model runs.
+    """
     if device.type == "cuda" and not any(map(shutil.which, ("cc", "gcc", "clang"))):
         # Triton compiles the code that starts its kernels.
         return _stay_eager("C")
@@ -25,8 +35,10 @@ def compile_blocks(blocks: Sequence[nn.Module], device: torch.device) -> None:
             get_cpp_compiler()
         except InvalidCxxCompiler:
             return _stay_eager("C++")
+    # Not where the function is: the mark brings in torch's compiler, a second of every start.
+    torch.compiler.assume_constant_result(rope_table)
     for block in blocks:
-        block.compile()
+        block.compile(mode=mode, dynamic=False)
 
 
 def _stay_eager(language: str) -> None:

@@ -19,8 +19,9 @@ from megatron.config.layouts import Layout, check_layout
 from megatron.engine.json_keys import CURRICULA, PAIRS, Json, autos, drop_auto, get, put
 
 _FIELDS = {
-    field.name: (field, typing.get_type_hints(part)[field.name])
+    field.name: (field, types[field.name])
     for part in CONFIG_CLASSES
+    for types in (typing.get_type_hints(part),)
     for field in dataclasses.fields(part)
 }
 

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig
+from megatron.engine.uncompiled import import_muon_uncompiled
 from megatron.parallel.groups import ProcessGroups, build_groups
 
 STALE_LOCK_SECONDS = 600.0
@@ -125,11 +126,12 @@ def _keep_freed_memory() -> None:
 
 
 def prepare_deepspeed() -> None:
-    """Makes importing and starting DeepSpeed quiet and free of compilation.
+    """Makes importing and starting DeepSpeed quick, quiet and free of compilation.
 
-    Its shared-memory collectives for CPUs are built when torch.distributed starts and need a
-    compiler; gloo's own are used instead. Operators that are built after all go into the
-    environment's own folder, so that environments do not wait on each other's locks.
+    torch's compiler, seconds to import, stays out until something is compiled. DeepSpeed's
+    shared-memory collectives for CPUs are built when torch.distributed starts and need a compiler;
+    gloo's own are used instead. Operators that are built after all go into the environment's own
+    folder, so that environments do not wait on each other's locks.
 
     Raises:
         ConfigError: a killed build left its lock behind, on which the next would hang.
@@ -146,6 +148,7 @@ def prepare_deepspeed() -> None:
     if os.environ["DS_LOG_LEVEL"] == "warning":
         logger.setLevel(logging.WARNING)
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    import_muon_uncompiled()
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it on all.
         get_accelerator().is_fp16_supported = lambda: True

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from megatron.config import OptimizerConfig
+from megatron.engine.uncompiled import keep_compiler_from_optimizers, keep_compiler_from_steps
 from megatron.parallel.shard import shard_of
 
 
@@ -20,6 +21,13 @@ def build_optimizer(
         params: parameters with shard descriptions.
         config: optimizer values; the schedule sets learning rate and decay before every step.
     """
+    keep_compiler_from_optimizers()
+    optimizer = _optimizer(params, config)
+    keep_compiler_from_steps(optimizer)
+    return optimizer
+
+
+def _optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> torch.optim.Optimizer:
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for param in params:

@@ -39,7 +39,7 @@ class PipelineExecutor(PipelineEngine):
         module: this process's stages.
         optimizer: torch's optimizer.
         settings: DeepSpeed's configuration.
-        program: the model's inputs and its loss.
+        program: the model's inputs.
         groups: the layout's process groups.
 
     Attributes:
@@ -94,7 +94,7 @@ class PipelineExecutor(PipelineEngine):
             Sum of the losses on the process with the last stage, zero elsewhere.
         """
         self._batches, self._seeds, self._hidden_shape = batches, seeds, hidden_shape
-        self._loaded: dict[int, tuple[Batch, ModelInputs]] = {}
+        self._loaded: dict[int, ModelInputs] = {}
         self._next_batch_number = 0
         self._inputs: dict[_Key, Tensor] = {}
         self._outputs: dict[_Key, Tensor] = {}
@@ -114,16 +114,16 @@ class PipelineExecutor(PipelineEngine):
         """Updates the weights."""
         self._exec_optimizer_step()
 
-    def _load(self, micro_batch: int) -> tuple[Any, ModelInputs]:
+    def _load(self, micro_batch: int) -> ModelInputs:
         while self._next_batch_number <= micro_batch:
             batch = next(self._batches).to(self.device, non_blocking=True)
-            self._loaded[self._next_batch_number] = batch, self._program.inputs(batch)
+            self._loaded[self._next_batch_number] = self._program.inputs(batch)
             self._next_batch_number += 1
         return self._loaded[micro_batch]
 
     def _exec_forward_pass(self, buffer_id: int, stage: int) -> None:
         key = (stage, buffer_id)
-        batch, inputs = self._load(buffer_id)
+        inputs = self._load(buffer_id)
         hidden = inputs.tokens_BS if stage == 0 else self._arrived(False, key, self._inputs)
         with autocast_if_enabled(self):
             output = self.module(
@@ -132,9 +132,9 @@ class PipelineExecutor(PipelineEngine):
                 inputs.position_ids_BS,
                 inputs.document_ids_BS,
                 self._seeds[buffer_id],
+                inputs.targets if stage == self._last_stage else None,
             )
         if stage == self._last_stage:
-            output = self._program.loss(output, batch, self._groups.tensor)
             self._total += output.detach()
         elif stage + 1 in self.module.runs:
             self._inputs[stage + 1, buffer_id] = _leaf(output.detach())

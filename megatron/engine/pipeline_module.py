@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from megatron.config import ParallelConfig
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerRecipe, LayerRun, Stream
+from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.pipeline_schedules import PipelineSchedule
@@ -83,10 +84,12 @@ class StageModule(PipelineModule):
         position_ids_BS: Tensor | None = None,
         document_ids_BS: Tensor | None = None,
         dropout_seed: int | None = None,
+        targets: Targets | None = None,
     ) -> Tensor:
-        """Takes token ids or hidden states through one of this process's stages."""
+        """Takes token ids or hidden states through one of this process's stages; with targets the
+        last one gives the loss."""
         masks = AttentionMasks(document_ids_BS)
-        stream = Stream(hidden, position_ids_BS, masks, dropout_seed=dropout_seed)
+        stream = Stream(hidden, position_ids_BS, masks, None, dropout_seed, targets)
         return self.runs[stage](stream).hidden
 
     def blocks(self) -> list[nn.Module]:

@@ -83,10 +83,10 @@ class PlainEngine(TrainEngine):
     def _loss(self, batch: Batch, seed: int | None) -> Tensor:
         batch = batch.to(self.device, non_blocking=True)
         inputs = self.program.inputs(batch)
-        logits = self.engine(
+        return self.engine(
             inputs.tokens_BS,
             inputs.position_ids_BS,
             inputs.document_ids_BS,
             dropout_seed=seed,
+            targets=inputs.targets,
         )
-        return self.program.loss(logits, batch, self.groups.tensor)

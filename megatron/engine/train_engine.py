@@ -14,11 +14,14 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.engine.compile import compile_blocks
 from megatron.engine.deepspeed_json import for_engine
-from megatron.engine.gradient_norm import clip_gradients, gradient_norm
+from megatron.engine.float8 import use_float8
+from megatron.engine.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.json_keys import Json
+from megatron.engine.lean_step import keep_gradients_in_place, take_out
 from megatron.engine.loss_scale import defer_scale_growth
 from megatron.engine.optimizer import build_optimizer, set_rates
 from megatron.engine.program import Batch, ModelProgram, StepResult
+from megatron.engine.queued_update import QueuedUpdate, can_queue, leave_norm_to_us
 from megatron.model.layer_list import canonical_parameters, initialise
 from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.random import dropout_seed
@@ -62,12 +65,23 @@ class TrainEngine(ABC):
         self.names = {param: name for name, param in canonical_parameters(self.model, self.recipes)}
         for param, name in self.names.items():
             self._initialise(name, param)
+        use_float8(self.blocks(), config, device)
         if config.training.torch_compile:
-            compile_blocks(self.blocks(), device)
+            compile_blocks(self.blocks(), config.fast_paths.torch_compile_mode, device)
         self.optimizer = build_optimizer(self.names, config.optimizer)
         _fit_buckets(settings, self.names, groups.tensor.size)
+        # It waits for the device before and after every micro batch; the trainer has a clock.
+        settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
+        queued = can_queue(config, settings)
+        if queued:
+            in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+            leave_norm_to_us(settings, self.stage, in_fp32)
+        if groups.data.size == 1:
+            keep_gradients_in_place(settings, self.stage)
         self.engine = self._build_engine(settings)
+        take_out(self.engine, groups.data.size)
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
+        self._queued = self._queued_update() if queued else None
 
     @abstractmethod
     def _build_model(self, settings: Json) -> nn.Module:
@@ -128,6 +142,9 @@ class TrainEngine(ABC):
     ) -> StepResult:
         """Takes ``micro_batches`` batches through the model and updates the weights once.
 
+        All is queued when this returns; but for fp16, SGD and offloaded state nothing was waited
+        for.
+
         Args:
             batches: this rank's micro batches; as many as are needed are taken.
             micro_batches: number of micro batches of this step.
@@ -135,7 +152,8 @@ class TrainEngine(ABC):
             lr: learning rate of this step.
             weight_decay: weight decay of this step.
         """
-        self.engine.train()
+        if not self.model.training:  # it visits every module
+            self.engine.train()
         set_rates(self.optimizer, lr, weight_decay)
         samples = self.config.training.micro_batch_size or 1
         per_round = samples * self.groups.data.size
@@ -144,13 +162,9 @@ class TrainEngine(ABC):
         seeds = [self._dropout_seed(first + n * per_round) for n in range(micro_batches)]
         total = self._accumulate(batches, seeds)
         scale_before = self._loss_scale()
-        norm, skipped = self._update()
-        return StepResult(
-            loss=self._mean_over_ranks(total / micro_batches),
-            grad_norm=norm,
-            skipped=skipped,
-            loss_scale=scale_before,
-        )
+        norm, held = self._update()
+        loss = self._mean_over_ranks(total / micro_batches)
+        return StepResult(loss, norm, held, scale_before)
 
     def _dropout_seed(self, first_sample: int) -> int | None:
         model = self.config.model
@@ -168,8 +182,26 @@ class TrainEngine(ABC):
         """Takes DeepSpeed's hooks off the parameters; they would keep the engine alive for ever."""
         self.engine.destroy()
 
-    def _update(self) -> tuple[float, bool]:
-        """Clips and applies the gradients; returns their norm and whether the step was skipped."""
+    def _queued_update(self) -> QueuedUpdate:
+        options = self.config
+        return QueuedUpdate(
+            self.optimizer_wrapper,
+            self.optimizer,
+            self.names,
+            self.owns,
+            self.groups,
+            self.device,
+            clip_grad=options.optimizer.clip_grad,
+            hold=options.training.check_for_nan_in_loss_and_grad,
+        )
+
+    def _update(self) -> tuple[Tensor | float, Tensor | bool]:
+        """Clips and applies the gradients; returns their norm and whether nothing was changed."""
+        if self._queued is not None:
+            self._queued.prepare()
+            self._apply()
+            assert self._queued.held is not None
+            return self._queued.norm, self._queued.held
         if self.stage == 0:
             return self._update_unpartitioned()
         self._apply()
@@ -186,7 +218,8 @@ class TrainEngine(ABC):
             for param in params:
                 param.grad = None
         elif self.config.optimizer.clip_grad > 0:
-            clip_gradients(params, norm, self.config.optimizer.clip_grad)
+            factor = clipping_factor(norm, self.config.optimizer.clip_grad)
+            torch._foreach_mul_([p.grad for p in params if p.grad is not None], factor)
         self._apply()
         return (float(norm), False) if finite else (float("inf"), True)
 

@@ -14,8 +14,10 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config import ModelConfig
+from megatron.model import blocked_attention
 from megatron.model.attention_masks import AttentionMasks, alibi_slopes, causal_mask
 from megatron.parallel.groups import SINGLE, Group
 
@@ -72,7 +74,8 @@ def sdpa(
     masks: AttentionMasks,
     dropout: float,
 ) -> Tensor:
-    """torch's scaled_dot_product_attention: flash or cuDNN kernels on GPUs, fused on CPU.
+    """torch's scaled_dot_product_attention: flash or cuDNN kernels on GPUs, fused on CPU, where
+    matrix products by blocks take the place of short sequences' kernel.
 
     It cannot bound scores; those go to :func:`eager`.
     """
@@ -89,6 +92,9 @@ def sdpa(
         # Made once in the number format that the kernels need; a boolean mask they convert, and
         # keep, in every layer.
         mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD)
+    if mask is None and not dropout and blocked_attention.suits(q_BNSD, k_BKTD):
+        scale = 1 / math.sqrt(q_BNSD.shape[-1]) if scores.scale is None else scores.scale
+        return blocked_attention.causal_attention(q_BNSD, k_BKTD, v_BKTD, scale)
     return F.scaled_dot_product_attention(
         q_BNSD,
         k_BKTD,
@@ -99,6 +105,27 @@ def sdpa(
         scale=scores.scale,
         enable_gqa=q_BNSD.shape[1] != k_BKTD.shape[1],
     )
+
+
+def cudnn(
+    q_BNSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    scores: Scores,
+    masks: AttentionMasks,
+    dropout: float,
+) -> Tensor:
+    """:func:`sdpa` with cuDNN's kernel wherever that can, torch's other kernels where not."""
+    with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
+        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
+
+
+_CUDNN_FIRST = [
+    SDPBackend.CUDNN_ATTENTION,
+    SDPBackend.FLASH_ATTENTION,
+    SDPBackend.EFFICIENT_ATTENTION,
+    SDPBackend.MATH,
+]
 
 
 def eager(
@@ -158,15 +185,25 @@ def flash(
     return y.transpose(1, 2)
 
 
-_BACKENDS: dict[str, AttentionBackend] = {"sdpa": sdpa, "eager": eager, "flash": flash}
+_BACKENDS: dict[str, AttentionBackend] = {
+    "sdpa": sdpa,
+    "cudnn": cudnn,
+    "eager": eager,
+    "flash": flash,
+}
 
 
 def attention_backend(name: str) -> AttentionBackend:
     """The kernel that ``--attention-backend`` names.
 
     Raises:
-        ValueError: the kernel's package is not installed.
+        ValueError: the kernel's package is not installed, or there is no GPU for it.
     """
+    if name == "cudnn" and not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
+        raise ValueError(
+            "--attention-backend cudnn needs an NVIDIA GPU and a torch that is built with cuDNN; "
+            "sdpa uses what there is"
+        )
     if name == "flash" and importlib.util.find_spec("flash_attn") is None:
         raise ValueError(
             "--attention-backend flash needs the flash-attn package (pip install flash-attn); "

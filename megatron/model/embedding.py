@@ -8,6 +8,7 @@ from torch import nn
 from megatron.config import ModelConfig
 from megatron.model.layer_list import Stream
 from megatron.model.norm import build_norm
+from megatron.parallel.cross_entropy import LossHead
 from megatron.parallel.layers import Dropout, PositionEmbedding, VocabParallelEmbedding
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
@@ -19,22 +20,24 @@ class TokenTable(VocabParallelEmbedding):
     Args:
         config: shape of the network, with the vocabulary sizes filled in.
         region: the tensor-parallel ranks; the table is cut over them.
+        chunk_bytes: size of the logits that are in memory at a time when there is a loss.
     """
 
-    def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, region: TensorParallel, chunk_bytes: int) -> None:
         assert config.padded_vocab_size and config.unpadded_vocab_size and config.hidden_size
         super().__init__(
             config.padded_vocab_size,
-            config.unpadded_vocab_size,
             config.hidden_size,
             init=Init(config.init_method_std),
-            region=region,
+            head=LossHead(
+                config.unpadded_vocab_size, config.final_logit_softcapping, chunk_bytes, region
+            ),
         )
 
     def forward(self, stream: Stream, project: bool = False) -> Stream:  # type: ignore[override]
         """Token ids [B, S] to [B, S, H]; with ``project`` hidden states [B, S, H] to this rank's
-        logits [B, S, V / tensor size]."""
-        return stream.with_hidden(super().forward(stream.hidden, project))
+        logits [B, S, V / tensor size], or to the loss where the stream has targets."""
+        return stream.with_hidden(super().forward(stream.hidden, project, stream.targets))
 
 
 class Positions(nn.Module):

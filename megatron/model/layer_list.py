@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
 from megatron.model.attention_masks import AttentionMasks
+from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.random import derive_seed, generator
 from megatron.parallel.shard import init_of, shard_of
 
@@ -30,12 +31,14 @@ class Stream(NamedTuple):
 
     Attributes:
         hidden: token ids int64 [B, S] into the first layer, hidden states [B, S, H] between
-            layers, logits [B, S, V / tensor size] out of the last.
+            layers; out of the last the mean loss, or logits [B, S, V / tensor size] without
+            targets.
         position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
         masks: which tokens see which, beyond causal attention; None for one document.
         cache: keys and values of earlier positions when generating.
         dropout_seed: what the dropout masks of this micro batch derive from; None leaves torch's
             generators alone.
+        targets: what the last layer measures the loss by.
     """
 
     hidden: Tensor
@@ -43,6 +46,7 @@ class Stream(NamedTuple):
     masks: AttentionMasks | None = None
     cache: LayerCache | None = None
     dropout_seed: int | None = None
+    targets: Targets | None = None
 
     def with_hidden(self, hidden: Tensor) -> Stream:
         """The same stream carrying other hidden states."""
@@ -148,13 +152,16 @@ class LayerStack(nn.Module):
         document_ids_BS: Tensor | None = None,
         cache: LayerCache | None = None,
         dropout_seed: int | None = None,
+        targets: Targets | None = None,
     ) -> Tensor:
-        """Token ids [B, S] to this rank's logits [B, S, V / tensor size].
+        """Token ids [B, S] to the mean loss, or to this rank's logits [B, S, V / tensor size]
+        without targets.
 
         Tokens attend to those with the same document id only; without ids to all before them.
         """
         masks = AttentionMasks(document_ids_BS)
-        return self.run(Stream(tokens_BS, position_ids_BS, masks, cache, dropout_seed)).hidden
+        stream = Stream(tokens_BS, position_ids_BS, masks, cache, dropout_seed, targets)
+        return self.run(stream).hidden
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks, in order."""
@@ -229,6 +236,11 @@ def initialise(name: str, param: nn.Parameter, seed: int, rank: int, size: int) 
         rank: tensor-parallel rank.
         size: tensor-parallel size.
     """
-    shard = shard_of(param)
-    whole = init_of(param).draw(shard.canonical_shape, generator(seed, name))
+    shard, init, random = shard_of(param), init_of(param), generator(seed, name)
+    plain = param.device.type == "cpu" and param.dtype == torch.float32 and param.is_contiguous()
+    if size == 1 and plain and tuple(param.shape) == shard.canonical_shape:
+        # The same values without a second copy, whose pages cost as much as the numbers.
+        init.fill(param, random)
+        return
+    whole = init.draw(shard.canonical_shape, random)
     param.copy_(shard.cut(whole, rank, size))

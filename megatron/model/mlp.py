@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -14,7 +16,14 @@ from megatron.parallel.shard import Init
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
-    return F.gelu(x, approximate="tanh")
+    if not torch.compiler.is_compiling():
+        return F.gelu(x, approximate="tanh")
+    # 1 + tanh(u) = 2 sigmoid(2u), of which compiled code makes a third of the instructions.
+    z = x.to(torch.promote_types(x.dtype, torch.float32))
+    return (z * torch.sigmoid(z * (_TWICE * (1.0 + 0.044715 * z * z)))).to(x.dtype)
+
+
+_TWICE = 2 * math.sqrt(2 / math.pi)
 
 
 def _swiglu(x_BSF: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.layer_list import Stream
+from megatron.model.rms_norm import rms_norm
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
 
@@ -71,6 +72,8 @@ class RMSNorm(Norm):
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """See :meth:`Norm.normalise`."""
+        if x.device.type == "cpu" and not torch.compiler.is_compiling():
+            return rms_norm(x, weight, self.epsilon)
         return F.rms_norm(x, (self.width,), weight, self.epsilon)
 
 

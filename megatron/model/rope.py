@@ -39,11 +39,11 @@ class Rotation:
         rotated = int(config.kv_channels * config.rotary_percent)
         positions = config.max_position_embeddings
         if config.window(layer) is not None and config.rotary_base_local is not None:
-            return cls(rotated, config.rotary_base_local, positions)
+            return _one_of_equals(cls(rotated, config.rotary_base_local, positions))
         if config.rope_scaling is None:
-            return cls(rotated, config.rotary_base, positions)
+            return _one_of_equals(cls(rotated, config.rotary_base, positions))
         scaling = RopeScaling.parse(config.rope_scaling, rotated // 2)
-        return cls(rotated, config.rotary_base, positions, scaling)
+        return _one_of_equals(cls(rotated, config.rotary_base, positions, scaling))
 
     def angles(
         self, length: int, positions_BS: Tensor | None, cached: bool, device: torch.device
@@ -78,7 +78,13 @@ class Rotation:
         return cos[at_BS1], sin[at_BS1]
 
 
-@functools.lru_cache(maxsize=8)
+@functools.cache
+def _one_of_equals(rotation: Rotation) -> Rotation:
+    """The first that equals it. What was compiled for a block serves all that rotate by the same
+    object."""
+    return rotation
+
+
 def rope_table(rotation: Rotation, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions, each float32 [positions, R].
 
@@ -89,6 +95,11 @@ def rope_table(rotation: Rotation, long: bool, device: torch.device) -> tuple[Te
         long: whether the sequence is longer than the original ones (longrope).
         device: where the tables lie.
     """
+    return _table(rotation, long, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _table(rotation: Rotation, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     # The cache outlives the call, which may run under inference mode.
     with torch.inference_mode(False), torch.no_grad():
         exponents = torch.arange(0, rotation.rotated, 2, device=device, dtype=torch.float32)

@@ -22,6 +22,7 @@ from megatron.parallel.collectives import (
     start_scatter_sequence,
     start_sum_over_copies,
 )
+from megatron.parallel.float8 import Float8, check_tokens, linear, product_dtype
 from megatron.parallel.groups import Group
 
 
@@ -32,11 +33,13 @@ class LinearMap(NamedTuple):
         weight: [OP, I].
         bias: [OP] or None.
         copies: how many neighbouring ranks hold this same share; its gradient is summed over them.
+        float8: how it is multiplied in 8 bits; None for the number format of the input.
     """
 
     weight: Tensor
     bias: Tensor | None
     copies: int = 1
+    float8: Float8 | None = None
 
 
 def column_linear(
@@ -49,11 +52,16 @@ def column_linear(
         maps: this rank's shares.
         group: the tensor-parallel group.
         sequence: whether the input is split along the sequence.
+
+    Raises:
+        ValueError: 16 does not divide the tokens that weights are trained on in 8 bits.
     """
     if group.size == 1:
-        return tuple(F.linear(x_BSI, each.weight, each.bias) for each in maps)
-    weights, biases, copies = zip(*maps, strict=True)
-    return _ColumnLinear.apply(x_BSI, group, sequence, copies, *weights, *biases)
+        return tuple(linear(x_BSI, each.weight, each.bias, each.float8) for each in maps)
+    weights, biases, copies, float8s = zip(*maps, strict=True)
+    if any(float8s) and torch.is_grad_enabled():
+        check_tokens(x_BSI.shape[:-1].numel() * (group.size if sequence else 1))
+    return _ColumnLinear.apply(x_BSI, group, sequence, copies, float8s, *weights, *biases)
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -67,18 +75,19 @@ class _ColumnLinear(torch.autograd.Function):
         group: Group,
         sequence: bool,
         copies: tuple[int, ...],
+        float8s: tuple[Float8 | None, ...],
         *params: Any,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence, ctx.copies, ctx.input_dtype = group, sequence, copies, x.dtype
-        x = x.to(_product_dtype(x))
+        ctx.float8s = float8s
+        x = x.to(product_dtype(x))
         ctx.save_for_backward(x, *params)
         if sequence:
             x = start_gather_sequence(x, group)()
         weights, biases = params[: len(copies)], params[len(copies) :]
-        # F.linear, not a plain product: DeepSpeed's profiler counts it.
         return tuple(
-            F.linear(x, weight.to(x.dtype), None if bias is None else bias.to(x.dtype))
-            for weight, bias in zip(weights, biases, strict=True)
+            _output(x, weight, None if bias is None else bias.to(x.dtype), float8)
+            for weight, bias, float8 in zip(weights, biases, float8s, strict=True)
         )
 
     @staticmethod
@@ -87,46 +96,55 @@ class _ColumnLinear(torch.autograd.Function):
         x, *params = ctx.saved_tensors
         count = len(ctx.copies)
         weights, biases = params[:count], params[count:]
-        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[4:]
+        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
         finish_x: Finish = lambda: x  # noqa: E731
         if ctx.sequence:
             finish_x = start_gather_sequence(x, ctx.group)
         finish_x_grad: Finish | None = None
         if x_needs:
             start = start_scatter_sequence if ctx.sequence else start_all_reduce
-            finish_x_grad = start(_input_gradient(grads_BSO, weights), ctx.group)
+            finish_x_grad = start(_input_gradient(grads_BSO, weights, ctx.float8s), ctx.group)
         x_TI = finish_x().flatten(0, 1)
         pending = []
         for place, (grad_BSO, copies) in enumerate(zip(grads_BSO, ctx.copies, strict=True)):
             grad_TO = grad_BSO.flatten(0, 1)
             weight_grad = bias_grad = None
             if needs[place]:
-                weight_grad = (grad_TO.t() @ x_TI).to(weights[place].dtype)
+                weight_grad = _weight_gradient(grad_TO, x_TI, ctx.float8s[place])
+                weight_grad = weight_grad.to(weights[place].dtype)
             if needs[count + place]:
                 bias_grad = grad_TO.sum(0).to(biases[place].dtype)
             pending.append(_start_sums((weight_grad, bias_grad), copies, ctx.group))
         weight_grads, bias_grads = zip(*(finish() for finish in pending), strict=True)
         x_grad = None if finish_x_grad is None else finish_x_grad().to(ctx.input_dtype)
-        return x_grad, None, None, None, *weight_grads, *bias_grads
+        return x_grad, None, None, None, None, *weight_grads, *bias_grads
 
 
-def _product_dtype(x: Tensor) -> torch.dtype:
-    """What autocast makes of the inputs of a product; it leaves float64 alone."""
-    device = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
+def _output(x_BSI: Tensor, weight: Tensor, bias: Tensor | None, float8: Float8 | None) -> Tensor:
+    if float8 is None:
+        # F.linear, not a plain product: DeepSpeed's profiler counts it.
+        return F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
+    y_BSO = float8.output(x_BSI.flatten(0, 1), weight).unflatten(0, x_BSI.shape[:2])
+    return y_BSO if bias is None else y_BSO + bias
 
 
-def _input_gradient(grads_BSO: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
+def _input_gradient(
+    grads_BSO: Sequence[Tensor], weights: Sequence[Tensor], float8s: Sequence[Float8 | None]
+) -> Tensor:
     """This rank's addend of the gradient of the whole input [B, S, I]."""
     first, *rest = (
         grad_BSO @ weight.to(grad_BSO.dtype)
-        for grad_BSO, weight in zip(grads_BSO, weights, strict=True)
+        if float8 is None
+        else float8.input_gradient(grad_BSO.flatten(0, 1), weight).unflatten(0, grad_BSO.shape[:2])
+        for grad_BSO, weight, float8 in zip(grads_BSO, weights, float8s, strict=True)
     )
     for addend in rest:
         first += addend
     return first
+
+
+def _weight_gradient(grad_TO: Tensor, x_TI: Tensor, float8: Float8 | None) -> Tensor:
+    return grad_TO.t() @ x_TI if float8 is None else float8.weight_gradient(grad_TO, x_TI)
 
 
 def _start_sums(

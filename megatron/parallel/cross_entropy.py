@@ -1,102 +1,271 @@
-"""Cross entropy over a vocabulary that is cut over tensor-parallel ranks.
+"""Cross entropy of a linear map onto a vocabulary, whose logits are never in memory whole.
 
-Shapes: T tokens (batch x sequence), VP one rank's share of the vocabulary.
+The forward pass takes the tokens in chunks: logits, loss, and at once the gradients of the input
+and of the weight, after which the memory of the logits is free for the next chunk. There are the
+same three matrix products as with whole logits; the backward pass has only to scale.
+
+Shapes: B batch, S sequence (outside the region a rank's slice of it if that is split), T tokens
+(B x S), C tokens of a chunk, R rows of a chunk, H hidden, V one rank's share of the vocabulary
+without padding.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
+from megatron.parallel.collectives import (
+    start_all_reduce,
+    start_gather_sequence,
+    start_scatter_sequence,
+)
+from megatron.parallel.float8 import product_dtype
 from megatron.parallel.groups import Group
+from megatron.parallel.region import TensorParallel
 
-CHUNK_BYTES = 16 * 2**20
-"""Size of the float32 work space; logits are worked through in row chunks of this size."""
+WORK_BYTES = 2 * 2**20
+"""Size of the float32 work space on CPUs, so that it stays in a core's caches."""
 
 
-def vocab_parallel_cross_entropy(
-    logits_BSV: Tensor, labels_BS: Tensor, vocab_size: int, group: Group
-) -> Tensor:
-    """-log softmax(logits)[label] of every token, float32 (float64 for float64 logits).
+class Targets(NamedTuple):
+    """What a model should have said."""
 
-    Columns from ``vocab_size`` on are padding and take no part. The backward pass overwrites the
-    logits with their gradient, so that they are never in memory twice, and float32 copies exist
-    only chunk by chunk; the logits must not be used after the backward pass.
+    labels_BS: Tensor
+    """Token ids, int64."""
+    mask_BS: Tensor
+    """1 where the loss counts, 0 elsewhere."""
+
+
+@dataclass(frozen=True)
+class LossHead:
+    """How hidden states become a loss.
+
+    Attributes:
+        vocab_size: tokens of the whole vocabulary; rows of the weight beyond are padding.
+        softcap: logits are softcap x tanh(logit / softcap); None leaves them alone.
+        chunk_bytes: size of the logits that are in memory at a time; 0 for all.
+        region: the tensor-parallel ranks, over which the rows of the weight are cut.
+    """
+
+    vocab_size: int
+    softcap: float | None
+    chunk_bytes: int
+    region: TensorParallel
+
+    def capped(self, logits: Tensor) -> Tensor:
+        """Logits within the bound, where there is one."""
+        cap = self.softcap
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    def rows_used(self, held: int) -> int:
+        """Of the rows that this rank holds those that are tokens."""
+        return max(0, min(held, self.vocab_size - self.region.group.rank * held))
+
+
+def linear_cross_entropy(x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead) -> Tensor:
+    """Mean of -log softmax(x weight^T)[label] over the tokens whose mask is 1; zero if none is.
 
     Args:
-        logits_BSV: this rank's columns of the logits, [B, S, VP].
-        labels_BS: token ids, [B, S].
-        vocab_size: number of tokens of the whole vocabulary without padding.
-        group: the tensor-parallel group.
+        x_BSH: hidden states, the same on every rank or, in a split region, this rank's slice.
+        weight: this rank's rows of the vocabulary, padding included.
+        targets: of the whole sequence.
+        head: the rest.
 
     Returns:
-        [B, S], the same on every rank of ``group``.
+        A scalar, float32 (float64 for float64 input), the same on every rank.
     """
-    return _CrossEntropy.apply(logits_BSV, labels_BS, vocab_size, group)
+    return _LinearCrossEntropy.apply(x_BSH, weight, targets, head, torch.is_grad_enabled())
 
 
-class _CrossEntropy(torch.autograd.Function):
+class _LinearCrossEntropy(torch.autograd.Function):
+    # ZeRO 3 frees the weight after the forward pass; the backward pass does not need it.
+
     @staticmethod
     def forward(
-        ctx: Any, logits_BSV: Tensor, labels_BS: Tensor, vocab_size: int, group: Group
+        ctx: Any, x: Tensor, weight: Tensor, targets: Targets, head: LossHead, training: bool
     ) -> Tensor:
-        width = logits_BSV.shape[-1]
-        logits_TV = logits_BSV.reshape(-1, width)
-        first = group.rank * width
-        used = max(0, min(width, vocab_size - first))
-        columns_T = labels_BS.reshape(-1) - first
-        absent_T = (columns_T < 0) | (columns_T >= used)
-        columns_T = columns_T.masked_fill(absent_T, 0)
-        work = torch.float64 if logits_TV.dtype == torch.float64 else torch.float32
-
-        target_T = logits_TV.gather(1, columns_T.unsqueeze(1)).squeeze(1).to(work)
-        target_T = target_T.masked_fill(absent_T, 0.0)
-        norm_T = torch.empty_like(target_T)
-        if used:
-            for rows in _chunks(logits_TV):
-                norm_T[rows] = logits_TV[rows, :used].to(work).logsumexp(-1)
-        else:
-            norm_T.fill_(-torch.inf)
-        if group.size > 1:
-            norm_T = _logsumexp_over_ranks(norm_T, group)
-            dist.all_reduce(target_T, group=group.handle)
-        ctx.save_for_backward(logits_TV, columns_T, absent_T, norm_T)
-        ctx.used, ctx.shape = used, logits_BSV.shape
-        return (norm_T - target_T).view(labels_BS.shape)
+        dtype, region = product_dtype(x), head.region
+        with torch.autocast(x.device.type, enabled=False):
+            rows, sliced = head.rows_used(len(weight)), x.to(dtype)
+            whole = start_gather_sequence(sliced, region.group)() if region.split else sliced
+            run = _Chunks(whole.flatten(0, 1), weight.to(dtype), targets, head)
+            x_needs, weight_needs = (training and needs for needs in ctx.needs_input_grad[:2])
+            x_grad = torch.zeros_like(run.x_TH) if x_needs else None
+            weight_grad = run.weight_gradient() if weight_needs else None
+            loss = run.loss(x_grad, None if weight_grad is None else weight_grad[:rows])
+        ctx.save_for_backward(x_grad, weight_grad)
+        ctx.head, ctx.shape, ctx.unit = head, whole.shape, run.unit
+        ctx.dtypes = x.dtype, weight.dtype
+        return loss
 
     @staticmethod
-    def backward(ctx: Any, grad_BS: Tensor) -> tuple[Tensor, None, None, None]:
-        logits_TV, columns_T, absent_T, norm_T = ctx.saved_tensors
-        grad_T = grad_BS.reshape(-1)
-        at_label_T = -grad_T.masked_fill(absent_T, 0.0)
-        for rows in _chunks(logits_TV):
-            chunk = logits_TV[rows]
-            chunk[:, ctx.used :] = 0.0
-            if ctx.used:
-                softmax = chunk[:, : ctx.used].to(norm_T.dtype) - norm_T[rows, None]
-                softmax.exp_().mul_(grad_T[rows, None])
-                softmax.scatter_add_(1, columns_T[rows, None], at_label_T[rows, None])
-                chunk[:, : ctx.used] = softmax
-        return logits_TV.view(ctx.shape), None, None, None
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x_grad, weight_grad = ctx.saved_tensors
+        region, factor = ctx.head.region, grad / ctx.unit
+        if x_grad is not None:
+            x_grad = x_grad.view(ctx.shape)
+            if region.group.size > 1:
+                start = start_scatter_sequence if region.split else start_all_reduce
+                x_grad = start(x_grad, region.group)()
+            # In place: a second backward pass is an error.
+            x_grad = x_grad.mul_(factor.to(x_grad.dtype)).to(ctx.dtypes[0])
+        if weight_grad is not None:
+            weight_grad = weight_grad.mul_(factor).to(ctx.dtypes[1])
+        return x_grad, weight_grad, None, None, None
 
 
-def _chunks(logits_TV: Tensor) -> list[slice]:
-    tokens, width = logits_TV.shape
-    step = max(1, CHUNK_BYTES // (4 * max(1, width)))
-    return [slice(start, start + step) for start in range(0, tokens, step)]
+class _Chunks:
+    """The tokens of a micro batch, chunk by chunk.
+
+    Args:
+        x_TH: hidden states of the whole sequence.
+        weight_PH: this rank's rows, padding included.
+        targets: labels and mask.
+        head: the rest.
+
+    Attributes:
+        unit: the gradients are those of ``unit`` x loss. It is the power of two next to the number
+            of tokens: a token's share of them is about 1, which 16 bits hold well, and dividing by
+            it later rounds nothing.
+    """
+
+    def __init__(self, x_TH: Tensor, weight_PH: Tensor, targets: Targets, head: LossHead) -> None:
+        self.x_TH, self.head, held = x_TH, head, len(weight_PH)
+        self.weight_VH = weight_PH[: head.rows_used(held)]
+        self.work = torch.promote_types(x_TH.dtype, torch.float32)
+        # By what a rank holds, not what it uses: all ranks must have the same chunks.
+        most = max(1, head.chunk_bytes // (held * x_TH.element_size()))
+        self.chunks = _even_slices(len(x_TH), most if head.chunk_bytes else len(x_TH))
+        self.held, first = held, head.region.group.rank * held
+        self.labels_T = targets.labels_BS.flatten() - first
+        self.mask_T = targets.mask_BS.flatten().to(self.work)
+        self.counted = self.mask_T.sum().clamp(min=1.0)
+        self.unit = float(2 ** (len(x_TH) - 1).bit_length())
+        self.share_T = self.mask_T * (self.unit / self.counted)
+
+    def weight_gradient(self) -> Tensor:
+        """Memory for that of all rows, zero in those that are padding; in a number format in which
+        the chunks' gradients can be added."""
+        dtype = self.work if len(self.chunks) > 1 else self.x_TH.dtype
+        memory_PH = self.x_TH.new_empty(self.held, self.x_TH.shape[1], dtype=dtype)
+        memory_PH[len(self.weight_VH) :] = 0.0
+        return memory_PH
+
+    def loss(self, x_grad_TH: Tensor | None, weight_grad_VH: Tensor | None) -> Tensor:
+        """The mean loss; fills in the gradients that are given."""
+        total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
+        rows = len(self.weight_VH)
+        memory = self.x_TH.new_empty(self.chunks[0].stop * rows)
+        gradients = x_grad_TH is not None or weight_grad_VH is not None
+        for chunk in self.chunks:
+            x_CH, share_C = self.x_TH[chunk], self.share_T[chunk, None]
+            logits_CV = memory[: len(x_CH) * rows].view(len(x_CH), rows)
+            torch.mm(x_CH, self.weight_VH.t(), out=logits_CV)
+            loss_C = self._step(logits_CV, self.labels_T[chunk], gradients)
+            total += loss_C @ self.mask_T[chunk]
+            if not rows:
+                continue
+            if x_grad_TH is not None:
+                torch.mm(logits_CV, self.weight_VH, out=x_grad_TH[chunk])
+                x_grad_TH[chunk] *= share_C.to(x_grad_TH.dtype)
+            if weight_grad_VH is not None:
+                shared_CH = (x_CH * share_C).to(x_CH.dtype)
+                if len(self.chunks) == 1:
+                    torch.mm(logits_CV.t(), shared_CH, out=weight_grad_VH)
+                elif chunk.start == 0:
+                    weight_grad_VH.copy_(logits_CV.t() @ shared_CH)
+                else:
+                    weight_grad_VH += logits_CV.t() @ shared_CH
+        return total / self.counted
+
+    def _step(self, logits_CV: Tensor, labels_C: Tensor, gradients: bool) -> Tensor:
+        """Loss of each token; with ``gradients`` the logits become softmax - label."""
+        group = self.head.region.group
+        absent_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
+        columns_C = labels_C.masked_fill(absent_C, 0)
+        if not logits_CV.shape[1]:
+            norm_C = torch.full_like(labels_C, -torch.inf, dtype=self.work)
+            target_C = torch.zeros_like(norm_C)
+            return _over_ranks(norm_C, target_C, group)
+        norm_C, target_C = (logits_CV.new_empty(len(labels_C), dtype=self.work) for _ in range(2))
+        alone, rows = group.size == 1, list(self._rows(logits_CV))
+        for at in rows:
+            logits_RV = self._capped(logits_CV[at])
+            target_C[at] = logits_RV.gather(1, columns_C[at, None]).squeeze(1)
+            if not (alone and gradients):
+                norm_C[at] = logits_RV.logsumexp(-1)
+                continue
+            # One pass instead of two: the largest probability tells what it was divided by.
+            slope_RV, largest_R = self._slope(logits_RV), logits_RV.amax(-1)
+            softmax_RV = torch.softmax(logits_RV, -1, out=logits_RV)
+            norm_C[at] = largest_R - softmax_RV.amax(-1).log()
+            self._write(logits_CV[at], softmax_RV, slope_RV, columns_C[at], absent_C[at])
+        target_C.masked_fill_(absent_C, 0.0)
+        loss_C = norm_C - target_C if alone else _over_ranks(norm_C, target_C, group)
+        if gradients and not alone:
+            for at in rows:
+                logits_RV = self._capped(logits_CV[at])
+                slope_RV = self._slope(logits_RV)
+                softmax_RV = logits_RV.sub_(norm_C[at, None]).exp_()
+                self._write(logits_CV[at], softmax_RV, slope_RV, columns_C[at], absent_C[at])
+        return loss_C
+
+    def _rows(self, logits_CV: Tensor) -> Iterator[slice]:
+        rows = len(logits_CV)
+        if logits_CV.device.type == "cpu":
+            rows = max(1, WORK_BYTES // (4 * logits_CV.shape[1]))
+        return _slices(len(logits_CV), rows)
+
+    def _capped(self, logits_RV: Tensor) -> Tensor:
+        """The logits in the number format of the work; they may be overwritten."""
+        return self.head.capped(logits_RV.to(self.work))
+
+    def _slope(self, capped_RV: Tensor) -> Tensor | None:
+        """Derivative of the cap, before the logits are overwritten."""
+        cap = self.head.softcap
+        return None if cap is None else 1.0 - (capped_RV / cap).square_()
+
+    @staticmethod
+    def _write(
+        place_RV: Tensor,
+        softmax_RV: Tensor,
+        slope_RV: Tensor | None,
+        columns_R: Tensor,
+        absent_R: Tensor,
+    ) -> None:
+        """Replaces logits by the gradient of each token's loss."""
+        at_label_R = absent_R.to(softmax_RV.dtype) - 1.0
+        softmax_RV.scatter_add_(1, columns_R[:, None], at_label_R[:, None])
+        if slope_RV is not None:
+            softmax_RV.mul_(slope_RV)
+        place_RV.copy_(softmax_RV)
 
 
-def _logsumexp_over_ranks(norm_T: Tensor, group: Group) -> Tensor:
-    largest_T = norm_T.clone()
-    dist.all_reduce(largest_T, op=dist.ReduceOp.MAX, group=group.handle)
-    total_T = (norm_T - largest_T).exp()
-    dist.all_reduce(total_T, group=group.handle)
-    return largest_T + total_T.log()
+def _over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:
+    """Loss of each token; the normaliser becomes that of the whole vocabulary, in place."""
+    if group.size > 1:
+        largest_C = norm_C.clone()
+        dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group.handle)
+        sums_2C = torch.stack([(norm_C - largest_C).exp(), target_C])
+        dist.all_reduce(sums_2C, group=group.handle)
+        target_C = sums_2C[1]
+        norm_C.copy_(largest_C + sums_2C[0].log())
+    return norm_C - target_C
 
 
-def masked_mean(loss_BS: Tensor, mask_BS: Tensor) -> Tensor:
-    """Mean of the losses where the mask is 1; zero when it is 1 nowhere."""
-    return (loss_BS * mask_BS).sum() / mask_BS.sum().clamp(min=1.0)
+def _even_slices(length: int, most: int) -> list[slice]:
+    """As few as go, of nearly one size."""
+    count = -(-length // most)
+    return list(_slices(length, -(-length // count)))
+
+
+def _slices(length: int, step: int) -> Iterator[slice]:
+    for start in range(0, length, step):
+        yield slice(start, min(start + step, length))

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.parallel.column_linear import LinearMap
+from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.float8 import Float8, linear
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
 
@@ -24,7 +26,13 @@ class ColumnParallelLinear(nn.Module):
         bias: whether there is a bias.
         init: initial values of the weight; the bias starts at zero.
         region: the tensor-parallel ranks.
+
+    Attributes:
+        float8: how it multiplies in 8 bits; None, which it starts with, for the format of its
+            input.
     """
+
+    float8: Float8 | None = None
 
     def __init__(
         self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, region: TensorParallel
@@ -37,7 +45,8 @@ class ColumnParallelLinear(nn.Module):
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
-        (y_BSO,) = self.region.enter(x_BSI, LinearMap(self.weight, self.bias))
+        whole = LinearMap(self.weight, self.bias, float8=self.float8)
+        (y_BSO,) = self.region.enter(x_BSI, whole)
         return y_BSO
 
 
@@ -57,7 +66,13 @@ class QKVParallelLinear(nn.Module):
         bias: whether there are biases.
         init: initial values of the weights; biases start at zero.
         region: the tensor-parallel ranks.
+
+    Attributes:
+        float8: how it multiplies in 8 bits; None, which it starts with, for the format of its
+            input.
     """
+
+    float8: Float8 | None = None
 
     def __init__(
         self,
@@ -97,9 +112,9 @@ class QKVParallelLinear(nn.Module):
     def forward(self, x_BSI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, I] to this rank's queries, keys and values of the whole sequence, each with its
         heads side by side in the last dimension."""
-        maps = [LinearMap(self.weight, self.bias)]
+        maps = [LinearMap(self.weight, self.bias, float8=self.float8)]
         if self.kv_weight is not None:
-            maps.append(LinearMap(self.kv_weight, self.kv_bias, self.copies))
+            maps.append(LinearMap(self.kv_weight, self.kv_bias, self.copies, self.float8))
         outputs = self.region.enter(x_BSI, *maps)
         if len(outputs) == 2:
             q, kv = outputs
@@ -119,7 +134,13 @@ class RowParallelLinear(nn.Module):
         bias: whether there is a bias; it is added once, after the sum over ranks.
         init: initial values of the weight; the bias starts at zero.
         region: the tensor-parallel ranks.
+
+    Attributes:
+        float8: how it multiplies in 8 bits; None, which it starts with, for the format of its
+            input.
     """
+
+    float8: Float8 | None = None
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, init: Init, region: TensorParallel
@@ -132,8 +153,8 @@ class RowParallelLinear(nn.Module):
     def forward(self, x_BSI: Tensor) -> Tensor:
         """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
         if self.region.group.size == 1:
-            return F.linear(x_BSI, self.weight, self.bias)
-        y_BSO = self.region.leave(F.linear(x_BSI, self.weight))
+            return linear(x_BSI, self.weight, self.bias, self.float8)
+        y_BSO = self.region.leave(linear(x_BSI, self.weight, None, self.float8))
         return y_BSO if self.bias is None else y_BSO + self.region.shared(self.bias)[0]
 
 
@@ -143,29 +164,30 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         rows: rows of the table, padding included; divisible by the ranks.
-        unpadded: rows that are tokens.
         width: width H of an embedding.
         init: initial values.
-        region: the tensor-parallel ranks.
+        head: how hidden states become a loss; it has the region, and how many rows are tokens.
     """
 
-    def __init__(
-        self, rows: int, unpadded: int, width: int, *, init: Init, region: TensorParallel
-    ) -> None:
+    def __init__(self, rows: int, width: int, *, init: Init, head: LossHead) -> None:
         super().__init__()
-        self.region = region
+        self.head, self.region = head, head.region
+        region, unpadded = head.region, head.vocab_size
         self.weight = parameter(Shard((rows, width), 0, unpadded=unpadded), init, region.group)
         self.rows_local = rows // region.group.size
         self.first_row = region.group.rank * self.rows_local
 
-    def forward(self, x: Tensor, project: bool = False) -> Tensor:
+    def forward(self, x: Tensor, project: bool = False, targets: Targets | None = None) -> Tensor:
         """Token ids of the whole sequence to embeddings [B, S, H]; with ``project`` hidden states
-        [B, S, H] to this rank's logits [B, S, VP] of the whole sequence.
+        [B, S, H] to this rank's logits [B, S, VP] of the whole sequence, or, where there are
+        targets, to the loss.
 
-        Both go through ``forward`` because ZeRO 3 gathers the weight around module calls.
+        All go through ``forward`` because ZeRO 3 gathers the weight around module calls.
         """
+        if project and targets is not None:
+            return linear_cross_entropy(x, self.weight, targets, self.head)
         if project:
-            return self.region.enter(x, LinearMap(self.weight, None))[0]
+            return self.head.capped(self.region.enter(x, LinearMap(self.weight, None))[0])
         if self.region.group.size == 1:
             return F.embedding(x, self.weight)
         rows_BS = x - self.first_row

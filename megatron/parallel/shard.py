@@ -134,9 +134,13 @@ class Init:
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
         """Initial values (float32, CPU) of a whole parameter."""
+        return self.fill(torch.empty(tuple(shape)), generator)
+
+    def fill(self, values: Tensor, generator: torch.Generator) -> Tensor:
+        """Writes the initial values of a whole parameter into ``values`` (float32, CPU)."""
         if self.std:
-            return torch.empty(*shape).normal_(0.0, self.std, generator=generator)
-        return torch.full(tuple(shape), self.constant)
+            return values.normal_(0.0, self.std, generator=generator)
+        return values.fill_(self.constant)
 
 
 def parameter(shard: Shard, init: Init, group: Group) -> nn.Parameter:

@@ -202,7 +202,7 @@ def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
         def watch(result: StepResult) -> None:
             record.add(result)
             if len(record.losses) == 1:
-                parts.extend(parts_of(trainer.engine, result.grad_norm))
+                parts.extend(parts_of(trainer.engine, float(result.grad_norm)))
 
         trainer = watched_trainer(run, groups, watch)
         trainer.fit()

@@ -20,8 +20,10 @@ from megatron.config import (
     Setting,
     Settings,
 )
+from megatron.config.fast_paths import FastPathsConfig
 from megatron.config.flags import flag_of
 from megatron.config.layouts import Layout
+from megatron.config.profiling import ProfilingConfig
 from megatron.engine.deepspeed_json import merge
 from megatron.engine.json_file import read_json
 
@@ -35,15 +37,20 @@ OF_LAYOUTS = frozenset(
 """Config fields that a layout's name sets. (Recomputation, which names may say too, may also be a
 flag: one process recomputes as well.)"""
 LEFT_OUT = frozenset(
-    {f.name for part in (CheckpointConfig, LoggingConfig) for f in dataclasses.fields(part)}
+    {
+        f.name
+        for part in (CheckpointConfig, LoggingConfig, ProfilingConfig, FastPathsConfig)
+        for f in dataclasses.fields(part)
+    }
     | set(
         """eval_interval eval_iters skip_train exit_interval exit_duration_in_mins explain_config
         torch_compile num_workers local_rank lr_warmup_fraction lr_warmup_iters lr_warmup_samples
         lr_warmup_tokens lr_warmup_init""".split()
     )
 )
-"""Config fields of what a check does not do: it saves, loads, evaluates, logs and compiles nothing,
-and a warm-up would keep the weights of its few steps where they are."""
+"""Config fields of what a check does not do: it saves, loads, evaluates, logs, profiles, compiles
+nothing, multiplies in no 8 bits, in which layouts differ, and a warm-up would keep the weights of
+its few steps where they are."""
 _LENGTHS = {"train_iters", "train_samples", "train_tokens"}
 _OF_ENGINE = OF_LAYOUTS | {"deepspeed_config", "accumulate_allreduce_grads_in_fp32", "loss_scale"}
 

@@ -149,10 +149,13 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
         batch = next(batches)
         inputs = program.inputs(batch)
         seed = dropout_seed(config.training.seed, number * plan.micro_batch_size)
-        logits = model(
-            inputs.tokens_BS, inputs.position_ids_BS, inputs.document_ids_BS, dropout_seed=seed
+        loss = model(
+            inputs.tokens_BS,
+            inputs.position_ids_BS,
+            inputs.document_ids_BS,
+            dropout_seed=seed,
+            targets=inputs.targets,
         )
-        loss = program.loss(logits, batch, groups.tensor)
         (loss / count).backward()
         total += float(loss.detach())
     found = [
@@ -246,14 +249,14 @@ def first_difference(
     for place, layer in enumerate(layers):
         expected = reference.outputs[place]
         allowed = BOUND * float(expected.abs().max())
-        logits = place == len(layers) - 1
-        what = f"output of {'the head ' if logits else ''}{layer.name}"
+        head = place == len(layers) - 1
+        what = "loss of the first micro batch" if head else f"output of {layer.name}"
         if not any(place in record.outputs for record in records):
             return Difference(what, None, math.inf, allowed)
         for rank, record in enumerate(records):
             if place in record.outputs:
                 output = record.outputs[place]
-                share = _share_of_output(expected, output, record.tensor, logits)
+                share = _share_of_output(expected, output, record.tensor)
                 found = _distance(output, share)
                 if not found <= allowed:
                     return Difference(what, rank, found, allowed)
@@ -296,18 +299,10 @@ def _gradient_difference(
     return None
 
 
-def _share_of_output(
-    expected: Tensor, output: Tensor, tensor: tuple[int, int], logits: bool
-) -> Tensor:
-    """What of a layer's whole output a rank should have: logits [B, S, V] are cut along V, which is
-    padded to another length in every layout, hidden states [B, S, H] perhaps along S."""
+def _share_of_output(expected: Tensor, output: Tensor, tensor: tuple[int, int]) -> Tensor:
+    """What of a layer's whole output a rank should have: the loss, or hidden states [B, S, H],
+    which are perhaps cut along S."""
     rank, size = tensor
-    if logits:
-        width = output.shape[2]
-        share = torch.zeros_like(output)
-        columns = expected[..., rank * width : (rank + 1) * width]
-        share[..., : columns.shape[2]] = columns
-        return share
     return expected if output.shape == expected.shape else expected.chunk(size, 1)[rank]
 
 

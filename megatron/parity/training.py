@@ -19,7 +19,7 @@ from megatron.engine.environment import distributed
 from megatron.engine.program import StepResult
 from megatron.engine.state import fragments
 from megatron.model.layer_list import LayerStack, initialise
-from megatron.parallel.groups import SINGLE, ProcessGroups
+from megatron.parallel.groups import ProcessGroups
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
@@ -55,9 +55,9 @@ class Record:
     def add(self, result: StepResult) -> None:
         """Notes a step."""
         self.losses.append(float(result.loss))
-        self.norms.append(result.grad_norm)
+        self.norms.append(float(result.grad_norm))
         self.scales.append(result.loss_scale)
-        self.skipped.append(result.skipped)
+        self.skipped.append(bool(result.skipped))
 
 
 def train(argv: Sequence[str]) -> Record:
@@ -151,13 +151,13 @@ class PlainTraining:
                 continue
             first_sample = self._consumed + place * plan.micro_batch_size
             inputs = self._program.inputs(micro[place])
-            logits = self._model(
+            loss = self._model(
                 inputs.tokens_BS,
                 inputs.position_ids_BS,
                 inputs.document_ids_BS,
                 dropout_seed=dropout_seed(self._seed, first_sample),
+                targets=inputs.targets,
             )
-            loss = self._program.loss(logits, micro[place], SINGLE)
             (loss / count).backward()
             losses.append(float(loss.detach()))
         params = list(self.params.values())

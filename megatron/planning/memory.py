@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.planning.parameters import (
     RankShare,
@@ -27,6 +27,9 @@ REDUCE_BUCKET = 500_000_000
 
 LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO 3 holds gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
+
+LOGITS_CHUNK = ParallelConfig().logits_chunk_mib * 2**20
+"""Bytes of logits that exist at a time."""
 
 _MLP_WIDTHS = {"swiglu": 4, "geglu": 4, "relu": 1}
 """Inner widths that an MLP keeps: gate and up, the activated gate and the product; what is
@@ -75,11 +78,13 @@ def state_bytes(layout: Layout) -> StateBytes:
 def bucket_bytes(layout: Layout) -> int:
     """Bytes per element of the buckets in which a rank's gradients travel, all of them together.
 
-    There is one, also without other replicas. At stage 1 a pipeline has two: DeepSpeed allocates
-    the one of a backward pass of its own besides. At stage 0 and in its bf16 optimizer, which is
+    At stage 1 a pipeline has two: DeepSpeed allocates the one of a backward pass of its own
+    besides. At stage 0 and in its bf16 optimizer, which is
     stage 1 with float32 accumulation, the bucket is a copy of the float32 gradients made at the
     end of the step. Stage 2 reduces what a micro batch gave, and accumulates after that.
     """
+    if layout.data == 1 and layout.zero < 3 and not (layout.zero == 2 and layout.grads_in_fp32):
+        return 0  # gradients stay where the backward pass puts them
     size = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
     if layout.zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
         return 4
@@ -112,7 +117,8 @@ class Activations:
         recomputed: one block while it is computed again; 0 without full recomputation.
         embedding: the layers in front of the blocks.
         masks: attention masks, which all blocks of a rank share.
-        head: final norm, head and loss.
+        head: final norm, and the gradients of the head, which come with the loss.
+        loss: what the loss takes while it is computed: a chunk of logits.
         hidden: hidden states between two blocks.
     """
 
@@ -121,6 +127,7 @@ class Activations:
     embedding: float
     masks: float
     head: float
+    loss: float
     hidden: float
 
 
@@ -166,18 +173,23 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
         copied = source if source > size else 0
         heads = (share.query + share.kv) / model.kv_channels
         whole += tokens * heads * (copied * model.kv_channels + statistics)
-    # The hyperbolic tangent keeps its result.
-    logits = share.vocab * (1 if model.final_logit_softcapping is None else 2)
+    logits = tokens * size * share.vocab
+    chunk = min(logits, LOGITS_CHUNK)
+    learned = model.position_embedding_type == "learned_absolute"
+    positions = model.seq_length if learned else 0
     full = layout.recompute in ("uniform", "block")
     between = outside * residual * hidden
     kept = between if full else whole - kernel * (layout.recompute == "selective")
     return Activations(
         block=kept,
         recomputed=whole if full else 0.0,
-        embedding=outside * (mask + norm * model.embed_layernorm) + 8 * tokens,
+        embedding=outside * (mask + norm * model.embed_layernorm) + 8 * (tokens + positions),
         masks=_masks(model, layout.tensor, size),
-        # Labels (8 bytes), loss, its mask and the log of the softmax's sum (4 each), padding (1).
-        head=outside * (norm + size * hidden) + tokens * (size * logits + 21),
+        # Gradients of several chunks are added up in float32.
+        head=outside * norm
+        + tokens * size * hidden
+        + share.vocab * hidden * (size if chunk == logits else 4),
+        loss=chunk + (4 / size * chunk if half else 0.0),
         hidden=between,
     )
 
@@ -278,7 +290,7 @@ def rank_memory(
         stage += kept.hidden  # what was sent on stays until its gradient comes back
     first = -(-flying // layout.chunks) * kept.embedding if share.first else 0.0
     # Loss and logits are gone before the first block is computed again.
-    top = max(kept.recomputed, kept.head if share.last else 0.0)
+    top = max(kept.recomputed, kept.head + kept.loss if share.last else 0.0)
     state = state_bytes(layout)
     return Memory(
         state.weights * share.parameters,

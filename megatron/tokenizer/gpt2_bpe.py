@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -41,18 +42,27 @@ class GPT2BPETokenizer(TextwiseTokenizer):
         end = vocab.get(END_OF_TEXT)
         super().__init__(source, SpecialIds(bos=end, eos=end, eod=end), hint=f" ({END_OF_TEXT})")
         self._vocab, self._merges = vocab, merges
-        special = None if end is None else END_OF_TEXT
-        self._definition = _definition(vocab, merges, special)
-        self._ranked = (
-            RankedEncoding(vocab, merges, special)
-            if is_exact(vocab, merges, self._definition.model)
-            else None
-        )
-        self._batches = (
-            None if self._ranked is None else BatchEncoder(self._ranked, merges, special)
-        )
-        self._bytes_of_id = {i: token_bytes(token) for token, i in vocab.items()}
+        self._special_text = None if end is None else END_OF_TEXT
+        self._definition = _definition(vocab, merges, self._special_text)
         self._vocab_size = max(vocab.values()) + 1
+
+    # Made when they are needed: a training run asks for no more than the vocabulary's size.
+
+    @cached_property
+    def _ranked(self) -> RankedEncoding | None:
+        if is_exact(self._vocab, self._merges, self._definition.model):
+            return RankedEncoding(self._vocab, self._merges, self._special_text)
+        return None
+
+    @cached_property
+    def _batches(self) -> BatchEncoder | None:
+        if self._ranked is None:
+            return None
+        return BatchEncoder(self._ranked, self._merges, self._special_text)
+
+    @cached_property
+    def _bytes_of_id(self) -> dict[int, bytes]:
+        return {i: token_bytes(token) for token, i in self._vocab.items()}
 
     @classmethod
     def from_files(cls, vocab_file: str | Path, merge_file: str | Path) -> GPT2BPETokenizer:
@@ -93,7 +103,6 @@ class GPT2BPETokenizer(TextwiseTokenizer):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes vocab.json, merges.txt, tokenizer.json and tokenizer_config.json."""
-        special = END_OF_TEXT if END_OF_TEXT in self._vocab else None
         directory = Path(directory)
         write_vocabulary(directory, self._vocab, self._merges)
         write_text(directory / "tokenizer.json", self._definition.to_str(pretty=True))
@@ -103,9 +112,9 @@ class GPT2BPETokenizer(TextwiseTokenizer):
                 "tokenizer_class": "GPT2Tokenizer",
                 "add_prefix_space": False,
                 "errors": "replace",
-                "bos_token": special,
-                "eos_token": special,
-                "unk_token": special,
+                "bos_token": self._special_text,
+                "eos_token": self._special_text,
+                "unk_token": self._special_text,
             },
         )
 

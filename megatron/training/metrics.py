@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -31,7 +31,7 @@ class StepMetrics:
         weight_decay: weight decay that the step used.
         grad_norm: global norm before clipping; None where the engine does not compute it.
         loss_scale: scale of the loss in fp16, 1 otherwise.
-        skipped: whether the optimizer left the weights as they were.
+        skipped: whether the optimizer left the weights as they were; as a scalar tensor 1.0 if so.
         flops: model FLOPs of the step, where tokens differ in what they take; None for those of the
             meter's tokens.
         seq_length: tokens of a sample where that changes over the run, else None.
@@ -44,7 +44,7 @@ class StepMetrics:
     weight_decay: float
     grad_norm: torch.Tensor | float | None = None
     loss_scale: float = 1.0
-    skipped: bool = False
+    skipped: torch.Tensor | bool = False
     flops: float | None = None
     seq_length: int | None = None
 
@@ -251,7 +251,8 @@ class IntervalMeter:
         """End the interval, wait for its last step, and start the next one. Needs a step."""
         assert self._steps, "an interval without steps"
         steps, last = self._steps, self._steps[-1]
-        losses = torch.stack([step.loss.detach().float().reshape(()) for step in steps]).tolist()
+        losses = _numbers([step.loss for step in steps])
+        skipped = _numbers([step.skipped for step in steps])
         grad_norm = None if last.grad_norm is None else float(last.grad_norm)
         finite = [loss for loss in losses if math.isfinite(loss)]
         now = self._clock()
@@ -272,7 +273,7 @@ class IntervalMeter:
             weight_decay=last.weight_decay,
             global_batch_size=last.samples,
             loss_scale=last.loss_scale,
-            skipped_steps=sum(step.skipped for step in steps),
+            skipped_steps=round(sum(skipped)),
             nan_steps=len(losses) - len(finite),
             seconds=seconds,
             samples_per_second=sum(step.samples for step in steps) / seconds,
@@ -285,6 +286,13 @@ class IntervalMeter:
 
     def _flops(self, step: StepMetrics) -> float:
         return step.tokens * self._flops_per_token if step.flops is None else step.flops
+
+
+def _numbers(values: Sequence[torch.Tensor | float]) -> list[float]:
+    """The values as float32 numbers; those on a device are read together, once."""
+    tensors = [value.detach().float().reshape(()) for value in values if torch.is_tensor(value)]
+    read = iter(torch.stack(tensors).tolist() if tensors else ())
+    return [next(read) if torch.is_tensor(value) else float(value) for value in values]
 
 
 def memory_use(device: torch.device) -> MemoryUse:

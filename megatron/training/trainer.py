@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -11,24 +10,23 @@ from megatron.data.build import Datasets
 from megatron.data.curriculum.truncation import cut
 from megatron.data.loader import MicroBatches
 from megatron.data.samples import SampleDataset
-from megatron.engine.agreement import any_rank
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
-from megatron.engine.program import ModelProgram, StepResult
+from megatron.engine.program import ModelProgram
 from megatron.engine.saving import hold_folder
 from megatron.parallel.groups import ProcessGroups
 from megatron.training import resume
 from megatron.training.metrics import EvaluationMetrics, StepMetrics
 from megatron.training.plan import TrainingPlan
+from megatron.training.profiling import start_profiling
 from megatron.training.report import Reporter, say
 from megatron.training.run import Run
 from megatron.training.saves import Saves
 from megatron.training.signals import StopRequest
+from megatron.training.watch import StepWatch, StopAgreement, TrainingStopped
 
-
-class TrainingStopped(ValueError):
-    """Training cannot go on; the message says at which step and samples."""
+__all__ = ["Trainer", "TrainingStopped"]
 
 
 class Trainer:
@@ -66,6 +64,9 @@ class Trainer:
         self.report = Reporter(run, self.plan, groups, self.device, begin)
         self.saves = Saves(writer, self.report)
         self.meter = self.report.meter()
+        check = run.config.training.check_for_nan_in_loss_and_grad
+        self.watch = StepWatch(self.device, run.config.precision.fp16, check)
+        self.agreement = StopAgreement(self.device, groups.world.size)
 
     def fit(self) -> None:
         """Trains to the end of the plan, or until it is asked to stop; then tests.
@@ -76,7 +77,8 @@ class Trainer:
         """
         with self.stop, contextlib.closing(self.report):
             with contextlib.closing(self.saves):
-                reason = None if self.config.training.skip_train else self._train()
+                with start_profiling(self.config, self.engine, self.saves, self.iteration):
+                    reason = None if self.config.training.skip_train else self._train()
                 if reason is None:
                     self._evaluate_at_end()
                 else:
@@ -99,6 +101,7 @@ class Trainer:
             self.saves.tell_finished()
             logging = self.config.logging
             if self.iteration % logging.log_interval == 0 or self._at_end():
+                self.watch.look(at_all=True)
                 self.report.interval(self.meter, self.iteration, self.consumed_samples)
             with self.meter.paused():
                 # Saved before it is evaluated: an evaluation is long, and may not be survived.
@@ -122,10 +125,9 @@ class Trainer:
         if length < plan.seq_length:
             batches = cut(batches, length)
         result = self.engine.train_step(batches, micro_batches, consumed, rate, decay)
-        if result.skipped:
-            self._check_finite(result, samples)
         self.iteration += 1
         self.consumed_samples += samples
+        self.watch.add(result, self.iteration, consumed, samples)
         self.meter.add(
             StepMetrics(
                 loss=result.loss,
@@ -141,21 +143,6 @@ class Trainer:
             )
         )
 
-    def _check_finite(self, result: StepResult, samples: int) -> None:
-        """An overflow of scaled fp16 gradients is part of training; anything else is not."""
-        loss = float(result.loss)
-        if math.isfinite(loss) and self.config.precision.fp16:
-            return
-        if not self.config.training.check_for_nan_in_loss_and_grad:
-            return
-        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite"
-        first = self.consumed_samples
-        raise TrainingStopped(
-            f"{what} at iteration {self.iteration + 1}, samples {first} to {first + samples - 1}; "
-            "the weights are as they were before it. --no-check-for-nan-in-loss-and-grad skips "
-            "such steps"
-        )
-
     def _at_end(self) -> bool:
         return self.iteration >= self.plan.train_iters
 
@@ -165,8 +152,9 @@ class Trainer:
     def _reason_to_stop(self) -> str | None:
         if self._due(self.config.training.exit_interval) and not self._at_end():
             return f"--exit-interval {self.config.training.exit_interval}"
-        if any_rank(self.stop.requested is not None, self.device):
-            return self.stop.requested or "a request to another rank"
+        asked = self.stop.requested
+        if self.agreement.reached(asked is not None, self._at_end()):
+            return asked or "a request to another rank"
         return None
 
     def _batches(self, dataset: SampleDataset[Any], consumed: int, workers: int) -> MicroBatches:
@@ -178,12 +166,13 @@ class Trainer:
             data_size=self.groups.data.size,
             consumed_samples=consumed,
             num_workers=workers,
-            pin_memory=self.device.type == "cuda",
+            device=self.device,
         )
 
     def _evaluate(self) -> None:
         """Mean loss over eval-iters global batches of each validation set; each evaluation reads on
         in the sets."""
+        self.watch.look(at_all=True)
         for name, dataset in self.datasets.valid.items():
             if name not in self._valid:
                 consumed = self.plan.valid_samples_before(self.iteration)
@@ -203,4 +192,5 @@ class Trainer:
         self.report.evaluation(metrics, self.consumed_samples)
 
     def _save(self) -> None:
+        self.watch.look(at_all=True)  # never a step that is to be reported as bad
         self.saves.save(self.iteration, self.consumed_samples)

@@ -17,7 +17,9 @@ BELOW = {
     "checkpoint": {"config", "parallel", "tokenizer", "model"},
     "engine": {"config", "parallel", "tokenizer", "data", "model", "checkpoint"},
 }
-BELOW["training"] = BELOW["inference"] = BELOW["engine"] | {"engine"}
+BELOW["profiling"] = set()
+BELOW["inference"] = BELOW["engine"] | {"engine"}
+BELOW["training"] = BELOW["inference"] | {"profiling"}
 BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
 BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
 """What each package may import of megatron, besides itself. Packages that are not named here are

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.engine.gradient_norm import gradient_norm
-from megatron.model.gpt import build_gpt, gpt_loss
+from megatron.model.gpt import build_gpt
 from megatron.model.layer_list import LayerStack, initialise
+from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, shard_of
 
@@ -117,8 +118,8 @@ def backward(case: Case, model: LayerStack, region: TensorParallel) -> Tensor:
         places = torch.arange(LENGTH).expand(BATCH, -1)
         starts = torch.where(ids.diff(dim=1, prepend=ids[:, :1] - 1) != 0, places, 0)
         inputs += [places - starts.cummax(1).values, ids]
-    logits = model(*inputs, dropout_seed=5 if case.dropout else None)
-    loss = gpt_loss(logits, tokens[:, 1:], mask, VOCAB, region.group)
+    targets = Targets(tokens[:, 1:], mask)
+    loss = model(*inputs, dropout_seed=5 if case.dropout else None, targets=targets)
     loss.backward()
     return loss.detach()
 

@@ -22,7 +22,7 @@ from megatron.parallel.collectives import (
     start_sum_over_copies,
 )
 from megatron.parallel.column_linear import LinearMap
-from megatron.parallel.cross_entropy import vocab_parallel_cross_entropy
+from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.groups import Group, build_groups
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -192,7 +192,8 @@ def embedding(sequence: bool) -> None:
     """Lookup and projection by one table, whose gradient is the sum of both."""
     region = TensorParallel(tensor_group(), sequence)
     group = region.group
-    made = VocabParallelEmbedding(ROWS, VOCAB, INPUTS, init=Init(0.5), region=region)
+    head = LossHead(VOCAB, None, 0, region)
+    made = VocabParallelEmbedding(ROWS, INPUTS, init=Init(0.5), head=head)
     table = prepare(made, group)
     ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
     x_whole = draw(BATCH, LENGTH, INPUTS)
@@ -328,22 +329,30 @@ def _low_precision(region: TensorParallel, dtype: torch.dtype, autocast: bool) -
         assert not torch.equal(found, expected)
 
 
-def cross_entropy(vocab: int) -> None:
-    """ROWS columns, of which the last ranks hold only padding when ``vocab`` is small."""
-    group = tensor_group()
-    logits, weights = draw(2, 5, ROWS) * 3, draw(2, 5, seed=1)
-    labels = torch.randint(vocab, (2, 5), generator=torch.Generator().manual_seed(3))
-    width = ROWS // group.size
-    mine = logits[..., group.rank * width : (group.rank + 1) * width].clone().requires_grad_()
-    loss = vocab_parallel_cross_entropy(mine * 1, labels, vocab, group)
-    (loss * weights).sum().backward()
-    reference = logits.requires_grad_()
-    flat = F.cross_entropy(reference[..., :vocab].flatten(0, 1), labels.flatten(), reduction="none")
-    (flat.view_as(loss) * weights).sum().backward()
-    assert close(loss, flat.view_as(loss))
-    grad = torch.cat(on_all(mine.grad, group), -1)
-    assert close(grad, reference.grad)
-    assert torch.count_nonzero(grad[..., vocab:]) == 0
+def cross_entropy(vocab: int, sequence: bool, softcap: float | None) -> None:
+    """ROWS rows, of which the last ranks hold only padding when ``vocab`` is small; chunks of three
+    tokens."""
+    region = TensorParallel(tensor_group(), sequence)
+    group, width = region.group, ROWS // region.group.size
+    weight = draw(ROWS, INPUTS)
+    mine = weight.chunk(group.size)[group.rank].clone().requires_grad_()
+    x_whole = draw(BATCH, LENGTH, INPUTS) * 2
+    labels = torch.randint(vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
+    mask = (draw(BATCH, LENGTH, seed=1) > -1).double()
+    x = outside(x_whole, region)
+    head = LossHead(vocab, softcap, 3 * 8 * min(vocab, width), region)
+    loss = linear_cross_entropy(x, mine, Targets(labels, mask), head)
+    (7 * loss).backward()
+    reference = [weight.requires_grad_(), x_whole.requires_grad_()]
+    logits = F.linear(x_whole, weight[:vocab])
+    if softcap:
+        logits = softcap * torch.tanh(logits / softcap)
+    flat = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    expected = (flat.view_as(mask) * mask).sum() / mask.sum()
+    weight_grad, x_grad = torch.autograd.grad(7 * expected, reference)
+    assert close(loss.detach(), expected.detach())
+    assert close(torch.cat(on_all(mine.grad, group)), weight_grad)
+    assert close(gathered(x.grad, region), x_grad)
 
 
 def collectives() -> None:
@@ -442,8 +451,9 @@ def test_low_precision_against_float64(pool, dtype, autocast):
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("vocab", [24, 21, 5])
-def test_against_torch_cross_entropy(pool, size, vocab):
-    pool.run(size, cross_entropy, vocab)
+@pytest.mark.parametrize("sequence", [False, True], ids=["", "sequence"])
+def test_against_torch_cross_entropy(pool, size, vocab, sequence):
+    pool.run(size, cross_entropy, vocab, sequence, 2.0 if vocab == 21 else None)
 
 
 def test_tensor_ranks_count_fastest(pool):

@@ -8,8 +8,17 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend
 
-from megatron.model.attention_backends import PLAIN, Scores, attention_backend, eager, flash, sdpa
+from megatron.model.attention_backends import (
+    PLAIN,
+    Scores,
+    attention_backend,
+    cudnn,
+    eager,
+    flash,
+    sdpa,
+)
 from megatron.model.attention_masks import AttentionMasks
 
 HEADS, WIDTH = 4, 8
@@ -186,3 +195,33 @@ def test_flash_against_definition(flash_attn, kind, shape):
 def test_a_kernel_that_is_not_installed_is_refused_by_its_flag():
     with pytest.raises(ValueError, match="--attention-backend flash needs the flash-attn package"):
         attention_backend("flash")
+
+
+def test_cudnn_without_a_gpu_is_refused_by_its_flag(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--attention-backend cudnn needs an NVIDIA GPU"):
+        attention_backend("cudnn")
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("kind", SCORES)
+def test_cudnn_first_against_definition(kind, shape):
+    """Where its kernel cannot, as on a CPU, torch's others do it."""
+    (queries, keys, documents), scores = SHAPES[shape], SCORES[kind]
+    inputs = tensors(queries, keys, 2)
+    found = cudnn(*inputs, scores, AttentionMasks(documents), 0.0)
+    torch.testing.assert_close(found, definition(*inputs, scores, documents), rtol=1e-6, atol=1e-7)
+
+
+def test_cudnn_comes_first_inside_only():
+    before = torch._C._get_sdp_priority_order()
+    seen = []
+
+    class Watch(AttentionMasks):
+        def visible(self, *args):
+            seen.append(torch._C._get_sdp_priority_order()[0])
+            return super().visible(*args)
+
+    cudnn(*tensors(4, 4, 2), PLAIN, Watch(), 0.0)
+    assert seen == [int(SDPBackend.CUDNN_ATTENTION)]
+    assert torch._C._get_sdp_priority_order() == before

@@ -9,7 +9,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbed
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.model.embedding import Positions
-from megatron.model.gpt import build_gpt, gpt_layers, gpt_loss
+from megatron.model.gpt import build_gpt, gpt_layers
 from megatron.model.layer_list import (
     LayerStack,
     Stream,
@@ -18,7 +18,7 @@ from megatron.model.layer_list import (
     initialise,
     recomputed_chunks,
 )
-from megatron.parallel.groups import SINGLE
+from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, init_of, shard_of
 
@@ -81,8 +81,8 @@ def step(stack: LayerStack) -> tuple[Tensor, list[Tensor]]:
     """Loss and gradients of a training step, dropout seeded."""
     ids = tokens(length=LENGTH + 1)
     torch.manual_seed(3)
-    logits = stack.train()(ids[:, :-1])
-    loss = gpt_loss(logits, ids[:, 1:], torch.ones(ids[:, 1:].shape), VOCAB, SINGLE)
+    targets = Targets(ids[:, 1:], torch.ones(ids[:, 1:].shape))
+    loss = stack.train()(ids[:, :-1], targets=targets)
     return loss.detach(), list(torch.autograd.grad(loss, list(stack.parameters())))
 
 

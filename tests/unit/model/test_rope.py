@@ -12,7 +12,7 @@ from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from megatron.config import ModelConfig
 from megatron.config.rope_scaling import RopeScaling, llama3_scaling
-from megatron.model.rope import Rotation, apply_rope, rope_table
+from megatron.model.rope import Rotation, _table, apply_rope
 from megatron.model.rope_scaling import stretched
 
 CPU = torch.device("cpu")
@@ -49,7 +49,7 @@ def test_scores_depend_on_distance_only():
 
 
 def test_table_outlives_inference_mode():
-    rope_table.cache_clear()
+    _table.cache_clear()
     rotation = Rotation(4, 10.0, 4)
     with torch.inference_mode():
         angles(rotation, 4)

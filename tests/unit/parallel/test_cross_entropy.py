@@ -1,4 +1,4 @@
-"""Cross entropy on one rank; tests/distributed/parallel has it on several."""
+"""The loss of a head on one rank; tests/distributed/parallel has it on several."""
 
 import pytest
 import torch
@@ -6,122 +6,170 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel import cross_entropy
-from megatron.parallel.cross_entropy import masked_mean, vocab_parallel_cross_entropy
-from megatron.parallel.groups import SINGLE
+from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.region import TensorParallel
 
-TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 8e-3}
+TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+ROWS, WIDTH, VOCAB, PADDED = 7, 12, 33, 40
+CHUNK = 4 * VOCAB  # bytes of a token's float32 logits
 
 
-def case(dtype, rows=7, vocab=33, padded=40, scale=3.0):
+def case(dtype, samples=2, rows=ROWS):
     draw = torch.Generator().manual_seed(0)
-    logits = (torch.randn(2, rows, padded, generator=draw, dtype=torch.float64) * scale).to(dtype)
-    labels = torch.randint(vocab, (2, rows), generator=draw)
-    weights = torch.rand(2, rows, generator=draw, dtype=torch.float64)
-    return logits, labels, weights
+    x = torch.randn(samples, rows, WIDTH, generator=draw, dtype=torch.float64)
+    weight = torch.randn(PADDED, WIDTH, generator=draw, dtype=torch.float64)
+    labels = torch.randint(VOCAB, (samples, rows), generator=draw)
+    mask = (torch.rand(samples, rows, generator=draw) < 0.7).float()
+    return x.to(dtype), weight.to(dtype), labels, mask
 
 
-def ours(logits, labels, vocab, weights):
-    logits = logits.clone().requires_grad_()
-    # Not a leaf, as in a model: the backward pass overwrites it.
-    loss = vocab_parallel_cross_entropy(logits * 1.0, labels, vocab, SINGLE)
-    (loss * weights.to(loss.dtype)).sum().backward()
-    return loss.detach(), logits.grad
+def head(chunk_bytes=0, softcap=None):
+    return LossHead(VOCAB, softcap, chunk_bytes, TensorParallel())
 
 
-def torchs(logits, labels, vocab, weights):
-    logits = logits.clone().requires_grad_()
-    work = torch.promote_types(logits.dtype, torch.float32)
-    used = logits[..., :vocab].to(work)
-    loss = F.cross_entropy(used.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    (loss * weights.to(work)).sum().backward()
-    return loss.detach(), logits.grad
+def ours(x, weight, labels, mask, how=None, factor=1.0):
+    x, weight = x.clone().requires_grad_(), weight.clone().requires_grad_()
+    loss = linear_cross_entropy(x, weight, Targets(labels, mask), how or head())
+    (loss * factor).backward()
+    return loss.detach(), x.grad, weight.grad
 
 
-@pytest.mark.parametrize("padded", [33, 40], ids=["whole", "padded"])
+def torchs(x, weight, labels, mask, softcap=None, factor=1.0):
+    """In float64, from the same numbers."""
+    x, weight = x.double().requires_grad_(), weight.double().requires_grad_()
+    logits = F.linear(x, weight[:VOCAB])
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none")
+    loss = (loss * mask.flatten()).sum() / mask.sum()
+    (loss * factor).backward()
+    return loss.detach(), x.grad, weight.grad
+
+
+def differences(found, expected):
+    return [
+        float((a.double() - b).abs().max() / b.abs().max())
+        for a, b in zip(found, expected, strict=True)
+    ]
+
+
+@pytest.mark.parametrize("softcap", [None, 2.0])
+@pytest.mark.parametrize("chunk_bytes", [0, 3 * CHUNK])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_against_torch_cross_entropy(dtype, padded):
-    logits, labels, weights = case(dtype, padded=padded)
-    loss, grad = ours(logits, labels, 33, weights)
-    loss_torch, grad_torch = torchs(logits, labels, 33, weights)
-    assert loss.dtype == torch.promote_types(dtype, torch.float32) and grad.dtype == dtype
-    assert (loss - loss_torch).abs().max() <= TOLERANCE[dtype] * loss_torch.abs().max()
-    assert (grad - grad_torch).abs().max() <= TOLERANCE[dtype] * grad_torch.abs().max()
-    assert torch.count_nonzero(grad[..., 33:]) == 0
+def test_against_torch_cross_entropy(dtype, chunk_bytes, softcap):
+    arguments = case(dtype)
+    found = ours(*arguments, head(chunk_bytes, softcap))
+    assert found[0].dtype == torch.promote_types(dtype, torch.float32)
+    assert found[1].dtype == found[2].dtype == dtype
+    assert max(differences(found, torchs(*arguments, softcap))) <= TOLERANCE[dtype]
+    assert torch.count_nonzero(found[2][VOCAB:]) == 0
 
 
-@pytest.mark.parametrize("rows_per_chunk", [1, 3, 7, 13, 14, 15])
-def test_chunks_change_nothing(monkeypatch, rows_per_chunk):
+@pytest.mark.parametrize("tokens", [1, 2, 3, 5, 13, 14, 15])
+@pytest.mark.parametrize("work_rows", [1, 4, 100])
+def test_chunks_change_nothing(monkeypatch, tokens, work_rows):
     arguments = case(torch.float64)
-    expected = ours(arguments[0], arguments[1], 33, arguments[2])
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", rows_per_chunk * 4 * 40)
-    found = ours(arguments[0], arguments[1], 33, arguments[2])
-    assert torch.equal(found[0], expected[0]) and torch.equal(found[1], expected[1])
+    expected = ours(*arguments)
+    monkeypatch.setattr(cross_entropy, "WORK_BYTES", work_rows * CHUNK)
+    found = ours(*arguments, head(2 * CHUNK * tokens))
+    assert max(differences(found, expected)) <= 1e-14
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("factor", [1 / 8, 3.0, 2.0**16])
+def test_what_comes_after_scales_the_gradients(dtype, factor):
+    """Accumulation divides the loss, fp16 multiplies it."""
+    arguments = case(dtype)
+    found = ours(*arguments, head(3 * CHUNK), factor=factor)
+    for mine, plain in zip(found[1:], ours(*arguments, head(3 * CHUNK))[1:], strict=True):
+        expected = (plain.double() * factor).to(dtype)
+        assert differences([mine], [expected.double()])[0] <= TOLERANCE[dtype]
+
+
+def test_small_gradients_are_not_lost_in_float16():
+    """A token of many has a gradient below what float16 can hold; the loss scale comes after."""
+    x, weight, labels, _ = case(torch.float16, samples=64, rows=64)
+    arguments = x, weight * 1e-3, labels, torch.ones(64, 64)
+    found = ours(*arguments, head(64 * CHUNK), factor=2.0**14)
+    expected = torchs(*arguments, factor=2.0**14)
+    assert max(differences(found, expected)) <= TOLERANCE[torch.float16]
+
+
+def test_no_token_counts():
+    x, weight, labels, mask = case(torch.float32)
+    loss, *gradients = ours(x, weight, labels, torch.zeros_like(mask))
+    assert loss == 0 and not any(gradient.any() for gradient in gradients)
 
 
 def test_large_logits_do_not_overflow():
-    logits = torch.tensor([[[1e4, -1e4, 0.0]]])
-    labels = torch.tensor([[1]])
-    loss, grad = ours(logits, labels, 3, torch.ones(1, 1))
-    assert loss.item() == 2e4 and grad.flatten().tolist() == [1.0, -1.0, 0.0]
+    x = torch.tensor([[[1.0]]])
+    weight = torch.tensor([[1e4], [-1e4], [0.0]])
+    region = LossHead(3, None, 0, TensorParallel())
+    loss, _, weight_grad = ours(x, weight, torch.tensor([[1]]), torch.ones(1, 1), region)
+    assert loss.item() == 2e4 and weight_grad.flatten().tolist() == [1.0, -1.0, 0.0]
 
 
-def test_logits_that_are_not_contiguous():
-    logits, labels, weights = case(torch.float64, padded=33)
-    turned = logits.transpose(0, 1).contiguous().transpose(0, 1)
-    assert torch.equal(ours(turned, labels, 33, weights)[1], ours(logits, labels, 33, weights)[1])
+@pytest.mark.parametrize("wanted", [0, 1])
+def test_only_what_is_asked_for(wanted):
+    x, weight, labels, mask = case(torch.float64)
+    inputs = [x.clone(), weight.clone()]
+    inputs[wanted].requires_grad_()
+    linear_cross_entropy(*inputs, Targets(labels, mask), head(3 * CHUNK)).backward()
+    assert inputs[1 - wanted].grad is None
+    assert torch.equal(
+        inputs[wanted].grad, ours(x, weight, labels, mask, head(3 * CHUNK))[1 + wanted]
+    )
+
+
+def test_without_gradients_there_is_one_product():
+    x, weight, labels, mask = case(torch.float32)
+    with torch.no_grad(), Products() as products:
+        loss = linear_cross_entropy(x, weight.requires_grad_(), Targets(labels, mask), head())
+    assert products.count == 1
+    assert differences([loss], torchs(x, weight.detach(), labels, mask)[:1])[0] <= 1e-6
 
 
 def test_a_second_backward_pass_is_an_error_and_not_wrong():
-    logits, labels, _ = case(torch.float32)
-    loss = vocab_parallel_cross_entropy(logits.requires_grad_() * 1.0, labels, 33, SINGLE).sum()
+    x, weight, labels, mask = case(torch.float32)
+    loss = linear_cross_entropy(x.requires_grad_(), weight, Targets(labels, mask), head())
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError):
         loss.backward()
 
 
-class LargestAllocation(TorchDispatchMode):
-    """Records the largest new tensor of a number format."""
+def test_autocast_multiplies_in_16_bits():
+    x, weight, labels, mask = case(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        found = ours(x, weight, labels, mask)
+    assert found[1].dtype == found[2].dtype == torch.float32
+    expected = ours(x.bfloat16(), weight.bfloat16(), labels, mask)
+    assert all(torch.equal(a, b.to(a.dtype)) for a, b in zip(found, expected, strict=True))
 
-    def __init__(self, dtype):
+
+class Products(TorchDispatchMode):
+    """Counts matrix products, and records the largest new tensor."""
+
+    def __init__(self):
         super().__init__()
-        self.dtype, self.largest, self.known = dtype, 0, set()
+        self.count, self.largest = 0, 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        for value in args:
-            if isinstance(value, torch.Tensor):
-                self.known.add(value.untyped_storage().data_ptr())
+        self.count += "mm" in str(func)
         result = func(*args, **(kwargs or {}))
-        if isinstance(result, torch.Tensor) and result.dtype == self.dtype:
-            storage = result.untyped_storage()
-            if storage.data_ptr() not in self.known:
-                self.largest = max(self.largest, storage.nbytes())
+        if isinstance(result, torch.Tensor):
+            self.largest = max(self.largest, result.untyped_storage().nbytes())
         return result
 
 
-def test_logits_are_never_copied_whole(monkeypatch):
-    monkeypatch.setattr(cross_entropy, "CHUNK_BYTES", 2**14)
-    tokens, vocab = 256, 1024
-    draw = torch.Generator().manual_seed(0)
-    logits = torch.randn(1, tokens, vocab, generator=draw).bfloat16().requires_grad_()
-    head = logits * 1
-    labels = torch.randint(vocab, (1, tokens), generator=draw)
-    for dtype in (torch.float32, torch.bfloat16):
-        with LargestAllocation(dtype) as record:
-            loss = vocab_parallel_cross_entropy(head, labels, vocab, SINGLE).sum()
-            (grad,) = torch.autograd.grad(loss, head)
-        assert 0 < record.largest <= 2**14
-        assert grad.data_ptr() == head.data_ptr(), "the gradient takes the place of the logits"
-        head = logits * 1
-
-
-def test_masked_mean():
-    loss = torch.tensor([[1.0, 2.0], [3.0, 100.0]])
-    mask = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
-    assert masked_mean(loss, mask).item() == 2.0
-
-
-def test_masked_mean_of_nothing_is_zero_with_zero_gradient():
-    loss = torch.tensor([[1.0, 2.0]], requires_grad=True)
-    mean = masked_mean(loss, torch.zeros(1, 2))
-    mean.backward()
-    assert mean.item() == 0.0 and loss.grad.tolist() == [[0.0, 0.0]]
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_logits_are_never_whole(monkeypatch, dtype):
+    monkeypatch.setattr(cross_entropy, "WORK_BYTES", 2**14)
+    tokens, vocab, width, limit = 256, 1024, 16, 2**16
+    x = torch.randn(1, tokens, width).to(dtype).requires_grad_()
+    weight = torch.randn(vocab, width).to(dtype).requires_grad_()
+    targets = Targets(torch.randint(vocab, (1, tokens)), torch.ones(1, tokens))
+    with Products() as products:
+        loss = LossHead(vocab, None, limit, TensorParallel())
+        linear_cross_entropy(x, weight, targets, loss).backward()
+    assert products.largest == limit, "of the logits, of which there are 8 or 16 times as many"
+    assert products.count == 3 * tokens * vocab * dtype.itemsize // limit

@@ -7,9 +7,9 @@ import torch
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.layouts import Layout
-from megatron.model.gpt import build_gpt, gpt_loss
+from megatron.model.gpt import build_gpt
 from megatron.model.norm import build_head_norm, build_norm
-from megatron.parallel.groups import SINGLE
+from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.region import TensorParallel
 from megatron.planning.memory import (
     activation_bytes,
@@ -68,9 +68,7 @@ def model_bytes(model: ModelConfig, precision: str, recompute: str | None) -> in
             block.register_forward_pre_hook(add_input)
     ids_BS = torch.randint(61, (BATCH, model.seq_length + 1))
     with kept.hooks():
-        logits = stack(ids_BS[:, :-1])
-        mask_BS = torch.ones(BATCH, model.seq_length)
-        gpt_loss(logits, ids_BS[:, 1:], mask_BS, 61, SINGLE)
+        stack(ids_BS[:, :-1], targets=Targets(ids_BS[:, 1:], torch.ones(BATCH, model.seq_length)))
     return kept.bytes
 
 

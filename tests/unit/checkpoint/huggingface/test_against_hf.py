@@ -20,8 +20,8 @@ from megatron.checkpoint.huggingface.reorder import (
     Reordering,
 )
 from megatron.checkpoint.huggingface.source import HuggingFaceFolder
-from megatron.model.gpt import build_gpt, gpt_loss
-from megatron.parallel.groups import SINGLE
+from megatron.model.gpt import build_gpt
+from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.shard import shard_of
 
 CLOSE = {"rtol": 1.3e-6, "atol": 1e-5}
@@ -182,7 +182,7 @@ def test_gradients_against_hf(model_type, case, hf_model, tmp_path):
     theirs.save_pretrained(tmp_path)
     source = HuggingFaceFolder(tmp_path)
     model, tokens, labels = ours_of(source), random_tokens(), random_tokens(2)
-    gpt_loss(model(tokens), labels, torch.ones(labels.shape), VOCABULARY, SINGLE).backward()
+    model(tokens, targets=Targets(labels, torch.ones(labels.shape))).backward()
     F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten()).backward()
     ours = {
         name: shard_of(param).join([param.grad]) for name, param in model.canonical_parameters()

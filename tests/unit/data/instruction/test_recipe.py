@@ -20,13 +20,17 @@ from megatron.data.instruction import ExampleEncoder, InstructionExamples, Instr
 from megatron.data.instruction.encode import EncodedExample
 from megatron.data.instruction.packing import best_fit, shuffled
 from megatron.data.samples import PackedSample
-from megatron.model.gpt import gpt_loss
-from megatron.parallel.groups import SINGLE
+from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import build_tokenizer
 
 from .conftest import Built
 
 PAD = 399
+
+
+def loss_of(model, batch):
+    targets = Targets(batch.labels_BS, batch.loss_mask_BS)
+    return model(batch.tokens_BS, batch.position_ids_BS, batch.document_ids_BS, targets=targets)
 
 
 def records(count: int, seed: int = 0) -> list[dict]:
@@ -285,10 +289,7 @@ def test_packed_examples_train_as_if_alone(llama: bool, gpt_config, random_gpt) 
     def run(sample: PackedSample) -> tuple[float, dict[str, torch.Tensor], float]:
         batch = GPTCollator()([sample])
         model.zero_grad()
-        logits = model(batch.tokens_BS, batch.position_ids_BS, batch.document_ids_BS)
-        loss = gpt_loss(
-            logits, batch.labels_BS, batch.loss_mask_BS, config.model.unpadded_vocab_size, SINGLE
-        )
+        loss = loss_of(model, batch)
         loss.backward()
         gradients = {n: p.grad.clone() for n, p in model.named_parameters()}
         return loss.item(), gradients, batch.loss_mask_BS.sum().item()
@@ -313,8 +314,7 @@ def test_batch_without_a_counted_token_gives_zero(gpt_config, random_gpt) -> Non
     model = random_gpt(config)
     sample = PackedSample(np.arange(9), np.zeros(8, np.float32), np.zeros(8, np.int64))
     batch = GPTCollator()([sample])
-    logits = model(batch.tokens_BS, batch.position_ids_BS, batch.document_ids_BS)
-    loss = gpt_loss(logits, batch.labels_BS, batch.loss_mask_BS, 61, SINGLE)
+    loss = loss_of(model, batch)
     loss.backward()
     assert loss.item() == 0
     assert all(not p.grad.any() for p in model.parameters())

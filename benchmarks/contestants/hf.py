@@ -1,0 +1,45 @@
+"""What the contestants with a model of `transformers` have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from contestants.setting import WEIGHT_DECAY, Setting
+
+
+def load_model(setting: Setting, dtype: torch.dtype, device: torch.device) -> Any:
+    """The model with the weights that all start from, torch's attention, no dropout, no cache."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(setting.weights)
+    config.use_cache = False
+    if setting.architecture == "gpt2":
+        config.activation_function = "gelu_new"  # GPT2Config's own, by the same formula
+    how: dict[str, Any] = {"attn_implementation": "sdpa"}
+    model: Any
+    if setting.shared_weights:
+        model = AutoModelForCausalLM.from_pretrained(
+            setting.weights, config=config, dtype=dtype, **how
+        )
+    else:
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
+    return model.to(device).train()
+
+
+def inputs(tokens_BS: Tensor, labels_BS: Tensor) -> dict[str, Tensor]:
+    """Arguments of the model: `shift_labels` has its own loss count all S labels, as the others do;
+    with `labels` alone it would shift them itself and have S - 1."""
+    return {"input_ids": tokens_BS, "labels": labels_BS, "shift_labels": labels_BS}
+
+
+def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:
+    """Matrices, which decay, and vectors, which do not."""
+    params = list(model.parameters())
+    return [
+        {"params": [p for p in params if p.dim() > 1], "weight_decay": WEIGHT_DECAY},
+        {"params": [p for p in params if p.dim() <= 1], "weight_decay": 0.0},
+    ]

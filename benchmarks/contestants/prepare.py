@@ -1,0 +1,154 @@
+"""What is made before the contestants start: their tokens and weights, and the machine's peak."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import os
+import platform
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from contestants.ours import flags_of
+from contestants.setting import Setting
+from megatron.checkpoint.files import write_json
+from megatron.checkpoint.huggingface.export import write_model
+from megatron.checkpoint.huggingface.registry import architecture_of
+from megatron.checkpoint.source import Source
+from megatron.data.build import Datasets
+from megatron.model.gpt import build_gpt
+from megatron.model.layer_list import initialise
+from megatron.parallel.shard import shard_of
+from megatron.training.flops import measure_matmul_peak, peak_flops
+from megatron.training.gpt import gpt_data
+from megatron.training.run import Run, parse_run
+
+PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy")
+SHARD_BYTES = 2**32
+MOST_SAMPLES = 4096
+
+
+def prepare(setting: Setting, steps: int, given_peak: float | None) -> dict[str, Any]:
+    """Writes tokens and weights into the setting's folder; describes the machine.
+
+    Args:
+        setting: what is trained.
+        steps: most steps that a contestant will make.
+        given_peak: what the device can do, FLOP/s; looked up or measured without it.
+    """
+    torch.set_num_threads(setting.threads)
+    run = parse_run(None, flags_of(setting, 0))
+    samples = min(MOST_SAMPLES, steps * setting.micro_batch * setting.micro_batches)
+    write_tokens(setting, gpt_data(run)[0], samples)
+    write_weights(setting, run)
+    return machine(setting) | peak(setting, given_peak)
+
+
+def write_tokens(setting: Setting, datasets: Datasets, count: int) -> None:
+    """The trainer's first samples, in its order."""
+    assert datasets.train is not None
+    rows = [np.asarray(datasets.train[n], dtype=np.int32) for n in range(count)]
+    np.save(setting.tokens, np.stack(rows))
+
+
+def write_weights(setting: Setting, run: Run) -> None:
+    """The trainer's initial weights as a model of Hugging Face; its configuration alone where they
+    are not shared."""
+    setting.weights.mkdir()
+    if setting.shared_weights:
+        dtype = "bfloat16" if setting.dtype == "bf16" else "float32"
+        write_model(InitialWeights(run), setting.weights, dtype, SHARD_BYTES, setting.architecture)
+        return
+    model = run.config.model
+    config = architecture_of(model, setting.architecture).config(model)
+    write_json(setting.weights / "config.json", config)
+
+
+class InitialWeights(Source):
+    """The weights with which a run starts, as a checkpoint."""
+
+    title = "initial weights"
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(Path("initial weights"))
+        self.model, self.seed = run.config.model, run.config.training.seed
+        self.params = dict(build_gpt(self.model).canonical_parameters())
+
+    @classmethod
+    def locate(cls, path: Path, wanted: str | None) -> Path | None:
+        """Nowhere: it is not in a file."""
+        return None
+
+    def names(self) -> Sequence[str]:
+        """See `Source.names`."""
+        return list(self.params)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """See `Source.shape`."""
+        return tuple(shard_of(self.params[name]).canonical_shape)
+
+    def kinds(self, name: str) -> Sequence[str]:
+        """Weights only."""
+        return ["weight"]
+
+    def tensor(self, name: str, kind: str = "weight") -> Tensor:
+        """See `Source.tensor`."""
+        param = self.params[name]
+        initialise(name, param, self.seed, 0, 1)
+        return shard_of(param).join([param.detach()])
+
+
+def machine(setting: Setting) -> dict[str, Any]:
+    """The device and versions."""
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name() if cuda else _processor(),
+        "cuda": torch.version.cuda if cuda else None,
+        "cores": len(os.sched_getaffinity(0)),
+        "platform": platform.platform(),
+        "python": platform.python_version(),
+    } | {name: _version(name) for name in PACKAGES}
+
+
+def peak(setting: Setting, given: float | None) -> dict[str, Any]:
+    """``peak_flops`` of the device, and where that is from: the data sheet of a known GPU; else
+    square matrix products in the setting's number format, on as many threads as a contestant has.
+    """
+    if given is not None:
+        return {"peak_flops": given, "peak_is": "--peak-tflops"}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
+    sheet = peak_flops(device) if setting.dtype == "bf16" else None
+    if sheet is not None:
+        return {"peak_flops": sheet, "peak_is": "data sheet"}
+    reached = max(measure_matmul_peak(dtype, device, 1.0) for _ in range(3))
+    return {"peak_flops": reached, "peak_is": "measured on square products"}
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _processor() -> str:
+    try:
+        with open("/proc/cpuinfo") as file:
+            names = [
+                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
+            ]
+    except OSError:
+        names = []
+    return names[0] if names else platform.processor() or platform.machine()
+
+
+def main(text: str, steps: str, given_peak: str) -> None:
+    """As a process of its own: prints the machine as the last line."""
+    found = prepare(Setting.from_json(text), int(steps), float(given_peak) or None)
+    print(json.dumps(found))

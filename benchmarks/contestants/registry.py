@@ -1,0 +1,112 @@
+"""The contestants by name."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from contestants.setting import Setting
+
+AfterStep = Callable[[Any], None]
+"""Takes the loss of the step that just ended, a scalar tensor on the device; None without one."""
+
+MAIN_WEIGHTS = "bf16 weights, fp32 main weights"
+AUTOCAST = "bf16 autocast, fp32 weights"
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A way to train the model.
+
+    Attributes:
+        module: of this package; its ``run(contestant, setting, after_step)`` trains for ever.
+        numerics: number formats with ``--dtype bf16``.
+        needs: modules without which it is skipped.
+        stage: ZeRO stage.
+        compiled: whether torch.compile is used.
+        flags: flags of the trainer beside those of the setting.
+    """
+
+    module: str
+    numerics: str
+    needs: tuple[str, ...] = ()
+    stage: int = 0
+    compiled: bool = False
+    flags: tuple[str, ...] = ()
+
+    def missing(self) -> list[str]:
+        """What it needs and is not installed."""
+        return [name for name in self.needs if importlib.util.find_spec(name) is None]
+
+    def numerics_in(self, dtype: str) -> str:
+        """Its number formats, for people."""
+        return self.numerics if dtype == "bf16" else "fp32"
+
+    def run(self, setting: Setting, after_step: AfterStep) -> None:
+        """Trains until ``after_step`` ends the process."""
+        importlib.import_module(f"contestants.{self.module}").run(self, setting, after_step)
+
+
+OURS = "ours-zero"
+FLOOR = "matmuls"
+
+CONTESTANTS: dict[str, Contestant] = {
+    "ours-zero0": Contestant("ours", AUTOCAST, stage=0),
+    "ours-zero1": Contestant("ours", MAIN_WEIGHTS, stage=1),
+    "ours-zero2": Contestant("ours", MAIN_WEIGHTS, stage=2),
+    "ours-zero3": Contestant("ours", MAIN_WEIGHTS, stage=3),
+    "hf-deepspeed": Contestant(
+        "hf_deepspeed", MAIN_WEIGHTS, needs=("transformers", "deepspeed"), stage=1
+    ),
+    "hf-trainer": Contestant("hf_trainer", AUTOCAST, needs=("transformers", "accelerate")),
+    "plain": Contestant("plain", MAIN_WEIGHTS),
+    "plain-compiled": Contestant("plain", MAIN_WEIGHTS, compiled=True),
+    FLOOR: Contestant("matmuls", "bf16 products alone"),
+}
+
+DEFAULT = (
+    "ours-zero0",
+    "ours-zero1",
+    "ours-zero1+torch-compile",
+    "ours-zero2",
+    "ours-zero3",
+    "hf-deepspeed",
+    "hf-trainer",
+    "plain",
+    "plain-compiled",
+    FLOOR,
+)
+
+
+def contestant(name: str) -> Contestant:
+    """The contestant of a name; ``ours-zero1+torch-compile+lr=1`` adds flags to this trainer's.
+
+    Raises:
+        ValueError: there is none of that name.
+    """
+    base, *extras = name.split("+")
+    found = CONTESTANTS.get(base)
+    if found is None:
+        raise ValueError(f"no contestant {base!r}; there are {', '.join(CONTESTANTS)}")
+    if not extras:
+        return found
+    if not base.startswith(OURS):
+        raise ValueError(f"{name}: flags can be added to {OURS}N only, {base} has none")
+    flags: list[str] = []
+    for extra in extras:
+        flag, equals, value = extra.partition("=")
+        flags += [f"--{flag}", value] if equals else [f"--{flag}"]
+    return Contestant(found.module, found.numerics, found.needs, found.stage, flags=tuple(flags))
+
+
+def is_ours(name: str) -> bool:
+    """Whether it is a variant of this trainer."""
+    return name.startswith(OURS)
+
+
+def is_peer(name: str) -> bool:
+    """Whether it is something that this trainer is compared with."""
+    return not is_ours(name) and name != FLOOR

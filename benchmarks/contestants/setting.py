@@ -1,0 +1,71 @@
+"""What all contestants train, and on what: the same for each of them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+LEARNING_RATE = 1e-4
+WEIGHT_DECAY = 0.01  # of matrices; biases and norms have none
+BETAS = (0.9, 0.999)
+EPS = 1e-8
+CLIP = 1.0
+SEED = 1234
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A model, its batches and where its files are."""
+
+    layers: int
+    hidden_size: int
+    heads: int
+    kv_heads: int
+    """Key and value heads; as many as query heads without grouping."""
+    ffn_hidden_size: int
+    seq_length: int
+    vocab_size: int
+    micro_batch: int
+    """Samples of a micro batch."""
+    micro_batches: int
+    """Micro batches of an optimizer step."""
+    architecture: str
+    """gpt2 (learned positions, LayerNorm, GELU, biases, tied head) or llama (rotary positions,
+    RMSNorm, SwiGLU, no biases, a head of its own)."""
+    dtype: str
+    """bf16 or fp32."""
+    threads: int
+    """Threads of a process on a CPU."""
+    warmup: int
+    """Steps of each contestant before anything is measured."""
+    steps: int
+    """Steps of a round."""
+    folder: str
+    """Where `weights` (a model of Hugging Face) and `tokens.npy` are."""
+    shared_weights: bool = True
+    """Whether all start from the weights in the folder; else each draws its own."""
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens of an optimizer step."""
+        return self.micro_batches * self.micro_batch * self.seq_length
+
+    @property
+    def weights(self) -> Path:
+        """Folder of the weights that all start from."""
+        return Path(self.folder, "weights")
+
+    @property
+    def tokens(self) -> Path:
+        """File of the samples, int32 [samples, S + 1]."""
+        return Path(self.folder, "tokens.npy")
+
+    def to_json(self) -> str:
+        """As a contestant's process is given it."""
+        return json.dumps(asdict(self))
+
+    @classmethod
+    def from_json(cls, text: str) -> Setting:
+        """The setting that :meth:`to_json` wrote."""
+        return cls(**json.loads(text))

@@ -1,0 +1,1 @@
+"""What `benchmarks/gpu.py` (`make bench-gpu`) measures on one GPU."""

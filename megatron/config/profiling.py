@@ -1,0 +1,74 @@
+"""What of a run is profiled."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from megatron.config.draft import Draft, not_negative
+from megatron.config.flags import option
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """Profiling: which steps, on which ranks, written where."""
+
+    profile: bool = option(False)
+    """Record some steps and print where their time goes: with torch's profiler, a trace for
+    Perfetto, and a table; under NVIDIA's nsys its capture range and NVTX ranges."""
+    profile_step_start: int = option(10)
+    """Iterations before the first one that is recorded."""
+    profile_step_end: int = option(12)
+    """The last iteration that is recorded; with another --profile-step-start, two after that."""
+    profile_ranks: tuple[int, ...] = option((0,))
+    """Ranks that record; the first of them prints the table."""
+    use_pytorch_profiler: bool = option(False)
+    """Record with torch's profiler under nsys, too; elsewhere it is what --profile takes."""
+    profile_dir: str | None = option(None, derived="profile in --save, else in this folder")
+    """Folder for the traces, rank0-step10-12.json.gz."""
+    record_memory_history: bool = option(False)
+    """Record every allocation of the GPU from the start to --profile-step-end, or to an error such
+    as running out of memory, on --profile-ranks."""
+    memory_snapshot_path: str = option("snapshot.pickle")
+    """File for these allocations, for https://pytorch.org/memory_viz; ranks other than the first of
+    --profile-ranks put their number behind its name."""
+
+
+def check_profiling(draft: Draft, world_size: int) -> None:
+    """Completes and checks the values of profiling.
+
+    Raises:
+        ConfigError: naming flags, values and what would be right.
+    """
+    start, end, ranks = "profile_step_start", "profile_step_end", "profile_ranks"
+    not_negative(draft, start)
+    if draft.given(start) and not draft.given(end):
+        draft.put(end, draft[start] + 2, "profile-step-start + 2")
+    draft.check(
+        draft[end] > draft[start],
+        f"{draft.show(end)} must be above {draft.show(start)}: iterations {draft[start] + 1} to "
+        f"{draft[end]} are recorded",
+    )
+    wanted = draft[ranks]
+    shown = f"{draft.flags[ranks]} {' '.join(map(str, wanted))}"
+    draft.check(
+        bool(wanted) and all(0 <= rank < world_size for rank in wanted),
+        f"{shown} must be ranks from 0 to {world_size - 1}, the processes of this run",
+    )
+    draft.check(len(set(wanted)) == len(wanted), f"{shown} names a rank twice")
+    draft.check(
+        not draft["use_pytorch_profiler"] or draft["profile"],
+        "--use-pytorch-profiler chooses what --profile records with and needs it",
+    )
+    if not (draft["profile"] or draft["record_memory_history"]):
+        for name in (start, end, ranks, "profile_dir", "memory_snapshot_path"):
+            if draft.given(name):
+                draft.notes.append(f"{draft.flags[name]} has no effect without --profile")
+        return
+    iterations = draft["train_iters"]
+    draft.check(
+        iterations is None or draft[start] < iterations,
+        f"{draft.show(start)} leaves nothing to record: the run ends at iteration {iterations} "
+        f"({draft.flags['train_iters']})",
+    )
+    folder = f"{draft['save'].rstrip('/')}/profile" if draft["save"] else "profile"
+    draft.fill("profile_dir", folder, "profile in --save, else in this folder")

@@ -1,0 +1,203 @@
+"""Weight updates that the host queues without reading a number from the device.
+
+DeepSpeed's optimizers read the norm of the gradients to decide whether to step and how to clip: the
+host waits there for the whole backward pass, and the device then for the host. Here norm, clipping
+factor and the decision stay on the device. Torch's fused AdamW does nothing where its ``found_inf``
+tensor is 1, its step counts included. The results are DeepSpeed's, bit for bit where nothing is
+clipped; the norm is summed in another order, and what is clipped by it is equal to rounding.
+
+What stays DeepSpeed's own, with its reads: fp16 (the loss scale is a number of the host), optimizer
+state offloaded to the host, and SGD, which cannot be told on the device to do nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups
+from megatron.engine.json_keys import Json, get
+from megatron.parallel.groups import ProcessGroups
+
+
+def can_queue(config: RunConfig, settings: Json) -> bool:
+    """Whether an update need not wait for the device."""
+    zero = settings.get("zero_optimization") or {}
+    offloaded = any(zero.get(key) for key in ("offload_optimizer", "offload_param"))
+    adam = config.optimizer.optimizer == "adam"
+    return adam and not config.precision.fp16 and not offloaded
+
+
+def leave_norm_to_us(settings: Json, stage: int, grads_in_fp32: bool) -> None:
+    """DeepSpeed's keys for "neither norm nor clipping nor a look for infinities"."""
+    settings["gradient_clipping"] = 0.0
+    if get(settings, "bf16.enabled"):
+        settings["bf16"]["check_grad_overflow"] = False
+    if stage == 2 or (stage == 1 and not grads_in_fp32):
+        settings.setdefault("zero_optimization", {})["compute_grad_norm"] = False
+
+
+class QueuedUpdate:
+    """Norm, clipping, and the guard against gradients that are not finite, all on the device.
+
+    Args:
+        wrapper: DeepSpeed's optimizer around ``optimizer``; ``optimizer`` itself at stage 0.
+        optimizer: torch's AdamW, fused.
+        params: the parameters that this process holds (part of).
+        owns: whether this process's copy of a parameter counts.
+        groups: the layout's process groups.
+        device: of the gradients.
+        clip_grad: largest norm; 0 for any.
+        hold: after one step of gradients that are not finite change no weight any more. The host
+            learns of that step later, and weights are then as they were before it.
+
+    Attributes:
+        norm: of the last step, before clipping; infinite when not finite. A scalar on the device.
+        held: 1.0 when the last step changed no weight, else 0.0. A float32 scalar on the device.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        optimizer: torch.optim.Optimizer,
+        params: Iterable[nn.Parameter],
+        owns: Callable[[nn.Parameter], bool],
+        groups: ProcessGroups,
+        device: torch.device,
+        clip_grad: float,
+        hold: bool,
+    ) -> None:
+        self._wrapper, self._optimizer, self._owns = wrapper, optimizer, owns
+        self._params, self._groups = list(params), groups
+        self._device, self._clip_grad, self._hold = device, clip_grad, hold
+        self.norm: Tensor
+        self.held: Tensor | None = None
+        self._factor: Tensor | None = None
+        if wrapper is optimizer:
+            self._measure: Callable[[], Tensor] = self._whole_norm
+        elif isinstance(wrapper, BF16_Optimizer):
+            self._measure = self._accumulated_norm
+            wrapper.step = self._step_accumulated
+        elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+            self._measure = self._partitioned_norm_3
+            # Its step reads whatever norms it is given: a number of the host's, which is at hand.
+            wrapper._get_norm_groups = lambda: [1.0]
+            wrapper.unscale_and_clip_grads = lambda group, norm: self._clip(
+                [wrapper.fp32_partitioned_groups_flat[group].grad]
+            )
+        else:
+            self._measure = self._partitioned_norm
+            wrapper._get_preflattened_grad_partition = self._flat_gradient
+            wrapper.unscale_and_clip_grads = lambda grads, norm: self._clip(grads)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Measures the gradients of a step; what then steps clips, or does nothing, by that."""
+        norm = self._measure()
+        bad = norm.isfinite().logical_not()
+        held = bad.to(torch.float32)
+        if self._hold and self.held is not None:
+            held = torch.maximum(held, self.held)
+        self.norm, self.held = norm.masked_fill(bad, float("inf")), held
+        self._optimizer.found_inf = held  # type: ignore[attr-defined]
+        if self._wrapper is self._optimizer and self._factor is not None:
+            whole = [param.grad for param in self._params if param.grad is not None]
+            torch._foreach_mul_(whole, self._factor)
+
+    def _clip(self, grads: Sequence[Tensor]) -> None:
+        """Scales one flat gradient, or a few."""
+        if self._factor is not None:
+            for grad in grads:
+                grad.mul_(self._factor)
+
+    def _whole_norm(self) -> Tensor:
+        """Stage 0: gradients of whole parameters, the same on all data-parallel ranks."""
+        norm = gradient_norm(filter(self._owns, self._params), self._groups.model)
+        if self._clip_grad > 0:
+            self._factor = clipping_factor(norm, self._clip_grad)
+        return norm
+
+    def _partitioned_norm(self) -> Tensor:
+        """Stages 1 and 2: this data-parallel rank's parts, flat or as views."""
+        wrapper, found = self._wrapper, []
+        for number in range(len(wrapper.bit16_groups)):
+            grads = wrapper.averaged_gradients[number]
+            grads = (grad for grad in grads if not getattr(grad, "_zero_padding", False))
+            params = wrapper.params_in_partition[number]
+            found.append([g for g, p in zip(grads, params, strict=False) if self._owns(p)])
+        return self._scaled_norm(found, torch.float32)
+
+    def _flat_gradient(self, number: int) -> Tensor:
+        """Stages 1 and 2: a group's gradient as one vector in the format of the weights that it
+        updates. DeepSpeed would make it in the format of the parameters first."""
+        grads = self._wrapper.averaged_gradients[number]
+        flat = getattr(grads, "flat_partition", None)
+        if flat is not None:
+            return flat.view(-1)
+        weights = self._wrapper.single_partition_of_fp32_groups[number]
+        flat = torch.empty_like(weights)
+        *parts, padding = flat.split([*(g.numel() for g in grads), flat.numel() - _size(grads)])
+        torch._foreach_copy_(parts, [grad.reshape(-1) for grad in grads])
+        padding.zero_()
+        return flat
+
+    def _partitioned_norm_3(self) -> Tensor:
+        """Stage 3: this rank's part of every parameter."""
+        wrapper = self._wrapper
+        found = [
+            [g for g, p in zip(wrapper.averaged_gradients[n], params, strict=True) if self._owns(p)]
+            for n, params in enumerate(wrapper.fp16_groups)
+        ]
+        return self._scaled_norm(found, torch.float64)
+
+    def _accumulated_norm(self) -> Tensor:
+        """Stage 1 with float32 sums: gradients of whole parameters, and the update of a part."""
+        wrapper = self._wrapper
+        found = [
+            grad
+            for params, grads, there in zip(
+                wrapper.bf16_groups,
+                wrapper.fp32_groups_gradients,
+                wrapper.fp32_groups_has_gradients,
+                strict=True,
+            )
+            for param, grad, has in zip(params, grads, there, strict=True)
+            if has and self._owns(param)
+        ]
+        single = torch.float32
+        norm = norm_of_groups([found], single, single, [self._groups.model], self._device)
+        if self._clip_grad > 0:
+            self._factor = clipping_factor(norm, self._clip_grad)
+        return norm
+
+    def _scaled_norm(self, grads: list[list[Tensor]], result: torch.dtype) -> Tensor:
+        groups = [self._groups.data, self._groups.model]
+        # DeepSpeed makes float64 copies of all gradients for this: a twentieth of a small step.
+        norm = norm_of_groups(grads, torch.float32, result, groups, self._device)
+        if self._clip_grad > 0:
+            # DeepSpeed's formula: its reciprocal of a quotient rounds as no shorter one does.
+            self._factor = 1.0 / ((norm + 1e-6) / self._clip_grad).clamp(min=1.0)
+        return norm
+
+    @torch.no_grad()
+    def _step_accumulated(self, closure: None = None) -> None:
+        """BF16_Optimizer.step less its reads; only the part that it updates is clipped."""
+        wrapper = self._wrapper
+        grads = wrapper.fp32_groups_gradient_flat_partition
+        self._clip(grads)
+        for weights, grad in zip(wrapper.fp32_groups_flat_partition, grads, strict=True):
+            weights.grad = grad
+        self._optimizer.step()
+        wrapper._lazy_init_hp_params_optimizer_state()
+        wrapper.update_lp_params()
+        wrapper.clear_hp_grads()
+
+
+def _size(grads: Iterable[Tensor]) -> int:
+    return sum(grad.numel() for grad in grads)

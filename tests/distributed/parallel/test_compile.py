@@ -1,0 +1,60 @@
+"""Compiled blocks that are cut over two ranks."""
+
+import pytest
+import torch
+from pool import tensor_group
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from megatron.config import ModelConfig
+from megatron.model.block import Block
+from megatron.model.layer_list import Stream, initialise
+from megatron.parallel.region import TensorParallel
+from megatron.parallel.shard import shard_of
+
+LENGTH, HIDDEN = 16, 32
+SHAPE = {
+    "num_layers": 2, "hidden_size": HIDDEN, "ffn_hidden_size": 64, "num_attention_heads": 4,
+    "num_query_groups": 4, "kv_channels": 8, "seq_length": LENGTH,
+    "max_position_embeddings": LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+}  # fmt: skip
+
+
+def job(sequence: bool) -> tuple[float, int]:
+    """Largest relative difference from eager blocks, and graphs of two blocks."""
+    region = TensorParallel(tensor_group(), sequence)
+    torch.compiler.reset()
+    counters.clear()
+    results = []
+    for compiled in (False, True):
+        blocks = [Block(ModelConfig(**SHAPE), layer, region, False) for layer in range(2)]
+        for block in blocks:
+            for name, param in block.named_parameters():
+                name = shard_of(param).whole or name
+                initialise(name, param, 1, region.group.rank, region.group.size)
+            if compiled:
+                block.compile(backend="aot_eager", dynamic=False)
+        generator = torch.Generator().manual_seed(1)
+        x = region.own(torch.randn(2, LENGTH, HIDDEN, generator=generator), 1)
+        stream = Stream(x.clone().requires_grad_())
+        first = stream
+        for block in blocks:
+            stream = block(stream)
+        stream.hidden.square().sum().backward()
+        params = [p.grad for block in blocks for p in block.parameters()]
+        results.append([stream.hidden.detach(), first.hidden.grad, *params])
+
+    def difference(ours: Tensor, theirs: Tensor) -> float:
+        return float((ours - theirs).abs().max() / theirs.abs().max())
+
+    worst = max(difference(a, b) for a, b in zip(*results, strict=True))
+    return worst, counters["stats"]["unique_graphs"]
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_two_ranks_against_eager_blocks(pool, sequence):
+    """Collectives break the graph of a block, which alone would be one."""
+    for worst, graphs in pool.run(2, job, sequence, timeout=600.0):
+        assert worst < 1e-5
+        assert 1 < graphs <= 20

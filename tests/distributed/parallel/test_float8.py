@@ -1,0 +1,117 @@
+"""8-bit products of layers that are cut over two ranks, against one process; and whole runs."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from pool import tensor_group
+from torch import Tensor
+from training_jobs import TINY, train
+
+from megatron.config import ModelConfig
+from megatron.model.block import Block
+from megatron.model.layer_list import Stream, initialise
+from megatron.parallel.float8 import Float8
+from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from megatron.parallel.region import TensorParallel
+from megatron.parallel.shard import shard_of
+
+BATCH, LENGTH, HIDDEN = 2, 16, 64
+SHAPE = {
+    "num_layers": 1, "hidden_size": HIDDEN, "ffn_hidden_size": 128, "num_attention_heads": 4,
+    "kv_channels": 16, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+    "position_embedding_type": "rope", "swiglu": True, "normalization": "RMSNorm",
+    "init_method_std": 0.2, "seq_length": LENGTH, "max_position_embeddings": LENGTH,
+}  # fmt: skip
+
+
+def draw(*shape: int, seed: int) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
+
+
+def outcome(region: TensorParallel, kv_heads: int, float8: Float8 | None) -> dict[str, Tensor]:
+    """Output, input gradient and weight gradients of a block, joined from all ranks, float32."""
+    group = region.group
+    block = Block(ModelConfig(**SHAPE, num_query_groups=kv_heads), 0, region, False)
+    for name, param in block.named_parameters():
+        initialise(shard_of(param).whole or name, param, 1, group.rank, group.size)
+    block = block.bfloat16()
+    for module in block.modules():
+        if isinstance(module, ColumnParallelLinear | QKVParallelLinear | RowParallelLinear):
+            module.float8 = float8
+    x = region.own(draw(BATCH, LENGTH, HIDDEN, seed=1), 1).clone().requires_grad_()
+    y = block(Stream(x)).hidden
+    y.backward(region.own(draw(BATCH, LENGTH, HIDDEN, seed=2), 1))
+
+    def everywhere(value: Tensor) -> list[Tensor]:
+        found = [torch.empty_like(value).contiguous() for _ in range(group.size)]
+        if group.size == 1:
+            return [value.float()]
+        dist.all_gather(found, value.contiguous(), group=group.handle)
+        return [each.float() for each in found]
+
+    found = {}
+    for name, value in (("output", y.detach()), ("input", x.grad)):
+        parts = everywhere(value)
+        found[name] = torch.cat(parts, 1) if region.split else parts[0]
+    for name, param in block.named_parameters():
+        if shard_of(param).held is None:
+            found[name] = shard_of(param).join(everywhere(param.grad))
+    return found
+
+
+def job(sequence: bool, kv_heads: int, rowwise: bool) -> dict[str, tuple[float, float]]:
+    """Relative errors of 8 bits, on two ranks and on one, against one process in bfloat16."""
+    region = TensorParallel(tensor_group(), sequence)
+    found = outcome(region, kv_heads, Float8(True, rowwise))
+    alone = outcome(TensorParallel(), kv_heads, Float8(True, rowwise))
+    plain = outcome(TensorParallel(), kv_heads, None)
+
+    def error(name: str, ours: dict[str, Tensor]) -> float:
+        return float((ours[name] - plain[name]).norm() / plain[name].norm())
+
+    return {name: (error(name, found), error(name, alone)) for name in found if name in plain}
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("kv_heads", [4, 1])
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
+def test_two_ranks_are_as_near_to_bf16_as_one(pool, sequence, kv_heads, rowwise):
+    """Each rank scales its own share of a tensor, so that two do not give what one gives. Errors
+    add up over a block whose weights are ten times as wide as usual."""
+    for name, (two, one) in pool.run(2, job, sequence, kv_heads, rowwise)[0].items():
+        assert two < 0.25 and two < 1.2 * one + 0.01, (name, two, one)
+
+
+FLAGS = [*TINY, "--bf16", "--train-iters", "4", "--attention-dropout", "0", "--hidden-dropout", "0"]
+FP8 = ["--fp8-format", "hybrid"]
+
+
+def test_zero_stages_agree_and_follow_bf16(pool):
+    """At stage 3 weights are freed after the forward pass and gathered for the backward pass."""
+    plain, *stages = [
+        pool.run(2, train, [*FLAGS, "--zero-stage", str(stage), *more])[0]
+        for stage, more in ((1, []), (1, FP8), (2, FP8), (3, FP8))
+    ]
+    first = stages[0]
+    assert first.losses != plain.losses
+    assert first.losses == pytest.approx(plain.losses, rel=1e-2)
+    for record in stages[1:]:
+        assert record.losses == pytest.approx(first.losses, rel=2e-3)
+        assert record.norms == pytest.approx(first.norms, rel=2e-2)
+
+
+LAYOUTS = {
+    "tp2-sp-dp2": "--tensor-model-parallel-size 2 --sequence-parallel --zero-stage 1",
+    "tp2-dp2-zero3-full": "--tensor-model-parallel-size 2 --zero-stage 3 "
+    "--recompute-granularity full",
+    "pp2-dp2": "--pipeline-model-parallel-size 2 --zero-stage 1",
+    "autocast": "--zero-stage 0",
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts_follow_bf16(pool, layout):
+    flags = [*FLAGS, *LAYOUTS[layout].split()]
+    plain, found = (pool.run(4, train, [*flags, *more])[0] for more in ([], FP8))
+    assert found.losses != plain.losses and found.losses == pytest.approx(plain.losses, rel=1e-2)
+    assert found.norms[0] == pytest.approx(plain.norms[0], rel=5e-2)

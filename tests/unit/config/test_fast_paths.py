@@ -1,0 +1,62 @@
+"""Flags of the fast paths: what they give, and what is refused with which words."""
+
+import pytest
+
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, RunConfig, resolve
+
+MINIMAL = (
+    "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
+    "--micro-batch-size 2 --train-iters 100 --lr 1e-3"
+)
+FP8 = "--bf16 --fp8-format hybrid"
+
+
+def config(extra: str, world_size: int = 1) -> RunConfig:
+    settings = FlagParser(*FLAG_CLASSES).settings(f"{MINIMAL} {extra}".split())
+    return resolve(settings, world_size).config
+
+
+@pytest.mark.parametrize(
+    ("flags", "blocks"),
+    [
+        ("", range(0)),
+        (FP8, range(4)),
+        (f"{FP8} --first-last-layers-bf16", range(1, 3)),
+        (f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 2", range(2, 3)),
+        (f"{FP8} --first-last-layers-bf16 --num-layers-at-end-in-bf16 0", range(1, 4)),
+    ],
+)
+def test_blocks_in_8_bits(flags, blocks):
+    assert config(flags).fast_paths.float8_blocks(4) == blocks
+
+
+TP2 = "--tensor-model-parallel-size 2"
+REFUSED = [
+    ("--fp8-format hybrid", "needs --bf16"),
+    ("--fp8-format e4m3 --fp16 --zero-stage 1", "needs --bf16"),
+    (f"{FP8} --fp8-recipe delayed", "one of tensorwise, rowwise"),
+    (f"{FP8} --fp8-recipe mxfp8", "one of tensorwise, rowwise"),
+    ("--fp8-recipe rowwise", "with --fp8-format only"),
+    ("--first-last-layers-bf16", "with --fp8-format only"),
+    (f"{FP8} --num-layers-at-end-in-bf16 1", "with --first-last-layers-bf16 only"),
+    (f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 3", "leave none of"),
+    (f"{FP8} --hidden-size 72 --kv-channels 16", "--hidden-size 72 is 72"),
+    (f"{FP8} --ffn-hidden-size 100", "multiples of 16: --ffn-hidden-size 100 is 100"),
+    (f"{FP8} --kv-channels 6", "--num-attention-heads 4 x --kv-channels 6 is 24"),
+    (f"{FP8} {TP2} --ffn-hidden-size 48", "--ffn-hidden-size 48 / --tensor-model-par.* 2 is 24"),
+    (f"{FP8} --micro-batch-size 3 --seq-length 24", "--micro-batch-size 3 x --seq-length 24 is 72"),
+    ("--torch-compile-mode max-autotune", "with --torch-compile only"),
+]
+
+
+@pytest.mark.parametrize(("flags", "words"), REFUSED, ids=[flags for flags, _ in REFUSED])
+def test_refused(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        config(flags, 2 if TP2 in flags else 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"), [("auto", "sdpa"), ("fused", "cudnn"), ("unfused", "eager")]
+)
+def test_megatrons_names_of_attention_kernels(given, meant):
+    assert config(f"--attention-backend {given}").model.attention_backend == meant

@@ -1,0 +1,122 @@
+"""Batches that are taken in ahead: the same ones, in order, with their errors, and no further."""
+
+import threading
+import time
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.data.batch import GPTBatch, GPTCollator
+from megatron.data.prefetch import AsArrays, Prefetcher, mapped
+
+
+class Pair(NamedTuple):
+    first: np.ndarray | None
+    name: str
+
+
+class Source(Iterator[Pair]):
+    """Counts what is taken; ends or fails where told."""
+
+    def __init__(self, count: int, error: Exception | None = None) -> None:
+        self.taken, self.count, self.error = 0, count, error
+
+    def __next__(self) -> Pair:
+        if self.taken == self.count:
+            raise self.error or StopIteration
+        self.taken += 1
+        return Pair(np.full(2, self.taken), "x")
+
+
+def wait_until(condition) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+def test_same_batches_in_order_as_tensors():
+    found = list(Prefetcher(Source(20)))
+    assert [batch.first.tolist() for batch in found] == [[n, n] for n in range(1, 21)]
+    assert all(torch.is_tensor(batch.first) and batch.name == "x" for batch in found)
+
+
+@pytest.mark.parametrize("ahead", [1, 3])
+def test_takes_so_many_ahead_and_no_more(ahead):
+    source = Source(20)
+    batches = Prefetcher(source, ahead=ahead)
+    for used in range(3):
+        # Those in the queue, and the one in the hands of the thread.
+        wait_until(lambda used=used: source.taken == used + ahead + 1)
+        time.sleep(0.02)
+        assert source.taken == used + ahead + 1
+        next(batches)
+    batches.close()
+
+
+def test_error_comes_with_its_batch_and_stays():
+    batches = Prefetcher(Source(2, ValueError("document 7 is cut short")))
+    assert [next(batches).first[0] for _ in range(2)] == [1, 2]
+    for _ in range(2):
+        with pytest.raises(ValueError, match="document 7"):
+            next(batches)
+
+
+@pytest.mark.parametrize("take", [0, 3])
+def test_close_ends_the_thread(take):
+    batches = Prefetcher(Source(1000))
+    for _ in range(take):
+        next(batches)
+    batches.close()
+    assert not batches._thread.is_alive()
+    with pytest.raises(StopIteration):
+        next(batches)
+
+
+def test_thread_ends_with_its_reader():
+    batches = Prefetcher(Source(1000))
+    thread = batches._thread
+    del batches
+    thread.join(timeout=10)
+    assert not thread.is_alive()
+
+
+def test_arrays_carry_a_batch_whole():
+    collate = GPTCollator(9, reset_position_ids=True, eod_mask_loss=True)
+    samples = [np.array([1, 9, 3, 4, 9]), np.array([5, 6, 7, 8, 2])]
+    arrays, batch = AsArrays(collate)(samples), collate(samples)
+    assert isinstance(arrays, GPTBatch) and isinstance(arrays.tokens_BS, np.ndarray)
+    again = mapped(arrays, np.ndarray, torch.from_numpy)
+    for found, expected in zip(again, batch, strict=True):
+        assert (found is None) == (expected is None)
+        assert found is None or (found.dtype == expected.dtype and torch.equal(found, expected))
+
+
+def test_what_is_ready_is_there_at_once():
+    """A slow source beside a slower loop: the loop does not wait."""
+
+    def slowly() -> Iterator[np.ndarray]:
+        for number in range(6):
+            time.sleep(0.02)
+            yield np.full(1, number)
+
+    batches = Prefetcher(slowly())
+    next(batches)
+    for _ in range(4):
+        wait_until(lambda: batches._ready.qsize() >= 1)
+        began = time.thread_time()
+        next(batches)
+        assert time.thread_time() - began < 2e-3
+    assert threading.active_count() >= 1
+    batches.close()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_batches_arrive_on_the_gpu():
+    batches = Prefetcher(Source(50), device=torch.device("cuda"))
+    for number, batch in enumerate(batches, start=1):
+        assert batch.first.is_cuda
+        assert batch.first.tolist() == [number, number]

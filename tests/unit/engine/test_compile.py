@@ -1,0 +1,157 @@
+"""Compiled blocks: how often something is compiled, and that results are those of eager ones."""
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.utils import counters
+
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.engine.compile import compile_blocks
+from megatron.model.gpt import build_gpt
+from megatron.model.layer_list import LayerStack, initialise
+from megatron.parallel.float8 import Float8
+
+BLOCKS, LENGTH, VOCAB = 4, 16, 64
+LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "add_bias_linear": False,
+}  # fmt: skip
+KINDS: dict[str, dict] = {
+    "gpt2": {},
+    "gpt2-dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1},
+    "llama": LLAMA,
+    "llama-gqa-window": LLAMA | {"num_query_groups": 2, "sliding_window": 5},
+    "gemma": LLAMA | {"qk_layernorm": True, "post_norm": True, "apply_layernorm_1p": True},
+    "bloom": {"position_embedding_type": "alibi"},
+}
+
+
+def build(kind: str, recompute: str | None = None, float8: Float8 | None = None) -> LayerStack:
+    shape = {
+        "num_layers": BLOCKS, "hidden_size": 32, "ffn_hidden_size": 64, "num_attention_heads": 4,
+        "num_query_groups": 4, "kv_channels": 8, "seq_length": LENGTH,
+        "max_position_embeddings": 2 * LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "padded_vocab_size": VOCAB, "unpadded_vocab_size": VOCAB,
+    }  # fmt: skip
+    method = "uniform" if recompute == "full" else None
+    parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
+    stack = build_gpt(ModelConfig(**shape | KINDS[kind]), parallel)
+    for name, param in stack.canonical_parameters():
+        initialise(name, param, 1, 0, 1)
+    for module in stack.modules():
+        if hasattr(module, "float8"):
+            module.float8 = float8
+    return stack
+
+
+@pytest.fixture(autouse=True)
+def nothing_compiled():
+    torch.compiler.reset()
+    counters.clear()
+    yield
+    torch.compiler.reset()
+
+
+@pytest.fixture
+def without_generated_code(monkeypatch):
+    """Graphs are taken and differentiated as always, and then run operator by operator."""
+    original = nn.Module.compile
+
+    def compile_module(module: nn.Module, mode: str, dynamic: bool) -> None:
+        original(module, backend="aot_eager", dynamic=dynamic)
+
+    monkeypatch.setattr(nn.Module, "compile", compile_module)
+
+
+def compiled(stack: LayerStack) -> LayerStack:
+    compile_blocks(stack.blocks(), "default", torch.device("cpu"))
+    return stack
+
+
+def outcome(stack: LayerStack, length: int = LENGTH, seed: int = 0) -> list[Tensor]:
+    """Logits and all gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    tokens = torch.randint(VOCAB, (2, length), generator=generator)
+    stack.zero_grad()
+    logits = stack(tokens, dropout_seed=seed)
+    weights = torch.randn(logits.shape, generator=generator)
+    (logits * weights).sum().backward()
+    grads = [p.grad.clone() for p in stack.parameters() if p.grad is not None]
+    return [logits.detach(), *grads]
+
+
+def graphs() -> tuple[int, Counter]:
+    return counters["stats"]["unique_graphs"], counters["graph_break"]
+
+
+def assert_near(found: list[Tensor], expected: list[Tensor], limit: float) -> None:
+    for ours, theirs in zip(found, expected, strict=True):
+        assert float((ours - theirs).abs().max()) <= limit * max(float(theirs.abs().max()), 1e-2)
+
+
+MASKED = ("llama-gqa-window", "bloom")
+WHOLE = [
+    pytest.param(
+        kind,
+        recompute,
+        marks=pytest.mark.xfail(strict=True, reason="masks made inside a recomputed block")
+        if kind in MASKED and recompute
+        else (),
+    )
+    for kind in KINDS
+    for recompute in (None, "selective", "full")
+]
+
+
+@pytest.mark.parametrize(("kind", "recompute"), WHOLE)
+@pytest.mark.usefixtures("without_generated_code")
+def test_all_blocks_are_compiled_once_and_whole(kind, recompute):
+    """Twice where the first block makes a mask that the others find made."""
+    eager = build(kind, recompute)
+    stack = compiled(build(kind, recompute))
+    for seed in range(2):
+        assert_near(outcome(stack, seed=seed), outcome(eager, seed=seed), 4e-6)
+    assert graphs() == (2 if kind in MASKED else 1, Counter())
+
+
+@pytest.mark.usefixtures("without_generated_code")
+def test_8_bit_products_are_compiled_with_the_block():
+    eager, stack = build("llama", float8=Float8()), compiled(build("llama", float8=Float8()))
+    assert_near(outcome(stack), outcome(eager), 4e-6)
+    assert graphs() == (1, Counter())
+
+
+@pytest.mark.usefixtures("without_generated_code")
+def test_another_length_is_compiled_for_anew():
+    stack, eager = compiled(build("llama")), build("llama")
+    for length in (LENGTH, LENGTH // 2, LENGTH):
+        assert_near(outcome(stack, length), outcome(eager, length), 4e-6)
+    assert graphs() == (2, Counter())
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_generated_code_against_eager_blocks(kind, dtype):
+    stack = compiled(build(kind).to(dtype))
+    found, expected = outcome(stack), outcome(build(kind).to(dtype))
+    assert_near(found, expected, 2e-6 if dtype == torch.float32 else 3e-2)
+    assert graphs() == (1, Counter())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_compiler_blocks_stay_eager(monkeypatch, capsys, device):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.setenv("CXX", "")
+    from torch._inductor import cpp_builder, exc
+
+    def none_found() -> str:
+        raise exc.InvalidCxxCompiler
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
+    stack = build("gpt2")
+    compile_blocks(stack.blocks(), "default", torch.device(device))
+    assert "compiler found; the blocks run eagerly" in capsys.readouterr().out
+    assert all(block._compiled_call_impl is None for block in stack.blocks())

@@ -1,0 +1,24 @@
+"""Python's garbage collector rests while a program imports, and not after."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+SOURCE = """
+import gc
+from megatron import importing
+between = gc.isenabled()
+importing.done()
+print(between, gc.isenabled(), gc.get_freeze_count() > 1000)
+import pretrain_gpt
+print(gc.isenabled())
+"""
+
+
+def test_the_collector_is_off_between():
+    done = subprocess.run(
+        [sys.executable, "-c", SOURCE], capture_output=True, text=True, cwd=ROOT, check=True
+    )
+    assert done.stdout.splitlines() == ["False True True", "True"]

@@ -1,0 +1,114 @@
+#!/usr/bin/env python
+"""Splits a training step: where its time goes.
+
+    python tools/profile_step.py [the flags of pretrain_gpt.py] --mock-data
+    torchrun --nproc-per-node 2 tools/profile_step.py [the flags of pretrain_gpt.py]
+    python tools/profile_step.py --trace profile/rank0-step10-12.json.gz
+
+With the flags of a run it trains a few steps of it and saves nothing; with --trace it reads what
+--profile wrote. Milliseconds and share of the step for attention, matrix products, norms,
+elementwise work, embedding, loss, optimizer, communication, data, copies, host and idle time, for
+the forward pass, the backward pass and the optimizer each by itself. docs/profiling.md says how the
+time is told apart.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron.config import ConfigError, Setting, Settings
+from megatron.config.flags import option
+from megatron.engine.environment import distributed, world_size
+from megatron.profiling.split import split
+from megatron.profiling.table import split_text
+from megatron.profiling.trace import read_trace
+from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.run import end_process_after, errors_for_users, run_of
+from megatron.training.run_flags import RunToolParser
+from megatron.training.trainer import Trainer
+from megatron.whole_file import write_whole
+
+_LENGTHS = ("train_iters", "train_samples", "train_tokens")
+_OUTPUTS = (
+    "save", "save_interval", "async_save", "save_universal", "keep_last", "keep_every",
+    "metrics_file", "tensorboard_dir", "wandb_project", "eval_interval", "exit_interval",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class ProfileConfig:
+    """The split; all flags of pretrain_gpt.py describe the run."""
+
+    trace: str | None = option(None)
+    """Trace to read instead of training, plain or gzip."""
+    least: bool = option(False)
+    """With --trace: take every operator as in the step in which it was fastest, where other
+    programs use the CPU, too."""
+    top: int = option(12)
+    """With --trace: operators and shapes that are listed."""
+    json: str | None = option(None)
+    """With --trace: JSON file for the numbers."""
+
+    def check(self, settings: Settings) -> None:
+        if self.trace is None:
+            given = [f for f in ("least", "json") if getattr(self, f)]
+            if given:
+                raise ConfigError(f"--{given[0]} needs --trace, a trace that was recorded before")
+        elif settings:
+            flag = next(iter(settings.values())).origin.removeprefix("flag ")
+            raise ConfigError(f"{flag} describes a run to train, and --trace shows one that was")
+        if self.top < 1:
+            raise ConfigError(f"--top {self.top} must be positive")
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    config, settings = RunToolParser(ProfileConfig, __doc__).parse(argv)
+    try:
+        config.check(settings)
+        if config.trace is not None:
+            show(config, Path(config.trace))
+            return
+    except (ValueError, OSError) as error:
+        sys.exit(f"profile_step.py: error: {error}")
+    with errors_for_users():
+        train(few_steps(settings))
+
+
+def show(config: ProfileConfig, path: Path) -> None:
+    found = split(read_trace(path), undisturbed=config.least)
+    print(split_text(found, config.top))
+    if config.json is not None:
+        content = json.dumps(found.to_dict(), indent=1)
+        write_whole(Path(config.json), f"{content}\n".encode())
+
+
+def few_steps(settings: Settings) -> Settings:
+    """The settings of a run that ends when its steps are recorded, and saves nothing."""
+    few = {name: setting for name, setting in settings.items() if name not in _OUTPUTS}
+    start = few.setdefault("profile_step_start", Setting(3, "profile_step.py")).value
+    end = few.setdefault("profile_step_end", Setting(start + 5, "profile_step.py")).value
+    forced: dict[str, Any] = {"profile": True, "eval_iters": 0}
+    if "load" in few:
+        forced["finetune"] = True  # from its weights, but from the first step
+    if any(name in few for name in _LENGTHS):
+        forced["exit_interval"] = end
+    else:
+        forced["train_iters"] = end
+    for name, value in forced.items():
+        few[name] = Setting(value, "profile_step.py")
+    few.setdefault("lr", Setting(1e-4, "profile_step.py"))
+    return few
+
+
+def train(settings: Settings) -> None:
+    run = run_of(settings, world_size())
+    with distributed(run.config.parallel) as groups:
+        datasets, collate = gpt_data(run)
+        Trainer(run, gpt_program(run.config), datasets, collate, groups).fit()
+
+
+if __name__ == "__main__":
+    end_process_after(main)
