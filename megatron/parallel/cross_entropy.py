@@ -5,8 +5,8 @@ and of the weight, after which the memory of the logits is free for the next chu
 same three matrix products as with whole logits; the backward pass has only to scale.
 
 Shapes: B batch, S sequence (outside the region a rank's slice of it if that is split), T tokens
-(B x S), C tokens of a chunk, R rows of a chunk, H hidden, V one rank's share of the vocabulary
-without padding.
+(B x S), C tokens of a chunk, R rows of a chunk, H hidden, P one rank's share of the padded
+vocabulary, V what of it are tokens.
 """
 
 from __future__ import annotations
@@ -63,10 +63,6 @@ class LossHead:
         cap = self.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
-    def rows_used(self, held: int) -> int:
-        """Of the rows that this rank holds those that are tokens."""
-        return max(0, min(held, self.vocab_size - self.region.group.rank * held))
-
 
 def linear_cross_entropy(x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead) -> Tensor:
     """Mean of -log softmax(x weight^T)[label] over the tokens whose mask is 1; zero if none is.
@@ -92,13 +88,13 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:
         dtype, region = product_dtype(x), head.region
         with torch.autocast(x.device.type, enabled=False):
-            rows, sliced = head.rows_used(len(weight)), x.to(dtype)
+            sliced = x.to(dtype)
             whole = start_gather_sequence(sliced, region.group)() if region.split else sliced
             run = _Chunks(whole.flatten(0, 1), weight.to(dtype), targets, head)
             x_needs, weight_needs = (training and needs for needs in ctx.needs_input_grad[:2])
-            x_grad = torch.zeros_like(run.x_TH) if x_needs else None
-            weight_grad = run.weight_gradient() if weight_needs else None
-            loss = run.loss(x_grad, None if weight_grad is None else weight_grad[:rows])
+            x_grad = torch.empty_like(run.x_TH) if x_needs else None
+            weight_grad = run.new_weight_gradient() if weight_needs else None
+            loss = run.loss(x_grad, weight_grad)
         ctx.save_for_backward(x_grad, weight_grad)
         ctx.head, ctx.shape, ctx.unit = head, whole.shape, run.unit
         ctx.dtypes = x.dtype, weight.dtype
@@ -137,52 +133,48 @@ class _Chunks:
     """
 
     def __init__(self, x_TH: Tensor, weight_PH: Tensor, targets: Targets, head: LossHead) -> None:
-        self.x_TH, self.head, held = x_TH, head, len(weight_PH)
-        self.weight_VH = weight_PH[: head.rows_used(held)]
+        self.x_TH, self.weight_PH, self.head = x_TH, weight_PH, head
         self.work = torch.promote_types(x_TH.dtype, torch.float32)
-        # By what a rank holds, not what it uses: all ranks must have the same chunks.
-        most = max(1, head.chunk_bytes // (held * x_TH.element_size()))
+        rows = len(weight_PH)
+        most = max(1, head.chunk_bytes // (rows * x_TH.element_size()))
         self.chunks = _even_slices(len(x_TH), most if head.chunk_bytes else len(x_TH))
-        self.held, first = held, head.region.group.rank * held
+        first = head.region.group.rank * rows
+        self.used = max(0, min(rows, head.vocab_size - first))
         self.labels_T = targets.labels_BS.flatten() - first
         self.mask_T = targets.mask_BS.flatten().to(self.work)
         self.counted = self.mask_T.sum().clamp(min=1.0)
         self.unit = float(2 ** (len(x_TH) - 1).bit_length())
         self.share_T = self.mask_T * (self.unit / self.counted)
 
-    def weight_gradient(self) -> Tensor:
-        """Memory for that of all rows, zero in those that are padding; in a number format in which
-        the chunks' gradients can be added."""
+    def new_weight_gradient(self) -> Tensor:
+        """Memory for it, in a number format in which the chunks' gradients can be added."""
         dtype = self.work if len(self.chunks) > 1 else self.x_TH.dtype
-        memory_PH = self.x_TH.new_empty(self.held, self.x_TH.shape[1], dtype=dtype)
-        memory_PH[len(self.weight_VH) :] = 0.0
-        return memory_PH
+        return torch.empty_like(self.weight_PH, dtype=dtype)
 
-    def loss(self, x_grad_TH: Tensor | None, weight_grad_VH: Tensor | None) -> Tensor:
+    def loss(self, x_grad_TH: Tensor | None, weight_grad_PH: Tensor | None) -> Tensor:
         """The mean loss; fills in the gradients that are given."""
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
-        rows = len(self.weight_VH)
-        memory = self.x_TH.new_empty(self.chunks[0].stop * rows)
-        gradients = x_grad_TH is not None or weight_grad_VH is not None
+        memory_CP = self.x_TH.new_empty(self.chunks[0].stop, len(self.weight_PH))
+        gradients = x_grad_TH is not None or weight_grad_PH is not None
         for chunk in self.chunks:
             x_CH, share_C = self.x_TH[chunk], self.share_T[chunk, None]
-            logits_CV = memory[: len(x_CH) * rows].view(len(x_CH), rows)
-            torch.mm(x_CH, self.weight_VH.t(), out=logits_CV)
-            loss_C = self._step(logits_CV, self.labels_T[chunk], gradients)
+            # With the padding, whose width suits the products.
+            logits_CP = memory_CP[: len(x_CH)]
+            torch.mm(x_CH, self.weight_PH.t(), out=logits_CP)
+            logits_CP[:, self.used :] = 0.0
+            loss_C = self._step(logits_CP[:, : self.used], self.labels_T[chunk], gradients)
             total += loss_C @ self.mask_T[chunk]
-            if not rows:
-                continue
             if x_grad_TH is not None:
-                torch.mm(logits_CV, self.weight_VH, out=x_grad_TH[chunk])
+                torch.mm(logits_CP, self.weight_PH, out=x_grad_TH[chunk])
                 x_grad_TH[chunk] *= share_C.to(x_grad_TH.dtype)
-            if weight_grad_VH is not None:
+            if weight_grad_PH is not None:
                 shared_CH = (x_CH * share_C).to(x_CH.dtype)
                 if len(self.chunks) == 1:
-                    torch.mm(logits_CV.t(), shared_CH, out=weight_grad_VH)
+                    torch.mm(logits_CP.t(), shared_CH, out=weight_grad_PH)
                 elif chunk.start == 0:
-                    weight_grad_VH.copy_(logits_CV.t() @ shared_CH)
+                    weight_grad_PH.copy_(logits_CP.t() @ shared_CH)
                 else:
-                    weight_grad_VH += logits_CV.t() @ shared_CH
+                    weight_grad_PH += logits_CP.t() @ shared_CH
         return total / self.counted
 
     def _step(self, logits_CV: Tensor, labels_C: Tensor, gradients: bool) -> Tensor:

@@ -1,5 +1,9 @@
 """What the launcher has set is believed; what it has not set is noticed."""
 
+import platform
+import subprocess
+import sys
+
 import pytest
 
 from megatron.config import ConfigError
@@ -17,3 +21,24 @@ def test_processes_that_know_nothing_of_each_other_are_refused(monkeypatch, name
         world_size()
     monkeypatch.setenv("WORLD_SIZE", "4")
     assert world_size() == 4
+
+
+FAULTS = """
+import resource, torch
+from megatron.engine import environment
+environment._keep_freed_memory()
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    torch.empty(2**26, dtype=torch.uint8).fill_(1)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+faults()
+print(faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
+def test_memory_of_large_tensors_is_kept():
+    """The second of two equal tensors finds its pages there; without the setting each of them is
+    faulted in again, 16,384 where pages are not huge."""
+    done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True)
+    assert int(done.stdout) < 1000, done.stderr
