@@ -24,15 +24,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from trainer_group import (
-    LAYOUTS,
-    LayoutFlags,
-    Sample,
-    Shape,
-    TrainerGroup,
-    machine,
-    take_turns,
-)
+from layout_shapes import LAYOUTS, LayoutFlags, Shape
+from trainer_group import TrainerGroup, machine, take_turns
+from trainer_worker import Sample
 
 VARIED: dict[str, tuple[str, tuple[int, ...], dict[str, int]]] = {
     "depth": ("layers", (2, 4, 8, 16), {}),

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.parallel.groups import Group
-from megatron.parallel.host_memory import LARGEST_BYTES, HostMemory, host_memory_of, sum_of
 
 Finish = Callable[[], Tensor]
 """Waits for a collective and gives its result; work done before the call runs beside it."""
@@ -21,26 +20,8 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 
-_HOST = "_host_memory"
-
-
-def _shared_memory(x: Tensor, group: Group) -> HostMemory | None:
-    """The group's memory for a collective on ``x``, made at the first one; None where torch's
-    collective does it."""
-    if x.device.type != "cpu" or x.numel() * x.element_size() > LARGEST_BYTES:
-        return None
-    # It belongs to the group's object, which is frozen, and goes with it.
-    kept = vars(group)
-    if _HOST not in kept:
-        kept[_HOST] = host_memory_of(group.ranks, group.rank, group.handle)
-    return kept[_HOST]
-
-
 def start_all_reduce(x: Tensor, group: Group) -> Finish:
     """Sums contiguous ``x`` over the ranks, in place."""
-    memory = _shared_memory(x, group)
-    if memory is not None:
-        return memory.start(x, lambda parts: sum_of(parts, x))
     work = dist.all_reduce(x, group=group.handle, async_op=True)
 
     def finish() -> Tensor:
@@ -54,14 +35,6 @@ def start_gather_sequence(x: Tensor, group: Group) -> Finish:
     """The slices [B, S/t, ...] of all ranks as [B, S, ...]; without a copy when B is 1."""
     x = x.contiguous()
     slices = x.new_empty(group.size, *x.shape)
-    memory = _shared_memory(x, group)
-    if memory is not None:
-
-        def read(parts: list[Tensor]) -> Tensor:
-            torch.stack(parts, out=slices.view(group.size, -1))
-            return slices.transpose(0, 1).flatten(1, 2)
-
-        return memory.start(x, read)
     work = _all_gather(slices.view(-1), x.view(-1), group=group.handle, async_op=True)
 
     def finish() -> Tensor:
@@ -77,14 +50,6 @@ def start_scatter_sequence(x: Tensor, group: Group) -> Finish:
     assert x.shape[1] % group.size == 0, (x.shape, group.size)
     slices = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
     total = torch.empty_like(slices[0])
-    memory = _shared_memory(slices, group)
-    if memory is not None:
-
-        def read(parts: list[Tensor]) -> Tensor:
-            own = [part.view(group.size, -1)[group.rank] for part in parts]
-            return sum_of(own, total)
-
-        return memory.start(slices, read)
     work = _reduce_scatter(total.view(-1), slices.view(-1), group=group.handle, async_op=True)
 
     def finish() -> Tensor:
@@ -138,7 +103,7 @@ class _SumGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         flat = torch.cat([grad.reshape(-1) for grad in grads])
-        start_all_reduce(flat, ctx.group)()
+        dist.all_reduce(flat, group=ctx.group.handle)
         sums = flat.split([grad.numel() for grad in grads])
         return None, *(total.view_as(grad) for total, grad in zip(sums, grads, strict=True))
 

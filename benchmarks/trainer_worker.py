@@ -1,0 +1,208 @@
+"""One process of a trainer group: it builds the trainer and does what its parent asks for."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import math
+import os
+import resource
+import sys
+import time
+import traceback
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from products import product_seconds
+
+GLOO_THREADS = ("gloo", "pt_gloo")
+"""How the names of the threads begin that gloo's collectives run on."""
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What a group's turn took.
+
+    Attributes:
+        steps: optimizer steps.
+        cpu: CPU seconds of all processes, user and system.
+        wall: seconds on the clock, of the slowest process.
+        gloo: CPU seconds of the threads that gloo's collectives run on, of all processes; part of
+            ``cpu``.
+        system: CPU seconds of all processes in the kernel; part of ``cpu``.
+        rss: the largest resident set of a process so far, in bytes.
+        loss: loss of the last step.
+    """
+
+    steps: int
+    cpu: float
+    wall: float
+    gloo: float
+    system: float
+    rss: int
+    loss: float
+
+
+def rank_environment(rank: int, size: int, port: int) -> dict[str, str]:
+    """What a launcher would tell a rank, for one thread each on this machine's CPU."""
+    return {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(size),
+        "LOCAL_WORLD_SIZE": str(size),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # The store is the parent's; rank 0 would otherwise make one.
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "GLOO_SOCKET_IFNAME": "lo",
+        "OMP_NUM_THREADS": "1",
+        "DS_ACCELERATOR": "cpu",
+    }
+
+
+def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> None:
+    """The life of a process: trains when the pipe says so, until its other end closes."""
+    os.environ |= environment
+    torch.set_num_threads(1)
+    try:
+        _serve(pipe, flags)
+        status = 0
+    except BaseException:
+        pipe.send((traceback.format_exc(), None))
+        status = 1
+    sys.stdout.flush()
+    # Groups are not taken apart: gloo's threads may still hold tensors, as
+    # megatron.training.run.end_process_after says.
+    os._exit(status)
+
+
+def _serve(pipe: Connection, flags: list[str]) -> None:
+    from megatron.engine.environment import distributed
+    from megatron.training.gpt import gpt_data, gpt_program
+    from megatron.training.run import parse_run
+    from megatron.training.trainer import Trainer
+
+    run = parse_run(None, flags)
+    logging.disable(logging.INFO)
+    with distributed(run.config.parallel) as groups:
+        datasets, collate = gpt_data(run)
+        before = resident_bytes()
+        worker = Worker(Trainer(run, gpt_program(run.config), datasets, collate, groups), before)
+        pipe.send((None, worker.parameters()))
+        while True:
+            try:
+                question, argument = pipe.recv()
+            except EOFError:
+                os._exit(0)
+            pipe.send((None, getattr(worker, question)(argument)))
+
+
+class Worker:
+    """A trainer, and what is asked of it.
+
+    Args:
+        trainer: a trainer of ``megatron.training``, with training data.
+        before: resident bytes of the process before there was a model.
+    """
+
+    def __init__(self, trainer: Any, before: int) -> None:
+        self.trainer, self.before = trainer, before
+        self.batches = trainer._batches(trainer.datasets.train, 0, 0)
+        self.consumed, self.loss = 0, math.nan
+
+    def parameters(self, _: None = None) -> int:
+        """Elements of the parameters that this process's copy counts for."""
+        engine = self.trainer.engine
+        size = engine.groups.tensor.size
+        return sum(
+            torch.Size(param.shard.local_shape(size)).numel()
+            for param in engine.names
+            if engine.owns(param)
+        )
+
+    def step(self) -> None:
+        """One optimizer step; the loss is read, as the log does in every tenth."""
+        plan = self.trainer.plan
+        micro_batches = plan.batch_size.micro_batches(self.consumed)
+        result = self.trainer.engine.train_step(
+            self.batches, micro_batches, self.consumed, lr=1e-4, weight_decay=0.01
+        )
+        self.consumed += plan.batch_size.batch_size(self.consumed)
+        self.loss = float(result.loss)
+
+    def run(self, steps: int) -> Sample:
+        """Trains for some steps, from one barrier to the next."""
+        dist.barrier()
+        before, system = thread_seconds(), os.times().system
+        cpu, wall = time.process_time(), time.perf_counter()
+        for _ in range(steps):
+            self.step()
+        cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
+        after = thread_seconds()
+        gloo = sum(
+            seconds - before.get(thread, 0.0)
+            for thread, seconds in after.items()
+            if thread[1].startswith(GLOO_THREADS)
+        )
+        kernel = os.times().system - system
+        return Sample(steps, cpu, wall, gloo, kernel, peak_resident_bytes(), self.loss)
+
+    def memory(self, _: None = None) -> tuple[int, float]:
+        """The most bytes that were resident so far beyond those before there was a model, and the
+        estimate of ``megatron.planning`` for the rank that needs most."""
+        from megatron.config.layouts import Layout
+        from megatron.planning.memory import peak_memory
+
+        config = self.trainer.config
+        micro_batches = self.trainer.plan.batch_size.micro_batches(self.consumed)
+        layout = dataclasses.replace(
+            Layout.of(config, self.trainer.run.content), micro_batches=(micro_batches,)
+        )
+        model = config.model
+        estimate = peak_memory(model, layout, config.training.micro_batch_size, micro_batches)
+        return peak_resident_bytes() - self.before, estimate.total
+
+    def products(self, _: None = None) -> float:
+        """CPU seconds of the matrix products of a replica's step, of its shapes, done here."""
+        training = self.trainer.config.training
+        micro_batches = self.trainer.plan.batch_size.micro_batches(self.consumed)
+        return micro_batches * product_seconds(
+            self.trainer.config.model, training.micro_batch_size, self.trainer.config.precision.bf16
+        )
+
+    def profile(self, steps: int) -> list[tuple[str, int, float]]:
+        """Name, calls and CPU seconds, without what they call, of torch's operators."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        with torch.profiler.profile(activities=activities) as profile:
+            for _ in range(steps):
+                self.step()
+        return sorted(
+            ((e.key, e.count, e.self_cpu_time_total / 1e6) for e in profile.key_averages()),
+            key=lambda entry: -entry[2],
+        )
+
+
+def thread_seconds() -> dict[tuple[str, str], float]:
+    """CPU seconds of each thread of this process, by its number and name."""
+    found = {}
+    for task in Path("/proc/self/task").iterdir():
+        try:
+            name = (task / "comm").read_text().strip()
+            found[task.name, name] = int((task / "schedstat").read_text().split()[0]) / 1e9
+        except OSError:  # it has ended
+            continue
+    return found
+
+
+def resident_bytes() -> int:
+    """Resident set of this process now."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def peak_resident_bytes() -> int:
+    """The largest resident set that this process had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
