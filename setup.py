@@ -31,9 +31,11 @@ COLLECT = ["ftfy>=6.3", "py3langid>=0.4,<0.5", "rensa>=0.5,<0.6", "tldextract>=5
 # GPT-2's vocabulary, several times as fast as tiktoken; young, so one minor release at a time.
 FAST = ["fastokens>=0.3.5,<0.4"]
 
+BENCH = ["accelerate>=1.1"]
+"""For one of the peers of benchmarks/train.py, transformers' own Trainer."""
+
 EXTRAS = {
-    # For one of the peers of benchmarks/train.py, transformers' own Trainer.
-    "bench": ["accelerate>=1.1"],
+    "bench": BENCH,
     "collect": COLLECT,
     "fast": FAST,
     "http": ["aiohttp>=3.9"],
@@ -43,7 +45,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
-        *("aiohttp>=3.9", "pyarrow", *FAST, *COLLECT),
+        *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
     ],
 }
 

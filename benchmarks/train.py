@@ -60,6 +60,8 @@ def parser() -> argparse.ArgumentParser:
     add("--contestants", help="NAME,NAME,...; ours-zero1+FLAG+FLAG=VALUE adds flags (all)")
     add("--default-malloc", action="store_true", help="leave the peers' memory settings alone")
     add("--one-at-a-time", action="store_true", help="only one model is on the device at a time")
+    hf = ("gelu_new", "gelu_pytorch_tanh")
+    add("--hf-activation", choices=hf, default=hf[0], help="how transformers computes GPT-2's GELU")
     add("--own-weights", action="store_true", help="each draws its own initial weights")
     add("--peak-tflops", type=float, help="what the device can do (data sheet, or measured)")
     add("--timeout", type=float, default=1800, help="seconds for a start and for a round (1800)")

@@ -106,6 +106,7 @@ def setting_of(options: argparse.Namespace, folder: str | Path) -> Setting:
         steps=options.steps,
         folder=str(folder),
         shared_weights=not options.own_weights,
+        hf_activation=options.hf_activation,
     )
 
 

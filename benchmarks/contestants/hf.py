@@ -17,7 +17,7 @@ def load_model(setting: Setting, dtype: torch.dtype, device: torch.device) -> An
     config = AutoConfig.from_pretrained(setting.weights)
     config.use_cache = False
     if setting.architecture == "gpt2":
-        config.activation_function = "gelu_new"  # GPT2Config's own, by the same formula
+        config.activation_function = setting.hf_activation
     how: dict[str, Any] = {"attn_implementation": "sdpa"}
     model: Any
     if setting.shared_weights:

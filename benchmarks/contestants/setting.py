@@ -45,6 +45,9 @@ class Setting:
     """Where `weights` (a model of Hugging Face) and `tokens.npy` are."""
     shared_weights: bool = True
     """Whether all start from the weights in the folder; else each draws its own."""
+    hf_activation: str = "gelu_new"
+    """GELU by tanh as `transformers` has it: gelu_new, GPT2Config's own, in eager operators, or
+    gelu_pytorch_tanh, one operator."""
 
     @property
     def tokens_per_step(self) -> int:

@@ -129,8 +129,6 @@ def turned_off(base: str, config: Callable[[str], str]) -> list[tuple[str, str]]
         ("attention flash-attn", f"{base}+attention-backend=flash"),
         ("attention cuDNN", f"{base}+attention-backend=cudnn"),
         ("logits whole", f"{base}+logits-chunk-mib=0"),
-        ("overlap_comm on", f"{base}+deepspeed_config={config('overlap')}"),
-        ("overlap_comm off", f"{base}+deepspeed_config={config('no-overlap')}"),
         ("gradients accumulated in bf16", f"{base}+deepspeed_config={config('bf16-gradients')}"),
         ("gradients accumulated in fp32", f"{base}+accumulate-allreduce-grads-in-fp32"),
         ("recompute attention", f"{base}+recompute-granularity=selective"),
@@ -142,8 +140,6 @@ def turned_off(base: str, config: Callable[[str], str]) -> list[tuple[str, str]]
 
 
 CONFIGS: dict[str, dict[str, object]] = {
-    "overlap": {"zero_optimization": {"stage": 1, "overlap_comm": True}},
-    "no-overlap": {"zero_optimization": {"stage": 1, "overlap_comm": False}},
     "bf16-gradients": {"data_types": {"grad_accum_dtype": "bf16"}},
     "offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
 }

@@ -15,6 +15,7 @@ def derive_fast_paths(draft: Draft, world_size: int) -> None:
     Raises:
         ConfigError: naming flags, values and what would be right.
     """
+    not_negative(draft, "logits_chunk_mib")
     draft.check(
         draft["torch_compile"] or not draft.given("torch_compile_mode"),
         f"{draft.show('torch_compile_mode')} has an effect with --torch-compile only",

@@ -106,6 +106,11 @@ def get(content: Any, key: str) -> Any:
     return content
 
 
+def offloads(content: Json, key: str) -> bool:
+    """Whether DeepSpeed's section ``offload_optimizer`` or ``offload_param`` moves anything."""
+    return get(content, f"zero_optimization.{key}.device") not in (None, "none")
+
+
 def put(content: Json, key: str, value: Any) -> None:
     """Sets a dotted key, and makes the sections that it lies in."""
     *sections, last = key.split(".")

@@ -12,14 +12,14 @@ from typing import Any
 
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
-from megatron.engine.json_keys import Json
+from megatron.engine.json_keys import Json, offloads
 
 
 def keep_gradients_in_place(settings: Json, stage: int) -> None:
     """DeepSpeed's keys for gradients that stay where the backward pass has put them; for one
     data-parallel rank. Optimizer state on the host needs DeepSpeed's copies."""
     zero = settings.setdefault("zero_optimization", {})
-    if stage in (1, 2) and not zero.get("offload_optimizer"):
+    if stage in (1, 2) and not offloads(settings, "offload_optimizer"):
         zero["contiguous_gradients"] = False
         zero["overlap_comm"] = False
 

@@ -22,14 +22,13 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups
-from megatron.engine.json_keys import Json, get
+from megatron.engine.json_keys import Json, get, offloads
 from megatron.parallel.groups import ProcessGroups
 
 
 def can_queue(config: RunConfig, settings: Json) -> bool:
     """Whether an update need not wait for the device."""
-    zero = settings.get("zero_optimization") or {}
-    offloaded = any(zero.get(key) for key in ("offload_optimizer", "offload_param"))
+    offloaded = any(offloads(settings, key) for key in ("offload_optimizer", "offload_param"))
     adam = config.optimizer.optimizer == "adam"
     return adam and not config.precision.fp16 and not offloaded
 

@@ -22,6 +22,12 @@ class AttentionMasks:
         self.documents = None if document_ids_BS is None else document_mask(document_ids_BS)
         self._made: dict[tuple, Tensor] = {}
 
+    def anew(self) -> AttentionMasks:
+        """The same, with nothing made yet."""
+        other = AttentionMasks()
+        other.documents = self.documents
+        return other
+
     def visible(
         self, queries: int, keys: int, window: int | None, device: torch.device
     ) -> Tensor | None:

@@ -104,10 +104,16 @@ class LayerRun:
         """Takes the stream through the layers."""
         for begin, end, recomputed in self.chunks:
             if recomputed and torch.is_grad_enabled():
-                stream = checkpoint(self._run, begin, end, stream, use_reentrant=False)
+                stream = checkpoint(self._run_anew, begin, end, stream, use_reentrant=False)
             else:
                 stream = self._run(begin, end, stream)
         return stream
+
+    def _run_anew(self, begin: int, end: int, stream: Stream) -> Stream:
+        # What is computed again has to make its masks again: compiled code notices if they are
+        # there the second time.
+        masks = None if stream.masks is None else stream.masks.anew()
+        return self._run(begin, end, stream._replace(masks=masks))
 
     def _run(self, begin: int, end: int, stream: Stream) -> Stream:
         for place in range(begin, end):

@@ -96,7 +96,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
             weight_grad = run.new_weight_gradient() if weight_needs else None
             loss = run.loss(x_grad, weight_grad)
         ctx.save_for_backward(x_grad, weight_grad)
-        ctx.head, ctx.shape, ctx.unit = head, whole.shape, run.unit
+        ctx.head, ctx.shape, ctx.counted = head, whole.shape, run.counted
         ctx.dtypes = x.dtype, weight.dtype
         return loss
 
@@ -104,14 +104,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
-        region, factor = ctx.head.region, grad / ctx.unit
+        region, factor = ctx.head.region, grad / ctx.counted
         if x_grad is not None:
             x_grad = x_grad.view(ctx.shape)
             if region.group.size > 1:
                 start = start_scatter_sequence if region.split else start_all_reduce
                 x_grad = start(x_grad, region.group)()
-            # In place: a second backward pass is an error.
-            x_grad = x_grad.mul_(factor.to(x_grad.dtype)).to(ctx.dtypes[0])
+            # In place: a second backward pass is an error. The factor keeps its number format: one
+            # that is rounded would scale all below by a little.
+            x_grad = x_grad.mul_(factor).to(ctx.dtypes[0])
         if weight_grad is not None:
             weight_grad = weight_grad.mul_(factor).to(ctx.dtypes[1])
         return x_grad, weight_grad, None, None, None
@@ -127,9 +128,8 @@ class _Chunks:
         head: the rest.
 
     Attributes:
-        unit: the gradients are those of ``unit`` x loss. It is the power of two next to the number
-            of tokens: a token's share of them is about 1, which 16 bits hold well, and dividing by
-            it later rounds nothing.
+        counted: tokens whose mask is 1, at least 1. The gradients are those of ``counted`` x loss:
+            a token's share of them is 1, which 16 bits hold well.
     """
 
     def __init__(self, x_TH: Tensor, weight_PH: Tensor, targets: Targets, head: LossHead) -> None:
@@ -143,8 +143,6 @@ class _Chunks:
         self.labels_T = targets.labels_BS.flatten() - first
         self.mask_T = targets.mask_BS.flatten().to(self.work)
         self.counted = self.mask_T.sum().clamp(min=1.0)
-        self.unit = float(2 ** (len(x_TH) - 1).bit_length())
-        self.share_T = self.mask_T * (self.unit / self.counted)
 
     def new_weight_gradient(self) -> Tensor:
         """Memory for it, in a number format in which the chunks' gradients can be added."""
@@ -157,18 +155,18 @@ class _Chunks:
         memory_CP = self.x_TH.new_empty(self.chunks[0].stop, len(self.weight_PH))
         gradients = x_grad_TH is not None or weight_grad_PH is not None
         for chunk in self.chunks:
-            x_CH, share_C = self.x_TH[chunk], self.share_T[chunk, None]
+            x_CH, mask_C = self.x_TH[chunk], self.mask_T[chunk]
             # With the padding, whose width suits the products.
             logits_CP = memory_CP[: len(x_CH)]
             torch.mm(x_CH, self.weight_PH.t(), out=logits_CP)
             logits_CP[:, self.used :] = 0.0
             loss_C = self._step(logits_CP[:, : self.used], self.labels_T[chunk], gradients)
-            total += loss_C @ self.mask_T[chunk]
+            total += loss_C @ mask_C
             if x_grad_TH is not None:
                 torch.mm(logits_CP, self.weight_PH, out=x_grad_TH[chunk])
-                x_grad_TH[chunk] *= share_C.to(x_grad_TH.dtype)
+                x_grad_TH[chunk] *= mask_C[:, None]
             if weight_grad_PH is not None:
-                shared_CH = (x_CH * share_C).to(x_CH.dtype)
+                shared_CH = (x_CH * mask_C[:, None]).to(x_CH.dtype)
                 if len(self.chunks) == 1:
                     torch.mm(logits_CP.t(), shared_CH, out=weight_grad_PH)
                 elif chunk.start == 0:

@@ -129,13 +129,15 @@ class NsysRange(Recorder):
         self._ranges = torch.autograd.profiler.emit_nvtx(record_shapes=True)
 
     def start(self, iteration: int) -> None:
-        """Tells nsys to record."""
+        """Tells nsys to record, once the device is through with earlier steps."""
+        torch.cuda.synchronize()
         torch.cuda.profiler.start()
         self._ranges.__enter__()
 
     def stop(self, iteration: int) -> None:
         """Tells nsys that it is enough."""
         self._ranges.__exit__(None, None, None)
+        torch.cuda.synchronize()
         torch.cuda.profiler.stop()
 
 

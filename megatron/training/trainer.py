@@ -94,6 +94,10 @@ class Trainer:
         assert self.datasets.train is not None
         workers = self.config.data.num_workers
         batches = self._batches(self.datasets.train, self.consumed_samples, workers)
+        with contextlib.closing(batches):
+            return self._steps(batches)
+
+    def _steps(self, batches: MicroBatches) -> str | None:
         self.meter = self.report.meter()
         reason = None
         while self.iteration < self.plan.train_iters and reason is None:
@@ -112,7 +116,6 @@ class Trainer:
                 reason = self._reason_to_stop()
                 if reason is not None:
                     self._save()
-        batches.close()
         return reason
 
     def _step(self, batches: Iterator[Any]) -> None:

@@ -123,7 +123,7 @@ def check_close(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> 
     for a, b in zip(found, expected, strict=True):
         np.testing.assert_allclose(a["record"].norms, b["record"].norms, rtol=1e-6)
         for name, values in b["state"].items():
-            np.testing.assert_allclose(a["state"][name], values, rtol=1e-4, atol=1e-7, err_msg=name)
+            np.testing.assert_allclose(a["state"][name], values, rtol=1e-4, atol=2e-6, err_msg=name)
 
 
 UNCLIPPED, CLIPPED = ["--clip-grad", "0"], ["--clip-grad", "0.05", "--exit-interval", "2"]
@@ -156,7 +156,7 @@ def test_skipped_step_changes_nothing(pool, stage, form):
     """The third step's gradients are not finite; DeepSpeed leaves weights, moments and the number
     of updates alone, and goes on."""
     _, flags = flags_of("dp2", stage, form)
-    flags.append("--no-check-for-nan-in-loss-and-grad")
+    flags += [*UNCLIPPED, "--no-check-for-nan-in-loss-and-grad"]
     found, expected = (pool.run(2, run, flags, stock, 3) for stock in (False, True))
     assert found[0]["record"].skipped == [False, False, True, False, False]
     assert found[0]["record"].norms[2] == np.inf
@@ -223,15 +223,20 @@ def reads(argv: list[str]) -> int:
             trainer._step(batches)
         with Reads() as counted:
             result = trainer.engine.train_step(batches, 2, 12, 1e-3, 0.1)
-        assert all(torch.is_tensor(value) for value in (result.loss, result.norm, result.held))
+        assert all(
+            torch.is_tensor(value) for value in (result.loss, result.grad_norm, result.skipped)
+        )
         return sum(counted.found.values())
 
 
-@pytest.mark.parametrize("form", [[], ["--bf16"], ["--bf16", SUMS_IN_FP32]], ids="-".join)
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+FORMS = ([], ["--bf16"], ["--bf16", SUMS_IN_FP32])
+
+
+@pytest.mark.parametrize(
+    ("stage", "form"),
+    [(stage, form) for stage in range(4) for form in FORMS[: 2 if stage == 0 else 3]],
+)
 def test_nothing_is_read(pool, stage, form):
     """At stage 3 DeepSpeed's step reads a norm; it gets one that never was on the device."""
-    if stage == 0 and SUMS_IN_FP32 in form:
-        return
     found = pool.run(1, reads, [*FLAGS, "--zero-stage", str(stage), *form])[0]
     assert found == (1 if stage == 3 else 0)
