@@ -172,7 +172,7 @@ class _Chunks:
                 elif chunk.start == 0:
                     weight_grad_PH.copy_(logits_CP.t() @ shared_CH)
                 else:
-                    weight_grad_PH += logits_CP.t() @ shared_CH
+                    _add(weight_grad_PH, logits_CP.t() @ shared_CH)
         return total / self.counted
 
     def _step(self, logits_CV: Tensor, labels_C: Tensor, gradients: bool) -> Tensor:
@@ -236,6 +236,15 @@ class _Chunks:
         if slope_RV is not None:
             softmax_RV.mul_(slope_RV)
         place_RV.copy_(softmax_RV)
+
+
+def _add(sum_PH: Tensor, addend_PH: Tensor) -> None:
+    """In place. On a CPU torch would first copy the whole addend into the format of the sum."""
+    rows = len(sum_PH)
+    if sum_PH.device.type == "cpu":
+        rows = max(1, WORK_BYTES // (4 * sum_PH.shape[1]))
+    for at in _slices(len(sum_PH), rows):
+        sum_PH[at] += addend_PH[at]
 
 
 def _over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:

@@ -270,13 +270,14 @@ def test_nsys_records_between_start_and_stop(monkeypatch):
         __enter__=lambda: told.append("ranges"), __exit__=lambda *_: told.append("no ranges")
     )
     monkeypatch.setattr(torch.autograd.profiler, "emit_nvtx", lambda record_shapes: ranges)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
     monkeypatch.setattr(torch.cuda.profiler, "start", lambda: told.append("start"))
     monkeypatch.setattr(torch.cuda.profiler, "stop", lambda: told.append("stop"))
     recorder = NsysRange()
     assert told == []
     recorder.start(4)
     recorder.stop(6)
-    assert told == ["start", "ranges", "no ranges", "stop"]
+    assert told == ["wait", "start", "ranges", "no ranges", "wait", "stop"]
 
 
 def test_memory_history_is_written_once_and_whole(monkeypatch, tmp_path, capsys):
