@@ -69,7 +69,8 @@ class Benchmark:
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.engine, self.folder = trainer, trainer.engine, folder
         self.clock = Clock()
-        self.batches = trainer._batches("train", 0)
+        assert trainer.datasets.train is not None
+        self.batches = trainer._batches(trainer.datasets.train, 0, 0)
         self.save = folder / "save"
         self.plain = folder / "plain"
         tokenizer = trainer.run.tokenizer.save_pretrained
