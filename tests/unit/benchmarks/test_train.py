@@ -55,6 +55,7 @@ def test_json_is_whole(found):
     assert set(found["ratios"]["ours-zero1"]) == {"hf-deepspeed", "hf-trainer", "plain", "matmuls"}
 
 
+@pytest.mark.proof
 def test_one_at_a_time_in_bf16_with_own_weights_and_flags(capsys, tmp_path):
     file = tmp_path / "out.json"
     flags = "--architecture llama --kv-heads 1 --one-at-a-time --own-weights --rounds 1 --steps 1"
