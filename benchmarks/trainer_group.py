@@ -56,7 +56,7 @@ class TrainerGroup:
                     self.pipes.append(pipe)
                     self.processes.append(process)
             self.parameters = sum(self._replies()) // (layout.replicas * layout.copies)
-        except BaseException:
+        except BaseException:  # an interrupt too must leave no process behind
             self.close()
             raise
 

@@ -71,7 +71,7 @@ def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> No
     try:
         _serve(pipe, flags)
         status = 0
-    except BaseException:
+    except BaseException:  # the parent is told why, whatever it is
         pipe.send((traceback.format_exc(), None))
         status = 1
     sys.stdout.flush()

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
 from pathlib import Path
 from typing import Any
+
+from megatron.whole_file import write_whole
 
 
 def plot_loss(
@@ -42,49 +45,44 @@ def plot_loss(
     axes = figure.add_subplot()
     axes.plot(*train, color="#7aa6d8", linewidth=1.2, label=f"training{_last(train)}", zorder=2)
     if validation[0]:
-        axes.plot(
-            *validation,
-            color="#c8442f",
-            linewidth=2.0,
-            marker="o",
-            markersize=4.5,
-            label=f"validation{_last(validation)}",
-            zorder=3,
-        )
+        label = f"validation{_last(validation)}"
+        style: dict[str, Any] = {"linewidth": 2.0, "marker": "o", "markersize": 4.5, "zorder": 3}
+        axes.plot(*validation, color="#c8442f", label=label, **style)
     if unigram_entropy is not None:
-        axes.axhline(
-            unigram_entropy,
-            color="#444444",
-            linestyle="--",
-            linewidth=1.2,
-            label=f"unigram entropy, {unigram_entropy:.2f}",
-            zorder=1,
-        )
+        label = f"unigram entropy, {unigram_entropy:.2f}"
+        axes.axhline(unigram_entropy, color="#444444", linestyle="--", linewidth=1.2, label=label)
+    _mark_resumes(axes, rows)
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
+    _dress(axes, title)
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    output = Path(output_png)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, picture.getvalue())
+
+
+def _mark_resumes(axes: Any, rows: list[dict[str, Any]]) -> None:
     for number, row in enumerate(row for row in rows if row["kind"] == "resume"):
-        axes.axvline(
-            row["consumed_tokens"],
-            color="#5b8c5a",
-            linestyle=":",
-            linewidth=1.6,
-            label="resumed" if number == 0 else None,
-            zorder=1,
-        )
+        label = "resumed" if number == 0 else None
+        style: dict[str, Any] = {
+            "color": "#5b8c5a",
+            "linestyle": ":",
+            "linewidth": 1.6,
+            "zorder": 1,
+        }
+        axes.axvline(row["consumed_tokens"], label=label, **style)
+
+
+def _dress(axes: Any, title: str | None) -> None:
     axes.set_xlim(left=0)
     axes.set_xlabel("consumed tokens")
     axes.set_ylabel("loss (nats per token)")
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
     if title is not None:
         axes.set_title(title, loc="left", fontweight="bold")
-
-    output = Path(output_png)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(output.name + ".tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, output)
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
