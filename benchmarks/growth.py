@@ -25,7 +25,8 @@ from pathlib import Path
 from typing import Any
 
 from layout_shapes import LAYOUTS, LayoutFlags, Shape
-from trainer_group import TrainerGroup, machine, take_turns
+from machine import machine
+from trainer_group import TrainerGroup, take_turns
 from trainer_worker import Sample
 
 VARIED: dict[str, tuple[str, tuple[int, ...], dict[str, int]]] = {

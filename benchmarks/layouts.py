@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from layout_shapes import LAYOUTS, Shape
-from trainer_group import TrainerGroup, as_json, machine, median_ratio, take_turns
+from machine import machine
+from trainer_group import TrainerGroup, as_json, median_ratio, take_turns
 from trainer_worker import Sample
 
 DEFAULT = "dp1,2 x dp1,dp2,dp2-zero2,dp2-zero3,tp2,tp2-sp,pp2,dp4,tp2-dp2,pp2-tp2"

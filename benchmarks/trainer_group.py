@@ -9,14 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import multiprocessing as mp
-import os
 import statistics
 from collections.abc import Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from layout_shapes import LayoutFlags, Shape
 from trainer_worker import Sample, rank_environment, serve
@@ -146,23 +143,6 @@ def take_turns(
 def median_ratio(ours: Sequence[float], others: Sequence[float]) -> float:
     """Median over rounds of the quotient of two measurements of the same round."""
     return statistics.median(a / b for a, b in zip(ours, others, strict=True))
-
-
-def machine() -> dict[str, Any]:
-    """Processor, cores and versions that a result is of."""
-    import deepspeed
-
-    names = [
-        line.split(":", 1)[1].strip()
-        for line in Path("/proc/cpuinfo").read_text().splitlines()
-        if line.startswith("model name")
-    ]
-    return {
-        "processor": names[0] if names else "unknown",
-        "cores": len(os.sched_getaffinity(0)),
-        "torch": torch.__version__,
-        "deepspeed": deepspeed.__version__,
-    }
 
 
 def as_json(samples: Sequence[Sample]) -> list[dict[str, Any]]:

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from machine import machine
 from torch import Tensor
 
 from contestants.ours import flags_of
@@ -28,7 +26,6 @@ from megatron.training.flops import measure_matmul_peak, peak_flops
 from megatron.training.gpt import gpt_data
 from megatron.training.run import Run, parse_run
 
-PACKAGES = ("torch", "deepspeed", "transformers", "accelerate", "numpy")
 SHARD_BYTES = 2**32
 MOST_SAMPLES = 4096
 
@@ -46,7 +43,7 @@ def prepare(setting: Setting, steps: int, given_peak: float | None) -> dict[str,
     samples = min(MOST_SAMPLES, steps * setting.micro_batch * setting.micro_batches)
     write_tokens(setting, gpt_data(run)[0], samples)
     write_weights(setting, run)
-    return machine(setting) | peak(setting, given_peak)
+    return machine() | peak(setting, given_peak)
 
 
 def write_tokens(setting: Setting, datasets: Datasets, count: int) -> None:
@@ -103,18 +100,6 @@ class InitialWeights(Source):
         return shard_of(param).join([param.detach()])
 
 
-def machine(setting: Setting) -> dict[str, Any]:
-    """The device and versions."""
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name() if cuda else _processor(),
-        "cuda": torch.version.cuda if cuda else None,
-        "cores": len(os.sched_getaffinity(0)),
-        "platform": platform.platform(),
-        "python": platform.python_version(),
-    } | {name: _version(name) for name in PACKAGES}
-
-
 def peak(setting: Setting, given: float | None) -> dict[str, Any]:
     """``peak_flops`` of the device, and where that is from: the data sheet of a known GPU; else
     square matrix products in the setting's number format, on as many threads as a contestant has.
@@ -128,24 +113,6 @@ def peak(setting: Setting, given: float | None) -> dict[str, Any]:
         return {"peak_flops": sheet, "peak_is": "data sheet"}
     reached = max(measure_matmul_peak(dtype, device, 1.0) for _ in range(3))
     return {"peak_flops": reached, "peak_is": "measured on square products"}
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _processor() -> str:
-    try:
-        with open("/proc/cpuinfo") as file:
-            names = [
-                line.split(":", 1)[1].strip() for line in file if line.startswith("model name")
-            ]
-    except OSError:
-        names = []
-    return names[0] if names else platform.processor() or platform.machine()
 
 
 def main(text: str, steps: str, given_peak: str) -> None:
