@@ -1,8 +1,8 @@
 """Causal attention on CPUs in bfloat16, as matrix products over blocks of queries.
 
 torch's fused kernel multiplies small tiles, which on CPUs takes up to twice the time of whole
-products (benchmarks/RESULTS.md has the figures). Here a block of queries meets all keys up to its own
-end at once. Scores and softmax are in float32, as in the fused kernel, the other products in
+products (benchmarks/RESULTS.md has the figures). Here a block of queries meets all keys up to its
+own end at once. Scores and softmax are in float32, as in the fused kernel, the other products in
 bfloat16. The probabilities are kept for the backward pass, so this is for short sequences.
 
 Shapes: B batch, N query heads, K key and value heads, G = N / K query heads that share one, S
