@@ -44,7 +44,7 @@ EXTRAS = {
     "s3": ["s3fs"],
     "wandb": ["wandb"],
     "test": [
-        *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
+        *("hypothesis", "mypy", "numba", "psutil", "pytest>=8", "pytest-xdist", "ruff"),
         *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
     ],
 }

@@ -64,6 +64,10 @@ def build_groups(
 ) -> ProcessGroups:
     """Creates the groups on every rank; torch.distributed must be initialised.
 
+    Groups of the same ranks share torch's group, and one of all ranks has the world's: each has
+    connections of its own, and threads that wake up a hundred times a second (gloo), or memory on
+    the device (NCCL).
+
     Args:
         tensor_size: ranks per tensor-parallel group.
         pipeline_size: pipeline stages.
@@ -75,18 +79,22 @@ def build_groups(
     grid = rank_grid(pipeline_size, data_size, tensor_size)
     pipes, datas, tensors = range(pipeline_size), range(data_size), range(tensor_size)
 
+    world = tuple(range(world_size))
+    handles = {world: dist.group.WORLD}
+
     def own(memberships: list[list[int]]) -> Group:
         # Every rank must take part in creating every group, in the same order.
         found = None
-        for ranks in memberships:
-            handle = dist.new_group(ranks, timeout=timeout)
+        for ranks in map(tuple, memberships):
+            if ranks not in handles:
+                handles[ranks] = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
-                found = Group(tuple(ranks), ranks.index(rank), handle)
+                found = Group(ranks, ranks.index(rank), handles[ranks])
         assert found is not None
         return found
 
     return ProcessGroups(
-        world=Group(tuple(range(world_size)), rank, dist.group.WORLD),
+        world=Group(world, rank, dist.group.WORLD),
         tensor=own([grid[p][d] for p in pipes for d in datas]),
         data=own([[grid[p][d][t] for d in datas] for p in pipes for t in tensors]),
         pipeline=own([[grid[p][d][t] for p in pipes] for d in datas for t in tensors]),

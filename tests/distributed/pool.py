@@ -45,6 +45,7 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
@@ -54,6 +55,9 @@ from megatron.parallel.groups import Group
 GRACE_SECONDS = 1.0
 """How long the other ranks have to report after one failed."""
 
+MOST_THREADS = 100
+"""Of a worker that is used again. DeepSpeed's stage 3 never lets go of its engines, nor so of
+their groups, whose three threads each wake up all the time: some hundreds take half a core."""
 
 _DONE = b"done"
 _LINEAR = F.linear
@@ -83,6 +87,7 @@ class Pool:
             RankError: a rank raised, died or did not finish within ``timeout`` seconds.
         """
         seconds = timeout or self._timeout
+        self._replace_the_crowded()
         while len(self._workers) < size:
             self._workers.append(_Worker())
         workers = self._workers[:size]
@@ -104,6 +109,11 @@ class Pool:
             worker.close()
             self._workers.remove(worker)
         raise RankError(f"{function.__name__} failed\n" + "\n".join(reports))
+
+    def _replace_the_crowded(self) -> None:
+        for worker in [each for each in self._workers if each.threads() > MOST_THREADS]:
+            worker.close()
+            self._workers.remove(worker)
 
     def close(self) -> None:
         """Ends all workers."""
@@ -199,6 +209,13 @@ class _Worker:
 
     def send(self, job: _Job) -> None:
         self.pipe.send_bytes(pickle.dumps(job))
+
+    def threads(self) -> int:
+        """Number of its threads; none when it has died."""
+        try:
+            return psutil.Process(self.process.pid).num_threads()
+        except psutil.NoSuchProcess:
+            return 0
 
     def post_mortem(self, seconds: float) -> str:
         """Where a worker that does not reply is, or how it died."""

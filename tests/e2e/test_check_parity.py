@@ -228,7 +228,7 @@ def test_no_process_is_left_behind(tmp_path, number):
         os.killpg(process.pid, number)
     else:
         process.send_signal(number)
-    _, errors = process.communicate(timeout=60)
+    _, errors = process.communicate(timeout=180)
     expected = -number if number == signal.SIGKILL else 128 + number
     assert process.returncode == expected
     assert all(map(gone, started))
