@@ -62,9 +62,9 @@ def test_profile_writes_a_trace_and_leaves_training_alone(tmp_path):
         ("optimizer", "optimizer"), ("data", "data"),
     ):  # fmt: skip
         assert found.cells[cell] > 0, cell
-    # Of each micro batch once forward and twice backward: QKV, projection, MLP, and the 100 rows of
-    # the head that tokens have.
-    weights = 2 * 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32) + 100 * 32
+    # Of each micro batch once forward and twice backward: QKV, projection, MLP, and the 128 rows of
+    # the head, of which 100 are tokens.
+    weights = 2 * 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32) + 128 * 32
     assert sum(p.flops for p in found.products) == 3 * 2 * weights * 2 * 32
     names = {event.name for event in trace.host[trace.main_thread]}
     assert {"megatron::evaluate", "megatron::save"} <= names, "iteration 3 does both"

@@ -32,13 +32,13 @@ def faults():
     torch.empty(2**26, dtype=torch.uint8).fill_(1)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 faults()
-print(faults())
+print(sum(faults() for _ in range(10)))
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="it is about glibc's malloc")
 def test_memory_of_large_tensors_is_kept():
-    """The second of two equal tensors finds its pages there; without the setting each of them is
-    faulted in again, 16,384 where pages are not huge."""
+    """A tensor finds the pages of one before it, at most two places beside the first. Without the
+    setting each is faulted in again, 16,384 pages where they are not huge, ten times here."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True)
-    assert int(done.stdout) < 1000, done.stderr
+    assert int(done.stdout) < 2.5 * 2**14, done.stderr
