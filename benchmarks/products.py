@@ -1,98 +1,135 @@
-"""The matrix products of a GPT's training step, timed by themselves.
+"""The matrix products of a training step alone: forward, and the two of each in the backward pass.
 
-What a step cannot be faster than, short of leaving products out: forward, and the gradients of
-inputs and weights, of every linear map and of attention, at the shapes that they have in the step
-and each on tensors of its own, with nothing around them.
+What a step cannot be faster than, short of leaving products out. Nothing is between them: no norms,
+no softmax, no loss, no optimizer, and no new memory but for the scores, which are never there as a
+whole. The attention's two products are made causally, in :data:`PIECES` pieces of the queries, each
+against the keys up to its end: (1 + 1 / PIECES) / 2 of the whole products.
+
+Shapes: T tokens, I inputs, O outputs, G batch x heads, S sequence, D head width.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
-from torch import Tensor
 
 from megatron.config import ModelConfig
 
-
-def linear_shapes(model: ModelConfig) -> tuple[list[tuple[int, int]], tuple[int, int]]:
-    """Inputs and outputs of a block's linear maps, and of the head."""
-    assert model.hidden_size and model.ffn_hidden_size and model.padded_vocab_size
-    assert model.num_attention_heads and model.kv_channels and model.num_query_groups
-    hidden, query = model.hidden_size, model.num_attention_heads * model.kv_channels
-    kv = model.num_query_groups * model.kv_channels
-    inner = model.ffn_hidden_size
-    block = [
-        (hidden, query + 2 * kv),
-        (query, hidden),
-        (hidden, inner * (2 if model.gated else 1)),
-        (inner, hidden),
-    ]
-    return block, (hidden, model.padded_vocab_size)
+PIECES = 8
 
 
-def product_flops(model: ModelConfig, samples: int) -> float:
-    """FLOPs of those products: two per multiply-add, attention over the keys that a query sees,
-    half of the sequence (Dao 2023, arXiv:2307.08691, section 4.1)."""
-    assert model.num_layers and model.seq_length and model.num_attention_heads
-    assert model.kv_channels
-    block, head = linear_shapes(model)
-    weights = model.num_layers * sum(a * b for a, b in block) + head[0] * head[1]
-    query = model.num_attention_heads * model.kv_channels
-    attention = model.num_layers * query * model.seq_length  # two products, half of the keys
-    return 3 * 2.0 * samples * model.seq_length * (weights + attention)
+class Linear:
+    """The three products of a linear layer."""
 
-
-def product_seconds(model: ModelConfig, samples: int, half: bool) -> float:
-    """CPU seconds that those products take for one micro batch, on this process's threads.
-
-    Attention is timed as plain batched products over all keys and counted by half, since a causal
-    kernel leaves the other half out.
-
-    Args:
-        model: the complete model.
-        samples: samples of the micro batch.
-        half: whether in bfloat16; float32 otherwise.
-    """
-    dtype = torch.bfloat16 if half else torch.float32
-    assert model.num_layers and model.seq_length and model.num_attention_heads
-    tokens = samples * model.seq_length
-    block, head = linear_shapes(model)
-
-    def linear(inputs: int, outputs: int) -> float:
-        x_TI, y_TO = (
-            torch.ones(tokens, inputs, dtype=dtype),
-            torch.ones(tokens, outputs, dtype=dtype),
+    def __init__(self, tokens: int, inputs: int, outputs: int, **how: object) -> None:
+        self.x_TI, self.y_TO, self.weight_OI = (
+            torch.randn(shape, **how)  # type: ignore[call-overload]
+            for shape in ((tokens, inputs), (tokens, outputs), (outputs, inputs))
         )
-        weight_OI = torch.ones(outputs, inputs, dtype=dtype)
-        return sum(
-            map(
-                cpu_seconds,
-                (
-                    lambda: x_TI @ weight_OI.t(),
-                    lambda: y_TO @ weight_OI,
-                    lambda: y_TO.t() @ x_TI,
-                ),
-            )
+        self.grad_TI, self.grad_OI = torch.empty_like(self.x_TI), torch.empty_like(self.weight_OI)
+
+    def __call__(self) -> None:
+        """The output, its gradient to the input and to the weight."""
+        torch.mm(self.x_TI, self.weight_OI.t(), out=self.y_TO)
+        torch.mm(self.y_TO, self.weight_OI, out=self.grad_TI)
+        torch.mm(self.y_TO.t(), self.x_TI, out=self.grad_OI)
+
+
+class Attention:
+    """Scores and the mix of values, causally, and the two products of each in the backward pass."""
+
+    def __init__(self, groups: int, length: int, width: int, **how: object) -> None:
+        self.q, self.k, self.v, self.y = (
+            torch.randn(groups, length, width, **how)  # type: ignore[call-overload]
+            for _ in range(4)
+        )
+        self.length, self.piece = length, -(-length // PIECES)
+
+    def __call__(self) -> None:
+        """All pieces."""
+        for begin in range(0, self.length, self.piece):
+            end = min(begin + self.piece, self.length)
+            q, y = self.q[:, begin:end], self.y[:, begin:end]
+            k, v = self.k[:, :end], self.v[:, :end]
+            scores = torch.bmm(q, k.transpose(1, 2))
+            torch.bmm(scores, v)
+            torch.bmm(y, v.transpose(1, 2))
+            torch.bmm(scores.transpose(1, 2), y)
+            torch.bmm(scores, k)
+            torch.bmm(scores.transpose(1, 2), q)
+
+
+@dataclass(frozen=True)
+class StepShape:
+    """Sizes of what a micro batch multiplies."""
+
+    samples: int
+    length: int
+    layers: int
+    hidden: int
+    heads: int
+    kv_heads: int
+    head_width: int
+    inner: int
+    """What goes into the MLP's second map."""
+    gated: bool
+    """Whether the MLP's first map makes twice as much."""
+    vocabulary: int
+
+    @classmethod
+    def of(cls, model: ModelConfig, samples: int) -> StepShape:
+        """Of a complete model."""
+        assert model.num_layers and model.seq_length and model.hidden_size
+        assert model.ffn_hidden_size and model.padded_vocab_size
+        assert model.num_attention_heads and model.num_query_groups and model.kv_channels
+        return cls(
+            samples,
+            model.seq_length,
+            model.num_layers,
+            model.hidden_size,
+            model.num_attention_heads,
+            model.num_query_groups,
+            model.kv_channels,
+            model.ffn_hidden_size,
+            model.gated,
+            model.padded_vocab_size,
         )
 
-    heads, length, width = model.num_attention_heads, model.seq_length, model.kv_channels
-    q_NSD = torch.ones(samples * heads, length, width, dtype=dtype)  # type: ignore[arg-type]
-    scores_NSS = torch.ones(samples * heads, length, length, dtype=dtype)
-    scores, mix = (lambda: q_NSD @ q_NSD.mT), (lambda: scores_NSS @ q_NSD)
-    # Of each kind three: forward; gradients of the scores and of their inputs.
-    attention = (2 * cpu_seconds(scores) + 4 * cpu_seconds(mix)) / 2
-    return model.num_layers * (sum(linear(*shape) for shape in block) + attention) + linear(*head)
+    def block(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
+        """The products of a block, with buffers of their own."""
+        how = {"dtype": dtype, "device": device}
+        tokens, mixed = self.samples * self.length, self.heads * self.head_width
+        return [
+            Linear(tokens, self.hidden, mixed + 2 * self.kv_heads * self.head_width, **how),
+            Attention(self.samples * self.heads, self.length, self.head_width, **how),
+            Linear(tokens, mixed, self.hidden, **how),
+            Linear(tokens, self.hidden, self.inner * (2 if self.gated else 1), **how),
+            Linear(tokens, self.inner, self.hidden, **how),
+        ]
+
+    def head(self, dtype: torch.dtype, device: torch.device) -> Linear:
+        """The products of the head, with buffers of their own."""
+        tokens = self.samples * self.length
+        return Linear(tokens, self.hidden, self.vocabulary, dtype=dtype, device=device)
+
+    def all(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
+        """The products of a micro batch, layer by layer."""
+        blocks = [self.block(dtype, device) for _ in range(self.layers)]
+        return [*(product for block in blocks for product in block), self.head(dtype, device)]
+
+    def cpu_seconds(self, dtype: torch.dtype) -> float:
+        """CPU seconds that they take for one micro batch, on this process's threads: each kind is
+        timed once and counted as often as there are layers."""
+        cpu = torch.device("cpu")
+        block = sum(map(cpu_seconds, self.block(dtype, cpu)))
+        return self.layers * block + cpu_seconds(self.head(dtype, cpu))
 
 
-def cpu_seconds(work: Callable[[], Tensor]) -> float:
-    """CPU seconds of a product, the second time that it is done."""
-    return list(_timed(work))[1]
-
-
-def _timed(work: Callable[[], Tensor]) -> Iterator[float]:
-    for _ in range(2):
-        start = time.process_time()
-        work()
-        yield time.process_time() - start
+def cpu_seconds(product: Linear | Attention) -> float:
+    """CPU seconds of it, the second time that it is done."""
+    product()
+    start = time.process_time()
+    product()
+    return time.process_time() - start

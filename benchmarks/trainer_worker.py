@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from products import product_seconds
+from products import StepShape
 
 GLOO_THREADS = ("gloo", "pt_gloo")
 """How the names of the threads begin that gloo's collectives run on."""
@@ -168,11 +168,11 @@ class Worker:
 
     def products(self, _: None = None) -> float:
         """CPU seconds of the matrix products of a replica's step, of its shapes, done here."""
-        training = self.trainer.config.training
+        config = self.trainer.config
         micro_batches = self.trainer.plan.batch_size.micro_batches(self.consumed)
-        return micro_batches * product_seconds(
-            self.trainer.config.model, training.micro_batch_size, self.trainer.config.precision.bf16
-        )
+        shape = StepShape.of(config.model, config.training.micro_batch_size)
+        dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
+        return micro_batches * shape.cpu_seconds(dtype)
 
     def profile(self, steps: int) -> list[tuple[str, int, float]]:
         """Name, calls and CPU seconds, without what they call, of torch's operators."""

@@ -1,12 +1,8 @@
-"""How growth is fitted, set beside formulas and drawn; and the products that it is measured by."""
+"""How growth is fitted, set beside formulas and drawn."""
 
 import growth
 import growth_plots
-import products
 import pytest
-
-from megatron.config import ModelConfig
-from megatron.training.flops import TransformerShape
 
 
 def points(seconds, formula, values=(2, 4, 8)):
@@ -74,39 +70,6 @@ def test_point_takes_ratios_within_a_turn():
         "bytes": 10.0,
         "formula_bytes": 5.0,
     }
-
-
-def model(**changes) -> ModelConfig:
-    values = {
-        "num_layers": 3,
-        "hidden_size": 64,
-        "ffn_hidden_size": 160,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "kv_channels": 16,
-        "seq_length": 32,
-        "max_position_embeddings": 32,
-        "padded_vocab_size": 256,
-    }
-    return ModelConfig(**(values | changes))
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_flops_of_the_products_against_the_trainers(gated):
-    shape = TransformerShape(3, 64, 160, 4, 2, 16, 32, 256, gated=gated)
-    assert products.product_flops(model(swiglu=gated), 5) == shape.flops_per_step(5, causal=True)
-
-
-def test_products_are_timed_once_for_each_kind(monkeypatch):
-    """Every product takes a second here: three for each of four maps, and six halves of attention,
-    in every block; three for the head."""
-    done = []
-    monkeypatch.setattr(products, "cpu_seconds", lambda work: done.append(work().shape) or 1.0)
-    seconds = products.product_seconds(model(), 2, half=True)
-    assert seconds == 3 * (4 * 3 + 3) + 3
-    tokens = 2 * 32
-    assert done[2:5] == [(tokens, 128), (tokens, 64), (128, 64)]
-    assert done[-3:] == [(tokens, 256), (tokens, 64), (256, 64)]
 
 
 @pytest.mark.parametrize("values", [(2, 4, 8), ("dp1", "dp2", "tp2")])

@@ -6,7 +6,6 @@ import dataclasses
 import pytest
 import torch
 from contestants import hf
-from contestants.matmuls import PIECES, Attention, Linear
 from contestants.ours import flags_of
 from contestants.plain import MainWeights, build
 from contestants.prepare import write_weights
@@ -116,29 +115,3 @@ def test_main_weights_are_adamw_in_float32(setting, run, batch):
         torch.testing.assert_close(main, param.data, rtol=1e-6, atol=1e-9)
         assert torch.equal(half, main.bfloat16())
         assert not torch.equal(main, start)
-
-
-def test_floor_makes_the_products_of_a_linear_layer():
-    linear = Linear(6, 4, 3, dtype=torch.float64)
-    linear()
-    x = linear.x_TI.clone().requires_grad_()
-    weight = linear.weight_OI.clone().requires_grad_()
-    y = torch.nn.functional.linear(x, weight)
-    torch.testing.assert_close(linear.y_TO, y)
-    y.backward(linear.y_TO)  # its own output stands in for the gradient
-    torch.testing.assert_close(linear.grad_TI, x.grad)
-    torch.testing.assert_close(linear.grad_OI, weight.grad)
-
-
-def test_floor_multiplies_half_of_the_attention(monkeypatch):
-    flops = []
-
-    def counted(a, b):
-        flops.append(2 * a.shape[0] * a.shape[1] * a.shape[2] * b.shape[2])
-        return torch.empty(a.shape[0], a.shape[1], b.shape[2])
-
-    attention = Attention(3, 64, 8)
-    monkeypatch.setattr(torch, "bmm", counted)
-    attention()
-    whole = 6 * 2 * 3 * 64 * 64 * 8
-    assert sum(flops) == whole * (1 + 1 / PIECES) / 2

@@ -1,0 +1,89 @@
+"""The products that a step is measured by: their shapes, what they compute, how they are timed."""
+
+import products
+import pytest
+import torch
+from products import PIECES, Attention, Linear, StepShape
+
+from megatron.config import ModelConfig
+from megatron.training.flops import TransformerShape
+
+
+def model(**changes) -> ModelConfig:
+    values = {
+        "num_layers": 3,
+        "hidden_size": 64,
+        "ffn_hidden_size": 160,
+        "num_attention_heads": 4,
+        "num_query_groups": 2,
+        "kv_channels": 16,
+        "seq_length": 32,
+        "max_position_embeddings": 32,
+        "padded_vocab_size": 256,
+    }
+    return ModelConfig(**(values | changes))
+
+
+class Counted:
+    """Stands in for torch's products: counts FLOPs, computes nothing."""
+
+    def __init__(self, monkeypatch):
+        self.mm, self.bmm = [], []
+        monkeypatch.setattr(torch, "mm", self.multiply)
+        monkeypatch.setattr(torch, "bmm", self.multiply_batches)
+
+    def multiply(self, a, b, out):
+        assert out.shape == (a.shape[0], b.shape[1])
+        self.mm.append(2 * a.numel() * b.shape[1])
+
+    def multiply_batches(self, a, b):
+        self.bmm.append(2 * a.numel() * b.shape[2])
+        return torch.empty(a.shape[0], a.shape[1], b.shape[2])
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_flops_of_the_products_against_the_trainers(gated, monkeypatch):
+    work = StepShape.of(model(swiglu=gated), 5).all(torch.float32, torch.device("cpu"))
+    counted = Counted(monkeypatch)
+    for product in work:
+        product()
+    shape = TransformerShape(3, 64, 160, 4, 2, 16, 32, 256, gated=gated)
+    half = sum(counted.bmm) / (1 + 1 / PIECES)
+    assert sum(counted.mm) + half == shape.flops_per_step(5, causal=True)
+
+
+def test_products_are_timed_once_for_each_kind(monkeypatch):
+    """Every kind takes a second here: five of every block, and the head."""
+    timed = []
+    monkeypatch.setattr(products, "cpu_seconds", lambda product: timed.append(product) or 1.0)
+    assert StepShape.of(model(), 2).cpu_seconds(torch.bfloat16) == 3 * 5 + 1
+    assert [type(product) for product in timed].count(Attention) == 1
+    assert len(timed) == 6
+
+
+def test_the_second_time_counts(monkeypatch):
+    clock = iter([10.0, 13.0])
+    monkeypatch.setattr(products.time, "process_time", lambda: next(clock))
+    calls = []
+    assert products.cpu_seconds(lambda: calls.append(1)) == 3.0
+    assert len(calls) == 2
+
+
+def test_a_linear_layer_has_its_three_products():
+    linear = Linear(6, 4, 3, dtype=torch.float64)
+    linear()
+    x = linear.x_TI.clone().requires_grad_()
+    weight = linear.weight_OI.clone().requires_grad_()
+    y = torch.nn.functional.linear(x, weight)
+    torch.testing.assert_close(linear.y_TO, y)
+    y.backward(linear.y_TO)  # its own output stands in for the gradient
+    torch.testing.assert_close(linear.grad_TI, x.grad)
+    torch.testing.assert_close(linear.grad_OI, weight.grad)
+
+
+def test_half_of_the_attention_is_multiplied(monkeypatch):
+    attention = Attention(3, 64, 8)
+    counted = Counted(monkeypatch)
+    attention()
+    whole = 6 * 2 * 3 * 64 * 64 * 8
+    assert sum(counted.bmm) == whole * (1 + 1 / PIECES) / 2
