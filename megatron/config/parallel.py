@@ -7,6 +7,10 @@ from dataclasses import dataclass
 from megatron.config.flags import option
 from megatron.config.layouts import SCHEDULES
 
+LOGITS_CHUNK_MIB = {"cpu": 64, "cuda": 256}
+"""What ``--logits-chunk-mib`` is unless it is given. Each chunk adds to the gradient of the token
+table in float32, which weighs more beside the products of a GPU."""
+
 
 @dataclass(frozen=True)
 class ParallelConfig:
@@ -47,7 +51,7 @@ class ParallelConfig:
     recompute_num_layers: int = option(1)
     """Layers per recomputed chunk (uniform), or how many layers of a stage are recomputed (block).
     """
-    logits_chunk_mib: int = option(64)
+    logits_chunk_mib: int | None = option(None, derived="64 on a CPU, 256 on a GPU")
     """MiB of logits that a process holds at a time while it computes the loss; 0 for all of them.
     """
     checkpoint_activations: bool = option(False, aliases=("--deepspeed-activation-checkpointing",))

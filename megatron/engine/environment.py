@@ -50,7 +50,9 @@ def is_main_process() -> bool:
 def training_device() -> torch.device:
     """This process's GPU, or the CPU where there is none (or DS_ACCELERATOR=cpu)."""
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        # Launchers may show each process its own GPU only, as slurm's --gpus-per-task does.
+        alone = torch.cuda.device_count() == 1
+        return torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
 
 
@@ -75,10 +77,10 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
     prepare_deepspeed()
     import deepspeed
 
+    _share_cores()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
-        _share_cores()
         _keep_freed_memory()
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     deepspeed.init_distributed(
@@ -147,7 +149,8 @@ def prepare_deepspeed() -> None:
 
     if os.environ["DS_LOG_LEVEL"] == "warning":
         logger.setLevel(logging.WARNING)
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    # Whole: reading the old one looks through all operators for compilers and libraries.
+    vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     import_muon_uncompiled()
     if get_accelerator().device_name() == "cpu":
         # DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it on all.

@@ -24,10 +24,10 @@ BLOCK = 128
 
 def suits(q_BNSD: Tensor, k_BKTD: Tensor) -> bool:
     """Whether this is for plain causal attention of these: a CPU, bfloat16, whole sequences whose
-    probabilities are no larger than queries, keys, values and output together."""
+    probabilities are at most twice as large as queries, keys, values and output together."""
     length, width = q_BNSD.shape[2:]
     on_cpu = q_BNSD.device.type == "cpu" and q_BNSD.dtype == torch.bfloat16
-    return on_cpu and k_BKTD.shape[2] == length <= 8 * width
+    return on_cpu and k_BKTD.shape[2] == length <= 16 * width
 
 
 def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) -> Tensor:

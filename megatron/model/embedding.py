@@ -20,10 +20,13 @@ class TokenTable(VocabParallelEmbedding):
     Args:
         config: shape of the network, with the vocabulary sizes filled in.
         region: the tensor-parallel ranks; the table is cut over them.
-        chunk_bytes: size of the logits that are in memory at a time when there is a loss.
+        chunk_bytes: size of the logits that are in memory at a time when there is a loss; None for
+            what suits the device.
     """
 
-    def __init__(self, config: ModelConfig, region: TensorParallel, chunk_bytes: int) -> None:
+    def __init__(
+        self, config: ModelConfig, region: TensorParallel, chunk_bytes: int | None
+    ) -> None:
         assert config.padded_vocab_size and config.unpadded_vocab_size and config.hidden_size
         super().__init__(
             config.padded_vocab_size,

@@ -31,7 +31,8 @@ def gpt_layers(
     assert model.num_layers is not None
     region = region or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
-    table = partial(TokenTable, model, region, parallel.logits_chunk_mib * 2**20)
+    chunk = parallel.logits_chunk_mib
+    table = partial(TokenTable, model, region, None if chunk is None else chunk * 2**20)
     words, tied_key = "embedding.word_embeddings", "embed" if model.tied else None
     return [
         LayerRecipe(words, table, tied_key),

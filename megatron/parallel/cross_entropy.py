@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.config.parallel import LOGITS_CHUNK_MIB
 from megatron.parallel.collectives import (
     start_all_reduce,
     start_gather_sequence,
@@ -49,13 +50,14 @@ class LossHead:
     Attributes:
         vocab_size: tokens of the whole vocabulary; rows of the weight beyond are padding.
         softcap: logits are softcap x tanh(logit / softcap); None leaves them alone.
-        chunk_bytes: size of the logits that are in memory at a time; 0 for all.
+        chunk_bytes: size of the logits that are in memory at a time; 0 for all; None for
+            what suits the device.
         region: the tensor-parallel ranks, over which the rows of the weight are cut.
     """
 
     vocab_size: int
     softcap: float | None
-    chunk_bytes: int
+    chunk_bytes: int | None
     region: TensorParallel
 
     def capped(self, logits: Tensor) -> Tensor:
@@ -104,14 +106,16 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
-        region, factor = ctx.head.region, grad / ctx.counted
+        region = ctx.head.region
+        # Keeps its number format: rounded, as torch rounds one without dimensions on GPUs to the
+        # format of what it multiplies, it would scale all gradients by a little.
+        factor = (grad / ctx.counted).view(1)
         if x_grad is not None:
             x_grad = x_grad.view(ctx.shape)
             if region.group.size > 1:
                 start = start_scatter_sequence if region.split else start_all_reduce
                 x_grad = start(x_grad, region.group)()
-            # In place: a second backward pass is an error. The factor keeps its number format: one
-            # that is rounded would scale all below by a little.
+            # In place: a second backward pass is an error.
             x_grad = x_grad.mul_(factor).to(ctx.dtypes[0])
         if weight_grad is not None:
             weight_grad = weight_grad.mul_(factor).to(ctx.dtypes[1])
@@ -135,9 +139,11 @@ class _Chunks:
     def __init__(self, x_TH: Tensor, weight_PH: Tensor, targets: Targets, head: LossHead) -> None:
         self.x_TH, self.weight_PH, self.head = x_TH, weight_PH, head
         self.work = torch.promote_types(x_TH.dtype, torch.float32)
-        rows = len(weight_PH)
-        most = max(1, head.chunk_bytes // (rows * x_TH.element_size()))
-        self.chunks = _even_slices(len(x_TH), most if head.chunk_bytes else len(x_TH))
+        rows, size = len(weight_PH), head.chunk_bytes
+        if size is None:
+            size = LOGITS_CHUNK_MIB["cpu" if x_TH.device.type == "cpu" else "cuda"] * 2**20
+        most = max(1, size // (rows * x_TH.element_size())) if size else len(x_TH)
+        self.chunks = _even_slices(len(x_TH), most)
         first = head.region.group.rank * rows
         self.used = max(0, min(rows, head.vocab_size - first))
         self.labels_T = targets.labels_BS.flatten() - first

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config import ModelConfig, ParallelConfig
+from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
+from megatron.config.parallel import LOGITS_CHUNK_MIB
 from megatron.planning.parameters import (
     RankShare,
     local_widths,
@@ -28,7 +29,7 @@ REDUCE_BUCKET = 500_000_000
 LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO 3 holds gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
 
-LOGITS_CHUNK = ParallelConfig().logits_chunk_mib * 2**20
+LOGITS_CHUNK = LOGITS_CHUNK_MIB["cuda"] * 2**20
 """Bytes of logits that exist at a time."""
 
 _MLP_WIDTHS = {"swiglu": 4, "geglu": 4, "relu": 1}

@@ -67,9 +67,9 @@ def test_output_lies_as_the_projection_takes_it():
 
 
 def test_what_it_suits():
-    q, k, v, _ = case(4, 2, 8 * WIDTH, torch.bfloat16)
+    q, k, v, _ = case(4, 2, 16 * WIDTH, torch.bfloat16)
     assert suits(q, k)
     assert not suits(q[:, :, 1:], k), "a cache"
     assert not suits(q.float(), k.float())
-    longer = case(4, 2, 8 * WIDTH + 1, torch.bfloat16)
+    longer = case(4, 2, 16 * WIDTH + 1, torch.bfloat16)
     assert not suits(*longer[:2])
