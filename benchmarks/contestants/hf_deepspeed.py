@@ -25,8 +25,9 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
     import deepspeed
     import deepspeed.ops
 
-    # Its collectives for CPUs are compiled when it starts; one process has no use for them.
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    if device.type == "cpu":
+        # Its collectives for CPUs are compiled when it starts; one process has no use for them.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     bf16 = setting.dtype == "bf16"
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": setting.micro_batch,

@@ -33,6 +33,9 @@ class MissingPackage(ContestantError):
 def environment(setting: Setting, tuned_malloc: bool) -> dict[str, str]:
     """Variables of a contestant's process."""
     result = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
+    # One GPU; with several in sight transformers' Trainer would cut its batches over them.
+    gpus = result.get("CUDA_VISIBLE_DEVICES", "0")
+    result["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[0]
     threads = str(setting.threads)
     result |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     result |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "DS_LOG_LEVEL": "warning"}

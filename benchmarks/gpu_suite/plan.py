@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 BENCHMARKS = Path(__file__).resolve().parents[1]
 PARTS = ("sizes", "optimisations", "tests", "sequences")
 BASE = "ours-zero1+torch-compile"
-PEERS = ("plain-compiled", "hf-deepspeed", "hf-trainer", "matmuls")
+FLOOR = "matmuls"
+PEERS = ("plain-compiled", "hf-deepspeed", "hf-trainer", FLOOR)
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,9 @@ class Model:
         seq_length: its own sequence length.
         tokens: of a micro batch.
         micro_batches: of a step.
-        offload: whether main weights and moments do not fit one GPU of 80 GB, so that the
-            trainer's optimizer works on the CPU, and the peers have no part.
+        offload: whether weights, gradients and moments, 16 bytes a parameter, do not fit one GPU
+            of 80 GB: it is measured with the trainer's optimizer on the CPU as well, at its own
+            length, and of the peers the matrix products alone take part.
         steps: flags of `train.py` in place of the scale's, where a step is long.
     """
 
@@ -54,8 +57,9 @@ GPU_MODELS = (
         "7B",
         LLAMA + "--layers 32 --hidden-size 4096 --heads 32 --ffn-hidden-size 11008",
         2048,
-        8192,
-        16,
+        # By count an H200 has room for this with the optimizer's state, not for twice as many.
+        4096,
+        32,
         offload=True,
         steps="--warmup 2 --rounds 2 --steps 3",
     ),
@@ -67,7 +71,7 @@ TINY_MODELS = (
         "--architecture llama --layers 1 --hidden-size 32 --heads 2 --vocab-size 128",
         16,
         32,
-        1,
+        2,
         offload=True,
     ),
 )
@@ -110,12 +114,11 @@ SCALES = {
 }
 
 
-def turned_off(base: str, config: Callable[[str], str]) -> list[tuple[str, str]]:
+def turned_off(base: str) -> list[tuple[str, str]]:
     """(what is different, contestant): everything that makes a step fast, one at a time.
 
     Args:
-        base: the contestant with all of it.
-        config: path of a DeepSpeed JSON of a name in :data:`CONFIGS`.
+        base: the contestant with all of it; it accumulates gradients in bf16.
     """
     return [
         ("all of it", base),
@@ -124,12 +127,17 @@ def turned_off(base: str, config: Callable[[str], str]) -> list[tuple[str, str]]
             "compile mode reduce-overhead (CUDA graphs)",
             f"{base}+torch-compile-mode=reduce-overhead",
         ),
-        ("compile mode max-autotune", f"{base}+torch-compile-mode=max-autotune"),
+        ("compile mode max-autotune (graphs too)", f"{base}+torch-compile-mode=max-autotune"),
+        (
+            "compile mode max-autotune-no-cudagraphs",
+            f"{base}+torch-compile-mode=max-autotune-no-cudagraphs",
+        ),
         ("attention eager", f"{base}+attention-backend=eager"),
         ("attention flash-attn", f"{base}+attention-backend=flash"),
         ("attention cuDNN", f"{base}+attention-backend=cudnn"),
+        ("logits by 64 MiB", f"{base}+logits-chunk-mib=64"),
+        ("logits by 1024 MiB", f"{base}+logits-chunk-mib=1024"),
         ("logits whole", f"{base}+logits-chunk-mib=0"),
-        ("gradients accumulated in bf16", f"{base}+deepspeed_config={config('bf16-gradients')}"),
         ("gradients accumulated in fp32", f"{base}+accumulate-allreduce-grads-in-fp32"),
         ("recompute attention", f"{base}+recompute-granularity=selective"),
         ("recompute blocks", f"{base}+recompute-granularity=full+recompute-method=uniform"),
@@ -140,8 +148,13 @@ def turned_off(base: str, config: Callable[[str], str]) -> list[tuple[str, str]]
 
 
 CONFIGS: dict[str, dict[str, object]] = {
-    "bf16-gradients": {"data_types": {"grad_accum_dtype": "bf16"}},
-    "offload": {"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}},
+    "offload": {
+        "zero_optimization": {
+            "stage": 1,
+            # Page-locked: gradients travel several times as fast.
+            "offload_optimizer": {"device": "cpu", "pin_memory": True},
+        }
+    },
 }
 """DeepSpeed JSONs of the variants that have no flag."""
 
@@ -180,9 +193,9 @@ def jobs(scale: Scale, parts: Sequence[str], config: Callable[[str], str]) -> li
     """All measurements of these parts, in the order of the parts."""
     makers: dict[str, Callable[[], Iterator[Job]]] = {
         "sizes": lambda: _sizes(scale, config),
-        "optimisations": lambda: _optimisations(scale, config),
+        "optimisations": lambda: _optimisations(scale),
         "tests": lambda: _tests(scale),
-        "sequences": lambda: _sequences(scale, config),
+        "sequences": lambda: _sequences(scale),
     }
     return [job for part in parts for job in makers[part]()]
 
@@ -190,35 +203,53 @@ def jobs(scale: Scale, parts: Sequence[str], config: Callable[[str], str]) -> li
 def _sizes(scale: Scale, config: Callable[[str], str]) -> Iterator[Job]:
     """Every size at its own length: ours in bf16 and fp8, and the peers."""
     for model in scale.models:
-        for variant, contestant in _ours(scale, model, config):
+        for variant, contestant in _ours(scale):
             yield _train(scale, "sizes", model, model.seq_length, variant, contestant)
+        if model.offload:
+            yield from _offloaded(scale, model, config("offload"))
     for model in scale.models:
-        for peer in () if model.offload else PEERS:
+        for peer in (FLOOR,) if model.offload else PEERS:
             yield _train(scale, "sizes", model, model.seq_length, peer, peer)
 
 
-def _optimisations(scale: Scale, config: Callable[[str], str]) -> Iterator[Job]:
+def _optimisations(scale: Scale) -> Iterator[Job]:
     (model,) = (model for model in scale.models if model.name == scale.studied)
-    for variant, contestant in turned_off(scale.base, config):
+    for variant, contestant in turned_off(scale.base):
         yield _train(scale, "optimisations", model, model.seq_length, variant, contestant)
 
 
-def _sequences(scale: Scale, config: Callable[[str], str]) -> Iterator[Job]:
+def _sequences(scale: Scale) -> Iterator[Job]:
     """Every size at the other lengths."""
     for model in scale.models:
         for length in scale.sequences:
             if length != model.seq_length:
-                for variant, contestant in _ours(scale, model, config):
+                for variant, contestant in _ours(scale):
                     yield _train(scale, "sequences", model, length, variant, contestant)
 
 
-def _ours(scale: Scale, model: Model, config: Callable[[str], str]) -> list[tuple[str, str]]:
-    offload = f"+deepspeed_config={config('offload')}" if model.offload else ""
-    where = ", optimizer on the CPU" if model.offload else ""
-    return [
-        (f"bf16{where}", f"{scale.base}{offload}"),
-        (f"fp8{where}", f"{scale.base}+fp8-format=hybrid{offload}"),
-    ]
+def _ours(scale: Scale) -> list[tuple[str, str]]:
+    return [("bf16", scale.base), ("fp8", f"{scale.base}+fp8-format=hybrid")]
+
+
+def _offloaded(scale: Scale, model: Model, settings: str) -> Iterator[Job]:
+    """The same batch in half as many micro batches, since the gradients of each go to the host and
+    the memory that the optimizer leaves is there; all cores work on the update."""
+    halves = replace(
+        model,
+        tokens=2 * model.tokens,
+        micro_batches=max(1, model.micro_batches // 2),
+        steps=model.steps and "--warmup 1 --rounds 2 --steps 1",
+    )
+    for variant, contestant in _ours(scale):
+        yield _train(
+            scale,
+            "sizes",
+            halves,
+            model.seq_length,
+            f"{variant}, optimizer on the CPU",
+            f"{contestant}+deepspeed_config={settings}",
+            threads=len(os.sched_getaffinity(0)),
+        )
 
 
 def _tests(scale: Scale) -> Iterator[Job]:
@@ -227,12 +258,18 @@ def _tests(scale: Scale) -> Iterator[Job]:
 
 
 def _train(
-    scale: Scale, part: str, model: Model, length: int, variant: str, contestant: str
+    scale: Scale,
+    part: str,
+    model: Model,
+    length: int,
+    variant: str,
+    contestant: str,
+    threads: int = 1,
 ) -> Job:
     command = (
         f"{model.shape} --seq-length {length} --micro-batch {max(1, model.tokens // length)} "
         f"--micro-batches {model.micro_batches} {model.steps or scale.steps} "
-        "--own-weights --one-at-a-time"
+        f"--threads {threads} --own-weights --one-at-a-time"
     )
     return Job(
         part,

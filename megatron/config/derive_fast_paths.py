@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from megatron.config.draft import Draft, not_negative
+from megatron.config.fast_paths import GRAPH_MODES
 
 RECIPES = ("tensorwise", "rowwise")
 _MULTIPLE = 16
@@ -20,6 +21,8 @@ def derive_fast_paths(draft: Draft, world_size: int) -> None:
         draft["torch_compile"] or not draft.given("torch_compile_mode"),
         f"{draft.show('torch_compile_mode')} has an effect with --torch-compile only",
     )
+    if draft["torch_compile_mode"] in GRAPH_MODES:
+        _graphs(draft)
     draft.check(
         draft["fp8_recipe"] in RECIPES,
         f"{draft.show('fp8_recipe')}: scales come from the values at hand, one per tensor or per "
@@ -37,6 +40,24 @@ def derive_fast_paths(draft: Draft, world_size: int) -> None:
         f"{draft.show('fp8_format')} needs --bf16: what is not multiplied in 8 bits is bfloat16",
     )
     _widths(draft)
+
+
+def _graphs(draft: Draft) -> None:
+    """Refuses CUDA graphs, which work at fixed places in memory, where places change or are in use
+    for longer than one pass through the model."""
+    instead = "choose default or max-autotune-no-cudagraphs"
+    draft.check(
+        draft["pipeline_model_parallel_size"] == 1,
+        f"{draft.show('torch_compile_mode')}, {draft.show('pipeline_model_parallel_size')}: a CUDA "
+        "graph would overwrite the activations of a micro batch by those of the next, and a "
+        f"pipeline keeps those of several; {instead}",
+    )
+    draft.check(
+        draft["zero_stage"] < 3,
+        f"{draft.show('torch_compile_mode')}, {draft.show('zero_stage')}: a CUDA graph reads "
+        "weights where they were when it was recorded, and stage 3 gathers them anew each time; "
+        f"{instead}",
+    )
 
 
 def _kept_in_bf16(draft: Draft) -> None:

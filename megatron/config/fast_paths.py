@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from megatron.config.flags import option
 
+GRAPH_MODES = ("reduce-overhead", "max-autotune")
+"""Of ``--torch-compile-mode`` those that start kernels by CUDA graphs."""
+
 
 @dataclass(frozen=True)
 class FastPathsConfig:
@@ -28,7 +31,8 @@ class FastPathsConfig:
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
     )
     """What --torch-compile optimises: reduce-overhead starts kernels by CUDA graphs, max-autotune
-    also measures several kernels for each product."""
+    also measures several kernels for each product, max-autotune-no-cudagraphs does that alone.
+    Graphs go without a pipeline and with ZeRO stages 0 to 2."""
 
     def float8_blocks(self, blocks: int) -> range:
         """The blocks, of so many, whose linear layers multiply in 8 bits."""

@@ -109,19 +109,10 @@ def _take_in(
     closing: threading.Event,
 ) -> None:
     """The thread. It knows the source alone, so that an iterator that is let go of can end."""
-    to_gpu = device is not None and device.type == "cuda"
-    stream = torch.cuda.Stream(device) if to_gpu else None
+    batches = _taken_in(source, device)
     while not closing.is_set():
         try:
-            batch = mapped(next(source), np.ndarray, torch.from_numpy)
-            copied = None
-            if stream is not None:
-                assert device is not None
-                with torch.cuda.stream(stream):
-                    batch = on_device(batch, device)
-                    copied = torch.cuda.Event()
-                    copied.record()
-            found = _Ready(batch, copied)
+            found = next(batches)
         except BaseException as error:  # the training loop's, whatever it is
             found = _Ready(error=error)
         while not closing.is_set():
@@ -130,6 +121,23 @@ def _take_in(
                 break
         if found.error is not None:
             return
+
+
+def _taken_in(source: Iterator[Any], device: torch.device | None) -> Iterator[_Ready]:
+    stream = None
+    if device is not None and device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)  # a thread begins on the first GPU, whoever starts it
+        stream = torch.cuda.Stream(device)
+    for arrays in source:
+        batch, copied = mapped(arrays, np.ndarray, torch.from_numpy), None
+        if stream is not None:
+            assert device is not None
+            with torch.cuda.stream(stream):
+                batch = on_device(batch, device)
+                copied = torch.cuda.Event()
+                copied.record()
+        yield _Ready(batch, copied)
 
 
 def on_device(batch: Any, device: torch.device) -> Any:

@@ -83,6 +83,8 @@ class PlainEngine(TrainEngine):
     def _loss(self, batch: Batch, seed: int | None) -> Tensor:
         batch = batch.to(self.device, non_blocking=True)
         inputs = self.program.inputs(batch)
+        if self._graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         return self.engine(
             inputs.tokens_BS,
             inputs.position_ids_BS,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.engine.compile import compile_blocks
+from megatron.engine.compile import compile_blocks, runs_graphs
 from megatron.engine.deepspeed_json import for_engine
 from megatron.engine.float8 import use_float8
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm
@@ -68,6 +68,7 @@ class TrainEngine(ABC):
         use_float8(self.blocks(), config, device)
         if config.training.torch_compile:
             compile_blocks(self.blocks(), config.fast_paths.torch_compile_mode, device)
+        self._graphs = runs_graphs(config, device)
         self.optimizer = build_optimizer(self.names, config.optimizer)
         _fit_buckets(settings, self.names, groups.tensor.size)
         # It waits for the device before and after every micro batch; the trainer has a clock.

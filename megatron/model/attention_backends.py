@@ -95,6 +95,11 @@ def sdpa(
     if mask is None and not dropout and blocked_attention.suits(q_BNSD, k_BKTD):
         scale = 1 / math.sqrt(q_BNSD.shape[-1]) if scores.scale is None else scores.scale
         return blocked_attention.causal_attention(q_BNSD, k_BKTD, v_BKTD, scale)
+    groups = q_BNSD.shape[1] // k_BKTD.shape[1]
+    if mask is not None and groups > 1 and q_BNSD.device.type != "cpu":
+        # Of torch's kernels for GPUs only cuDNN's takes a mask and groups of heads together, where
+        # it is tried at all; else all scores would be written out, which copies of keys are not.
+        k_BKTD, v_BKTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
     return F.scaled_dot_product_attention(
         q_BNSD,
         k_BKTD,

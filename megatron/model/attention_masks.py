@@ -113,7 +113,9 @@ def distance_biases(
     key."""
     places_T = torch.arange(keys, device=device, dtype=torch.float32)
     distances_ST = places_T[keys - queries :, None] - places_T
-    return -torch.tensor(slopes, device=device)[:, None, None] * distances_ST
+    # Filled in on the device: a GPU would have to be waited for before a list is sent there.
+    slopes_N = torch.stack([torch.full((), -slope, device=device) for slope in slopes])
+    return slopes_N[:, None, None] * distances_ST
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:

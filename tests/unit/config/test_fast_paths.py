@@ -30,7 +30,8 @@ def test_blocks_in_8_bits(flags, blocks):
     assert config(flags).fast_paths.float8_blocks(4) == blocks
 
 
-TP2 = "--tensor-model-parallel-size 2"
+TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
+GRAPHS = "--torch-compile --torch-compile-mode reduce-overhead"
 REFUSED = [
     ("--fp8-format hybrid", "needs --bf16"),
     ("--fp8-format e4m3 --fp16 --zero-stage 1", "needs --bf16"),
@@ -46,13 +47,22 @@ REFUSED = [
     (f"{FP8} {TP2} --ffn-hidden-size 48", "--ffn-hidden-size 48 / --tensor-model-par.* 2 is 24"),
     (f"{FP8} --micro-batch-size 3 --seq-length 24", "--micro-batch-size 3 x --seq-length 24 is 72"),
     ("--torch-compile-mode max-autotune", "with --torch-compile only"),
+    (f"{GRAPHS} --zero-stage 3", "reduce-overhead, --zero-stage 3: .* gathers them anew"),
+    (f"{GRAPHS} {PP2}", "overhead, --pipeline-model-par.* 2: .* keeps those of several"),
 ]
 
 
 @pytest.mark.parametrize(("flags", "words"), REFUSED, ids=[flags for flags, _ in REFUSED])
 def test_refused(flags, words):
     with pytest.raises(ConfigError, match=words):
-        config(flags, 2 if TP2 in flags else 1)
+        config(flags, 2 if TP2 in flags or PP2 in flags else 1)
+
+
+@pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
+@pytest.mark.parametrize("layout", ["--zero-stage 3", PP2])
+def test_compiled_without_graphs_in_every_layout(mode, layout):
+    flags = f"--torch-compile --torch-compile-mode {mode} {layout}"
+    assert config(flags, 2 if layout == PP2 else 1).fast_paths.torch_compile_mode == mode
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,149 @@
+"""CUDA graphs of compiled blocks, as far as that goes without a GPU: what keeps them right.
+
+A graph writes its outputs to the same memory each time. Here a module's backward pass does so.
+"""
+
+import sysconfig
+from types import SimpleNamespace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.config.fast_paths import FastPathsConfig
+from megatron.config.training import TrainingConfig
+from megatron.engine import compile as compile_module
+from megatron.engine.compile import compile_blocks, runs_graphs
+from megatron.engine.plain_engine import PlainEngine
+from megatron.parallel.cross_entropy import Targets
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
+WITH_GRAPHS = MODES[1:3]
+
+
+class Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        ctx.memory = memory
+        return x @ weight
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        (x,) = ctx.saved_tensors
+        torch.mm(x.t(), grad, out=ctx.memory)
+        return None, ctx.memory.detach(), None  # another tensor on the same memory
+
+
+class Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(3, 2))
+        self.memory = torch.empty(3, 2, dtype=torch.bfloat16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return Product.apply(x, self.weight, self.memory)
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Compiles for a GPU; of compiling nothing but the call is left."""
+    monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: None)
+    monkeypatch.setattr(compile_module.shutil, "which", lambda name: name)
+    monkeypatch.setattr(compile_module, "_finds_python_headers", lambda: True)
+    monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
+
+    def build(mode: str, device: torch.device = GPU) -> Graph:
+        block = Graph()
+        compile_blocks([block], mode, device)
+        return block.to(torch.bfloat16)  # as DeepSpeed does, after that
+
+    return build
+
+
+def two_micro_batches(block: Graph) -> tuple[Tensor, Tensor]:
+    """The sum of the gradients that autograd has, and what it should be."""
+    expected = torch.zeros(3, 2, dtype=torch.bfloat16)
+    for number in (1, 2):
+        x = torch.full((1, 3), float(number), dtype=torch.bfloat16)
+        block(x).sum().backward()
+        expected += x.t()
+    assert block.weight.grad is not None
+    return block.weight.grad, expected
+
+
+@pytest.mark.parametrize("mode", WITH_GRAPHS)
+def test_gradients_of_graphs_add_up(compiled, mode):
+    found, expected = two_micro_batches(compiled(mode))
+    assert torch.equal(found, expected)
+
+
+def test_without_care_they_do_not(compiled):
+    """The reason for the test above."""
+    found, expected = two_micro_batches(compiled("default"))
+    assert not torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("device", [CPU, GPU], ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_gradients_are_copied_for_graphs_only(compiled, monkeypatch, mode, device):
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "c++")
+    graphs = mode in WITH_GRAPHS and device == GPU
+    assert bool(compiled(mode, device).weight._backward_hooks) == graphs
+    fast = FastPathsConfig(torch_compile_mode=mode)
+    config = RunConfig(training=TrainingConfig(torch_compile=True), fast_paths=fast)
+    assert runs_graphs(config, device) == graphs
+    assert not runs_graphs(RunConfig(fast_paths=fast), device)
+
+
+@pytest.mark.parametrize("graphs", [True, False])
+def test_each_pass_through_the_model_is_announced(monkeypatch, graphs):
+    """A block's input is then not taken for what an earlier pass has left behind."""
+    told: list[str] = []
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: told.append("mark"))
+
+    class Engine:
+        set_gradient_accumulation_boundary = step = lambda *_: None
+
+        def __call__(self, *_, **__):
+            told.append("forward")
+            return torch.zeros(())
+
+        def backward(self, loss):
+            told.append("backward")
+
+    engine = PlainEngine.__new__(PlainEngine)
+    batch = SimpleNamespace(to=lambda *_, **__: batch)
+    inputs = SimpleNamespace(
+        tokens_BS=None, position_ids_BS=None, document_ids_BS=None, targets=Targets(None, None)
+    )
+    engine.program = SimpleNamespace(inputs=lambda batch: inputs)
+    engine.engine, engine.device, engine._graphs = Engine(), CPU, graphs
+    engine._accumulate(iter([batch, batch]), [None, None])
+    engine._evaluate(iter([batch, batch]), 2)
+    forward = ["mark", "forward"] if graphs else ["forward"]
+    assert told == [*forward, "backward"] * 2 + forward * 2
+
+
+@pytest.mark.parametrize("place", ["include", "CPATH", None])
+def test_without_pythons_headers_blocks_stay_eager(monkeypatch, tmp_path, capsys, place):
+    """Triton's start code is compiled against them; without them the first step would fail."""
+    for name in ("include", "elsewhere"):
+        (tmp_path / name).mkdir()
+    if place:
+        folder = "include" if place == "include" else "elsewhere"
+        (tmp_path / folder / "Python.h").touch()
+    monkeypatch.setenv("CPATH", str(tmp_path / "elsewhere"))
+    monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
+    monkeypatch.setattr(compile_module.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
+    modes: list[str] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: modes.append(mode))
+    compile_blocks([Graph()], "default", GPU)
+    assert modes == (["default"] if place else [])
+    said = f"--torch-compile: no Python.h in {tmp_path / 'include'} (python3-dev, python3-devel); "
+    assert (said in capsys.readouterr().out) == (place is None)

@@ -1,0 +1,175 @@
+"""The layer list on a device that is not the CPU (tests/unit/one_device.py).
+
+What is made on the CPU by mistake, what the host reads from the device, and what it sends there in
+the middle of a step, raises. torch takes a product of 8-bit matrices there only as a GPU does: rows
+and columns as they lie in memory, multiples of 16, shapes of the scales.
+"""
+
+import contextlib
+import dataclasses
+import importlib.machinery
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from megatron.model import attention_backends
+from megatron.model.layer_list import LayerStack
+from megatron.model.rope import _table
+from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.float8 import Float8
+from megatron.parallel.layers import VocabParallelEmbedding
+
+sys.path.append(str(Path(__file__).parents[1]))
+from one_device import GPU, OneDevice  # noqa: E402
+from small_gpts import BATCH, BIASED, KINDS, LENGTH, LLAMA, PADDED, small_gpt  # noqa: E402
+
+KINDS = KINDS | {"dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
+
+
+@pytest.fixture(autouse=True)
+def no_autocast(monkeypatch):
+    """It knows no "meta"."""
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
+    _table.cache_clear()
+    yield
+    _table.cache_clear()
+
+
+def build(dtype: torch.dtype = torch.bfloat16, **changes) -> LayerStack:
+    return small_gpt(GPU, dtype, **changes)
+
+
+def step(stack: LayerStack, documents: bool = False, positions: bool = False) -> Tensor:
+    """A training step's forward and backward pass."""
+    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=GPU)
+    mask = torch.ones(BATCH, LENGTH, device=GPU)
+    ids = torch.zeros_like(tokens)
+    stack.zero_grad()
+    loss = stack(
+        tokens,
+        ids if positions else None,
+        ids if documents else None,
+        dropout_seed=7,
+        targets=Targets(tokens, mask),
+    )
+    loss.backward()
+    return loss
+
+
+def walk(monkeypatch, stack: LayerStack, **kwargs) -> None:
+    """A first step, which makes what is made once, and one in which the host only queues work."""
+    step(stack, **kwargs)
+
+    def send(*_, **__):
+        raise AssertionError("the host sends numbers to the device, which waits for nothing else")
+
+    monkeypatch.setattr(torch, "tensor", send)
+    with OneDevice():
+        loss = step(stack, **kwargs)
+    assert loss.shape == () and loss.dtype == torch.float32
+    for name, param in stack.named_parameters():
+        assert param.grad is not None, name
+        assert (param.grad.device, param.grad.dtype) == (GPU, param.dtype), name
+
+
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_step_stays_on_its_device(monkeypatch, kind, documents):
+    walk(monkeypatch, build(**KINDS[kind]), documents=documents, positions=documents)
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+@pytest.mark.parametrize("kind", ["dropout", "window", "bloom"])
+def test_recomputation_stays_on_its_device(monkeypatch, kind, recompute):
+    walk(monkeypatch, build(recompute=recompute, **KINDS[kind]), documents=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_other_number_formats_stay_on_their_device(monkeypatch, dtype):
+    walk(monkeypatch, build(dtype, **LLAMA))
+
+
+def test_chunks_of_logits_stay_on_their_device(monkeypatch):
+    stack, tokens = build(**LLAMA), 16
+    for module in stack.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            module.head = dataclasses.replace(module.head, chunk_bytes=tokens * PADDED * 2)
+    rows, real = [], torch.mm
+
+    def spy(left, right, **options):
+        rows.append(len(left))
+        return real(left, right, **options)
+
+    monkeypatch.setattr(torch, "mm", spy)
+    walk(monkeypatch, stack)
+    assert set(rows) == {tokens}
+
+
+@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("hybrid", [False, True], ids=["e4m3", "hybrid"])
+def test_8_bit_products_are_laid_out_as_gpus_take_them(monkeypatch, hybrid, rowwise):
+    """The conditions are those of torch's own shape function, which asks less of a CPU."""
+    calls, real = [], torch._scaled_mm
+
+    def spy(left, right, **options):
+        # A GPU multiplies no two matrices of E5M2, and takes scales by row for bfloat16 only.
+        assert right.dtype == torch.float8_e4m3fn
+        assert not rowwise or options["out_dtype"] == torch.bfloat16
+        calls.append((left.dtype, options["use_fast_accum"]))
+        return real(left, right, **options)
+
+    monkeypatch.setattr(torch, "_scaled_mm", spy)
+    stack = build(float8=Float8(hybrid, rowwise), **LLAMA | BIASED)
+    walk(monkeypatch, stack)
+    backward = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
+    # Two steps of two blocks with four linear layers, and three products of each.
+    assert len(calls) == 2 * 2 * 4 * 3
+    assert calls.count((torch.float8_e4m3fn, True)) == 16
+    assert calls.count((backward, False)) == 32
+
+
+@pytest.mark.parametrize("backend", ["eager", "cudnn", "flash"])
+@pytest.mark.parametrize("kind", ["llama", "window"])
+def test_attention_kernels_stay_on_their_device(monkeypatch, kind, backend):
+    def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size):
+        # As the package has it: 16 bits, heads behind the sequence, grouped keys.
+        assert q.dtype == torch.bfloat16 and q.shape[1] == k.shape[1] == LENGTH
+        assert q.shape[2] % k.shape[2] == 0 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=causal, enable_gqa=True)
+        return y.transpose(1, 2)
+
+    package = types.ModuleType("flash_attn")
+    package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
+    package.flash_attn_func = flash_attn_func
+    monkeypatch.setitem(sys.modules, "flash_attn", package)
+    monkeypatch.setattr(attention_backends.torch.cuda, "is_available", lambda: backend == "cudnn")
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    stack = build(attention_backend=backend, **KINDS[kind])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    walk(monkeypatch, stack)
+
+
+@pytest.mark.parametrize("kind", ["llama", "window"])
+def test_a_mask_and_grouped_heads_do_not_meet_in_a_kernel(monkeypatch, kind):
+    """Of torch's kernels for GPUs only cuDNN's takes both; without it all scores are written out
+    (torch 2.13, can_use_flash_attention and can_use_mem_efficient_attention in sdp_utils.cpp)."""
+    calls, real = [], F.scaled_dot_product_attention
+
+    def spy(q, k, v, **options):
+        calls.append((options["attn_mask"] is not None, options["enable_gqa"]))
+        assert options["enable_gqa"] == (q.shape[1] != k.shape[1])
+        return real(q, k, v, **options)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", spy)
+    stack = build(**KINDS[kind])
+    walk(monkeypatch, stack, documents=True)
+    walk(monkeypatch, stack)
+    masked, plain = (True, False), (kind == "window", kind != "window")
+    assert calls == [masked] * 4 + [plain] * 4

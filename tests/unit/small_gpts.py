@@ -1,0 +1,69 @@
+"""Small GPTs of many kinds, for tests of what devices and number formats do to them."""
+
+import torch
+
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.model.gpt import build_gpt
+from megatron.model.layer_list import LayerStack
+from megatron.parallel.float8 import Float8
+
+BATCH, LENGTH, VOCAB, PADDED = 2, 32, 120, 128
+LLAMA = {
+    "position_embedding_type": "rope", "normalization": "RMSNorm", "swiglu": True,
+    "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "num_query_groups": 2,
+}  # fmt: skip
+BIASED = {"add_bias_linear": True}
+STRETCHED = {
+    "llama3": '"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0',
+    "yarn": '"factor": 4.0',
+    "longrope": f'"short_factor": {[1.0] * 8}, "long_factor": {[2.0] * 8}',
+}
+KINDS: dict[str, dict] = {
+    "gpt2": {},
+    "llama": LLAMA,
+    "window": LLAMA | {"sliding_window": 8},
+    "gemma2": LLAMA
+    | {"qk_layernorm": True, "post_norm": True, "apply_layernorm_1p": True, "sliding_window": 8}
+    | {"attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0, "scale_embeddings": True}
+    | {"query_pre_attn_scalar": 16.0, "window_attn_skip_freq": 2},
+    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True},
+    "neox": LLAMA | BIASED | {"rotary_percent": 0.5, "parallel_residual": True},
+} | {
+    name: LLAMA | {"rope_scaling": f'{{"rope_type": "{name}", {numbers}, '
+                   '"original_max_position_embeddings": 16}'}
+    for name, numbers in STRETCHED.items()
+}  # fmt: skip
+
+
+def small_gpt(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    float8: Float8 | None = None,
+    recompute: str | None = None,
+    **changes: object,
+) -> LayerStack:
+    """Two blocks of width 64, not initialised.
+
+    Args:
+        device: where it is.
+        dtype: of its parameters.
+        float8: how its blocks multiply in 8 bits.
+        recompute: as ``--recompute-granularity``.
+        changes: fields of ModelConfig.
+    """
+    shape = {
+        "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4,
+        "num_query_groups": 4, "kv_channels": 16, "seq_length": LENGTH,
+        "max_position_embeddings": LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "padded_vocab_size": PADDED, "unpadded_vocab_size": VOCAB,
+    }  # fmt: skip
+    method = "uniform" if recompute == "full" else None
+    parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
+    with device:
+        stack = build_gpt(ModelConfig(**shape | changes), parallel).to(dtype)
+    for block in stack.blocks():
+        for module in block.modules():
+            if hasattr(module, "float8"):
+                module.float8 = float8
+    return stack
