@@ -26,6 +26,8 @@ class FastPathsConfig:
     """How many first blocks --first-last-layers-bf16 leaves out."""
     num_layers_at_end_in_bf16: int = option(1)
     """How many last blocks --first-last-layers-bf16 leaves out."""
+    torch_compile: bool = option(False)
+    """Compile the blocks with torch.compile; needs a compiler, goes on eagerly without one."""
     torch_compile_mode: str = option(
         "default",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),

@@ -40,7 +40,5 @@ class TrainingConfig:
         True, off="--no-check-for-nan-in-loss-and-grad", flag="--check-for-nan-in-loss-and-grad"
     )
     """Stop when the loss is NaN or infinite; turned off, such steps are skipped and counted."""
-    torch_compile: bool = option(False)
-    """Compile the blocks with torch.compile; needs a compiler, goes on eagerly without one."""
     explain_config: bool = option(False)
     """Print every value with its origin and exit."""

@@ -61,8 +61,8 @@ def runs_graphs(config: RunConfig, device: torch.device) -> bool:
     block for a step of its own that may overwrite the one before: without a backward pass to come,
     as in an evaluation, a block would overwrite its own input (pytorch issue 160281).
     """
-    graphs = config.fast_paths.torch_compile_mode in GRAPH_MODES
-    return config.training.torch_compile and graphs and device.type == "cuda"
+    fast = config.fast_paths
+    return fast.torch_compile and fast.torch_compile_mode in GRAPH_MODES and device.type == "cuda"
 
 
 def _keep_gradients_out_of_graphs(block: nn.Module) -> None:

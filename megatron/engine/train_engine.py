@@ -66,7 +66,7 @@ class TrainEngine(ABC):
         for param, name in self.names.items():
             self._initialise(name, param)
         use_float8(self.blocks(), config, device)
-        if config.training.torch_compile:
+        if config.fast_paths.torch_compile:
             compile_blocks(self.blocks(), config.fast_paths.torch_compile_mode, device)
         self._graphs = runs_graphs(config, device)
         self.optimizer = build_optimizer(self.names, config.optimizer)
@@ -143,8 +143,8 @@ class TrainEngine(ABC):
     ) -> StepResult:
         """Takes ``micro_batches`` batches through the model and updates the weights once.
 
-        All is queued when this returns; but for fp16, SGD and offloaded state nothing was waited
-        for.
+        All is queued when this returns. What was waited for nevertheless: with fp16, SGD and
+        offloaded state their numbers; at stage 3, and with ``overlap_comm``, DeepSpeed's streams.
 
         Args:
             batches: this rank's micro batches; as many as are needed are taken.

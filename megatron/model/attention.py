@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -75,10 +76,15 @@ class Attention(nn.Module):
             k_BKSD, v_BKSD = stream.cache.extend(self.layer, k_BKSD, v_BKSD)
         masks = stream.masks or AttentionMasks()
         if self.recompute and x_BSH.requires_grad:
-            y_BNSD = checkpoint(self._attend, q_BNSD, k_BKSD, v_BKSD, masks, use_reentrant=False)
+            # Compiled code must find nothing changed by what it computes again.
+            again = self._attend_anew if torch.compiler.is_compiling() else self._attend
+            y_BNSD = checkpoint(again, q_BNSD, k_BKSD, v_BKSD, masks, use_reentrant=False)
         else:
             y_BNSD = self._attend(q_BNSD, k_BKSD, v_BKSD, masks)
         return self.proj(y_BNSD.transpose(1, 2).flatten(2))
+
+    def _attend_anew(self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks) -> Tensor:
+        return self._attend(q, k, v, masks.anew())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks) -> Tensor:
         dropout = self.dropout if self.training else 0.0

@@ -62,7 +62,7 @@ class TorchTrace(Recorder):
         assert self.options.profile_dir is not None
         self.folder = Path(self.options.profile_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if config.training.torch_compile:
+        if config.fast_paths.torch_compile:
             _name_compiled_kernels()
         activities = [torch.profiler.ProfilerActivity.CPU]
         if device.type == "cuda":

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.fast_paths import FastPathsConfig
-from megatron.config.training import TrainingConfig
 from megatron.engine import compile as compile_module
 from megatron.engine.compile import compile_blocks, runs_graphs
 from megatron.engine.plain_engine import PlainEngine
@@ -94,10 +93,9 @@ def test_gradients_are_copied_for_graphs_only(compiled, monkeypatch, mode, devic
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", lambda: "c++")
     graphs = mode in WITH_GRAPHS and device == GPU
     assert bool(compiled(mode, device).weight._backward_hooks) == graphs
-    fast = FastPathsConfig(torch_compile_mode=mode)
-    config = RunConfig(training=TrainingConfig(torch_compile=True), fast_paths=fast)
-    assert runs_graphs(config, device) == graphs
-    assert not runs_graphs(RunConfig(fast_paths=fast), device)
+    for asked in (True, False):
+        fast = FastPathsConfig(torch_compile=asked, torch_compile_mode=mode)
+        assert runs_graphs(RunConfig(fast_paths=fast), device) == (graphs and asked)
 
 
 @pytest.mark.parametrize("graphs", [True, False])
