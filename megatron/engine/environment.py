@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig
+from megatron.engine.cores import own_cores
 from megatron.engine.uncompiled import import_muon_uncompiled
 from megatron.parallel.groups import ProcessGroups, build_groups
 
@@ -75,13 +76,18 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
     prepare_deepspeed()
-    import deepspeed
-
-    _share_cores()
     if device.type == "cuda":
         torch.cuda.set_device(device)
     else:
         _keep_freed_memory()
+    with own_cores(device), _process_groups(config, backend) as groups:
+        yield groups
+
+
+@contextmanager
+def _process_groups(config: ParallelConfig, backend: str) -> Iterator[ProcessGroups]:
+    import deepspeed
+
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
     deepspeed.init_distributed(
         dist_backend=backend,
@@ -104,13 +110,6 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
         # error this process ends, and the launcher ends the others.
         if dist.is_initialized() and (healthy or backend != "nccl"):
             deepspeed.comm.destroy_process_group()
-
-
-def _share_cores() -> None:
-    """Divides the cores among this node's processes, unless OMP_NUM_THREADS says otherwise."""
-    if "OMP_NUM_THREADS" not in os.environ:
-        processes = os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1"
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // int(processes)))
 
 
 def _keep_freed_memory() -> None:
