@@ -61,7 +61,7 @@ class Attention:
             torch.bmm(scores.transpose(1, 2), q)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class StepShape:
     """Sizes of what a micro batch multiplies."""
 
@@ -85,16 +85,16 @@ class StepShape:
         assert model.ffn_hidden_size and model.padded_vocab_size
         assert model.num_attention_heads and model.num_query_groups and model.kv_channels
         return cls(
-            samples,
-            model.seq_length,
-            model.num_layers,
-            model.hidden_size,
-            model.num_attention_heads,
-            model.num_query_groups,
-            model.kv_channels,
-            model.ffn_hidden_size,
-            model.gated,
-            model.padded_vocab_size,
+            samples=samples,
+            length=model.seq_length,
+            layers=model.num_layers,
+            hidden=model.hidden_size,
+            heads=model.num_attention_heads,
+            kv_heads=model.num_query_groups,
+            head_width=model.kv_channels,
+            inner=model.ffn_hidden_size,
+            gated=model.gated,
+            vocabulary=model.padded_vocab_size,
         )
 
     def block(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
@@ -114,12 +114,12 @@ class StepShape:
         tokens = self.samples * self.length
         return Linear(tokens, self.hidden, self.vocabulary, dtype=dtype, device=device)
 
-    def all(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
+    def products(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
         """The products of a micro batch, layer by layer."""
         blocks = [self.block(dtype, device) for _ in range(self.layers)]
         return [*(product for block in blocks for product in block), self.head(dtype, device)]
 
-    def cpu_seconds(self, dtype: torch.dtype) -> float:
+    def seconds(self, dtype: torch.dtype) -> float:
         """CPU seconds that they take for one micro batch, on this process's threads: each kind is
         timed once and counted as often as there are layers."""
         cpu = torch.device("cpu")

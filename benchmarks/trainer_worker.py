@@ -172,7 +172,7 @@ class Worker:
         micro_batches = self.trainer.plan.batch_size.micro_batches(self.consumed)
         shape = StepShape.of(config.model, config.training.micro_batch_size)
         dtype = torch.bfloat16 if config.precision.bf16 else torch.float32
-        return micro_batches * shape.cpu_seconds(dtype)
+        return micro_batches * shape.seconds(dtype)
 
     def profile(self, steps: int) -> list[tuple[str, int, float]]:
         """Name, calls and CPU seconds, without what they call, of torch's operators."""

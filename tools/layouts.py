@@ -65,7 +65,8 @@ activations only (attention weights get masks of their own on each tensor-parall
 NOTES = """Goes with all of them: tied and untied embeddings, grouped-query attention (the number of
 key-value heads divides the tensor-parallel size or is a multiple of it; with fewer heads than
 processes they are replicated), gradient accumulation, `--torch-compile`. With tensor parallelism
-that compiles every block in pieces, since its collectives break the graph, and gains less.
+that compiles every block in pieces, since its collectives break the graph, and gains less; its
+modes with CUDA graphs go without a pipeline and at ZeRO 0 to 2.
 
 Sizes must also fit: the tensor-parallel size divides attention heads, feed-forward size and, with
 sequence parallelism, the sequence length; every stage of a pipeline holds at least one block.

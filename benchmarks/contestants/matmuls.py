@@ -12,16 +12,16 @@ from contestants.setting import Setting
 def shape_of(setting: Setting) -> StepShape:
     """Sizes of the products of a setting's micro batch."""
     return StepShape(
-        setting.micro_batch,
-        setting.seq_length,
-        setting.layers,
-        setting.hidden_size,
-        setting.heads,
-        setting.kv_heads,
-        setting.hidden_size // setting.heads,
-        setting.ffn_hidden_size,
-        setting.architecture == "llama",
-        setting.vocab_size,
+        samples=setting.micro_batch,
+        length=setting.seq_length,
+        layers=setting.layers,
+        hidden=setting.hidden_size,
+        heads=setting.heads,
+        kv_heads=setting.kv_heads,
+        head_width=setting.hidden_size // setting.heads,
+        inner=setting.ffn_hidden_size,
+        gated=setting.architecture == "llama",
+        vocabulary=setting.vocab_size,
     )
 
 
@@ -30,7 +30,7 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
     """Multiplies."""
     dtype = torch.bfloat16 if setting.dtype == "bf16" else torch.float32
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    work = shape_of(setting).all(dtype, device)
+    work = shape_of(setting).products(dtype, device)
     while True:
         for _ in range(setting.micro_batches):
             for product in work:

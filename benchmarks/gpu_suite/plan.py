@@ -195,7 +195,7 @@ def jobs(scale: Scale, parts: Sequence[str], config: Callable[[str], str]) -> li
         "sizes": lambda: _sizes(scale, config),
         "optimisations": lambda: _optimisations(scale),
         "tests": lambda: _tests(scale),
-        "sequences": lambda: _sequences(scale),
+        "sequences": lambda: _sequences(scale, config),
     }
     return [job for part in parts for job in makers[part]()]
 
@@ -206,7 +206,7 @@ def _sizes(scale: Scale, config: Callable[[str], str]) -> Iterator[Job]:
         for variant, contestant in _ours(scale):
             yield _train(scale, "sizes", model, model.seq_length, variant, contestant)
         if model.offload:
-            yield from _offloaded(scale, model, config("offload"))
+            yield from _offloaded(scale, "sizes", model, model.seq_length, config("offload"))
     for model in scale.models:
         for peer in (FLOOR,) if model.offload else PEERS:
             yield _train(scale, "sizes", model, model.seq_length, peer, peer)
@@ -218,11 +218,13 @@ def _optimisations(scale: Scale) -> Iterator[Job]:
         yield _train(scale, "optimisations", model, model.seq_length, variant, contestant)
 
 
-def _sequences(scale: Scale) -> Iterator[Job]:
+def _sequences(scale: Scale, config: Callable[[str], str]) -> Iterator[Job]:
     """Every size at the other lengths."""
     for model in scale.models:
         for length in scale.sequences:
-            if length != model.seq_length:
+            if model.offload and length > model.tokens:  # no room for one sample beside the state
+                yield from _offloaded(scale, "sequences", model, length, config("offload"))
+            elif length != model.seq_length:
                 for variant, contestant in _ours(scale):
                     yield _train(scale, "sequences", model, length, variant, contestant)
 
@@ -231,7 +233,7 @@ def _ours(scale: Scale) -> list[tuple[str, str]]:
     return [("bf16", scale.base), ("fp8", f"{scale.base}+fp8-format=hybrid")]
 
 
-def _offloaded(scale: Scale, model: Model, settings: str) -> Iterator[Job]:
+def _offloaded(scale: Scale, part: str, model: Model, length: int, settings: str) -> Iterator[Job]:
     """The same batch in half as many micro batches, since the gradients of each go to the host and
     the memory that the optimizer leaves is there; all cores work on the update."""
     halves = replace(
@@ -243,9 +245,9 @@ def _offloaded(scale: Scale, model: Model, settings: str) -> Iterator[Job]:
     for variant, contestant in _ours(scale):
         yield _train(
             scale,
-            "sizes",
+            part,
             halves,
-            model.seq_length,
+            length,
             f"{variant}, optimizer on the CPU",
             f"{contestant}+deepspeed_config={settings}",
             threads=len(os.sched_getaffinity(0)),

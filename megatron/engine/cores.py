@@ -15,16 +15,21 @@ def own_cores(device: torch.device) -> Iterator[None]:
     """Divides the cores among this node's processes for as long as the block runs: as many threads
     each, unless OMP_NUM_THREADS says otherwise, and on a CPU neighbouring cores that it stays on.
 
-    Left alone, the system moves threads between cores, whose caches they then fill anew. Processes
-    that are bound to some of the cores already, by slurm or numactl, are not bound again.
+    Left alone, the system moves threads between cores, whose caches they then fill anew. A process
+    that is bound to some of the cores already, by slurm, numactl or taskset, is not bound again,
+    and has all of them where they are no more than its share of the node; so ``taskset`` is the way
+    to choose other cores where other programs work beside the training. Threads that are there
+    before the block are not bound.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     bindable = hasattr(os, "sched_getaffinity")  # not on macOS
     cores = os.sched_getaffinity(0) if bindable else set(range(os.cpu_count() or 1))
-    share = len(cores) // processes
+    everywhere = os.cpu_count() or 1
+    bound = len(cores) < everywhere
+    own = bound and len(cores) <= everywhere // processes
+    share = len(cores) if own else len(cores) // processes
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, share))
-    bound = len(cores) < (os.cpu_count() or 1)
     if device.type != "cpu" or processes == 1 or not share or not bindable or bound:
         yield
         return

@@ -78,6 +78,7 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
     prepare_deepspeed()
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        _tell_deepspeed(device)
     else:
         _keep_freed_memory()
     with own_cores(device), _process_groups(config, backend) as groups:
@@ -110,6 +111,13 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[ProcessGro
         # error this process ends, and the launcher ends the others.
         if dist.is_initialized() and (healthy or backend != "nccl"):
             deepspeed.comm.destroy_process_group()
+
+
+def _tell_deepspeed(device: torch.device) -> None:
+    """Has DeepSpeed, which takes the GPU of the local rank's number, take this one."""
+    for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
+        if name in os.environ:
+            os.environ[name] = str(device.index)
 
 
 def _keep_freed_memory() -> None:

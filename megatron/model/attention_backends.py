@@ -120,7 +120,8 @@ def cudnn(
     masks: AttentionMasks,
     dropout: float,
 ) -> Tensor:
-    """:func:`sdpa` with cuDNN's kernel wherever that can, torch's other kernels where not."""
+    """:func:`sdpa`, its copies of keys for masks with groups included, with cuDNN's kernel wherever
+    that can, torch's other kernels where not."""
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
         return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
 

@@ -71,7 +71,7 @@ def build_groups(
     Args:
         tensor_size: ranks per tensor-parallel group.
         pipeline_size: pipeline stages.
-        timeout: how long a collective may take; groups do not inherit it from the world's.
+        timeout: how long a collective may take in groups of fewer ranks than the world.
     """
     world_size, rank = dist.get_world_size(), dist.get_rank()
     data_size, rest = divmod(world_size, tensor_size * pipeline_size)

@@ -44,7 +44,7 @@ LEFT_OUT = frozenset(
     }
     | set(
         """eval_interval eval_iters skip_train exit_interval exit_duration_in_mins explain_config
-        torch_compile num_workers local_rank lr_warmup_fraction lr_warmup_iters lr_warmup_samples
+        num_workers local_rank lr_warmup_fraction lr_warmup_iters lr_warmup_samples
         lr_warmup_tokens lr_warmup_init""".split()
     )
 )

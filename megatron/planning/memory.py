@@ -30,7 +30,7 @@ LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO 3 holds gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
 
 LOGITS_CHUNK = LOGITS_CHUNK_MIB["cuda"] * 2**20
-"""Bytes of logits that exist at a time."""
+"""Bytes of logits that exist at a time, on a GPU by default."""
 
 _MLP_WIDTHS = {"swiglu": 4, "geglu": 4, "relu": 1}
 """Inner widths that an MLP keeps: gate and up, the activated gate and the product; what is

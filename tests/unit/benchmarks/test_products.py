@@ -43,7 +43,7 @@ class Counted:
 
 @pytest.mark.parametrize("gated", [False, True])
 def test_flops_of_the_products_against_the_trainers(gated, monkeypatch):
-    work = StepShape.of(model(swiglu=gated), 5).all(torch.float32, torch.device("cpu"))
+    work = StepShape.of(model(swiglu=gated), 5).products(torch.float32, torch.device("cpu"))
     counted = Counted(monkeypatch)
     for product in work:
         product()
@@ -56,7 +56,7 @@ def test_products_are_timed_once_for_each_kind(monkeypatch):
     """Every kind takes a second here: five of every block, and the head."""
     timed = []
     monkeypatch.setattr(products, "cpu_seconds", lambda product: timed.append(product) or 1.0)
-    assert StepShape.of(model(), 2).cpu_seconds(torch.bfloat16) == 3 * 5 + 1
+    assert StepShape.of(model(), 2).seconds(torch.bfloat16) == 3 * 5 + 1
     assert [type(product) for product in timed].count(Attention) == 1
     assert len(timed) == 6
 

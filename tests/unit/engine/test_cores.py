@@ -70,12 +70,22 @@ def test_nothing_is_bound(monkeypatch, machine, device, processes, count):
         assert len(machine) == 1 and threads == [count]
 
 
-def test_what_others_have_bound_stays(monkeypatch, machine):
+@pytest.mark.parametrize(
+    ("cores", "count"), [({2, 3, 6}, 3), ({0, 1, 2, 3}, 4), ({0, 1, 2, 3, 4, 5}, 3)], ids=str
+)
+def test_what_others_have_bound_stays(monkeypatch, machine, cores, count):
+    """Up to half of 8 are this process's own, of two; more are those of both."""
+    set_ranks(monkeypatch, 1, 2)
+    machine[-1] = cores
+    with own_cores(CPU):
+        assert machine == [cores] and threads == [count]
+
+
+def test_threads_that_the_user_has_set_stay(monkeypatch, machine):
     set_ranks(monkeypatch, 1, 2)
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    machine[-1] = {2, 3, 6}
     with own_cores(CPU):
-        assert machine == [{2, 3, 6}] and not threads
+        assert len(machine[-1]) == 4 and not threads
 
 
 def test_macos_has_no_binding(monkeypatch, machine):

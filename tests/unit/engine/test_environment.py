@@ -1,13 +1,16 @@
 """What the launcher has set is believed; what it has not set is noticed."""
 
+import os
 import platform
 import subprocess
 import sys
 
 import pytest
+import torch
 
 from megatron.config import ConfigError
-from megatron.engine.environment import world_size
+from megatron.engine import environment
+from megatron.engine.environment import training_device, world_size
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -42,3 +45,17 @@ def test_memory_of_large_tensors_is_kept():
     setting each is faulted in again, 16,384 pages where they are not huge, ten times here."""
     done = subprocess.run([sys.executable, "-c", FAULTS], capture_output=True, text=True)
     assert int(done.stdout) < 2.5 * 2**14, done.stderr
+
+
+@pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 3)])
+def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, visible, index):
+    """slurm's --gpus-per-task shows each rank one; DeepSpeed goes by LOCAL_RANK."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: visible)
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    assert training_device() == torch.device("cuda", index)
+    environment._tell_deepspeed(training_device())
+    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
+    assert [os.environ[name] for name in names] == [str(index)] * 2
