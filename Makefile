@@ -37,8 +37,9 @@ lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Tests of one file share a worker process, and with it the ranks that it has started.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Tests of one file share a worker process, and with it the ranks that it has started. Those of two
+# files work beside each other, so that none may hold a core for itself.
+PYTEST = OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: lint  ## the test suite, with a fixed sample of the long tables
 	$(PYTEST) -m 'not proof'

@@ -17,9 +17,9 @@ def own_cores(device: torch.device) -> Iterator[None]:
 
     Left alone, the system moves threads between cores, whose caches they then fill anew. A process
     that is bound to some of the cores already, by slurm, numactl or taskset, is not bound again,
-    and has all of them where they are no more than its share of the node; so ``taskset`` is the way
-    to choose other cores where other programs work beside the training. Threads that are there
-    before the block are not bound.
+    and has all of them where they are no more than its share of the node. Where other programs work
+    beside the training ``taskset`` chooses the cores, and OMP_PROC_BIND=false leaves all free to
+    move. Threads that are there before the block are not bound.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     bindable = hasattr(os, "sched_getaffinity")  # not on macOS
@@ -30,7 +30,8 @@ def own_cores(device: torch.device) -> Iterator[None]:
     share = len(cores) if own else len(cores) // processes
     if "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, share))
-    if device.type != "cpu" or processes == 1 or not share or not bindable or bound:
+    left_alone = bound or not bindable or "OMP_PROC_BIND" in os.environ
+    if device.type != "cpu" or processes == 1 or not share or left_alone:
         yield
         return
     first = int(os.environ["LOCAL_RANK"]) * share

@@ -30,7 +30,8 @@ def machine(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: bound[-1])
     monkeypatch.setattr(os, "sched_setaffinity", lambda _, some: bound.append(set(some)))
     monkeypatch.setattr(torch, "set_num_threads", threads.append)
-    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    for name in ("OMP_NUM_THREADS", "OMP_PROC_BIND"):
+        monkeypatch.delenv(name, raising=False)
     threads.clear()
     return bound
 
@@ -79,6 +80,13 @@ def test_what_others_have_bound_stays(monkeypatch, machine, cores, count):
     machine[-1] = cores
     with own_cores(CPU):
         assert machine == [cores] and threads == [count]
+
+
+def test_the_user_can_leave_processes_free_to_move(monkeypatch, machine):
+    set_ranks(monkeypatch, 1, 2)
+    monkeypatch.setenv("OMP_PROC_BIND", "false")
+    with own_cores(CPU):
+        assert len(machine) == 1 and threads == [4]
 
 
 def test_threads_that_the_user_has_set_stay(monkeypatch, machine):
