@@ -23,8 +23,8 @@ def own_cores(device: torch.device) -> Iterator[None]:
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     bindable = hasattr(os, "sched_getaffinity")  # not on macOS
-    cores = os.sched_getaffinity(0) if bindable else set(range(os.cpu_count() or 1))
     everywhere = os.cpu_count() or 1
+    cores = os.sched_getaffinity(0) if bindable else set(range(everywhere))
     bound = len(cores) < everywhere
     own = bound and len(cores) <= everywhere // processes
     share = len(cores) if own else len(cores) // processes

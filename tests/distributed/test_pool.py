@@ -1,13 +1,16 @@
 """The pool itself: it must report every way to fail, and go on."""
 
 import os
+import threading
 import time
 from dataclasses import dataclass
 
 import pytest
 import torch
 import torch.distributed as dist
-from pool import RankError, tensor_group
+from pool import MOST_THREADS, RankError, tensor_group
+
+STAY = threading.Event()
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,12 @@ def leave_traces() -> None:
     dist.init_process_group("gloo")
 
 
+def leave_threads(count: int) -> int:
+    for _ in range(count):
+        threading.Thread(target=STAY.wait, daemon=True).start()
+    return os.getpid()
+
+
 def find_traces() -> tuple[bool, torch.dtype, str, bool, int]:
     return (
         "LEFT_BEHIND" in os.environ,
@@ -72,6 +81,13 @@ def test_a_job_leaves_nothing_behind(pool):
     pool.run(2, leave_traces)
     clean = (False, torch.float32, os.getcwd(), False, 1)
     assert pool.run(2, find_traces) == [clean] * 2
+
+
+@pytest.mark.parametrize("count", [1, MOST_THREADS])
+def test_a_worker_that_holds_many_threads_is_replaced(pool, count):
+    before = pool.run(2, leave_threads, count)
+    after = pool.run(2, leave_threads, 0)
+    assert (set(before) & set(after) == set()) == (count == MOST_THREADS)
 
 
 @pytest.mark.parametrize(

@@ -406,6 +406,16 @@ def staged_groups() -> dict[str, tuple[int, ...]]:
     return {name: getattr(made, name).ranks for name in ("tensor", "data", "pipeline", "model")}
 
 
+def shared_groups() -> tuple[int, set[str]]:
+    """How many groups of torch's a rank has, and the names of those that are the world's."""
+    dist.init_process_group("gloo")
+    made = build_groups(1, 1)
+    names = ("world", "tensor", "data", "pipeline", "model")
+    handles = {name: getattr(made, name).handle for name in names}
+    of_world = {name for name, handle in handles.items() if handle is dist.group.WORLD}
+    return len(set(map(id, handles.values()))), of_world
+
+
 LAYERS = [column, heads, row, embedding, positions, norm, dropout]
 
 
@@ -414,6 +424,10 @@ LAYERS = [column, heads, row, embedding, positions, norm, dropout]
 @pytest.mark.parametrize("layer", LAYERS, ids=lambda layer: layer.__name__)
 def test_against_one_process(pool, layer, sequence, size):
     pool.run(size, layer, sequence)
+
+
+def test_groups_of_the_same_ranks_are_one(pool):
+    assert pool.run(2, shared_groups) == [(2, {"world", "data"})] * 2
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -4,13 +4,14 @@ import os
 import platform
 import subprocess
 import sys
+from contextlib import nullcontext
 
 import pytest
 import torch
 
-from megatron.config import ConfigError
+from megatron.config import ConfigError, ParallelConfig
 from megatron.engine import environment
-from megatron.engine.environment import training_device, world_size
+from megatron.engine.environment import distributed, training_device, world_size
 
 
 @pytest.mark.parametrize("name", ["SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"])
@@ -55,7 +56,25 @@ def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, visible, index):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
-    assert training_device() == torch.device("cuda", index)
-    environment._tell_deepspeed(training_device())
-    names = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK")
-    assert [os.environ[name] for name in names] == [str(index)] * 2
+    device = torch.device("cuda", index)
+    assert training_device() == device
+
+    class Reached(Exception):
+        """As far as there is no GPU."""
+
+    names, seen = ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"), []
+
+    def start_deepspeed(**_):
+        seen.extend(os.environ[name] for name in names)
+        raise Reached
+
+    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    monkeypatch.setattr(environment, "prepare_deepspeed", lambda: None)
+    monkeypatch.setattr("deepspeed.init_distributed", start_deepspeed)
+    monkeypatch.setattr(environment, "own_cores", lambda where: nullcontext(seen.append(where)))
+    for name, value in {"RANK": "3", "WORLD_SIZE": "4", "MASTER_ADDR": "127.0.0.1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setenv("MASTER_PORT", "1")
+    with pytest.raises(Reached), distributed(ParallelConfig()):
+        pass
+    assert seen == [device, device, str(index), str(index)]

@@ -65,6 +65,17 @@ def test_against_torch_cross_entropy(dtype, chunk_bytes, softcap):
     assert torch.count_nonzero(found[2][VOCAB:]) == 0
 
 
+@pytest.mark.parametrize(("device", "chunks"), [("cpu", 3), ("meta", 1)])
+def test_a_gpu_takes_larger_chunks_by_default(device, chunks):
+    """64 KiB of float32 logits a token: 1,024 tokens are 64 MiB. The meta device is no CPU."""
+    x = torch.empty(3000, 1, device=device)
+    labels = torch.zeros(1, 3000, dtype=torch.int64, device=device)
+    how = LossHead(2**14, None, None, TensorParallel())
+    weight = torch.empty(2**14, 1, device=device)
+    run = cross_entropy._Chunks(x, weight, Targets(labels, torch.ones_like(labels)), how)
+    assert len(run.chunks) == chunks
+
+
 @pytest.mark.parametrize("tokens", [1, 2, 3, 5, 13, 14, 15])
 @pytest.mark.parametrize("work_rows", [1, 4, 100])
 def test_chunks_change_nothing(monkeypatch, tokens, work_rows):
