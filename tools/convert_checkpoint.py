@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from megatron.config import ConfigError
 
 COMMANDS = {
-    "to-hf": "megatron.conversion.to_hf:to_hf",
-    "from-hf": "megatron.conversion.from_hf:from_hf",
-    "to-megatron": "megatron.conversion.to_megatron:to_megatron",
-    "to-universal": "megatron.conversion.to_universal:to_universal",
+    "to-hf": "megatron.formats.conversion.to_hf:to_hf",
+    "from-hf": "megatron.formats.conversion.from_hf:from_hf",
+    "to-megatron": "megatron.formats.conversion.to_megatron:to_megatron",
+    "to-universal": "megatron.formats.conversion.to_universal:to_universal",
 }
 """Module and function of each command; it is imported when it is called."""
 

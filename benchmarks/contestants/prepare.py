@@ -15,10 +15,10 @@ from torch import Tensor
 from contestants.ours import flags_of
 from contestants.setting import Setting
 from megatron.checkpoint.files import write_json
-from megatron.checkpoint.huggingface.export import write_model
-from megatron.checkpoint.huggingface.registry import architecture_of
 from megatron.checkpoint.source import Source
 from megatron.data.build import Datasets
+from megatron.formats.huggingface.export import write_model
+from megatron.formats.huggingface.registry import architecture_of
 from megatron.model.gpt import build_gpt
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import shard_of

@@ -6,14 +6,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.checkpoint.deepspeed.folder import DeepSpeedFolder
-from megatron.checkpoint.deepspeed.universal import UniversalFolder
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER
-from megatron.checkpoint.huggingface.source import HuggingFaceFolder
-from megatron.checkpoint.megatron.reader import MegatronCheckpoint
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.source import Source
+from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
+from megatron.formats.deepspeed_folders.universal import UniversalFolder
+from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 
 FORMATS: tuple[type[Source], ...] = (
     CheckpointReader,

@@ -15,9 +15,6 @@ from typing import Any
 from deepspeed.runtime.pipe.module import PipelineModule
 from safetensors.torch import save_file
 
-from megatron.checkpoint.deepspeed.configuration import COUNTERS, RUN
-from megatron.checkpoint.deepspeed.layout import CONFIG, STATE
-from megatron.checkpoint.deepspeed.universal_info import universal_info
 from megatron.checkpoint.files import sync_file, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.engine.json_keys import Json
@@ -25,6 +22,9 @@ from megatron.engine.pipeline_module import StageModule
 from megatron.engine.random_state import random_state
 from megatron.engine.saving import CheckpointWriter, SaveResult
 from megatron.engine.train_engine import TrainEngine
+from megatron.formats.deepspeed_folders.configuration import COUNTERS, RUN
+from megatron.formats.deepspeed_folders.layout import CONFIG, STATE
+from megatron.formats.deepspeed_folders.universal_info import universal_info
 
 
 class EngineFolderWriter(CheckpointWriter):

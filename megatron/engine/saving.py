@@ -16,7 +16,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.deepspeed.universal_writer import save_universal
 from megatron.checkpoint.files import (
     CheckpointError,
     Facts,
@@ -41,6 +40,7 @@ from megatron.engine.json_keys import Json
 from megatron.engine.snapshot import HostBuffers, Part, own_part
 from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine
+from megatron.formats.deepspeed_folders.universal_writer import save_universal
 from megatron.parallel.groups import Group
 
 _PIECES = "pieces-{rank:05d}.json"

@@ -13,13 +13,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.megatron.reader import MegatronCheckpoint
 from megatron.checkpoint.source import Source
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.conversion.needs import required
-from megatron.conversion.to_megatron import export, opened
+from megatron.formats.conversion.needs import required
+from megatron.formats.conversion.to_megatron import export, opened
+from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 
 SAVERS = ("megatron", "safetensors")
 

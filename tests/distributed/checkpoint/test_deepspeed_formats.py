@@ -22,11 +22,11 @@ from stock_gpt import (
 )
 from training_jobs import TINY, train
 
-from megatron.checkpoint.deepspeed.folder import DeepSpeedFolder
-from megatron.checkpoint.deepspeed.universal import UniversalFolder
-from megatron.checkpoint.deepspeed.universal_writer import save_universal
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.writer import write_checkpoint
+from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
+from megatron.formats.deepspeed_folders.universal import UniversalFolder
+from megatron.formats.deepspeed_folders.universal_writer import save_universal
 from megatron.model.gpt import build_gpt
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")

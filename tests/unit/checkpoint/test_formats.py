@@ -2,11 +2,11 @@
 
 import pytest
 
-from megatron.checkpoint.deepspeed.folder import DeepSpeedFolder
-from megatron.checkpoint.deepspeed.universal import UniversalFolder
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.formats import FORMATS, locate_checkpoint, open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
+from megatron.formats.deepspeed_folders.universal import UniversalFolder
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from megatron.checkpoint.huggingface import architecture_of
+from megatron.formats.huggingface import architecture_of
 from megatron.inference import KeyValueCache, Sampling, generate
 
 GREEDY = Sampling(greedy=True)

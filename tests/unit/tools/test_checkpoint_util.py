@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.formats import open_checkpoint
-from megatron.checkpoint.megatron.reader import MegatronCheckpoint
+from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 
 TOOLS = Path(__file__).parents[3] / "tools"
 
@@ -139,7 +139,7 @@ def test_to_megatron(dtype, convert, saved, tmp_path, capsys):
 
 
 def test_a_defect_of_the_export_leaves_nothing(convert, saved, tmp_path, monkeypatch):
-    from megatron.checkpoint.megatron import writer
+    from megatron.formats.legacy_megatron import writer
 
     monkeypatch.setattr(writer, "_megatron_order", lambda name, share, model, size: share)
     arguments = ["to-megatron", "--load", saved(), "--output", str(tmp_path / "out")]

@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron.checkpoint.huggingface import registry
-from megatron.checkpoint.huggingface.reorder import SAME
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import PrecisionConfig
-from megatron.conversion.to_hf import parse_size
+from megatron.formats.conversion.to_hf import parse_size
+from megatron.formats.huggingface import registry
+from megatron.formats.huggingface.reorder import SAME
 from megatron.tokenizer.null import NullTokenizer
 
 TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
@@ -278,14 +278,14 @@ def test_a_forced_architecture(tool, saved, tmp_path):
 
 
 def test_push(tool, saved, tmp_path, monkeypatch, capsys):
-    """After the logits agree, the folder as it is; tests/unit/conversion has the client itself."""
+    """After the logits agree, the folder as it is; tests/unit/formats/conversion has the client itself."""
     pushed = []
 
     def push(folder, repository, private):
         pushed.append((folder, repository, private, sorted(p.name for p in folder.iterdir())))
         return "https://hub/me/model"
 
-    monkeypatch.setattr("megatron.conversion.to_hf.push", push)
+    monkeypatch.setattr("megatron.formats.conversion.to_hf.push", push)
     output = tmp_path / "hf"
     arguments = ["to-hf", "--load", saved(), "--output", str(output), "--push-to-hub", "me/model"]
     tool.main([*arguments, "--private"])
@@ -297,7 +297,7 @@ def test_push(tool, saved, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError("no network")
 
-    monkeypatch.setattr("megatron.conversion.to_hf.push", refuse)
+    monkeypatch.setattr("megatron.formats.conversion.to_hf.push", refuse)
     with pytest.raises(SystemExit, match="error: no network"):
         tool.main([*arguments, "--overwrite"])
     assert (output / "model.safetensors").exists()

@@ -1,0 +1,1 @@
+"""Checkpoints of other programs: a package for each format, and conversion between them."""

@@ -1,0 +1,94 @@
+"""What ``ds_to_universal`` has to know of an engine's parameters, from their shard descriptions.
+
+DeepSpeed calls it ``universal_checkpoint_info``: lists of regular expressions for parameter names.
+It matches them at the beginning of a name (``re.match``), wants at most one of a list to match, and
+fails when one matches nothing; so each is one name, escaped and anchored.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.formats.deepspeed_folders.parameters import Registered, registered_parameters
+from megatron.formats.deepspeed_folders.universal_writer import UNIVERSAL_VERSION
+from megatron.parallel.shard import Shard
+
+_AFFINE_VERSION = 1
+
+
+def universal_info(model: ModelConfig, size: int) -> dict[str, Any]:
+    """``universal_checkpoint_info`` of an engine.
+
+    Args:
+        model: shape of the network, with the vocabulary sizes filled in.
+        size: tensor-parallel size.
+    """
+    replicated, rows, vocabulary, halves, tied = [], [], [], [], []
+    fused: list[dict[str, Any]] = []
+    widths: dict[str, list[list[int]]] = {}
+    shared: dict[str, dict[str, Any]] = {}
+    for part in _all_parts(model, size):
+        shard, pattern = part.shard, f"^{re.escape(part.name)}$"
+        if part.name.startswith("tied_modules."):
+            tied.append(pattern)
+        if shard.unpadded is not None:
+            vocabulary.append(pattern)
+        if shard.copies > 1:
+            shared[pattern] = _affine_map(shard, size)
+        elif shard.dim is None:
+            replicated.append(pattern)
+        elif shard.dim == 1:
+            rows.append(pattern)
+        elif shard.held is None and len(shard.parts) == 2 and shard.parts[0] == shard.parts[1]:
+            halves.append(pattern)
+        elif shard.held is None and shard.parts:
+            shape = (shard.parts, *shard.full_shape[1:])
+            fused.append({"patterns": [pattern], "shape": shape, "partition_dim": 0})
+            widths[pattern] = [[length // size] * size for length in shard.parts]
+    return {
+        "universal_checkpoint_version": UNIVERSAL_VERSION,
+        "tp_replicated_parameter_patterns": replicated,
+        "parameter_with_row_parallelism_patterns": rows,
+        "vocabulary_parameter_patterns": vocabulary,
+        "parameter_with_2_sub_params_cat_dim_0": halves,
+        "parameter_with_sub_params": fused,
+        "sub_param_shard_widths": widths,
+        "pipeline_replicated_parameter_patterns": tied,
+        "affine_map": {"version": _AFFINE_VERSION, "params": shared},
+        "original_vocab_size": model.unpadded_vocab_size,
+        "padded_vocab_size": model.padded_vocab_size,
+    }
+
+
+def _all_parts(model: ModelConfig, size: int) -> list[Registered]:
+    return [part for parts in registered_parameters(model, size).values() for part in parts]
+
+
+def _affine_map(shard: Shard, size: int) -> dict[str, Any]:
+    """Where each rank's rows lie, for parameters of which several ranks hold the same share: no
+    list of patterns says that (DeepSpeed's ``checkpoint/affine.py``)."""
+    assert shard.dim == 0 and shard.held is not None
+    inner = math.prod(shard.full_shape[1:])
+    strides = [math.prod(shard.full_shape[axis + 1 :]) for axis in range(len(shard.full_shape))]
+    # The parameter is the held parts only: its rows count from the first of them.
+    first = sum(shard.parts[: shard.held[0]])
+    ranks = {}
+    for rank in range(size):
+        pieces, taken = [], 0
+        neighbours = range(rank - rank % shard.copies, rank - rank % shard.copies + shard.copies)
+        for start, length in shard.ranges(rank, size):
+            pieces.append(
+                {
+                    "shape": [length, *shard.full_shape[1:]],
+                    "source": [(start - first) * inner, strides],
+                    "dest": [taken * inner, strides],
+                    "locations": list(neighbours),
+                }
+            )
+            taken += length
+        ranks[rank] = {"shard_shape": list(shard.local_shape(size)), "pieces": pieces}
+    held = sum(shard.parts[part] for part in shard.held)
+    return {"logical_shape": [held, *shard.full_shape[1:]], "ranks": ranks}

@@ -1,0 +1,78 @@
+"""Llama 1, 2 and 3: rotary positions, RMSNorm, a gated MLP, grouped-query attention, biases
+everywhere or nowhere.
+
+Its query, key and value, and its gate and up projections are tensors of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.config import ModelConfig
+from megatron.formats.huggingface.features import GATED, RMS_NORM, ROPE, Requirement
+from megatron.formats.huggingface.parts import (
+    EMBEDDING,
+    FINAL,
+    GATE_NAMES,
+    llama_block,
+    read_rms,
+    read_shape,
+    write_shape,
+)
+from megatron.formats.huggingface.rope import read_rope, write_rope
+from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.table import Architecture
+
+
+def divisible(model: ModelConfig) -> bool:
+    """Whether the heads divide the hidden size, which its configuration class asks for."""
+    assert model.hidden_size and model.num_attention_heads
+    return model.hidden_size % model.num_attention_heads == 0
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        **write_shape(model),
+        "head_dim": model.kv_channels,
+        "hidden_act": GATE_NAMES[model.activation],
+        "attention_bias": model.add_bias_linear,
+        "mlp_bias": model.add_bias_linear,
+        **write_rope(model),
+    }
+
+
+def _read(given: Settings) -> dict[str, Any]:
+    shape = read_shape(given, 4096, 11008, 32, 32, None, 2048)
+    biases = given.flag("mlp_bias", False)
+    given.only(
+        "attention_bias", (biases,), f"mlp_bias is {biases}; here all linear layers have biases or "
+        "none has",
+    )  # fmt: skip
+    # The order in which partial products are summed; what transformers does not read.
+    given.unused("pretraining_tp", "max_sequence_length", "is_llama_config")
+    return {
+        **shape,
+        **read_rms(given, 1e-6),
+        **read_rope(given, shape["kv_channels"], shape["max_position_embeddings"], 10000.0),
+        "add_bias_linear": biases,
+    }
+
+
+LLAMA = Architecture(
+    title="Llama",
+    model_type="llama",
+    causal_lm="LlamaForCausalLM",
+    entries=(*EMBEDDING, *llama_block(), *FINAL),
+    requirements=(
+        ROPE,
+        RMS_NORM,
+        GATED,
+        Requirement(divisible, "--num-attention-heads that divide --hidden-size"),
+    ),
+    features=frozenset({"grouped", "head_dim", "rope_scaling"}),
+    write=_write,
+    read=_read,
+    vocab_size=32000,
+    tied=False,
+)
+"""The table of Llama."""

@@ -1,0 +1,132 @@
+"""Which architecture a model is: a new one is a file and a name here."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.config import ModelConfig
+from megatron.formats.huggingface.bloom import BLOOM
+from megatron.formats.huggingface.falcon import FALCON
+from megatron.formats.huggingface.gemma2 import GEMMA2
+from megatron.formats.huggingface.gemma3 import GEMMA3
+from megatron.formats.huggingface.gpt2 import GPT2
+from megatron.formats.huggingface.gpt_neox import GPT_NEOX
+from megatron.formats.huggingface.llama import LLAMA
+from megatron.formats.huggingface.mistral import MISTRAL
+from megatron.formats.huggingface.opt import OPT
+from megatron.formats.huggingface.phi3 import PHI3
+from megatron.formats.huggingface.qwen2 import QWEN2
+from megatron.formats.huggingface.qwen3 import QWEN3
+from megatron.formats.huggingface.table import Architecture
+
+ARCHITECTURES: tuple[Architecture, ...] = (
+    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM,
+)  # fmt: skip
+"""The known architectures, the plainer ones first: a model that fits several is the first."""
+
+_REASONS = {
+    "gemma": "Gemma 1 is not Gemma 2; there is no table for it",
+    "gemma3": "it sees images too; the text model alone is gemma3_text (Gemma3ForCausalLM)",
+    "RefinedWeb": "it is the name that Falcon had before transformers knew it; write falcon",
+    "RefinedWebModel": "it is the name that Falcon had before transformers knew it; write falcon",
+    "mixtral": "there are no experts here",
+}
+"""What to say about some that look as if they were known."""
+
+
+def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architecture:
+    """The architecture that a configuration fits.
+
+    Args:
+        model: shape of the network.
+        wanted: a ``model_type`` to take; None for the plainest that fits.
+
+    Raises:
+        ValueError: it fits none, or not the wanted one; names what it would need.
+    """
+    known = ARCHITECTURES if wanted is None else (_named(wanted),)
+    misfits = {architecture.title: architecture.misfits(model) for architecture in known}
+    for architecture in known:
+        if not misfits[architecture.title]:
+            return architecture
+    if wanted is not None:
+        (needs,) = misfits.values()
+        raise ValueError(
+            f"--architecture {wanted}: a model with {_shape(model)} does not fit; "
+            f"{known[0].title} needs {', '.join(needs)}"
+        )
+    nearest = sorted(misfits.items(), key=lambda item: len(item[1]))[:4]
+    raise ValueError(
+        f"a model with {_shape(model)} fits none of the {len(known)} architectures of Hugging Face "
+        f"that are known here ({', '.join(misfits)}). The nearest:"
+        + "".join(f"\n  {title} needs {', '.join(wanted)}" for title, wanted in nearest)
+    )
+
+
+def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
+    """The architecture that a config.json names.
+
+    Args:
+        content: what is in it.
+        path: where it is, for messages.
+
+    Raises:
+        CheckpointError: it names none that is known.
+    """
+    name = content.get("model_type")
+    for known in ARCHITECTURES:
+        if known.model_type == name:
+            return known
+    reason = f" ({_REASONS[name]})" if name in _REASONS else ""
+    raise CheckpointError(
+        f"{path}: model_type is {name!r}{reason}; known are "
+        f"{', '.join(known.model_type for known in ARCHITECTURES)}"
+    )
+
+
+def _named(wanted: str) -> Architecture:
+    for known in ARCHITECTURES:
+        if known.model_type == wanted:
+            return known
+    raise ValueError(
+        f"--architecture {wanted} is unknown; it is one of "
+        f"{', '.join(known.model_type for known in ARCHITECTURES)}"
+    )
+
+
+_PLAIN = ModelConfig()
+
+
+def _shape(model: ModelConfig) -> str:
+    """The flags that the architectures differ in, as the model has them."""
+    given = [
+        f"--position-embedding-type {model.position_embedding_type}",
+        f"--normalization {model.normalization}",
+        f"--hidden-size {model.hidden_size}",
+        f"--num-attention-heads {model.num_attention_heads}",
+        f"--num-query-groups {model.num_query_groups}",
+        f"--kv-channels {model.kv_channels}",
+    ]
+    switches = {
+        "--disable-bias-linear": not model.add_bias_linear,
+        **{f"--{name.replace('_', '-')}": getattr(model, name) for name in _SWITCHES},
+    }
+    given += [flag for flag, on in switches.items() if on]
+    for name in _VALUES:
+        if getattr(model, name) != getattr(_PLAIN, name):
+            given.append(f"--{name.replace('_', '-')} {getattr(model, name)}")
+    return " ".join(given)
+
+
+_SWITCHES = (
+    "add_qkv_bias", "squared_relu", "relu", "qk_layernorm", "apply_layernorm_1p",
+    "embed_layernorm", "scale_embeddings", "post_norm", "parallel_residual",
+    "shared_parallel_norm",
+)  # fmt: skip
+_VALUES = (
+    "glu_activation", "rotary_percent", "rotary_base_local", "rope_scaling", "sliding_window",
+    "window_attn_skip_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
+    "final_logit_softcapping", "position_embedding_offset",
+)  # fmt: skip

@@ -1,0 +1,237 @@
+"""Writes any checkpoint in Megatron's old layout (checkpoint version 3): weights, no optimizer."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError, sync_folder
+from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
+from megatron.checkpoint.source import DTYPES, Source
+from megatron.config import ModelConfig, TokenizerConfig
+from megatron.formats.legacy_megatron.arguments import arguments_of_model, namespace
+from megatron.formats.legacy_megatron.locations import (
+    MODEL_FILES,
+    Rank,
+    iteration_folder,
+    rank_folder,
+)
+from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_to_megatron, to_megatron
+from megatron.formats.legacy_megatron.shards import shards_of
+
+VERSION = 3.0
+"""What ``checkpoint_version`` is written."""
+
+_TABLE = "embedding.word_embeddings.weight"
+_TOKENIZER = "tokenizer"
+
+
+def write_megatron(
+    source: Source,
+    save: Path,
+    tensor_size: int = 1,
+    pipeline_size: int = 1,
+    iteration: int | None = None,
+    dtype: str = "float32",
+    progress: Callable[[str], None] = lambda line: None,
+    check: Callable[[Path], None] | None = None,
+) -> Path:
+    """Writes the weights as Megatron-LM's ranks would; a rank's file is in memory at a time.
+
+    Args:
+        source: what is written.
+        save: folder of checkpoints; Megatron's ``--load``.
+        tensor_size: tensor-parallel size to write for.
+        pipeline_size: pipeline-parallel size to write for.
+        iteration: number of the checkpoint; None for ``release``, which Megatron loads as
+            weights to start from.
+        dtype: number format of the weights.
+        progress: called with a line about each file.
+        check: called with the folder before it gets its name; what it raises undoes the export.
+
+    Returns:
+        The new checkpoint's folder, ``iter_0000100`` or ``release``.
+
+    Raises:
+        ValueError: Megatron has no such network, or the sizes do not divide it.
+        CheckpointError: the source is damaged, or the checkpoint is there already.
+        OSError: a file cannot be written; nothing is left behind.
+    """
+    model = _padded(source.model, tensor_size)
+    check_sizes(model, tensor_size, pipeline_size)
+    arguments = arguments_of_model(model)
+    surplus = sorted(set(source.names()) - shards_of(model, {}).keys())
+    if surplus:
+        raise ValueError(f"{source.folder} has {surplus[0]}, which this export does not write")
+    folder = save / iteration_folder(iteration)
+    if folder.exists():
+        raise CheckpointError(f"{folder} is there already; remove it, or give another folder")
+    with unfinished_folder(folder) as partial:
+        arguments |= _copied_tokenizer(source, folder, partial)
+        arguments |= {
+            "tensor_model_parallel_size": tensor_size,
+            "pipeline_model_parallel_size": pipeline_size,
+            "virtual_pipeline_model_parallel_size": None,
+            "padded_vocab_size": model.padded_vocab_size,
+            "params_dtype": DTYPES[dtype],
+            "fp16": dtype == "float16",
+            "bf16": dtype == "bfloat16",
+            "iteration": iteration or 0,
+            "consumed_train_samples": source.state.get("consumed_samples", 0),
+            "consumed_valid_samples": 0,
+        }
+        sizes = Rank(pipeline_size, tensor_size)
+        for rank in itertools.starmap(Rank, itertools.product(*map(range, sizes))):
+            content = {
+                "args": namespace(arguments),
+                "checkpoint_version": VERSION,
+                "iteration": iteration or 0,
+                "model": _nested(_rank(source, model, rank, sizes, DTYPES[dtype])),
+            }
+            name = f"{rank_folder(rank.tensor, rank.pipeline, pipeline_size)}/{MODEL_FILES[0]}"
+            _save(content, partial / name)
+            progress(f"{name}: {(partial / name).stat().st_size / 1e6:,.1f} MB")
+        if check is not None:
+            check(partial)
+        trackers = {MEGATRON_TRACKER: "release" if iteration is None else str(iteration)}
+        replace_folder(partial, folder, trackers)
+    return folder
+
+
+def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> None:
+    """Refuses sizes that Megatron refuses.
+
+    Raises:
+        ValueError: naming the flag and what would be right.
+    """
+    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
+        value = getattr(model, name)
+        if tensor_size < 1 or value % tensor_size:
+            raise ValueError(
+                f"--target-tensor-parallel-size {tensor_size} must divide {name} {value}: Megatron "
+                "does not copy key and value heads to several ranks"
+                if name == "num_query_groups"
+                else f"--target-tensor-parallel-size {tensor_size} must divide {name} {value}"
+            )
+    assert model.num_layers is not None
+    if pipeline_size < 1 or model.num_layers % pipeline_size:
+        raise ValueError(
+            f"--target-pipeline-parallel-size {pipeline_size} must divide the {model.num_layers} "
+            "layers"
+        )
+
+
+def _padded(model: ModelConfig, tensor_size: int) -> ModelConfig:
+    """The model with the token table padded as Megatron pads it."""
+    assert model.unpadded_vocab_size
+    multiple = model.make_vocab_size_divisible_by * max(tensor_size, 1)
+    rows = -(-model.unpadded_vocab_size // multiple) * multiple
+    return dataclasses.replace(model, padded_vocab_size=rows)
+
+
+def _rank(
+    source: Source, model: ModelConfig, rank: Rank, sizes: Rank, dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """A rank's share of the parameters, by Megatron's names.
+
+    Args:
+        source: whole parameters.
+        model: shape of the network.
+        rank: which rank.
+        sizes: number of pipeline and of tensor-parallel ranks.
+        dtype: number format of the result.
+    """
+    shards = shards_of(model, {})
+    assert model.num_layers is not None
+    layers = model.num_layers // sizes.pipeline
+
+    def share(name: str) -> Tensor:
+        values = shards[name].cut(source.tensor(name), rank.tensor, sizes.tensor)
+        return _megatron_order(name, values, model, sizes.tensor).to(dtype, copy=True)
+
+    found = {}
+    for name in shards:
+        if _stage_of(name, layers, sizes.pipeline) == rank.pipeline:
+            theirs = to_megatron(name, rank.pipeline * layers)
+            assert theirs is not None, name
+            found[theirs] = share(name)
+    if model.tied and 0 < rank.pipeline == sizes.pipeline - 1:
+        found[HEAD_COPY] = share(_TABLE)
+    return found
+
+
+def _stage_of(name: str, layers: int, stages: int) -> int:
+    """The pipeline rank that holds a parameter, with so many blocks a rank."""
+    first, second, *_ = name.split(".")
+    if first == "layers":
+        return int(second) // layers
+    return 0 if first == "embedding" else stages - 1
+
+
+def _megatron_order(name: str, share: Tensor, model: ModelConfig, size: int) -> Tensor:
+    if ".attention.qkv." not in name:
+        return share
+    heads, groups = model.num_attention_heads, model.num_query_groups
+    assert heads and groups and model.kv_channels
+    return qkv_to_megatron(share, VERSION, heads // size, groups // size, model.kv_channels)
+
+
+def _nested(weights: dict[str, Tensor]) -> dict[str, Any]:
+    """Megatron's dictionaries: every level of an embedding, two levels of the rest, behind which
+    dots go on (``language_model`` > ``encoder`` > ``layers.0.mlp.dense_h_to_4h.weight``)."""
+    nested: dict[str, Any] = {}
+    for name, values in weights.items():
+        if name.startswith("language_model.embedding."):
+            levels = name.split(".")
+        elif name.startswith("language_model."):
+            levels = name.split(".", 2)
+        else:
+            levels = name.split(".", 1)
+        place = nested
+        for level in levels[:-1]:
+            place = place.setdefault(level, {})
+        place[levels[-1]] = values
+    return nested
+
+
+def _copied_tokenizer(source: Source, folder: Path, partial: Path) -> dict[str, Any]:
+    """Arguments that name the tokenizer, whose files are copied where there are any."""
+    config = source.tokenizer or TokenizerConfig()
+    named = {
+        "tokenizer_type": config.tokenizer_type,
+        "vocab_file": config.vocab_file,
+        "merge_file": config.merge_file,
+        "tokenizer_model": config.tokenizer_model,
+        "vocab_size": config.vocab_size,
+        "vocab_extra_ids": config.vocab_extra_ids,
+    }
+    hugging_face = config.tokenizer_type in (None, "HFTokenizer", "HuggingFaceTokenizer")
+    if not hugging_face:
+        return named
+    if source.copy_tokenizer(partial / _TOKENIZER):
+        place = str((folder / _TOKENIZER).resolve())
+    elif config.tokenizer_model:
+        place = config.tokenizer_model
+    else:
+        return named
+    return named | {
+        "tokenizer_type": "PretrainedFromHF",
+        "tokenizer_name_or_path": place,
+        "tokenizer_model": place,
+    }
+
+
+def _save(content: dict[str, Any], path: Path) -> None:
+    path.parent.mkdir()
+    with open(path, "wb") as file:
+        torch.save(content, file)
+        file.flush()
+        os.fsync(file.fileno())
+    sync_folder(path.parent)

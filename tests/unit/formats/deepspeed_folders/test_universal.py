@@ -1,0 +1,118 @@
+"""Universal checkpoints: what is written, atomically, and how a damaged one is refused."""
+
+import importlib.util
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.formats.deepspeed_folders import universal_writer
+from megatron.formats.deepspeed_folders.universal import UniversalFolder
+from megatron.formats.deepspeed_folders.universal_writer import write_universal
+from megatron.formats.unpickle import load_pickle
+
+TOOL = Path(__file__).parents[4] / "tools" / "convert_checkpoint.py"
+
+
+@pytest.fixture
+def own(tmp_path, gpt_config, random_gpt, write_checkpoint):
+    """A checkpoint of this project, weights only."""
+    config = gpt_config(num_query_groups=2, llama=True)
+    return CheckpointReader(write_checkpoint(tmp_path / "own", config, random_gpt(config)))
+
+
+def command(*argv):
+    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    module.main(["to-universal", *map(str, argv)])
+
+
+def test_command_writes_what_stock_loaders_look_for(tmp_path, own, capsys):
+    output = tmp_path / "out" / "global_step10_universal"
+    output.parent.mkdir()
+    command("--load", tmp_path / "own", "--output", output)
+    assert "ZeRO stages 1 and 2" in capsys.readouterr().out
+    assert (output.parent / "latest_universal").read_text().strip() == output.name
+    assert sorted(p.name for p in output.glob("*.pt")) == ["mp_rank_00_model_states.pt"]
+    assert load_pickle(output / "zero" / "optimizer_state.pt")["ds_version"]
+    place = output / "zero" / "layers.0.attention.qkv.weight"
+    content = load_pickle(place / "fp32.pt")
+    assert content["cat_dim"] == 0
+    assert content["sub_param_shape"].shape == ((32, 16, 16), 32)
+    up = load_pickle(output / "zero" / "layers.1.mlp.up.weight" / "fp32.pt")
+    assert up["param_n_sub_params"] == 2
+    table = load_pickle(output / "zero" / "embedding.word_embeddings.weight" / "fp32.pt")
+    assert table["vocab_tensor"] and table["param"].shape == (61, 32)
+    source = open_checkpoint(output.parent)
+    for name in own.names():
+        assert torch.equal(source.tensor(name), own.tensor(name)), name
+
+
+def test_loaders_of_stage_3_get_the_padding(tmp_path, own):
+    output = tmp_path / "u" / "x"
+    output.parent.mkdir()
+    command("--load", tmp_path / "own", "--output", output, "--zero-stage", "3")
+    assert (output / "zero_pp_rank_0_mp_rank_00_model_states.pt").is_file()
+    table = load_pickle(output / "zero" / "embedding.word_embeddings.weight" / "fp32.pt")
+    assert table["param"].shape == (128, 32)
+    assert UniversalFolder(output).tensor("embedding.word_embeddings.weight").shape == (61, 32)
+
+
+def test_a_failed_write_leaves_nothing(tmp_path, own, monkeypatch):
+    save, folder = torch.save, tmp_path / "out" / "u"
+    folder.parent.mkdir()
+    write_universal(own, folder)
+
+    def full(content, path):
+        if "layers.1" in str(path):
+            raise OSError(28, "No space left on device")
+        save(content, path)
+
+    monkeypatch.setattr(universal_writer.torch, "save", full)
+    with pytest.raises(OSError, match="No space"):
+        write_universal(own, folder.with_name("v"))
+    assert sorted(path.name for path in folder.parent.iterdir()) == ["latest_universal", "u"]
+    assert (folder.parent / "latest_universal").read_text() == "u"
+
+
+def test_other_folders_are_not_overwritten(tmp_path, own):
+    with pytest.raises(SystemExit, match="no universal checkpoint; name a new folder"):
+        command("--load", tmp_path / "own", "--output", tmp_path / "own")
+
+
+def test_damage_is_named(tmp_path, own):
+    folder = tmp_path / "u"
+    write_universal(own, folder)
+    UniversalFolder.verify(folder)
+    path = folder / "zero" / "layers.0.mlp.up.weight" / "fp32.pt"
+    content = bytearray(path.read_bytes())
+    content[-300] ^= 1
+    path.write_bytes(bytes(content))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up\.weight/fp32\.pt is damaged"):
+        UniversalFolder.verify(folder)
+    path.write_bytes(bytes(content[:100]))
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up\.weight/fp32\.pt"):
+        UniversalFolder(folder).tensor("layers.0.mlp.up.weight")
+    torch.save({"param": torch.zeros(3)}, path)
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up\.weight is \(3,\) there"):
+        UniversalFolder(folder).tensor("layers.0.mlp.up.weight")
+
+
+class _Malicious:
+    def __reduce__(self):
+        return (exec, ("raise SystemExit('run')",))
+
+
+@pytest.mark.parametrize(
+    "name", ["mp_rank_00_model_states.pt", "zero/layers.0.mlp.up.weight/fp32.pt"]
+)
+def test_pickles_are_not_run(tmp_path, own, name):
+    folder = tmp_path / "u"
+    write_universal(own, folder)
+    torch.save(_Malicious(), folder / name)
+    with pytest.raises(CheckpointError, match="exec"):
+        UniversalFolder(folder).tensor("layers.0.mlp.up.weight")

@@ -1,0 +1,273 @@
+"""What fits which architecture, and what in a config.json is refused."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.config import FLAG_CLASSES, FlagParser, ModelConfig
+from megatron.formats.huggingface import ARCHITECTURES, architecture_named, architecture_of
+from megatron.formats.huggingface.features import FEATURES
+
+PATH = Path("some/config.json")
+
+QWEN2 = {"add_qkv_bias": True}
+GEMMA2 = {
+    "glu_activation": "geglu", "swiglu": False, "apply_layernorm_1p": True, "post_norm": True,
+    "scale_embeddings": True,
+}  # fmt: skip
+NEOX = {"position_embedding_type": "rope", "parallel_residual": True}
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({}, "gpt2"),
+        ({"llama": True}, "llama"),
+        ({"llama": True, "add_bias_linear": True}, "llama"),
+        ({"llama": True, "kv_channels": 12}, "llama"),
+        ({"llama": True, "sliding_window": 9}, "mistral"),
+        ({"llama": True, **QWEN2}, "qwen2"),
+        ({"llama": True, **QWEN2, "sliding_window": 9}, "qwen2"),
+        ({"llama": True, "qk_layernorm": True}, "qwen3"),
+        ({"llama": True, "rotary_percent": 0.5}, "phi3"),
+        ({"llama": True, **GEMMA2}, "gemma2"),
+        ({"llama": True, **GEMMA2, "qk_layernorm": True}, "gemma3_text"),
+        (NEOX, "gpt_neox"),
+        (NEOX | {"parallel_residual": False}, "gpt_neox"),
+        ({"position_embedding_offset": 2, "relu": True}, "opt"),
+        (NEOX | {"shared_parallel_norm": True}, "falcon"),
+        (NEOX | {"num_query_groups": 2}, "falcon"),
+        (NEOX | {"add_bias_linear": False}, "falcon"),
+        ({"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": 128},
+         "bloom"),
+    ],
+)  # fmt: skip
+def test_the_plainest_that_fits(changes, expected, gpt_config):
+    assert architecture_of(gpt_config(**changes).model).model_type == expected
+
+
+def test_one_can_be_forced(gpt_config):
+    model = gpt_config(llama=True).model
+    for wanted in ("llama", "mistral", "phi3"):
+        assert architecture_of(model, wanted).model_type == wanted
+    with pytest.raises(ValueError, match="--architecture qwen2: .* Qwen2 needs --add-qkv-bias$"):
+        architecture_of(model, "qwen2")
+    with pytest.raises(
+        ValueError, match="--architecture lama is unknown; it is one of gpt2, llama"
+    ):
+        architecture_of(model, "lama")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"normalization": "RMSNorm"}, "GPT-2 needs --normalization LayerNorm$"),
+        ({"add_bias_linear": False}, "GPT-2 needs --disable-bias|GPT-2 needs no --disable-bias"),
+        ({"num_query_groups": 2}, "GPT-2 needs --num-query-groups equal to --num-attention-heads$"),
+        ({"kv_channels": 12}, "GPT-2 needs --num-attention-heads times --kv-channels equal to"),
+        ({"embed_layernorm": True}, "GPT-2 needs no --embed-layernorm$"),
+        ({"final_logit_softcapping": 9.0}, "GPT-2 needs no --final-logit-softcapping$"),
+        ({"position_embedding_type": "alibi"}, "GPT-2 needs --position-embedding-type learned_abs"),
+        ({"llama": True, "normalization": "LayerNorm"}, "Llama needs --normalization RMSNorm$"),
+        ({"llama": True, "swiglu": False}, "Llama needs --swiglu or --glu-activation$"),
+        ({"llama": True, "post_norm": True}, "Llama needs no --post-norm$"),
+        ({"llama": True, **GEMMA2, "query_pre_attn_scalar": 1.5}, "that is a whole number"),
+        ({"llama": True, "parallel_residual": True}, "Llama needs no --parallel-residual$"),
+    ],
+)
+def test_what_fits_nothing_says_what_would(changes, message, gpt_config):
+    with pytest.raises(ValueError, match=f"(?m){message}"):
+        architecture_of(gpt_config(**changes).model)
+
+
+def test_every_flag_of_a_requirement_exists():
+    """The messages name flags; they must be the flags of the command line."""
+    flags = FlagParser(*FLAG_CLASSES)._option_string_actions
+    needs = [need for known in ARCHITECTURES for need in known.requirements]
+    for need in [*needs, *FEATURES.values()]:
+        for flag in re.findall(r"--[a-z0-9-]+", need.wanted):
+            assert flag in flags, flag
+
+
+FREE = {
+    "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads",
+    "max_position_embeddings", "rotary_base", "norm_epsilon", "unpadded_vocab_size",
+    "untie_embeddings_and_output_weights",
+}  # fmt: skip
+"""What any architecture can have at any value."""
+TRAINING = {
+    "seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "padded_vocab_size",
+    "make_vocab_size_divisible_by", "attention_backend",
+}  # fmt: skip
+"""What makes no difference to logits."""
+OTHER_SPELLINGS = {
+    "group_query_attention", "use_rotary_position_embeddings", "use_rope_scaling",
+    "rope_scaling_factor", "swiglu", "openai_gelu",
+}  # fmt: skip
+UNUSUAL = {
+    "position_embedding_type": "none", "normalization": "LayerNorm", "num_query_groups": 2,
+    "kv_channels": 12, "position_embedding_offset": 1, "rotary_percent": 0.5,
+    "rotary_base_local": 5.0, "rope_scaling": '{"rope_type": "linear", "factor": 2.0}',
+    "sliding_window": 8, "window_attn_skip_freq": 2, "query_pre_attn_scalar": 3.0,
+    "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0, "qk_layernorm": True,
+    "apply_layernorm_1p": True, "embed_layernorm": True, "scale_embeddings": True,
+    "post_norm": True, "parallel_residual": True, "shared_parallel_norm": True,
+    "glu_activation": "geglu", "relu": True, "squared_relu": True, "bias_gelu_fusion": False,
+    "add_bias_linear": False, "add_qkv_bias": True,
+}  # fmt: skip
+"""Another value of each field that changes the network."""
+BASES = {
+    "gpt2": {}, "llama": {"llama": True}, "mistral": {"llama": True, "sliding_window": 9},
+    "qwen2": {"llama": True, **QWEN2}, "qwen3": {"llama": True, "qk_layernorm": True},
+    "phi3": {"llama": True, "rotary_percent": 0.75},
+    "gemma2": {"llama": True, **GEMMA2, "sliding_window": 9},
+    "gemma3_text": {"llama": True, **GEMMA2, "qk_layernorm": True, "sliding_window": 9,
+                    "rotary_base_local": 7.0},
+    "gpt_neox": NEOX, "opt": {"position_embedding_offset": 2},
+    "falcon": NEOX | {"shared_parallel_norm": True},
+    "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": 128},
+}  # fmt: skip
+
+
+def test_every_field_of_the_model_is_thought_of():
+    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    assert fields == FREE | TRAINING | OTHER_SPELLINGS | set(UNUSUAL)
+
+
+def other(field, plain):
+    """Another value than that of a plain model."""
+    value = getattr(plain, field)
+    if isinstance(value, bool):
+        return not value
+    if field == "normalization":
+        return "LayerNorm" if value == "RMSNorm" else "RMSNorm"
+    if field == "glu_activation":
+        return "swiglu" if value == "geglu" else "geglu"
+    return UNUSUAL[field]
+
+
+@pytest.mark.parametrize("field", UNUSUAL)
+@pytest.mark.parametrize("model_type", BASES)
+def test_a_feature_is_written_or_refused(model_type, field, gpt_config):
+    """Whatever a model has otherwise than those of its architecture: it is in config.json, from
+    where it is read again, or it does not fit; never is it left out."""
+    known = architecture_named({"model_type": model_type}, PATH)
+    plain = gpt_config(**BASES[model_type]).model
+    assert known.misfits(plain) == []
+    changes = BASES[model_type] | {field: other(field, plain)}
+    if field == "glu_activation":
+        changes["swiglu"] = False
+    model = gpt_config(**changes).model
+    if known.misfits(model):
+        return
+    written = json.loads(json.dumps(known.config(model)))
+    if written == known.config(plain):
+        assert field in NO_EFFECT[model_type], "the feature is lost"
+        return
+    back = known.model(written, PATH)
+    found, wanted = getattr(back, field), getattr(model, field)
+    assert found == wanted
+
+
+_ROTARY = {"rotary_percent", "rotary_base_local", "rope_scaling"}
+_WINDOWS = {"window_attn_skip_freq", "rotary_base_local"}
+_GATED = {"relu", "squared_relu", "bias_gelu_fusion"}
+NO_EFFECT = {
+    "gpt2": _ROTARY | _WINDOWS | {"add_qkv_bias", "shared_parallel_norm"},
+    "opt": _ROTARY | _WINDOWS | {"add_qkv_bias"},
+    "bloom": _ROTARY | _WINDOWS | {"add_qkv_bias", "relu"},
+    "gpt_neox": _WINDOWS | {"add_qkv_bias"},
+    "falcon": _WINDOWS | {"add_qkv_bias"},
+    "llama": _GATED | _WINDOWS, "mistral": _GATED | {"rotary_base_local"},
+    "qwen2": _GATED | _WINDOWS, "qwen3": _GATED | _WINDOWS, "phi3": _GATED | _WINDOWS,
+    "gemma2": _GATED | {"rotary_base_local"}, "gemma3_text": _GATED,
+}  # fmt: skip
+"""Fields that do nothing beside the others of such a model."""
+
+SMALL = {
+    "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 8,
+    "max_position_embeddings": 64, "num_key_value_heads": 4,
+}  # fmt: skip
+NARROW = SMALL.copy()
+"""The same for those that have no such keys."""
+for key in ("head_dim", "num_key_value_heads"):
+    del NARROW[key]
+REFUSED = [
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "all blocks scale scores alike"),
+    ("gpt2", {"scale_attn_weights": False}, "attention scores are always scaled"),
+    ("gpt2", {"activation_function": "silu"}, "activation_function is 'silu' .* gelu_new"),
+    ("gpt2", {"n_embd": 768, "n_head": 5}, "n_head|num_attention_heads is 5"),
+    ("gpt2", {"n_layer": "12"}, "n_layer is '12' .*positive whole number"),
+    ("gpt2", {"n_layer": 12, "num_hidden_layers": 6}, "n_layer is 12, but num_hidden_layers is 6"),
+    ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes' .*true or false"),
+    ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config = .*'bits': 4.* not known"),
+    ("llama", SMALL | {"attention_bias": True}, "attention_bias is True .*mlp_bias is False"),
+    ("llama", SMALL | {"rope_scaling": {"rope_type": "proportional"}}, "'proportional'; it must"),
+    ("llama", SMALL | {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs factor"),
+    ("llama", SMALL | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 .*whole heads"),
+    ("llama", SMALL | {"rope_theta": 5.0, "rope_parameters": {"rope_theta": 6.0}},
+     "rope_theta is 5.0 .*rope_parameters says 6.0"),
+    ("llama", SMALL | {"rope_scaling": {"type": "linear", "factor": 2},
+                       "rope_parameters": {"rope_type": "linear", "factor": 3}},
+     "rope_scaling is .*rope_parameters says otherwise"),
+    ("llama", SMALL | {"num_key_value_heads": 3}, "num_key_value_heads is 3 .*must divide"),
+    ("llama", SMALL | {"num_local_experts": 8}, "num_local_experts = 8"),
+    ("mistral", SMALL | {"layer_types": ["full_attention"] * 3}, "layer_types is .*all blocks"),
+    ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
+     "max_window_layers is 2 .*every so-manieth"),
+    ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 9,
+                       "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
+    ("qwen3", SMALL | {"attention_bias": True}, "attention_bias is True"),
+    ("phi3", SMALL | {"rope_scaling": {"type": "longrope", "short_factor": [1.0],
+                                       "long_factor": [1.0]}}, "must be a list of 4 positive"),
+    ("gemma2", SMALL | {"use_bidirectional_attention": True}, "attention is causal"),
+    ("gemma2", SMALL | {"layer_types": ["full_attention", "sliding_attention",
+                                        "sliding_attention"]}, "layer_types is .*so-manieth"),
+    ("gemma3_text", SMALL | {"attn_logit_softcapping": 50.0}, "does not bend the scores"),
+    ("gpt_neox", NARROW | {"attention_bias": False}, "attention_bias is False"),
+    ("opt", NARROW | {"do_layer_norm_before": False}, "do_layer_norm_before is False .*in front"),
+    ("opt", NARROW | {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16 .*width of the"),
+    ("falcon", NARROW | {"alibi": True}, "alibi is True .*rounds them to bfloat16"),
+    ("falcon", NARROW | {"new_decoder_architecture": True, "parallel_attn": False},
+     "parallel_attn is False .*always parallel"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "residual is not normalised"),
+    ("bloom", {"n_inner": 100}, "n_inner is 100 .*four times"),
+    ("gemma3", {}, "model_type is 'gemma3' .*images"),
+    ("mixtral", {}, "model_type is 'mixtral' .*experts.*known are gpt2, llama"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("model_type", "content", "message"), REFUSED)
+def test_what_cannot_be_represented_is_refused(model_type, content, message):
+    content = {"model_type": model_type} | content
+    with pytest.raises(CheckpointError, match=message) as error:
+        architecture_named(content, PATH).model(content, PATH)
+    assert str(error.value).startswith("some/config.json: ")
+
+
+def test_both_versions_are_read_alike():
+    scaling = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 16}  # fmt: skip
+    older = SMALL | {"rope_theta": 500, "rope_scaling": scaling | {"rope_type": "llama3"},
+                     "torch_dtype": "float16"}  # fmt: skip
+    newer = SMALL | {"rope_parameters": scaling | {"rope_type": "llama3", "rope_theta": 500.0},
+                     "dtype": "float16"}  # fmt: skip
+    known = architecture_named({"model_type": "llama"}, PATH)
+    assert known.model(older, PATH) == known.model(newer, PATH) == known.model(older | newer, PATH)
+    assert known.model(newer, PATH).rotary_base == 500.0
+    nested = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
+              "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}  # fmt: skip
+    older = SMALL | {"rope_theta": 5e5, "rope_local_base_freq": 100.0,
+                     "rope_scaling": {"type": "linear", "factor": 8}}  # fmt: skip
+    gemma = architecture_named({"model_type": "gemma3_text"}, PATH)
+    assert gemma.model(older, PATH) == gemma.model(SMALL | {"rope_parameters": nested}, PATH)
+    neox = architecture_named({"model_type": "gpt_neox"}, PATH)
+    older = SMALL | {"rotary_pct": 0.5, "rotary_emb_base": 500}
+    newer = SMALL | {"rope_parameters": {"rope_theta": 500.0, "partial_rotary_factor": 0.5}}
+    for content in (older, newer):
+        del content["head_dim"], content["num_key_value_heads"]
+    assert neox.model(older, PATH) == neox.model(newer, PATH)

@@ -1,0 +1,66 @@
+"""transformers 4 and what is written here, both ways, in a process of its own.
+
+pip install --no-deps --target tf4 transformers==4.57.1 huggingface_hub==0.36.0 tokenizers==0.22.1
+MEGATRON_TEST_TRANSFORMERS4=tf4 pytest tests/unit/formats/huggingface/test_transformers4.py
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from hf_cases import CASES
+
+from megatron.formats.huggingface import write_model
+from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.inference.load import model_of
+
+FOLDER = os.environ.get("MEGATRON_TEST_TRANSFORMERS4")
+
+# Logits of every model in a folder, and the models as transformers 4 saves them.
+SCRIPT = """
+import sys
+from pathlib import Path
+import torch
+import transformers
+from transformers import AutoModelForCausalLM
+
+assert transformers.__version__.startswith("4.")
+root = Path(sys.argv[1])
+tokens = torch.load(root / "tokens.pt")
+for folder in sorted((root / "written").iterdir()):
+    model, report = AutoModelForCausalLM.from_pretrained(
+        folder, torch_dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+    )
+    assert not report["missing_keys"] and not report["unexpected_keys"], folder
+    with torch.no_grad():
+        torch.save(model.eval()(tokens).logits, folder / "logits.pt")
+    model.save_pretrained(root / "saved" / folder.name)
+"""
+
+
+@pytest.mark.skipif(not FOLDER, reason="MEGATRON_TEST_TRANSFORMERS4 names no transformers 4")
+def test_transformers_4_reads_and_writes_the_same(hf_model, tmp_path):
+    tokens = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(1))
+    torch.save(tokens, tmp_path / "tokens.pt")
+    for model_type, cases in CASES.items():
+        for case, settings in cases.items():
+            hf_model(model_type, **settings).save_pretrained(tmp_path / "theirs")
+            written = tmp_path / "written" / f"{model_type}-{case}"
+            written.mkdir(parents=True)
+            source = HuggingFaceFolder(tmp_path / "theirs")
+            write_model(source, written, "float32", 10**9, architecture=model_type)
+    environment = os.environ | {"PYTHONPATH": str(Path(FOLDER).resolve())}
+    command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    for written in sorted((tmp_path / "written").iterdir()):
+        expected = torch.load(written / "logits.pt")
+        for folder in (written, tmp_path / "saved" / written.name):
+            ours = model_of(HuggingFaceFolder(folder), torch.float32, torch.device("cpu"))
+            torch.testing.assert_close(
+                ours(tokens)[..., :61], expected, rtol=1.3e-6, atol=3e-5,
+                msg=lambda m, n=folder: f"{n}: {m}",
+            )  # fmt: skip

@@ -1,0 +1,103 @@
+"""An export becomes a GPT-2 with our logits by transformers' own converter for Megatron.
+
+The converter runs where MEGATRON_OLD_TRANSFORMERS names the python of an environment that has it
+(see tests/golden/megatron_gpt2/make.py); everywhere the export is compared with the tensors that it
+was run on, and our logits with those that came out.
+"""
+
+import hashlib
+import json
+import os
+import subprocess
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.formats.legacy_megatron.writer import write_megatron
+from megatron.inference.load import model_of
+
+GOLDEN = Path(__file__).parents[3] / "golden" / "megatron_gpt2"
+OLD_PYTHON = os.environ.get("MEGATRON_OLD_TRANSFORMERS")
+
+
+class WordTokenizer:
+    """Files of a tokenizer, which the converter copies."""
+
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        model = {"type": "WordLevel", "vocab": {f"w{n}": n for n in range(61)}, "unk_token": "w0"}
+        content = {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+            "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
+            "decoder": None, "model": model,
+        }  # fmt: skip
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+
+
+@pytest.fixture
+def ours(gpt_config, random_gpt, write_checkpoint, tmp_path):
+    """A GPT-2 whose weights are exact fractions, the same on every machine."""
+    config = gpt_config()
+    model = random_gpt(config)
+    with torch.no_grad():
+        for number, (_, param) in enumerate(model.canonical_parameters()):
+            places = torch.arange(param.numel()) * 7919 + 31 * number
+            values = (places % 251 - 125) / 512
+            param.copy_(values.view_as(param) + (0.75 if param.ndim == 1 and number % 2 else 0))
+    return CheckpointReader(write_checkpoint(tmp_path / "ours", config, model, WordTokenizer()))
+
+
+def assert_logits(source, golden):
+    model = model_of(source, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        logits = model(torch.tensor(golden["tokens"]))[..., :61]
+    assert logits.std() > 0.3
+    torch.testing.assert_close(logits, torch.tensor(golden["logits"]), rtol=1.3e-6, atol=1e-5)
+
+
+def digests(path):
+    found = {}
+
+    def walk(value, place):
+        if isinstance(value, dict):
+            for key, inner in value.items():
+                walk(inner, f"{place}/{key}")
+        else:
+            found[place] = hashlib.sha256(value.contiguous().numpy().tobytes()).hexdigest()
+
+    walk(torch.load(path, weights_only=False)["model"], "model")
+    return found
+
+
+def test_against_golden_of_transformers(ours, tmp_path):
+    golden = json.loads((GOLDEN / "golden.json").read_text())
+    folder = write_megatron(ours, tmp_path / "export")
+    assert digests(folder / "mp_rank_00" / "model_optim_rng.pt") == golden["tensors"]
+    assert_logits(ours, golden)
+
+
+@pytest.mark.skipif(OLD_PYTHON is None, reason="MEGATRON_OLD_TRANSFORMERS names no python")
+@pytest.mark.parametrize("archive", [False, True])
+def test_against_the_converter_of_transformers(archive, ours, tmp_path):
+    folder = write_megatron(ours, tmp_path / "export")
+    path = folder / "mp_rank_00" / "model_optim_rng.pt"
+    if archive:
+        with zipfile.ZipFile(tmp_path / "megatron.zip", "w") as packed:
+            packed.write(path, "release/mp_rank_00/model_optim_rng.pt")
+        path = tmp_path / "megatron.zip"
+    result = tmp_path / "golden.json"
+    done = subprocess.run(
+        [OLD_PYTHON, str(GOLDEN / "make.py"), str(path), str(result)],
+        env=os.environ | {"TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True, text=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    found = json.loads(result.read_text())
+    assert_logits(ours, found)
+    golden = json.loads((GOLDEN / "golden.json").read_text())
+    assert found["tensors"] == golden["tensors"] and found["tokens"] == golden["tokens"]

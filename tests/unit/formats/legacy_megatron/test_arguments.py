@@ -1,0 +1,148 @@
+"""Megatron's arguments in our configuration and back."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron.config import ModelConfig
+from megatron.config.rope_scaling import llama3_scaling
+from megatron.formats.legacy_megatron.arguments import (
+    arguments_of_model,
+    complete,
+    model_of_arguments,
+    tokenizer_of_arguments,
+    unpadded_vocabulary,
+)
+
+WHERE = Path("file.pt")
+BASE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 8}
+
+
+def test_what_is_left_out_is_derived():
+    """As Megatron derives it; GELU was always the tanh approximation before it had a flag."""
+    model = model_of_arguments(BASE, WHERE)
+    assert (model.ffn_hidden_size, model.kv_channels, model.num_query_groups) == (64, 4, 4)
+    assert (model.activation, model.position_embedding_type) == ("gelu_tanh", "learned_absolute")
+    assert model.seq_length == 8
+
+
+@pytest.mark.parametrize(
+    ("arguments", "field", "value"),
+    [
+        ({"bias_gelu_fusion": False}, "activation", "gelu_erf"),
+        ({"bias_gelu_fusion": False, "openai_gelu": True}, "activation", "gelu_tanh"),
+        ({"swiglu": True, "bias_gelu_fusion": False}, "activation", "swiglu"),
+        ({"squared_relu": True}, "activation", "squared_relu"),
+        ({"num_query_groups": 2}, "num_query_groups", 4),
+        ({"num_query_groups": 2, "group_query_attention": True}, "num_query_groups", 2),
+        ({"num_key_value_heads": 1}, "num_query_groups", 1),
+        ({"use_rotary_position_embeddings": True}, "position_embedding_type", "rope"),
+        ({"add_position_embedding": False}, "position_embedding_type", "none"),
+        ({"normalization": "rmsnorm"}, "normalization", "RMSNorm"),
+        ({"layernorm_epsilon": 1e-6}, "norm_epsilon", 1e-6),
+        ({"norm_epsilon": 1e-6}, "norm_epsilon", 1e-6),
+        ({"attention_dropout": 0}, "attention_dropout", 0.0),
+        ({"num_experts": [1]}, "num_layers", 2),
+        ({"use_rotary_position_embeddings": True, "use_rope_scaling": True}, "rope_scaling",
+         llama3_scaling(8.0).to_json()),
+        ({"rotary_seq_len_interpolation_factor": 4}, "rope_scaling",
+         '{"rope_type": "linear", "factor": 4.0}'),
+    ],
+)  # fmt: skip
+def test_fields(arguments, field, value):
+    assert getattr(model_of_arguments(BASE | arguments, WHERE), field) == value
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"num_experts": 4}, "file.pt: the network has num_experts 4"),
+        ({"multi_latent_attention": True}, "multi_latent_attention True"),
+        ({"apply_residual_connection_post_layernorm": True}, "post_layernorm True"),
+        ({"window_size": (127, 0)}, r"window_size \(127, 0\)"),
+        ({"hidden_size": None}, "the argument hidden_size is missing"),
+        ({"hidden_size": -1}, "hidden_size is missing or not positive"),
+        ({"hidden_size": True}, "hidden_size is True, where int belongs"),
+        ({"hidden_size": 18}, "4 heads do not divide the width 18"),
+        ({"num_key_value_heads": 3}, "3 key and value heads cannot be shared"),
+        ({"rotary_seq_len_interpolation_factor": "x"}, "factor is 'x', where float belongs"),
+        ({"swiglu": 1}, "swiglu is 1, where bool belongs"),
+    ],
+)
+def test_what_is_refused(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        model_of_arguments(BASE | arguments, WHERE)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"untie_embeddings_and_output_weights": True, "add_qkv_bias": True,
+         "add_bias_linear": False},
+        {"position_embedding_type": "rope", "rotary_base": 5e5, "rotary_percent": 0.5,
+         "num_query_groups": 2, "normalization": "RMSNorm", "norm_epsilon": 1e-6},
+        {"swiglu": True, "glu_activation": "swiglu", "ffn_hidden_size": 24, "kv_channels": 8},
+        {"bias_gelu_fusion": False},
+        {"squared_relu": True, "apply_layernorm_1p": True},
+        {"position_embedding_type": "rope",
+         "rope_scaling": '{"rope_type": "linear", "factor": 2.0}'},
+        {"position_embedding_type": "rope", "rope_scaling": llama3_scaling(32.0).to_json()},
+    ],
+)  # fmt: skip
+def test_round_trip(changes):
+    model = complete(ModelConfig(**(BASE | changes)), WHERE)
+    back = model_of_arguments(arguments_of_model(model), WHERE)
+    for field in dataclasses.fields(model):
+        if field.name not in ("bias_gelu_fusion", "padded_vocab_size", "unpadded_vocab_size"):
+            assert getattr(back, field.name) == getattr(model, field.name), field.name
+    assert back.activation == model.activation
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        '{"rope_type": "dynamic", "factor": 2.0}',
+        llama3_scaling(8.0).to_json().replace("8192", "4096"),
+    ],
+)
+def test_stretching_that_megatron_does_not_have(scaling):
+    changes = {"position_embedding_type": "rope", "rope_scaling": scaling}
+    with pytest.raises(ValueError, match="has no --rope-scaling other than"):
+        arguments_of_model(complete(ModelConfig(**(BASE | changes)), WHERE))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "rows", "size"),
+    [
+        ({}, 50304, 50257),
+        ({}, 30592, 30522),
+        ({}, 29056, 28996),
+        ({}, 1000, None),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, 50688, 50257),
+        ({"tokenizer_type": "GPT2BPETokenizer", "vocab_extra_ids": 100}, 50432, 50357),
+        ({"tokenizer_type": "GPT2BPETokenizer"}, 128, None),
+        ({"tokenizer_type": "NullTokenizer", "vocab_size": 100}, 128, 101),
+        ({"tokenizer_type": "SentencePieceTokenizer"}, 128, None),
+        ({"tokenizer_type": torch.zeros(1), "vocab_size": "x"}, 128, None),
+        ({"unpadded_vocab_size": 61}, 128, 61),
+        ({"unpadded_vocab_size": 200}, 128, None),
+    ],
+)
+def test_vocabulary(arguments, rows, size):
+    assert unpadded_vocabulary(arguments, rows) == size
+
+
+def test_tokenizer():
+    arguments = {"tokenizer_type": "GPT2BPETokenizer", "vocab_file": "v", "merge_file": "m"}
+    found = tokenizer_of_arguments(arguments)
+    assert (found.tokenizer_type, found.vocab_file, found.merge_file) == (
+        "GPT2BPETokenizer", "v", "m",
+    )  # fmt: skip
+    found = tokenizer_of_arguments(
+        {"tokenizer_type": "PretrainedFromHF", "tokenizer_name_or_path": "d"}
+    )
+    assert (found.tokenizer_type, found.tokenizer_model) == ("HFTokenizer", "d")
+    assert tokenizer_of_arguments({}) is None
