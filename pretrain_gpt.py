@@ -22,9 +22,9 @@ def train() -> None:
     """Parses the command line, builds the model and its data, trains."""
     with errors_for_users():
         run = parse_run(__doc__)
-        with distributed(run.config.parallel) as groups:
+        with distributed(run.config.parallel) as mesh:
             datasets, collate = gpt_data(run)
-            Trainer(run, gpt_program(run.config), datasets, collate, groups).fit()
+            Trainer(run, gpt_program(run.config), datasets, collate, mesh).fit()
 
 
 def main() -> None:

@@ -196,9 +196,9 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
         f"--eval-iters 0 --peak-tflops 1 --train-iters 1000000 --zero-stage {options.zero_stage}"
     ).split()
     run = parse_run(None, flags)
-    with distributed(run.config.parallel) as groups:
+    with distributed(run.config.parallel) as mesh:
         datasets, collate = gpt_data(run)
-        trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
+        trainer = Trainer(run, gpt_program(run.config), datasets, collate, mesh)
         benchmark = Benchmark(trainer, folder)
         benchmark.step()
         works: list[Callable[[], None]] = [

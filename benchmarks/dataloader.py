@@ -170,9 +170,9 @@ def steps(prefix: Path, options: argparse.Namespace) -> dict[str, dict[str, list
     found: dict[str, dict[str, list[float]]] = {
         name: {"wall": [], "cpu": [], "waited": []} for name in sources
     }
-    with distributed(run.config.parallel) as groups:
+    with distributed(run.config.parallel) as mesh:
         datasets, collate = gpt_data(run)
-        trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
+        trainer = Trainer(run, gpt_program(run.config), datasets, collate, mesh)
         streams = {}
         for name, line in sources.items():
             data, _ = gpt_data(parse_run(None, line.split()))

@@ -30,7 +30,7 @@ FUNCTIONS = {
     "megatron.tokenizer.registry": {"build_tokenizer": "tokenizer"},
     "megatron.training.gpt": {"gpt_data": "data index"},
     "megatron.engine.environment": {"prepare_deepspeed": "torch.distributed"},
-    "megatron.parallel.groups": {"build_groups": "torch.distributed"},
+    "megatron.parallel.mesh": {"build_mesh": "torch.distributed"},
     "megatron.engine.train_engine": {
         "TrainEngine.__init__": "model",
         "TrainEngine.train_step": "step",

@@ -88,10 +88,10 @@ def _serve(pipe: Connection, flags: list[str]) -> None:
 
     run = parse_run(None, flags)
     logging.disable(logging.INFO)
-    with distributed(run.config.parallel) as groups:
+    with distributed(run.config.parallel) as mesh:
         datasets, collate = gpt_data(run)
         before = resident_bytes()
-        worker = Worker(Trainer(run, gpt_program(run.config), datasets, collate, groups), before)
+        worker = Worker(Trainer(run, gpt_program(run.config), datasets, collate, mesh), before)
         pipe.send((None, worker.parameters()))
         while True:
             try:
@@ -117,7 +117,7 @@ class Worker:
     def parameters(self, _: None = None) -> int:
         """Elements of the parameters that this process's copy counts for."""
         engine = self.trainer.engine
-        size = engine.groups.tensor.size
+        size = engine.mesh.tensor.size
         return sum(
             torch.Size(param.shard.local_shape(size)).numel()
             for param in engine.names

@@ -105,9 +105,9 @@ def few_steps(settings: Settings) -> Settings:
 
 def train(settings: Settings) -> None:
     run = run_of(settings, world_size())
-    with distributed(run.config.parallel) as groups:
+    with distributed(run.config.parallel) as mesh:
         datasets, collate = gpt_data(run)
-        Trainer(run, gpt_program(run.config), datasets, collate, groups).fit()
+        Trainer(run, gpt_program(run.config), datasets, collate, mesh).fit()
 
 
 if __name__ == "__main__":

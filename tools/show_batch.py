@@ -21,7 +21,7 @@ from itertools import groupby
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import option
 from megatron.data.families import FAMILIES
-from megatron.parallel.groups import rank_grid
+from megatron.parallel.mesh import rank_grid
 from megatron.training.batch_view import SeenSample, seen_samples
 from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan

@@ -44,9 +44,9 @@ def flags_of(setting: Setting, stage: int, extra: tuple[str, ...] = ()) -> list[
 def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None:
     """Trains by ``Trainer.fit``."""
     asked = parse_run(None, flags_of(setting, contestant.stage, contestant.flags))
-    with distributed(asked.config.parallel) as groups:
+    with distributed(asked.config.parallel) as mesh:
         datasets, collate = gpt_data(asked)
-        trainer = Trainer(asked, gpt_program(asked.config), datasets, collate, groups)
+        trainer = Trainer(asked, gpt_program(asked.config), datasets, collate, mesh)
         step = trainer.engine.train_step
 
         def train_step(*args: Any, **kwargs: Any) -> Any:

@@ -78,8 +78,8 @@ def write_engine_folder(engine: TrainEngine, folder: Path, state: dict[str, Any]
     Raises:
         OSError: a file cannot be written.
     """
-    rank = engine.groups.world.rank
-    model, size = engine.config.model, engine.groups.tensor.size
+    rank = engine.mesh.world.rank
+    model, size = engine.config.model, engine.mesh.tensor.size
     client: dict[str, Any] = {
         "iteration": state["iteration"],
         "consumed_samples": state["consumed_samples"],

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from megatron.config import ConfigError, ParallelConfig
 from megatron.engine.cores import own_cores
 from megatron.engine.uncompiled import import_muon_uncompiled
-from megatron.parallel.groups import ProcessGroups, build_groups
+from megatron.parallel.mesh import Mesh, build_mesh
 
 STALE_LOCK_SECONDS = 600.0
 
@@ -58,7 +58,7 @@ def training_device() -> torch.device:
 
 
 @contextmanager
-def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
+def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     """torch.distributed and the layout's groups, for as long as the block runs.
 
     Raises:
@@ -81,12 +81,12 @@ def distributed(config: ParallelConfig) -> Iterator[ProcessGroups]:
         _tell_deepspeed(device)
     else:
         _keep_freed_memory()
-    with own_cores(device), _process_groups(config, backend) as groups:
-        yield groups
+    with own_cores(device), _process_groups(config, backend) as mesh:
+        yield mesh
 
 
 @contextmanager
-def _process_groups(config: ParallelConfig, backend: str) -> Iterator[ProcessGroups]:
+def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
     import deepspeed
 
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
@@ -98,7 +98,7 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[ProcessGro
     )
     healthy = False
     try:
-        yield build_groups(
+        yield build_mesh(
             config.tensor_model_parallel_size,
             config.pipeline_model_parallel_size,
             timeout=timeout,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 _ROW = 1024
 """Squares that are added up in float32 before float64 takes over, on CPUs."""

@@ -49,7 +49,7 @@ def load_checkpoint(engine: TrainEngine, found: Located, weights_only: bool = Fa
     Raises:
         CheckpointError: the checkpoint is damaged or of another architecture.
     """
-    options, world = engine.config.checkpoint, engine.groups.world
+    options, world = engine.config.checkpoint, engine.mesh.world
     together(engine, lambda: found.form.verify(found.folder, world.rank, world.size))
     source = together(engine, lambda: found.open(verify=False))
     source.require_model()
@@ -145,7 +145,7 @@ def _read(
     engine: TrainEngine, source: Source, name: str, kind: str, shard: Shard, start: int, end: int
 ) -> Tensor:
     """Elements [start, end) of this rank's share of a parameter, padding included, which is 0."""
-    tensor = engine.groups.tensor
+    tensor = engine.mesh.tensor
     region = region_of(shard, tensor.rank, tensor.size, start, end)
     if region is None:
         return torch.zeros(end - start)

@@ -4,23 +4,23 @@ from __future__ import annotations
 
 from typing import Any
 
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.mesh import Mesh
 
 
 class Mpu:
-    """Model-parallel unit: DeepSpeed's view of :class:`ProcessGroups`.
+    """Model-parallel unit: DeepSpeed's view of :class:`Mesh`.
 
     It must not have a method ``initialize_sequence_parallel``: DeepSpeed would take it for another
     kind of layout. Without an mpu DeepSpeed assumes a tensor-parallel size of 1.
     """
 
-    def __init__(self, groups: ProcessGroups) -> None:
-        self._groups = {
-            "data": groups.data,
-            "model": groups.model,
-            "tensor_model": groups.tensor,
-            "slice": groups.tensor,
-            "pipeline_model": groups.pipeline,
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = {
+            "data": mesh.data,
+            "model": mesh.model,
+            "tensor_model": mesh.tensor,
+            "slice": mesh.tensor,
+            "pipeline_model": mesh.pipeline,
         }
 
     def __getattr__(self, name: str) -> Any:

@@ -28,7 +28,7 @@ class PipelinedEngine(TrainEngine):
         parallel = self.config.parallel
         return PipelineSchedule(
             parallel.pipeline_schedule or "1f1b",
-            ranks=self.groups.pipeline.size,
+            ranks=self.mesh.pipeline.size,
             chunks=parallel.num_virtual_stages_per_pipeline_rank or 1,
             micro_batches=micro_batches,
             forward_only=forward_only,
@@ -36,7 +36,7 @@ class PipelinedEngine(TrainEngine):
 
     def _build_model(self, settings: Json) -> StageModule:
         placement = self._schedule(1, forward_only=True)
-        return StageModule(self.recipes, self.config.parallel, placement, self.groups)
+        return StageModule(self.recipes, self.config.parallel, placement, self.mesh)
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks of this process's stages."""
@@ -48,12 +48,12 @@ class PipelinedEngine(TrainEngine):
             self.optimizer,
             settings,
             self.program,
-            self.groups,
+            self.mesh,
         )
 
     def _hidden_shape(self, batch: Batch) -> tuple[int, ...]:
         samples, length = self.program.inputs(batch).tokens_BS.shape
-        split = self.groups.tensor.size if self.config.parallel.sequence_parallel else 1
+        split = self.mesh.tensor.size if self.config.parallel.sequence_parallel else 1
         assert self.config.model.hidden_size and length % split == 0
         return samples, length // split, self.config.model.hidden_size
 
@@ -72,7 +72,7 @@ class PipelinedEngine(TrainEngine):
         # Every process reads every micro batch, and those of one step have one shape: so it knows
         # what it will receive, whatever the step before had.
         first = next(batches)
-        plan = _plan(schedule, self.groups.pipeline.rank)
+        plan = _plan(schedule, self.mesh.pipeline.rank)
         return self.engine.run(plan, chain([first], batches), seeds, self._hidden_shape(first))
 
 

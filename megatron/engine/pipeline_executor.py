@@ -17,8 +17,8 @@ from torch import Tensor
 from megatron.engine.json_keys import Json
 from megatron.engine.mpu import Mpu
 from megatron.engine.pipeline_module import StageModule
-from megatron.engine.program import Batch, ModelInputs, ModelProgram
-from megatron.parallel.groups import ProcessGroups
+from megatron.engine.program import Batch, ModelInputs, ModelSpec
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline_messages import Exchange, Transfer
 from megatron.parallel.pipeline_schedules import Action
 
@@ -40,7 +40,7 @@ class PipelineExecutor(PipelineEngine):
         optimizer: torch's optimizer.
         settings: DeepSpeed's configuration.
         program: the model's inputs.
-        groups: the layout's process groups.
+        mesh: the layout's process groups.
 
     Attributes:
         executed: the forward and backward passes of the last run, in order.
@@ -52,11 +52,11 @@ class PipelineExecutor(PipelineEngine):
         module: StageModule,
         optimizer: torch.optim.Optimizer,
         settings: Json,
-        program: ModelProgram,
-        groups: ProcessGroups,
+        program: ModelSpec,
+        mesh: Mesh,
     ) -> None:
         # Not DeepSpeed's own grid: its groups have no --distributed-timeout-minutes.
-        mpu = Mpu(groups)
+        mpu = Mpu(mesh)
         super().__init__(
             args=None,
             model=module,
@@ -66,12 +66,12 @@ class PipelineExecutor(PipelineEngine):
             config_class=DeepSpeedConfig(settings, mpu),
             dist_init_required=False,
         )
-        self._program, self._groups = program, groups
+        self._program, self._mesh = program, mesh
         self._last_stage = len(module.parts) - 2
         self.hidden_dtype = next(module.parameters()).dtype
         self.executed: list[Action] = []
         # NCCL wants every rank of a group in its first call; later batches are for some of them.
-        dist.barrier(group=groups.pipeline.handle)
+        dist.barrier(group=mesh.pipeline.handle)
 
     def run(
         self,
@@ -196,7 +196,7 @@ class PipelineExecutor(PipelineEngine):
 
     def _post(self, operation: Any, tensor: Tensor, rank: int, key: _Arrival | None) -> None:
         assert tensor.shape == self._hidden_shape and tensor.dtype == self.hidden_dtype
-        pipeline = self._groups.pipeline
+        pipeline = self._mesh.pipeline
         peer = dist.P2POp(operation, tensor, pipeline.ranks[rank], group=pipeline.handle)
         self._queue.append((peer, key))
 
@@ -234,7 +234,7 @@ class PipelineExecutor(PipelineEngine):
         DeepSpeed's own instruction looks in ``weight.grad``, where there is nothing once fp16
         gradients were added up in float32.
         """
-        data = self._groups.data
+        data = self._mesh.data
         for weight, tied_group in self.module.get_tied_weights_and_groups():
             gradient = self._accumulated(weight)
             # The copies must stay equal bit by bit. DeepSpeed averages over data ranks in buckets

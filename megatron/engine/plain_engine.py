@@ -31,10 +31,10 @@ class PlainEngine(TrainEngine):
     def _partitioned_construction(self, settings: Json) -> contextlib.AbstractContextManager:
         """At stage 3 each parameter is partitioned as soon as it exists."""
         return deepspeed.zero.Init(
-            data_parallel_group=self.groups.data.handle,
+            data_parallel_group=self.mesh.data.handle,
             config_dict_or_path=settings,
             enabled=self.stage == 3,
-            mpu=Mpu(self.groups),
+            mpu=Mpu(self.mesh),
         )
 
     def blocks(self) -> list[nn.Module]:
@@ -43,7 +43,7 @@ class PlainEngine(TrainEngine):
 
     def _build_engine(self, settings: Json) -> Any:
         engine, *_ = deepspeed.initialize(
-            model=self.model, optimizer=self.optimizer, config=settings, mpu=Mpu(self.groups)
+            model=self.model, optimizer=self.optimizer, config=settings, mpu=Mpu(self.mesh)
         )
         return engine
 
@@ -51,12 +51,12 @@ class PlainEngine(TrainEngine):
         if self.stage < 3:
             super()._initialise(name, param)
             return
-        seed, tensor = self.config.training.seed, self.groups.tensor
+        seed, tensor = self.config.training.seed, self.mesh.tensor
         shard = shard_of(param)
         values = nn.Parameter(torch.empty(shard.local_shape(tensor.size)))
         values.shard, values.init = shard, init_of(param)  # type: ignore[attr-defined]
         initialise(name, values, seed, tensor.rank, tensor.size)
-        start, end = partition_range(param, self.groups.data)
+        start, end = partition_range(param, self.mesh.data)
         set_partition(param, values.data.view(-1)[start:end])
 
     def _accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:

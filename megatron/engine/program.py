@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from megatron.model.layer_list import LayerRecipe
+from megatron.model.layer_list import LayerSpec
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.region import TensorParallel
 
@@ -40,7 +40,7 @@ class ModelInputs:
 
 
 @dataclass(frozen=True)
-class ModelProgram:
+class ModelSpec:
     """A model as a layer list, and what to do with its batches.
 
     Attributes:
@@ -49,7 +49,7 @@ class ModelProgram:
         inputs: what the layers need of a batch.
     """
 
-    layers: Callable[[TensorParallel], list[LayerRecipe]]
+    layers: Callable[[TensorParallel], list[LayerSpec]]
     inputs: Callable[[Any], ModelInputs]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups
 from megatron.engine.json_keys import Json, get, offloads
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.mesh import Mesh
 
 
 def can_queue(config: RunConfig, settings: Json) -> bool:
@@ -50,7 +50,7 @@ class QueuedUpdate:
         optimizer: torch's AdamW, fused.
         params: the parameters that this process holds (part of).
         owns: whether this process's copy of a parameter counts.
-        groups: the layout's process groups.
+        mesh: the layout's process groups.
         device: of the gradients.
         clip_grad: largest norm; 0 for any.
         hold: after one step of gradients that are not finite change no weight any more. The host
@@ -67,13 +67,13 @@ class QueuedUpdate:
         optimizer: torch.optim.Optimizer,
         params: Iterable[nn.Parameter],
         owns: Callable[[nn.Parameter], bool],
-        groups: ProcessGroups,
+        mesh: Mesh,
         device: torch.device,
         clip_grad: float,
         hold: bool,
     ) -> None:
         self._wrapper, self._optimizer, self._owns = wrapper, optimizer, owns
-        self._params, self._groups = list(params), groups
+        self._params, self._mesh = list(params), mesh
         self._device, self._clip_grad, self._hold = device, clip_grad, hold
         self.norm: Tensor
         self.held: Tensor | None = None
@@ -117,7 +117,7 @@ class QueuedUpdate:
 
     def _whole_norm(self) -> Tensor:
         """Stage 0: gradients of whole parameters, the same on all data-parallel ranks."""
-        norm = gradient_norm(filter(self._owns, self._params), self._groups.model)
+        norm = gradient_norm(filter(self._owns, self._params), self._mesh.model)
         if self._clip_grad > 0:
             self._factor = clipping_factor(norm, self._clip_grad)
         return norm
@@ -170,13 +170,13 @@ class QueuedUpdate:
             if has and self._owns(param)
         ]
         single = torch.float32
-        norm = norm_of_groups([found], single, single, [self._groups.model], self._device)
+        norm = norm_of_groups([found], single, single, [self._mesh.model], self._device)
         if self._clip_grad > 0:
             self._factor = clipping_factor(norm, self._clip_grad)
         return norm
 
     def _scaled_norm(self, grads: list[list[Tensor]], result: torch.dtype) -> Tensor:
-        groups = [self._groups.data, self._groups.model]
+        groups = [self._mesh.data, self._mesh.model]
         # DeepSpeed makes float64 copies of all gradients for this: a twentieth of a small step.
         norm = norm_of_groups(grads, torch.float32, result, groups, self._device)
         if self._clip_grad > 0:

@@ -41,7 +41,7 @@ from megatron.engine.snapshot import HostBuffers, Part, own_part
 from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine
 from megatron.formats.deepspeed_folders.universal_writer import save_universal
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 _PIECES = "pieces-{rank:05d}.json"
 
@@ -96,7 +96,7 @@ class CheckpointWriter:
         self.engine, self.content, self.save_tokenizer = engine, content, save_tokenizer
         self.options = engine.config.checkpoint
         self.folder = Path(self.options.save or "")
-        self.main = engine.groups.world.rank == 0
+        self.main = engine.mesh.world.rank == 0
         self._device = engine.device
         self._group: dist.ProcessGroup | None = None
         self._thread: ThreadPoolExecutor | None = None
@@ -106,7 +106,7 @@ class CheckpointWriter:
             self._thread = ThreadPoolExecutor(1, "checkpoint")
             self._buffers = HostBuffers(engine.device)
             self._device = torch.device("cpu")
-            if engine.groups.world.size > 1:
+            if engine.mesh.world.size > 1:
                 minutes = engine.config.parallel.distributed_timeout_minutes
                 timeout = timedelta(minutes=minutes)
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
@@ -180,7 +180,7 @@ class CheckpointWriter:
                 **counters,
                 "optimizer_step": optimizer_step(engine),
                 "loss_scaler": loss_scaler_state(engine),
-                "world_size": engine.groups.world.size,
+                "world_size": engine.mesh.world.size,
             }
             part = own_part(engine)
             jobs.append(_Job(iteration, part if self._thread is None else self._copy(part), state))
@@ -226,14 +226,14 @@ class CheckpointWriter:
 
     def _write_own_part(self, folder: Path, part: Part) -> None:
         facts = {name: write_tensors(folder / name, found) for name, found in part.tensors.items()}
-        path = folder / _PIECES.format(rank=self.engine.groups.world.rank)
+        path = folder / _PIECES.format(rank=self.engine.mesh.world.rank)
         path.write_text(json.dumps({"pieces": part.pieces, "files": facts}))
 
     def _finish(self, folder: Path, job: _Job) -> int:
         """Puts the ranks' parts together and makes the checkpoint visible; returns its bytes."""
         index: dict[str, list[Any]] = {}
         facts: dict[str, Facts] = {}
-        for rank in range(self.engine.groups.world.size):
+        for rank in range(self.engine.mesh.world.size):
             path = folder / _PIECES.format(rank=rank)
             part = json.loads(path.read_text())
             for name, found in part["pieces"].items():

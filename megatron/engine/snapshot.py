@@ -34,10 +34,10 @@ def own_part(engine: TrainEngine) -> Part:
 
     At stage 0 all data-parallel ranks hold the same; the first one writes.
     """
-    options, rank = engine.config.checkpoint, engine.groups.world.rank
+    options, rank = engine.config.checkpoint, engine.mesh.world.rank
     weights_file = f"weights-{rank:05d}.safetensors"
     optimizer_file = f"optimizer-{rank:05d}.safetensors"
-    tensor = engine.groups.tensor
+    tensor = engine.mesh.tensor
     weights: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     pieces: dict[str, list[dict[str, Any]]] = {}

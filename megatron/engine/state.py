@@ -109,7 +109,7 @@ def _own_partition(engine: TrainEngine) -> _PlaceOf:
     wrapper = engine.optimizer_wrapper
 
     def place_of(param: nn.Parameter) -> tuple[int, Tensor, int, int]:
-        start, end = partition_range(param, engine.groups.data)
+        start, end = partition_range(param, engine.mesh.data)
         group, offset, _ = wrapper.grad_position[wrapper.get_param_id(param)]
         return start, wrapper.fp32_partitioned_groups_flat[group], offset, end - start
 
@@ -163,7 +163,7 @@ def set_working_weights(
         if engine.stage < 3:
             param.data.copy_(values(param, 0, param.numel()).view(param.shape))
         else:
-            start, end = partition_range(param, engine.groups.data)
+            start, end = partition_range(param, engine.mesh.data)
             set_partition(param, values(param, start, end))
 
 

@@ -20,10 +20,10 @@ from megatron.engine.json_keys import Json
 from megatron.engine.lean_step import keep_gradients_in_place, take_out
 from megatron.engine.loss_scale import defer_scale_growth
 from megatron.engine.optimizer import build_optimizer, set_rates
-from megatron.engine.program import Batch, ModelProgram, StepResult
+from megatron.engine.program import Batch, ModelSpec, StepResult
 from megatron.engine.queued_update import QueuedUpdate, can_queue, leave_norm_to_us
 from megatron.model.layer_list import canonical_parameters, initialise
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
@@ -36,7 +36,7 @@ class TrainEngine(ABC):
         config: the run.
         content: the completed DeepSpeed JSON.
         program: the model and its loss.
-        groups: the layout's process groups.
+        mesh: the layout's process groups.
         device: where the model runs.
 
     Attributes:
@@ -51,14 +51,14 @@ class TrainEngine(ABC):
         self,
         config: RunConfig,
         content: Json,
-        program: ModelProgram,
-        groups: ProcessGroups,
+        program: ModelSpec,
+        mesh: Mesh,
         device: torch.device,
     ) -> None:
-        self.config, self.program, self.groups, self.device = config, program, groups, device
+        self.config, self.program, self.mesh, self.device = config, program, mesh, device
         self.stage = config.engine.zero_stage
         self.recipes = program.layers(
-            TensorParallel(groups.tensor, config.parallel.sequence_parallel)
+            TensorParallel(mesh.tensor, config.parallel.sequence_parallel)
         )
         settings = for_engine(content, config, device.type == "cpu")
         self.model = self._build_model(settings)
@@ -70,17 +70,17 @@ class TrainEngine(ABC):
             compile_blocks(self.blocks(), config.fast_paths.torch_compile_mode, device)
         self._graphs = runs_graphs(config, device)
         self.optimizer = build_optimizer(self.names, config.optimizer)
-        _fit_buckets(settings, self.names, groups.tensor.size)
+        _fit_buckets(settings, self.names, mesh.tensor.size)
         # It waits for the device before and after every micro batch; the trainer has a clock.
         settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
         queued = can_queue(config, settings)
         if queued:
             in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
             leave_norm_to_us(settings, self.stage, in_fp32)
-        if groups.data.size == 1:
+        if mesh.data.size == 1:
             keep_gradients_in_place(settings, self.stage)
         self.engine = self._build_engine(settings)
-        take_out(self.engine, groups.data.size)
+        take_out(self.engine, mesh.data.size)
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
         self._queued = self._queued_update() if queued else None
 
@@ -117,18 +117,18 @@ class TrainEngine(ABC):
         """Sum of the losses of ``count`` batches where they are computed, zero elsewhere."""
 
     def _initialise(self, name: str, param: nn.Parameter) -> None:
-        tensor = self.groups.tensor
+        tensor = self.mesh.tensor
         initialise(name, param, self.config.training.seed, tensor.rank, tensor.size)
 
     @property
     def data_rank(self) -> int:
         """This process's data-parallel rank."""
-        return self.groups.data.rank
+        return self.mesh.data.rank
 
     def owns(self, param: nn.Parameter) -> bool:
         """Whether this process's copy of a parameter is the one that counts: in the norm of the
         gradients, and in checkpoints. (Data-parallel ranks do not count.)"""
-        tensor = self.groups.tensor
+        tensor = self.mesh.tensor
         return shard_of(param).counted(tensor.rank, tensor.size) and not getattr(
             param, "ds_pipe_replicated", False
         )
@@ -157,7 +157,7 @@ class TrainEngine(ABC):
             self.engine.train()
         set_rates(self.optimizer, lr, weight_decay)
         samples = self.config.training.micro_batch_size or 1
-        per_round = samples * self.groups.data.size
+        per_round = samples * self.mesh.data.size
         self.engine.set_train_batch_size(per_round * micro_batches)
         first = consumed_samples + self.data_rank * samples
         seeds = [self._dropout_seed(first + n * per_round) for n in range(micro_batches)]
@@ -190,7 +190,7 @@ class TrainEngine(ABC):
             self.optimizer,
             self.names,
             self.owns,
-            self.groups,
+            self.mesh,
             self.device,
             clip_grad=options.optimizer.clip_grad,
             hold=options.training.check_for_nan_in_loss_and_grad,
@@ -213,7 +213,7 @@ class TrainEngine(ABC):
 
     def _update_unpartitioned(self) -> tuple[float, bool]:
         params = list(self.names)
-        norm = gradient_norm(filter(self.owns, params), self.groups.model)
+        norm = gradient_norm(filter(self.owns, params), self.mesh.model)
         finite = bool(torch.isfinite(norm))
         if not finite:
             for param in params:
@@ -234,10 +234,10 @@ class TrainEngine(ABC):
 
     def _mean_over_ranks(self, value: Tensor) -> Tensor:
         """Sum over pipeline stages, of which one computes the loss; mean over data ranks."""
-        for group in (self.groups.pipeline, self.groups.data):
+        for group in (self.mesh.pipeline, self.mesh.data):
             if group.size > 1:
                 dist.all_reduce(value, group=group.handle)
-        return value / self.groups.data.size
+        return value / self.mesh.data.size
 
 
 def _fit_buckets(settings: Json, params: Iterable[nn.Parameter], tensor_size: int) -> None:

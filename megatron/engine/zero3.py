@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 
 def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:

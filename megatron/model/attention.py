@@ -9,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 from megatron.config import ModelConfig
 from megatron.model.attention_backends import Scores, attention_backend
 from megatron.model.attention_masks import AttentionMasks
-from megatron.model.layer_list import Stream
+from megatron.model.layer_list import LayerState
 from megatron.model.norm import build_head_norm
 from megatron.model.rope import Rotation, apply_rope
 from megatron.parallel.layers import QKVParallelLinear, RowParallelLinear
@@ -60,7 +60,7 @@ class Attention(nn.Module):
             region=region,
         )
 
-    def forward(self, x_BSH: Tensor, stream: Stream) -> Tensor:
+    def forward(self, x_BSH: Tensor, stream: LayerState) -> Tensor:
         """[B, S, H] to [B, S, H]; positions, documents and cache come from ``stream``."""
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(x_BSH))
         # Heads and sequence change places after all this, so that a kernel gives its output in the

@@ -19,7 +19,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from megatron.config import ModelConfig
 from megatron.model import blocked_attention
 from megatron.model.attention_masks import AttentionMasks, alibi_slopes, causal_mask
-from megatron.parallel.groups import SINGLE, Group
+from megatron.parallel.mesh import SINGLE, Group
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.config import ModelConfig
 from megatron.model.attention import Attention
-from megatron.model.layer_list import Stream
+from megatron.model.layer_list import LayerState
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
 from megatron.parallel.layers import Dropout
@@ -38,7 +38,7 @@ class Block(nn.Module):
         self.mlp_post_norm = post()
         self.dropout = Dropout(config.hidden_dropout, region)
 
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, stream: LayerState) -> LayerState:
         """Hidden states [B, S, H] to [B, S, H]."""
         x = stream.hidden
         normed = self.attention_norm(x)

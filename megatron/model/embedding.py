@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from megatron.config import ModelConfig
-from megatron.model.layer_list import Stream
+from megatron.model.layer_list import LayerState
 from megatron.model.norm import build_norm
 from megatron.parallel.cross_entropy import LossHead
 from megatron.parallel.layers import Dropout, PositionEmbedding, VocabParallelEmbedding
@@ -14,7 +14,7 @@ from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
 
 
-class TokenTable(VocabParallelEmbedding):
+class TokenEmbedding(VocabParallelEmbedding):
     """A row per token: embeddings going in, or, with ``project``, logits coming out.
 
     Args:
@@ -37,13 +37,13 @@ class TokenTable(VocabParallelEmbedding):
             ),
         )
 
-    def forward(self, stream: Stream, project: bool = False) -> Stream:  # type: ignore[override]
+    def forward(self, stream: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
         """Token ids [B, S] to [B, S, H]; with ``project`` hidden states [B, S, H] to this rank's
         logits [B, S, V / tensor size], or to the loss where the stream has targets."""
         return stream.with_hidden(super().forward(stream.hidden, project, stream.targets))
 
 
-class Positions(nn.Module):
+class InputEmbedding(nn.Module):
     """What happens to embeddings before the blocks: scale, learned positions, norm, dropout; of the
     first three what the model has.
 
@@ -68,7 +68,7 @@ class Positions(nn.Module):
         self.norm = build_norm(config, region) if config.embed_layernorm else None
         self.dropout = Dropout(config.hidden_dropout, region)
 
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, stream: LayerState) -> LayerState:
         """[B, S, H] to [B, S, H]."""
         x_BSH = stream.hidden
         if self.scale is not None:

@@ -8,19 +8,19 @@ from torch import nn
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
-from megatron.model.embedding import Positions, TokenTable
-from megatron.model.layer_list import LayerRecipe, LayerStack, Stream
+from megatron.model.embedding import InputEmbedding, TokenEmbedding
+from megatron.model.layer_list import LayerSpec, LayerStack, LayerState
 from megatron.model.norm import FinalNorm
 from megatron.parallel.region import TensorParallel
 
 
-def _project(table: nn.Module, stream: Stream) -> Stream:
+def _project(table: nn.Module, stream: LayerState) -> LayerState:
     return table(stream, project=True)
 
 
 def gpt_layers(
     model: ModelConfig, parallel: ParallelConfig, region: TensorParallel | None = None
-) -> list[LayerRecipe]:
+) -> list[LayerSpec]:
     """The layers of a GPT: token table, positions, blocks, final norm, head.
 
     Args:
@@ -32,17 +32,17 @@ def gpt_layers(
     region = region or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
     chunk = parallel.logits_chunk_mib
-    table = partial(TokenTable, model, region, None if chunk is None else chunk * 2**20)
+    table = partial(TokenEmbedding, model, region, None if chunk is None else chunk * 2**20)
     words, tied_key = "embedding.word_embeddings", "embed" if model.tied else None
     return [
-        LayerRecipe(words, table, tied_key),
-        LayerRecipe("embedding", partial(Positions, model, region)),
+        LayerSpec(words, table, tied_key),
+        LayerSpec("embedding", partial(InputEmbedding, model, region)),
         *(
-            LayerRecipe(f"layers.{n}", partial(Block, model, n, region, selective), block=True)
+            LayerSpec(f"layers.{n}", partial(Block, model, n, region, selective), block=True)
             for n in range(model.num_layers)
         ),
-        LayerRecipe("final_norm", partial(FinalNorm, model, region)),
-        LayerRecipe(words if model.tied else "output_layer", table, tied_key, _project),
+        LayerSpec("final_norm", partial(FinalNorm, model, region)),
+        LayerSpec(words if model.tied else "output_layer", table, tied_key, _project),
     ]
 
 

@@ -26,7 +26,7 @@ class LayerCache(Protocol):
         ...
 
 
-class Stream(NamedTuple):
+class LayerState(NamedTuple):
     """What a layer takes and returns.
 
     Attributes:
@@ -48,18 +48,18 @@ class Stream(NamedTuple):
     dropout_seed: int | None = None
     targets: Targets | None = None
 
-    def with_hidden(self, hidden: Tensor) -> Stream:
+    def with_hidden(self, hidden: Tensor) -> LayerState:
         """The same stream carrying other hidden states."""
         return self._replace(hidden=hidden)
 
 
 @dataclass(frozen=True)
-class LayerRecipe:
+class LayerSpec:
     """How to build one layer.
 
     Attributes:
         name: canonical name of the layer (``layers.3``); its parameters' names start with it.
-        build: makes the module, whose forward maps a Stream to a Stream.
+        build: makes the module, whose forward maps a LayerState to a LayerState.
         tied_key: layers with the same key are one module at several places of the list.
         forward: how the module runs at this place; None calls it with the stream.
         block: whether this is one of the repeated blocks, which recomputation is about.
@@ -68,11 +68,11 @@ class LayerRecipe:
     name: str
     build: Callable[[], nn.Module]
     tied_key: str | None = None
-    forward: Callable[[nn.Module, Stream], Stream] | None = None
+    forward: Callable[[nn.Module, LayerState], LayerState] | None = None
     block: bool = False
 
 
-class LayerRun:
+class LayerSequence:
     """Consecutive layers of a list, as they run on one process.
 
     Args:
@@ -87,20 +87,20 @@ class LayerRun:
 
     def __init__(
         self,
-        recipes: Sequence[LayerRecipe],
+        recipes: Sequence[LayerSpec],
         first: int,
         modules: Sequence[nn.Module],
         parallel: ParallelConfig,
     ) -> None:
         self.first = first
-        self.steps: list[Callable[[Stream], Stream]] = [
+        self.steps: list[Callable[[LayerState], LayerState]] = [
             module if recipe.forward is None else partial(recipe.forward, module)
             for recipe, module in zip(recipes, modules, strict=True)
         ]
         self.blocks = [m for recipe, m in zip(recipes, modules, strict=True) if recipe.block]
         self.chunks = recomputed_chunks(recipes, parallel)
 
-    def __call__(self, stream: Stream) -> Stream:
+    def __call__(self, stream: LayerState) -> LayerState:
         """Takes the stream through the layers."""
         for begin, end, recomputed in self.chunks:
             if recomputed and torch.is_grad_enabled():
@@ -109,13 +109,13 @@ class LayerRun:
                 stream = self._run(begin, end, stream)
         return stream
 
-    def _run_anew(self, begin: int, end: int, stream: Stream) -> Stream:
+    def _run_anew(self, begin: int, end: int, stream: LayerState) -> LayerState:
         # What is computed again has to make its masks again: compiled code notices if they are
         # there the second time.
         masks = None if stream.masks is None else stream.masks.anew()
         return self._run(begin, end, stream._replace(masks=masks))
 
-    def _run(self, begin: int, end: int, stream: Stream) -> Stream:
+    def _run(self, begin: int, end: int, stream: LayerState) -> LayerState:
         for place in range(begin, end):
             if stream.dropout_seed is not None:
                 # A layer's masks depend on its place alone, not on the layers before it on this
@@ -136,7 +136,7 @@ class LayerStack(nn.Module):
         parallel: what is recomputed in the backward pass.
     """
 
-    def __init__(self, recipes: Sequence[LayerRecipe], parallel: ParallelConfig) -> None:
+    def __init__(self, recipes: Sequence[LayerSpec], parallel: ParallelConfig) -> None:
         super().__init__()
         self.recipes = tuple(recipes)
         self.tied_modules = nn.ModuleDict()
@@ -149,7 +149,7 @@ class LayerStack(nn.Module):
                 if recipe.tied_key not in self.tied_modules:
                     self.tied_modules[recipe.tied_key] = recipe.build()
                 modules.append(self.tied_modules[recipe.tied_key])
-        self.run = LayerRun(recipes, 0, modules, parallel)
+        self.run = LayerSequence(recipes, 0, modules, parallel)
 
     def forward(
         self,
@@ -166,7 +166,7 @@ class LayerStack(nn.Module):
         Tokens attend to those with the same document id only; without ids to all before them.
         """
         masks = AttentionMasks(document_ids_BS)
-        stream = Stream(tokens_BS, position_ids_BS, masks, cache, dropout_seed, targets)
+        stream = LayerState(tokens_BS, position_ids_BS, masks, cache, dropout_seed, targets)
         return self.run(stream).hidden
 
     def blocks(self) -> list[nn.Module]:
@@ -179,7 +179,7 @@ class LayerStack(nn.Module):
 
 
 def recomputed_chunks(
-    recipes: Sequence[LayerRecipe], parallel: ParallelConfig
+    recipes: Sequence[LayerSpec], parallel: ParallelConfig
 ) -> list[tuple[int, int, bool]]:
     """(first, end, recomputed) runs of layers that cover the list in order.
 
@@ -202,7 +202,7 @@ def recomputed_chunks(
 
 
 def canonical_parameters(
-    module: nn.Module, recipes: Sequence[LayerRecipe]
+    module: nn.Module, recipes: Sequence[LayerSpec]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """(canonical name, parameter) of the parameters of a module that registers layers of this list
     by their places; parameters that are parts of one have its name in common."""
@@ -213,7 +213,7 @@ def canonical_parameters(
         yield (name if whole is None else f"{name.rpartition('.')[0]}.{whole}"), param
 
 
-def canonical_prefixes(recipes: Sequence[LayerRecipe]) -> dict[str, str]:
+def canonical_prefixes(recipes: Sequence[LayerSpec]) -> dict[str, str]:
     """Registered prefix (``3`` or ``tied_modules.embed``) to canonical layer name."""
     prefixes: dict[str, str] = {}
     for place, recipe in enumerate(recipes):

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.layer_list import Stream
+from megatron.model.layer_list import LayerState
 from megatron.model.rms_norm import rms_norm
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
@@ -103,6 +103,6 @@ class FinalNorm(nn.Module):
         super().__init__()
         self.norm = build_norm(config, region)
 
-    def forward(self, stream: Stream) -> Stream:
+    def forward(self, stream: LayerState) -> LayerState:
         """Hidden states [B, S, H] to [B, S, H]."""
         return stream.with_hidden(self.norm(stream.hidden))

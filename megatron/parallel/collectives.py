@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 Finish = Callable[[], Tensor]
 """Waits for a collective and gives its result; work done before the call runs beside it."""

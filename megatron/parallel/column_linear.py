@@ -23,7 +23,7 @@ from megatron.parallel.collectives import (
     start_sum_over_copies,
 )
 from megatron.parallel.float8 import Float8, check_tokens, linear, product_dtype
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 
 class LinearMap(NamedTuple):

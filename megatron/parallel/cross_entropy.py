@@ -27,7 +27,7 @@ from megatron.parallel.collectives import (
     start_scatter_sequence,
 )
 from megatron.parallel.float8 import product_dtype
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 from megatron.parallel.region import TensorParallel
 
 WORK_BYTES = 2 * 2**20

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 
 import torch
 
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 
 def derive_seed(*parts: object) -> int:

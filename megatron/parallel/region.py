@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.parallel.collectives import reduce_from_ranks, scatter_to_ranks, sum_gradients
 from megatron.parallel.column_linear import LinearMap, column_linear
-from megatron.parallel.groups import SINGLE, Group
+from megatron.parallel.mesh import SINGLE, Group
 from megatron.parallel.random import tensor_parallel_random
 
 

@@ -13,7 +13,7 @@ from itertools import accumulate
 import torch
 from torch import Tensor, nn
 
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 
 @dataclass(frozen=True)

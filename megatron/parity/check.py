@@ -195,8 +195,8 @@ class Checker:
 def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
     """A step in float64, then training in the same process: starting one takes longer than both."""
     run = parse_run(None, argv)
-    with distributed(run.config.parallel) as groups:
-        yield gradients_in(run, groups)
+    with distributed(run.config.parallel) as mesh:
+        yield gradients_in(run, mesh)
         record, parts = Record(), []
 
         def watch(result: StepResult) -> None:
@@ -204,7 +204,7 @@ def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
             if len(record.losses) == 1:
                 parts.extend(parts_of(trainer.engine, float(result.grad_norm)))
 
-        trainer = watched_trainer(run, groups, watch)
+        trainer = watched_trainer(run, mesh, watch)
         trainer.fit()
         yield record, parts
 

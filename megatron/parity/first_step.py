@@ -76,7 +76,7 @@ def parts_of(engine: TrainEngine, norm: float) -> list[Part]:
         engine: the engine.
         norm: gradient norm of the step, by which the gradients were clipped.
     """
-    options, tensor = engine.config.optimizer, engine.groups.tensor
+    options, tensor = engine.config.optimizer, engine.mesh.tensor
     unclip = _clipping(options, norm) / (1 - options.adam_beta1)
     found = []
     for part in fragments(engine):

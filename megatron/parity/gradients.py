@@ -26,14 +26,16 @@ from megatron.engine.gradient_norm import gradient_norm
 from megatron.engine.pipeline_engine import PipelinedEngine
 from megatron.engine.plain_engine import PlainEngine
 from megatron.engine.train_engine import TrainEngine
-from megatron.model.layer_list import LayerRecipe, LayerRun, LayerStack, Stream, initialise
-from megatron.parallel.groups import ProcessGroups
+from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState, initialise
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, shard_of
 from megatron.training.gpt import gpt_data, gpt_program
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run
+
+_Step = Callable[[LayerState], LayerState]
 
 INIT = Init(std=0.3)
 """Wider than at the start of a training, biases too, so that every gradient is large."""
@@ -79,11 +81,11 @@ class GradientRecord:
 def gradients(argv: Sequence[str]) -> GradientRecord:
     """One step of the layout that the flags describe; every process of it calls this."""
     run = parse_run(None, argv)
-    with distributed(run.config.parallel) as groups:
-        return gradients_in(run, groups)
+    with distributed(run.config.parallel) as mesh:
+        return gradients_in(run, mesh)
 
 
-def gradients_in(run: Run, groups: ProcessGroups) -> GradientRecord:
+def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
     """The same, within process groups that exist.
 
     The layout's ZeRO stage and number format, and the DeepSpeed JSON, play no part.
@@ -91,15 +93,15 @@ def gradients_in(run: Run, groups: ProcessGroups) -> GradientRecord:
     engine_config = dataclasses.replace(run.config.engine, zero_stage=0, deepspeed_config=None)
     config = dataclasses.replace(run.config, engine=engine_config, precision=PrecisionConfig())
     run = dataclasses.replace(run, config=config, content=complete({}, config))
-    engine = build_engine(config, run.content, gpt_program(config), groups, training_device())
+    engine = build_engine(config, run.content, gpt_program(config), mesh, training_device())
     try:
-        return _step(run, engine, groups)
+        return _step(run, engine, mesh)
     finally:
         engine.close()
 
 
-def _step(run: Run, engine: TrainEngine, groups: ProcessGroups) -> GradientRecord:
-    config, tensor = run.config, groups.tensor
+def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
+    config, tensor = run.config, mesh.tensor
     engine.model.double()
     for param, name in engine.names.items():
         _widen(name, param, config, tensor.rank, tensor.size)
@@ -109,21 +111,21 @@ def _step(run: Run, engine: TrainEngine, groups: ProcessGroups) -> GradientRecor
     else:
         assert isinstance(engine, PlainEngine)
         runs = [engine.model.run]
-    outputs = _observe(runs) if groups.data.rank == 0 else {}
-    engine.engine.allreduce_gradients = lambda **_: _reduce(engine.names, groups)
+    outputs = _observe(runs) if mesh.data.rank == 0 else {}
+    engine.engine.allreduce_gradients = lambda **_: _reduce(engine.names, mesh)
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
     engine.engine.train()
     engine.engine.set_train_batch_size(plan.batch_size.batch_size(0))
     samples = plan.micro_batch_size
     seeds = [
-        dropout_seed(config.training.seed, (n * groups.data.size + groups.data.rank) * samples)
+        dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
         for n in range(count)
     ]
-    batches = _batches(run, plan, groups)
+    batches = _batches(run, plan, mesh)
     total = engine._accumulate(batches, seeds)
     owned = [param for param in engine.names if engine.owns(param)]
-    norm = float(gradient_norm(owned, groups.model))
+    norm = float(gradient_norm(owned, mesh.model))
     found = [
         Gradient(name, shard_of(param), engine.owns(param), param.grad.detach().cpu().clone())
         for param, name in engine.names.items()
@@ -143,8 +145,8 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
         _widen(name, param, config, 0, 1)
     outputs = _observe([model.run])
     count = plan.batch_size.micro_batches(0)
-    groups, total = ProcessGroups(), 0.0
-    batches = _batches(run, plan, groups)
+    mesh, total = Mesh(), 0.0
+    batches = _batches(run, plan, mesh)
     for number in range(count):
         batch = next(batches)
         inputs = program.inputs(batch)
@@ -163,7 +165,7 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
         for name, param in names.items()
         if param.grad is not None
     ]
-    norm = float(gradient_norm(list(names.values()), groups.tensor))
+    norm = float(gradient_norm(list(names.values()), mesh.tensor))
     return GradientRecord((0, 1), total / count, norm, found, outputs)
 
 
@@ -172,24 +174,26 @@ def _widen(name: str, param: nn.Parameter, config: RunConfig, rank: int, size: i
     initialise(name, param, config.training.seed, rank, size)
 
 
-def _batches(run: Run, plan: TrainingPlan, groups: ProcessGroups) -> Iterator[Any]:
+def _batches(run: Run, plan: TrainingPlan, mesh: Mesh) -> Iterator[Any]:
     datasets, collate = gpt_data(run)
     assert datasets.train is not None
     return MicroBatches(
         datasets.train,
         collate,
         micro_batch_size=plan.micro_batch_size,
-        data_rank=groups.data.rank,
-        data_size=groups.data.size,
+        data_rank=mesh.data.rank,
+        data_size=mesh.data.size,
     )
 
 
-def _observe(runs: Sequence[LayerRun]) -> dict[int, Tensor]:
+def _observe(runs: Sequence[LayerSequence]) -> dict[int, Tensor]:
     """Has layer runs leave a copy of the first output of every layer."""
     outputs: dict[int, Tensor] = {}
 
-    def observed(place: int, step: Callable[[Stream], Stream]) -> Callable[[Stream], Stream]:
-        def forward(stream: Stream) -> Stream:
+    def observed(
+        place: int, step: Callable[[LayerState], LayerState]
+    ) -> Callable[[LayerState], LayerState]:
+        def forward(stream: LayerState) -> LayerState:
             stream = step(stream)
             if place not in outputs:
                 outputs[place] = stream.hidden.detach().cpu().clone()
@@ -202,11 +206,11 @@ def _observe(runs: Sequence[LayerRun]) -> dict[int, Tensor]:
     return outputs
 
 
-def _reduce(params: Any, groups: ProcessGroups) -> None:
+def _reduce(params: Any, mesh: Mesh) -> None:
     for param in params:
-        if param.grad is not None and groups.data.size > 1:
-            dist.all_reduce(param.grad, group=groups.data.handle)
-            param.grad /= groups.data.size
+        if param.grad is not None and mesh.data.size > 1:
+            dist.all_reduce(param.grad, group=mesh.data.handle)
+            param.grad /= mesh.data.size
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,7 @@ bias has a gradient of exactly zero in theory."""
 
 
 def first_difference(
-    records: Sequence[GradientRecord], reference: GradientRecord, layers: Sequence[LayerRecipe]
+    records: Sequence[GradientRecord], reference: GradientRecord, layers: Sequence[LayerSpec]
 ) -> Difference | None:
     """Compares all copies of everything on all ranks.
 

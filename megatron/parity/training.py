@@ -19,7 +19,7 @@ from megatron.engine.environment import distributed
 from megatron.engine.program import StepResult
 from megatron.engine.state import fragments
 from megatron.model.layer_list import LayerStack, initialise
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
@@ -64,8 +64,8 @@ def train(argv: Sequence[str]) -> Record:
     """Trains with these flags; every process of the layout calls this."""
     run = parse_run(None, argv)
     record = Record()
-    with distributed(run.config.parallel) as groups:
-        trainer = watched_trainer(run, groups, record.add)
+    with distributed(run.config.parallel) as mesh:
+        trainer = watched_trainer(run, mesh, record.add)
         trainer.fit()
         record.iteration = trainer.iteration
         for part in fragments(trainer.engine):
@@ -76,12 +76,10 @@ def train(argv: Sequence[str]) -> Record:
     return record
 
 
-def watched_trainer(
-    run: Run, groups: ProcessGroups, watch: Callable[[StepResult], None]
-) -> Trainer:
+def watched_trainer(run: Run, mesh: Mesh, watch: Callable[[StepResult], None]) -> Trainer:
     """A trainer that shows the result of every step to ``watch``, right after the step."""
     datasets, collate = gpt_data(run)
-    trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
+    trainer = Trainer(run, gpt_program(run.config), datasets, collate, mesh)
     step = trainer.engine.train_step
 
     def watched_step(*args: Any) -> StepResult:

@@ -8,7 +8,7 @@ from megatron.config import RunConfig
 from megatron.data.batch import GPTBatch, GPTCollator
 from megatron.data.build import Datasets
 from megatron.data.gpt_data import GPTData
-from megatron.engine.program import ModelInputs, ModelProgram
+from megatron.engine.program import ModelInputs, ModelSpec
 from megatron.model.gpt import gpt_layers
 from megatron.parallel.cross_entropy import Targets
 from megatron.training.data import run_datasets
@@ -16,14 +16,14 @@ from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run
 
 
-def gpt_program(config: RunConfig) -> ModelProgram:
+def gpt_program(config: RunConfig) -> ModelSpec:
     """The model and its inputs."""
 
     def inputs(batch: GPTBatch) -> ModelInputs:
         targets = Targets(batch.labels_BS, batch.loss_mask_BS)
         return ModelInputs(batch.tokens_BS, targets, batch.position_ids_BS, batch.document_ids_BS)
 
-    return ModelProgram(partial(gpt_layers, config.model, config.parallel), inputs)
+    return ModelSpec(partial(gpt_layers, config.model, config.parallel), inputs)
 
 
 def gpt_data(run: Run) -> tuple[Datasets, GPTCollator]:

@@ -8,7 +8,7 @@ import time
 import torch
 
 from megatron.config import RunConfig
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.mesh import Mesh
 from megatron.training.flops import TransformerShape, measure_matmul_peak, peak_flops
 from megatron.training.metrics import EvaluationMetrics, IntervalMeter
 from megatron.training.plan import TrainingPlan
@@ -23,7 +23,7 @@ class Reporter:
     Args:
         run: the run.
         plan: its course.
-        groups: the layout's process groups.
+        mesh: the layout's process groups.
         device: this process's device.
         begin: where it starts.
     """
@@ -32,13 +32,13 @@ class Reporter:
         self,
         run: Run,
         plan: TrainingPlan,
-        groups: ProcessGroups,
+        mesh: Mesh,
         device: torch.device,
         begin: Start,
     ) -> None:
         config = run.config
-        self.plan, self.groups, self.device = plan, groups, device
-        self.main = groups.world.rank == 0
+        self.plan, self.mesh, self.device = plan, mesh, device
+        self.main = mesh.world.rank == 0
         self.shape = transformer_shape(config)
         self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.peak = _peak(config, device)
@@ -96,7 +96,7 @@ class Reporter:
             train_iters=self.plan.train_iters,
             flops_per_token=self.flops_per_token,
             device=self.device,
-            devices=self.groups.world.size,
+            devices=self.mesh.world.size,
             peak_flops=self.peak,
         )
 

@@ -13,9 +13,9 @@ from megatron.data.samples import SampleDataset
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
-from megatron.engine.program import ModelProgram
+from megatron.engine.program import ModelSpec
 from megatron.engine.saving import hold_folder
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.mesh import Mesh
 from megatron.training import resume
 from megatron.training.metrics import EvaluationMetrics, StepMetrics
 from megatron.training.plan import TrainingPlan
@@ -37,36 +37,36 @@ class Trainer:
         program: the model, its inputs and its loss.
         datasets: training, validation and test data.
         collate: makes a batch of samples.
-        groups: the layout's process groups.
+        mesh: the layout's process groups.
     """
 
     def __init__(
         self,
         run: Run,
-        program: ModelProgram,
+        program: ModelSpec,
         datasets: Datasets,
         collate: Any,
-        groups: ProcessGroups,
+        mesh: Mesh,
     ) -> None:
         self.run, self.config = run, run.config
-        self.datasets, self.collate, self.groups = datasets, collate, groups
+        self.datasets, self.collate, self.mesh = datasets, collate, mesh
         self.stop = StopRequest(run.config.training.exit_duration_in_mins, run.launched)
         self.device = training_device()
         self.plan = TrainingPlan(self.config)
         save = self.config.checkpoint.save
-        self.lock = hold_folder(save, groups.world, self.device, say)
+        self.lock = hold_folder(save, mesh.world, self.device, say)
         checkpoint = resume.locate(self.config.checkpoint)
-        self.engine = build_engine(self.config, run.content, program, groups, self.device)
+        self.engine = build_engine(self.config, run.content, program, mesh, self.device)
         writer = checkpoint_writer(self.engine, run.content, run.tokenizer.save_pretrained)
         begin = resume.load(self.engine, self.plan, checkpoint)
         self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
         self._valid: dict[str, MicroBatches] = {}
-        self.report = Reporter(run, self.plan, groups, self.device, begin)
+        self.report = Reporter(run, self.plan, mesh, self.device, begin)
         self.saves = Saves(writer, self.report)
         self.meter = self.report.meter()
         check = run.config.training.check_for_nan_in_loss_and_grad
         self.watch = StepWatch(self.device, run.config.precision.fp16, check)
-        self.agreement = StopAgreement(self.device, groups.world.size)
+        self.agreement = StopAgreement(self.device, mesh.world.size)
 
     def fit(self) -> None:
         """Trains to the end of the plan, or until it is asked to stop; then tests.
@@ -165,8 +165,8 @@ class Trainer:
             dataset,
             self.collate,
             micro_batch_size=self.plan.micro_batch_size,
-            data_rank=self.groups.data.rank,
-            data_size=self.groups.data.size,
+            data_rank=self.mesh.data.rank,
+            data_size=self.mesh.data.size,
             consumed_samples=consumed,
             num_workers=workers,
             device=self.device,

@@ -50,7 +50,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 GRACE_SECONDS = 1.0
 """How long the other ranks have to report after one failed."""

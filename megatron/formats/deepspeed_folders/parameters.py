@@ -14,7 +14,7 @@ import torch
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerStack, canonical_parameters
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Shard, shard_of
 

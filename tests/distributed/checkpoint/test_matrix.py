@@ -88,7 +88,7 @@ def run(argv):
 
 def state(engine):
     return [
-        (part.name, kind, part.shard, engine.groups.tensor.rank, part.start, array(values))
+        (part.name, kind, part.shard, engine.mesh.tensor.rank, part.start, array(values))
         for part in fragments(engine)
         for kind, values in {"weight": part.weight, **part.moments}.items()
     ]

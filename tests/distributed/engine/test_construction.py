@@ -25,11 +25,11 @@ def resident(which):
 def growth(argv):
     """Bytes that building an engine needs at its peak, and those of the whole model's weights."""
     run = parse_run(None, argv)
-    with distributed(run.config.parallel) as groups:
+    with distributed(run.config.parallel) as mesh:
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
         before = resident("VmRSS")
         engine = build_engine(
-            run.config, run.content, gpt_program(run.config), groups, training_device()
+            run.config, run.content, gpt_program(run.config), mesh, training_device()
         )
         peak = resident("VmHWM") - before
         whole = sum(p.shard.full_shape[0] * (p.shard.full_shape + (1,))[1] for p in engine.names)

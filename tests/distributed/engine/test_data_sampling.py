@@ -40,8 +40,8 @@ def train_drawn(argv):
 
     training.gpt_data = watched_data
     try:
-        with distributed(run.config.parallel) as groups:
-            training.watched_trainer(run, groups, record.add).fit()
+        with distributed(run.config.parallel) as mesh:
+            training.watched_trainer(run, mesh, record.add).fit()
     finally:
         training.gpt_data = read
     return record, seen

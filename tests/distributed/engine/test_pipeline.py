@@ -21,12 +21,12 @@ FLAGS = [*TINY, "--num-layers", "8", "--global-batch-size", "8", "--train-iters"
 def engine_and_batches(argv):
     """The engine of a rank, and its micro batches."""
     run = parse_run(None, argv)
-    with distributed(run.config.parallel) as groups:
+    with distributed(run.config.parallel) as mesh:
         engine = build_engine(
-            run.config, run.content, gpt_program(run.config), groups, training_device()
+            run.config, run.content, gpt_program(run.config), mesh, training_device()
         )
         datasets, collate = gpt_data(run)
-        data = groups.data
+        data = mesh.data
         yield (
             engine,
             MicroBatches(

@@ -39,7 +39,7 @@ def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
 
 def poison(trainer: Trainer, step: int) -> None:
     """Makes one gradient of that step NaN on the first rank; others get to know by the norm."""
-    if trainer.groups.world.rank:
+    if trainer.mesh.world.rank:
         return
     param = next(param for param, name in trainer.engine.names.items() if "norm" in name)
 

@@ -8,7 +8,7 @@ from torch._dynamo.utils import counters
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import Stream, initialise
+from megatron.model.layer_list import LayerState, initialise
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
 
@@ -37,7 +37,7 @@ def job(sequence: bool) -> tuple[float, int]:
                 block.compile(backend="aot_eager", dynamic=False)
         generator = torch.Generator().manual_seed(1)
         x = region.own(torch.randn(2, LENGTH, HIDDEN, generator=generator), 1)
-        stream = Stream(x.clone().requires_grad_())
+        stream = LayerState(x.clone().requires_grad_())
         first = stream
         for block in blocks:
             stream = block(stream)

@@ -9,7 +9,7 @@ from training_jobs import TINY, train
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import Stream, initialise
+from megatron.model.layer_list import LayerState, initialise
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megatron.parallel.region import TensorParallel
@@ -39,7 +39,7 @@ def outcome(region: TensorParallel, kv_heads: int, float8: Float8 | None) -> dic
         if isinstance(module, ColumnParallelLinear | QKVParallelLinear | RowParallelLinear):
             module.float8 = float8
     x = region.own(draw(BATCH, LENGTH, HIDDEN, seed=1), 1).clone().requires_grad_()
-    y = block(Stream(x)).hidden
+    y = block(LayerState(x)).hidden
     y.backward(region.own(draw(BATCH, LENGTH, HIDDEN, seed=2), 1))
 
     def everywhere(value: Tensor) -> list[Tensor]:

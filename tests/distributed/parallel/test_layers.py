@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import Stream, initialise
+from megatron.model.layer_list import LayerState, initialise
 from megatron.model.norm import build_norm
 from megatron.parallel.collectives import (
     reduce_from_ranks,
@@ -23,7 +23,6 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.column_linear import LinearMap
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
-from megatron.parallel.groups import Group, build_groups
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     Dropout,
@@ -32,6 +31,7 @@ from megatron.parallel.layers import (
     RowParallelLinear,
     VocabParallelEmbedding,
 )
+from megatron.parallel.mesh import Group, build_mesh
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, shard_of
 
@@ -298,7 +298,7 @@ def block_bytes(sequence: bool) -> int:
     )  # fmt: skip
     block = Block(config, 0, region, recompute_attention=False)
     x = region.own(torch.randn(2, 32, 64), 1).clone().requires_grad_()
-    return _kept(lambda: block(Stream(x)), block)
+    return _kept(lambda: block(LayerState(x)), block)
 
 
 def low_precision(dtype: torch.dtype, autocast: bool) -> None:
@@ -391,7 +391,7 @@ def frozen() -> None:
 
 def groups() -> dict[str, tuple[int, ...]]:
     dist.init_process_group("gloo")
-    made = build_groups(2, 1)
+    made = build_mesh(2, 1)
     for group in (made.tensor, made.data, made.pipeline, made.model):
         assert group.ranks[group.rank] == dist.get_rank()
         total = torch.ones(())
@@ -402,14 +402,14 @@ def groups() -> dict[str, tuple[int, ...]]:
 
 def staged_groups() -> dict[str, tuple[int, ...]]:
     dist.init_process_group("gloo")
-    made = build_groups(2, 2)
+    made = build_mesh(2, 2)
     return {name: getattr(made, name).ranks for name in ("tensor", "data", "pipeline", "model")}
 
 
 def shared_groups() -> tuple[int, set[str]]:
     """How many groups of torch's a rank has, and the names of those that are the world's."""
     dist.init_process_group("gloo")
-    made = build_groups(1, 1)
+    made = build_mesh(1, 1)
     names = ("world", "tensor", "data", "pipeline", "model")
     handles = {name: getattr(made, name).handle for name in names}
     of_world = {name for name, handle in handles.items() if handle is dist.group.WORLD}

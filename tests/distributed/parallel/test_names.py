@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.model.gpt import gpt_layers
-from megatron.model.layer_list import LayerRecipe, LayerStack
+from megatron.model.layer_list import LayerStack
 
 
 def names(tied: bool) -> tuple[list[str], list[str]]:
@@ -27,7 +27,7 @@ def names(tied: bool) -> tuple[list[str], list[str]]:
     model = RunConfig(model=model).with_vocabulary(50).model
     recipes = gpt_layers(model, ParallelConfig())
 
-    def spec(recipe: LayerRecipe) -> LayerSpec:
+    def spec(recipe: LayerSpec) -> LayerSpec:
         if recipe.tied_key is None:
             made = LayerSpec(nn.Module)
         else:

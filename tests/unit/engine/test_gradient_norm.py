@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups
-from megatron.parallel.groups import SINGLE
+from megatron.parallel.mesh import SINGLE
 
 CPU = torch.device("cpu")
 SHAPES = ((3, 5), (1024,), (1025,), (700, 3000), (1,))

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from megatron.config import OptimizerConfig
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.queued_update import QueuedUpdate
-from megatron.parallel.groups import Group, ProcessGroups
+from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.shard import Init, Shard, parameter
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -31,7 +31,7 @@ def params(monkeypatch) -> list[nn.Parameter]:
 
 def queued(wrapper, optimizer: Optimizer, params: list[nn.Parameter]) -> QueuedUpdate:
     return QueuedUpdate(
-        wrapper, optimizer, params, lambda _: True, ProcessGroups(), GPU, clip_grad=1.0, hold=True
+        wrapper, optimizer, params, lambda _: True, Mesh(), GPU, clip_grad=1.0, hold=True
     )
 
 

@@ -16,7 +16,7 @@ from megatron.model.attention_masks import (
     document_mask,
     window_mask,
 )
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 
 CPU = torch.device("cpu")
 

@@ -19,7 +19,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 from megatron.config import ModelConfig
 from megatron.model.attention_masks import AttentionMasks, causal_mask, window_mask
 from megatron.model.block import Block
-from megatron.model.layer_list import Stream
+from megatron.model.layer_list import LayerState
 from megatron.parallel.region import TensorParallel
 
 HIDDEN, HEADS, WIDTH, INNER, LENGTH, BATCH = 32, 4, 8, 48, 10, 2
@@ -258,7 +258,7 @@ def test_against_transformers(name, backend):
     x = torch.randn(BATCH, LENGTH, HIDDEN, dtype=torch.float64)
     ours_x, theirs_x = x.clone().requires_grad_(), x.clone().requires_grad_()
     expected = case.run(layer, theirs_x)
-    found = block(Stream(ours_x, masks=AttentionMasks())).hidden
+    found = block(LayerState(ours_x, masks=AttentionMasks())).hidden
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
     draw = torch.randn_like(found)
     (found * draw).sum().backward()

@@ -8,11 +8,11 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
-from megatron.model.embedding import Positions
+from megatron.model.embedding import InputEmbedding
 from megatron.model.gpt import build_gpt, gpt_layers
 from megatron.model.layer_list import (
     LayerStack,
-    Stream,
+    LayerState,
     canonical_name,
     canonical_prefixes,
     initialise,
@@ -319,11 +319,11 @@ def test_positions_start_at_the_offset_of_the_table():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_scale_of_embeddings_is_rounded_to_their_number_format(dtype):
     """As transformers' Gemma: sqrt(3072) is 55.5 in bfloat16."""
-    positions = Positions(config(hidden_size=3072, **SCALED), TensorParallel())
+    positions = InputEmbedding(config(hidden_size=3072, **SCALED), TensorParallel())
     x = torch.randn(1, 2, 3072).to(dtype)
     theirs = Gemma3TextScaledWordEmbedding(2, 3072, 0, embed_scale=3072**0.5)
     theirs.weight.data = x[0]
-    found = positions(Stream(x)).hidden
+    found = positions(LayerState(x)).hidden
     assert torch.equal(found[0], theirs(torch.arange(2)))
     assert torch.equal(found, x * 3072**0.5) == (dtype == torch.float32)
 

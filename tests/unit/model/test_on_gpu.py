@@ -21,7 +21,7 @@ from megatron.engine.queued_update import QueuedUpdate
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
-from megatron.parallel.groups import ProcessGroups
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.region import TensorParallel
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -198,7 +198,7 @@ def test_a_step_waits_for_nothing_and_holds_back_what_is_not_finite(kind, docume
         params = dict.fromkeys(stack.parameters())
         optimizer = build_optimizer(params, OptimizerConfig(lr=1e-2))
         update = QueuedUpdate(
-            optimizer, optimizer, params, lambda _: True, ProcessGroups(), device, 1.0, hold=False
+            optimizer, optimizer, params, lambda _: True, Mesh(), device, 1.0, hold=False
         )
         batch = moved(micro_batch(0, documents), device)
         for number in range(3):  # the first makes what is made once

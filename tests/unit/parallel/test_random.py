@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron.parallel.groups import SINGLE, Group
+from megatron.parallel.mesh import SINGLE, Group
 from megatron.parallel.random import (
     derive_seed,
     dropout_seed,

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.model.layer_list import initialise
-from megatron.parallel.groups import SINGLE, Group
+from megatron.parallel.mesh import SINGLE, Group
 from megatron.parallel.random import generator
 from megatron.parallel.shard import Init, Shard, init_of, parameter, shard_of
 

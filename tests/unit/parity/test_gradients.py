@@ -6,11 +6,11 @@ import math
 import pytest
 import torch
 
-from megatron.model.layer_list import LayerRecipe
+from megatron.model.layer_list import LayerSpec
 from megatron.parallel.shard import Shard
 from megatron.parity.gradients import Gradient, GradientRecord, first_difference
 
-LAYERS = [LayerRecipe(name, torch.nn.Identity) for name in ("embedding", "layers.0", "head")]
+LAYERS = [LayerSpec(name, torch.nn.Identity) for name in ("embedding", "layers.0", "head")]
 NORM, LINEAR = "layers.0.norm.weight", "layers.0.linear.weight"
 SHARDS = {LINEAR: Shard((4, 6), dim=0), NORM: Shard((6,))}
 TENSORS = {

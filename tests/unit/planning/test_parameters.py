@@ -6,7 +6,7 @@ import torch
 from megatron.config import ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.model.gpt import build_gpt, gpt_layers
-from megatron.parallel.groups import Group
+from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.region import TensorParallel
 from megatron.planning.parameters import (

@@ -278,7 +278,7 @@ def test_a_forced_architecture(tool, saved, tmp_path):
 
 
 def test_push(tool, saved, tmp_path, monkeypatch, capsys):
-    """After the logits agree, the folder as it is; tests/unit/formats/conversion has the client itself."""
+    """After the logits agree, the folder as it is; see tests/unit/formats for the client."""
     pushed = []
 
     def push(folder, repository, private):

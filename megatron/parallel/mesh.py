@@ -33,7 +33,7 @@ SINGLE = Group()
 
 
 @dataclass(frozen=True)
-class ProcessGroups:
+class Mesh:
     """The groups of one rank in a layout of pipeline x data x tensor ranks.
 
     Global ranks count tensor ranks fastest, then data, then pipeline ranks; DeepSpeed's pipeline
@@ -59,9 +59,7 @@ def rank_grid(pipeline_size: int, data_size: int, tensor_size: int) -> list[list
     ]
 
 
-def build_groups(
-    tensor_size: int, pipeline_size: int, timeout: timedelta | None = None
-) -> ProcessGroups:
+def build_mesh(tensor_size: int, pipeline_size: int, timeout: timedelta | None = None) -> Mesh:
     """Creates the groups on every rank; torch.distributed must be initialised.
 
     Groups of the same ranks share torch's group, and one of all ranks has the world's: each has
@@ -93,7 +91,7 @@ def build_groups(
         assert found is not None
         return found
 
-    return ProcessGroups(
+    return Mesh(
         world=Group(world, rank, dist.group.WORLD),
         tensor=own([grid[p][d] for p in pipes for d in datas]),
         data=own([[grid[p][d][t] for d in datas] for p in pipes for t in tensors]),
