@@ -8,8 +8,10 @@ from megatron.config import RunConfig
 from megatron.data.batch import GPTBatch, GPTCollator
 from megatron.data.build import Datasets
 from megatron.data.gpt_data import GPTData
-from megatron.engine.program import ModelInputs, ModelSpec
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.gpt import gpt_layers
+from megatron.model.spec import ModelSpec, hidden_travels
+from megatron.model.state import LayerState
 from megatron.parallel.cross_entropy import Targets
 from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan
@@ -19,11 +21,19 @@ from megatron.training.run import Run
 def gpt_program(config: RunConfig) -> ModelSpec:
     """The model and its inputs."""
 
-    def inputs(batch: GPTBatch) -> ModelInputs:
-        targets = Targets(batch.labels_BS, batch.loss_mask_BS)
-        return ModelInputs(batch.tokens_BS, targets, batch.position_ids_BS, batch.document_ids_BS)
+    assert config.model.hidden_size is not None
+    layers = partial(gpt_layers, config.model, config.parallel)
+    return ModelSpec(layers, gpt_begin, partial(hidden_travels, config.model.hidden_size))
 
-    return ModelSpec(partial(gpt_layers, config.model, config.parallel), inputs)
+
+def gpt_begin(batch: GPTBatch) -> LayerState:
+    """The state that a micro batch starts with."""
+    return LayerState(
+        batch.tokens_BS,
+        position_ids=batch.position_ids_BS,
+        masks=AttentionMasks(batch.document_ids_BS),
+        targets=Targets(batch.labels_BS, batch.loss_mask_BS),
+    )
 
 
 def gpt_data(run: Run) -> tuple[Datasets, GPTCollator]:

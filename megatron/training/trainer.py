@@ -13,8 +13,8 @@ from megatron.data.samples import SampleDataset
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
-from megatron.engine.program import ModelSpec
 from megatron.engine.saving import hold_folder
+from megatron.model.spec import ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.training import resume
 from megatron.training.metrics import EvaluationMetrics, StepMetrics
@@ -190,7 +190,8 @@ class Trainer:
     def _evaluate_on(self, batches: MicroBatches, name: str, test: bool = False) -> None:
         if self.config.training.eval_iters == 0:
             return
-        loss = self.engine.evaluate(batches, self.plan.eval_micro_batches)
+        losses = self.engine.evaluate(batches, self.plan.eval_micro_batches)
+        loss = self.engine.spec.total(losses)
         metrics = EvaluationMetrics(self.iteration, loss, name, test)
         self.report.evaluation(metrics, self.consumed_samples)
 

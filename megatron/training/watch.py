@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.engine.program import StepResult
+from megatron.engine.step_result import StepResult
 from megatron.training.lagged import GPU_LAG, LaggedReads
 
 

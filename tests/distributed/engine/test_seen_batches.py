@@ -15,20 +15,20 @@ EOD = 99
 
 def tokens_used(argv):
     """The tokens of every micro batch that the model saw, and the loss mask; for the pool."""
-    from megatron.engine import program
+    from megatron.training import gpt
 
     tokens = []
-    inputs = program.ModelInputs.__init__
+    begin = gpt.gpt_begin
 
-    def noted(self, tokens_BS, *rest):
-        tokens.append(tokens_BS.tolist())
-        inputs(self, tokens_BS, *rest)
+    def noted(batch):
+        tokens.append(batch.tokens_BS.tolist())
+        return begin(batch)
 
-    program.ModelInputs.__init__ = noted
+    gpt.gpt_begin = noted
     try:
         train(argv)
     finally:
-        program.ModelInputs.__init__ = inputs
+        gpt.gpt_begin = begin
     return tokens
 
 

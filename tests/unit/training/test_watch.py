@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.engine.program import StepResult
+from megatron.engine.step_result import StepResult
 from megatron.training.lagged import LaggedReads
 from megatron.training.watch import StepWatch, StopAgreement, TrainingStopped
 
