@@ -60,6 +60,15 @@ class Source(ABC):
             CheckpointError: there are some, but not the wanted one.
         """
 
+    @classmethod
+    def family(cls, folder: Path) -> str:
+        """The family of the model in what :meth:`locate` found, without reading weights.
+
+        Raises:
+            CheckpointError: a file is missing or malformed.
+        """
+        return ModelConfig.family
+
     def __init__(self, folder: Path) -> None:
         """Opens what :meth:`locate` found.
 

@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import ModelConfig, ParallelConfig
+from megatron.config import ModelConfig
+from megatron.families import spec_of
 from megatron.formats.deepspeed_folders.parameters import registered_parameters
-from megatron.model.gpt import gpt_layers
+from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Shard
 
 
@@ -100,7 +101,7 @@ class EngineNaming(RankNaming):
     def __init__(self, model: ModelConfig, size: int) -> None:
         super().__init__(model)
         self.size, self.held = size, registered_parameters(model, size)
-        recipes = gpt_layers(model, ParallelConfig())
+        recipes = spec_of(model).layers(TensorParallel())
         self._tied = {n: f"tied_modules.{r.tied_key}" for n, r in enumerate(recipes) if r.tied_key}
 
     def parts(self, name: str) -> Sequence[str]:

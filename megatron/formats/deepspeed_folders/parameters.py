@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 
 from megatron.config import ModelConfig, ParallelConfig
-from megatron.model.gpt import gpt_layers
+from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, canonical_parameters
 from megatron.parallel.mesh import Group
 from megatron.parallel.region import TensorParallel
@@ -44,7 +44,7 @@ def registered_parameters(model: ModelConfig, size: int = 1) -> dict[str, list[R
     """
     parallel = ParallelConfig()
     region = TensorParallel(Group(tuple(range(size))))
-    recipes = gpt_layers(model, parallel, region)
+    recipes = spec_of(model, parallel).layers(region)
     with torch.device("meta"):
         stack = LayerStack(recipes, parallel)
     found: dict[str, list[Registered]] = {}
