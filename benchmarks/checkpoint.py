@@ -31,7 +31,7 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.formats import locate_checkpoint
+from megatron.checkpoint.registry import locate_checkpoint
 from megatron.checkpoint.retention import apply_retention
 from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed

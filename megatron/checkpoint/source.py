@@ -23,7 +23,6 @@ class Source(ABC):
 
     Attributes:
         title: what the format is called in messages.
-        universal: whether it is what ``--universal-checkpoint`` speaks of.
         folder: where it is (or the file, for formats of one file).
         model: the network, with ``unpadded_vocab_size`` filled in.
         tokenizer: how to get its tokenizer; None when the checkpoint does not say.
@@ -35,7 +34,6 @@ class Source(ABC):
     """
 
     title: ClassVar[str]
-    universal: ClassVar[bool] = False
     folder: Path
     model: ModelConfig
     tokenizer: TokenizerConfig | None = None

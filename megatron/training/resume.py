@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.formats import FORMATS, Located, locate_checkpoint
+from megatron.checkpoint.registry import Located, locate_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.data.skip import check_skipped
@@ -115,10 +115,8 @@ def _check_family(origin: Origin, family: str) -> None:
 
 def _find(options: CheckpointConfig) -> Located | None:
     """What ``--load``, ``--load-tag`` and ``--universal-checkpoint`` name."""
-    formats = FORMATS
-    if options.universal_checkpoint:
-        formats = tuple(sorted(FORMATS, key=lambda form: not form.universal))
-    return locate_checkpoint(options.load or "", options.load_tag, formats)
+    prefer = "universal" if options.universal_checkpoint else "native"
+    return locate_checkpoint(options.load or "", options.load_tag, prefer)
 
 
 def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Start:
