@@ -39,6 +39,7 @@ class TrainEngine:
 
     Attributes:
         stage: ZeRO stage.
+        layers: the whole layer list.
         model: this process's layers.
     """
 
@@ -56,7 +57,8 @@ class TrainEngine:
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
         self.backend, self.names, self.optimizer, self.engine = backend, names, optimizer, engine
-        self.stage, self.model = config.engine.zero_stage, backend.model
+        self.stage = config.engine.zero_stage
+        self.layers, self.model = backend.layers, backend.model
         self._samples_per_round = (config.training.micro_batch_size or 1) * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
         self._queued = self._queued_update() if queued else None

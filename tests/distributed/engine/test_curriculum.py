@@ -62,20 +62,20 @@ def rows(save, kind):
 
 def lengths_used(argv):
     """The run's record, and the shape of every micro batch that its model saw; for the pool."""
-    from megatron.training import gpt
+    from megatron.families import gpt
 
     shapes = []
-    begin = gpt.gpt_begin
+    begin = gpt.begin
 
     def noted(batch):
         shapes.append(tuple(batch.tokens_BS.shape))
         return begin(batch)
 
-    gpt.gpt_begin = noted
+    gpt.begin = noted
     try:
         return train(argv), shapes
     finally:
-        gpt.gpt_begin = begin
+        gpt.begin = begin
 
 
 def test_the_lengths_of_the_schedule_are_used(pool, tmp_path):

@@ -15,20 +15,20 @@ EOD = 99
 
 def tokens_used(argv):
     """The tokens of every micro batch that the model saw, and the loss mask; for the pool."""
-    from megatron.training import gpt
+    from megatron.families import gpt
 
     tokens = []
-    begin = gpt.gpt_begin
+    begin = gpt.begin
 
     def noted(batch):
         tokens.append(batch.tokens_BS.tolist())
         return begin(batch)
 
-    gpt.gpt_begin = noted
+    gpt.begin = noted
     try:
         train(argv)
     finally:
-        gpt.gpt_begin = begin
+        gpt.begin = begin
     return tokens
 
 
