@@ -84,9 +84,7 @@ class PipelineBackend:
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         """See :meth:`Backend.accumulate`."""
         plan = _plan(self._schedule(len(seeds)), self._mesh.pipeline.rank)
-        sums = self.executor.run(plan, batches, seeds, self._spec.loss_measure)
-        self.executor.reduce_gradients()
-        return sums
+        return self.executor.run(plan, batches, seeds, self._spec.loss_measure)
 
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
         """See :meth:`Backend.evaluate`."""

@@ -74,7 +74,7 @@ class LayerStack(nn.Module):
 
     def __init__(self, specs: Sequence[LayerSpec], parallel: ParallelConfig) -> None:
         super().__init__()
-        self.specs = tuple(specs)
+        self.layers = tuple(specs)
         self.tied_modules = nn.ModuleDict()
         modules: list[nn.Module] = []
         for place, spec in enumerate(specs):
@@ -92,9 +92,13 @@ class LayerStack(nn.Module):
         losses where it has targets, else with logits."""
         return self.sequence(state)
 
+    def blocks(self) -> list[nn.Module]:
+        """The repeated blocks, in order."""
+        return self.sequence.blocks
+
     def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of every parameter once, in registration order."""
-        return canonical_parameters(self, self.specs)
+        return canonical_parameters(self, self.layers)
 
 
 def recomputed_chunks(

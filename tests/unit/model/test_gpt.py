@@ -273,7 +273,7 @@ def test_canonical_names(model, expected):
 @pytest.mark.parametrize("model", MODELS)
 def test_canonical_names_are_a_bijection_of_the_registered_ones(model):
     stack = build_model(config(**MODELS[model], num_layers=12))
-    prefixes = canonical_prefixes(stack.recipes)
+    prefixes = canonical_prefixes(stack.layers)
     registered = [name for name, _ in stack.named_parameters()]
     names = {canonical_name(name, prefixes) for name in registered}
     assert len(names) == len(registered) == len(list(stack.parameters()))
