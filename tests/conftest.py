@@ -1,6 +1,7 @@
 """Fixtures for all tests."""
 
 import os
+import sys
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 
 # Tiny tensors on many threads spend their time waiting, above all where other tests run beside.
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))  # what unit and distributed tests share
 
 
 @pytest.fixture(scope="session")

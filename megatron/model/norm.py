@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.layer_list import LayerState
 from megatron.model.rms_norm import rms_norm
+from megatron.model.state import LayerState
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
 
@@ -103,6 +103,6 @@ class FinalNorm(nn.Module):
         super().__init__()
         self.norm = build_norm(config, region)
 
-    def forward(self, stream: LayerState) -> LayerState:
+    def forward(self, state: LayerState) -> LayerState:
         """Hidden states [B, S, H] to [B, S, H]."""
-        return stream.with_hidden(self.norm(stream.hidden))
+        return state.with_hidden(self.norm(state.hidden))

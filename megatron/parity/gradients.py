@@ -9,11 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -23,11 +22,12 @@ from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.gradient_norm import gradient_norm
-from megatron.engine.pipeline_engine import PipelinedEngine
-from megatron.engine.plain_engine import PlainEngine
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import spec_of
-from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState, initialise
+from megatron.model.layer_list import LayerSpec, LayerStack, initialise
+from megatron.model.layer_sequence import LayerSequence
+from megatron.model.spec import ModelSpec
+from megatron.model.state import LayerState
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
@@ -35,8 +35,6 @@ from megatron.parallel.shard import Init, Shard, shard_of
 from megatron.training.data import run_data
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run
-
-_Step = Callable[[LayerState], LayerState]
 
 INIT = Init(std=0.3)
 """Wider than at the start of a training, biases too, so that every gradient is large."""
@@ -108,25 +106,18 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     engine.model.double()
     for param, name in engine.names.items():
         _widen(name, param, config, tensor.rank, tensor.size)
-    if isinstance(engine, PipelinedEngine):
-        engine.engine.hidden_dtype = torch.float64
-        runs = list(engine.model.runs.values())
-    else:
-        assert isinstance(engine, PlainEngine)
-        runs = [engine.model.run]
-    outputs = _observe(runs) if mesh.data.rank == 0 else {}
+    outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
     engine.engine.allreduce_gradients = lambda **_: _reduce(engine.names, mesh)
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
-    engine.engine.train()
-    engine.engine.set_train_batch_size(plan.batch_size.batch_size(0))
+    engine.prepare(count)
     samples = plan.micro_batch_size
     seeds = [
         dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
         for n in range(count)
     ]
     batches = _batches(run, plan, mesh)
-    total = engine._accumulate(batches, seeds)
+    sums = engine.backend.accumulate(batches, seeds)
     owned = [param for param in engine.names if engine.owns(param)]
     norm = float(gradient_norm(owned, mesh.model))
     found = [
@@ -134,7 +125,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         for param, name in engine.names.items()
         if param.grad is not None
     ]
-    loss = float(engine._mean_over_ranks(total / count))
+    loss = float(engine.spec.total(engine.mean_losses(sums, count)))
     return GradientRecord((tensor.rank, tensor.size), loss, norm, found, outputs)
 
 
@@ -150,21 +141,14 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
     names = dict(model.canonical_parameters())
     for name, param in names.items():
         _widen(name, param, config, 0, 1)
-    outputs = _observe([model.run])
+    outputs = _observe([model.sequence], program)
     count = plan.batch_size.micro_batches(0)
     mesh, total = Mesh(), 0.0
     batches = _batches(run, plan, mesh)
     for number in range(count):
         batch = next(batches)
-        inputs = program.inputs(batch)
         seed = dropout_seed(config.training.seed, number * plan.micro_batch_size)
-        loss = model(
-            inputs.tokens_BS,
-            inputs.position_ids_BS,
-            inputs.document_ids_BS,
-            dropout_seed=seed,
-            targets=inputs.targets,
-        )
+        loss = program.total(model(program.begin(batch)._replace(dropout_seed=seed)).losses)
         (loss / count).backward()
         total += float(loss.detach())
     found = [
@@ -193,23 +177,18 @@ def _batches(run: Run, plan: TrainingPlan, mesh: Mesh) -> Iterator[Any]:
     )
 
 
-def _observe(runs: Sequence[LayerSequence]) -> dict[int, Tensor]:
-    """Has layer runs leave a copy of the first output of every layer."""
+def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, Tensor]:
+    """Has layers leave a copy of the first output of each: hidden states, of the last the loss."""
     outputs: dict[int, Tensor] = {}
 
-    def observed(
-        place: int, step: Callable[[LayerState], LayerState]
-    ) -> Callable[[LayerState], LayerState]:
-        def forward(stream: LayerState) -> LayerState:
-            stream = step(stream)
-            if place not in outputs:
-                outputs[place] = stream.hidden.detach().cpu().clone()
-            return stream
+    def note(place: int, state: LayerState) -> None:
+        if place not in outputs:
+            ended = state.losses.keys() == spec.losses.keys()
+            output = spec.total(state.losses) if ended else state.hidden
+            outputs[place] = output.detach().cpu().clone()
 
-        return forward
-
-    for run in runs:
-        run.steps = [observed(run.first + n, step) for n, step in enumerate(run.steps)]
+    for sequence in sequences:
+        sequence.observe(note)
     return outputs
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import TINY
 
 from megatron.data.loader import MicroBatches
-from megatron.engine import train_engine
+from megatron.engine import build
 from megatron.engine.environment import distributed
 from megatron.engine.state import fragments, optimizer_step
 from megatron.parity.training import Record, watched_trainer
@@ -60,7 +60,7 @@ def as_deepspeed_does(stock: bool) -> Iterator[None]:
                 "take_out": lambda *_: None,
             }
             for name, instead in ours.items():
-                stack.enter_context(mock.patch.object(train_engine, name, instead))
+                stack.enter_context(mock.patch.object(build, name, instead))
         yield
 
 

@@ -8,7 +8,8 @@ from torch._dynamo.utils import counters
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import LayerState, initialise
+from megatron.model.layer_list import initialise
+from megatron.model.state import LayerState
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
 

@@ -9,7 +9,8 @@ from training_jobs import TINY, train
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import LayerState, initialise
+from megatron.model.layer_list import initialise
+from megatron.model.state import LayerState
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megatron.parallel.region import TensorParallel

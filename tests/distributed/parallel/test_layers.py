@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import LayerState, initialise
+from megatron.model.layer_list import initialise
 from megatron.model.norm import build_norm
+from megatron.model.state import LayerState
 from megatron.parallel.collectives import (
     reduce_from_ranks,
     start_gather_sequence,
     start_scatter_sequence,
     start_sum_over_copies,
 )
-from megatron.parallel.column_linear import LinearMap
+from megatron.parallel.column_linear import LinearMap, column_linear
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -384,7 +385,7 @@ def frozen() -> None:
         leaf.grad = other.grad = None
         leaf.requires_grad_(True), other.requires_grad_(False)
         for copies in (1, region.group.size):
-            (y,) = region.enter(x, LinearMap(weight, bias, copies))
+            (y,) = column_linear(x, (LinearMap(weight, bias, copies),), region.group, region.split)
             y.sum().backward()
         assert leaf.grad is not None and other.grad is None
 
