@@ -11,9 +11,8 @@ torchrun starts it in the same way, and plain python runs it on one process.
 
 from megatron import importing
 from megatron.engine.environment import distributed
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.pretraining import pretrain
 from megatron.training.run import end_process_after, errors_for_users, parse_run
-from megatron.training.trainer import Trainer
 
 importing.done()
 
@@ -21,10 +20,9 @@ importing.done()
 def train() -> None:
     """Parses the command line, builds the model and its data, trains."""
     with errors_for_users():
-        run = parse_run(__doc__)
+        run = parse_run(__doc__, family="gpt")
         with distributed(run.config.parallel) as mesh:
-            datasets, collate = gpt_data(run)
-            Trainer(run, gpt_program(run.config), datasets, collate, mesh).fit()
+            pretrain(run, mesh)
 
 
 def main() -> None:

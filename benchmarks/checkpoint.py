@@ -31,14 +31,14 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.formats import locate_checkpoint
+from megatron.checkpoint.registry import locate_checkpoint
 from megatron.checkpoint.retention import apply_retention
 from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import CheckpointWriter, SaveResult
 from megatron.engine.snapshot import own_part
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.pretraining import build_trainer
 from megatron.training.run import parse_run
 from megatron.training.trainer import Trainer
 
@@ -69,8 +69,8 @@ class Benchmark:
     def __init__(self, trainer: Trainer, folder: Path) -> None:
         self.trainer, self.engine, self.folder = trainer, trainer.engine, folder
         self.clock = Clock()
-        assert trainer.datasets.train is not None
-        self.batches = trainer._batches(trainer.datasets.train, 0, 0)
+        assert trainer.data.datasets.train is not None
+        self.batches = trainer.batches(trainer.data.datasets.train)
         self.save = folder / "save"
         self.plain = folder / "plain"
         tokenizer = trainer.run.tokenizer.save_pretrained
@@ -197,8 +197,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     ).split()
     run = parse_run(None, flags)
     with distributed(run.config.parallel) as mesh:
-        datasets, collate = gpt_data(run)
-        trainer = Trainer(run, gpt_program(run.config), datasets, collate, mesh)
+        trainer = build_trainer(run, mesh)
         benchmark = Benchmark(trainer, folder)
         benchmark.step()
         works: list[Callable[[], None]] = [

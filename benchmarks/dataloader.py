@@ -42,9 +42,9 @@ from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import MicroBatches
 from megatron.data.mock import MockGPTDataset
 from megatron.engine.environment import distributed
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.data import run_data
+from megatron.training.pretraining import build_trainer
 from megatron.training.run import parse_run
-from megatron.training.trainer import Trainer
 
 VOCABULARY = 8_191
 
@@ -171,11 +171,10 @@ def steps(prefix: Path, options: argparse.Namespace) -> dict[str, dict[str, list
         name: {"wall": [], "cpu": [], "waited": []} for name in sources
     }
     with distributed(run.config.parallel) as mesh:
-        datasets, collate = gpt_data(run)
-        trainer = Trainer(run, gpt_program(run.config), datasets, collate, mesh)
+        trainer = build_trainer(run, mesh)
         streams = {}
         for name, line in sources.items():
-            data, _ = gpt_data(parse_run(None, line.split()))
+            data, collate = run_data(parse_run(None, line.split()))
             assert data.train is not None
             streams[name] = Stream(
                 MicroBatches(
@@ -190,7 +189,7 @@ def steps(prefix: Path, options: argparse.Namespace) -> dict[str, dict[str, list
             for name in chance.sample(list(streams), 2):
                 with measured(found[name] if number else None, streams[name]):
                     for _ in range(options.block):
-                        trainer._step(streams[name])
+                        trainer.step(streams[name])
     return found
 
 

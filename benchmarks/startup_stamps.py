@@ -28,7 +28,7 @@ IMPORTS = {
 FUNCTIONS = {
     "megatron.training.run": {"parse_run": "configuration"},
     "megatron.tokenizer.registry": {"build_tokenizer": "tokenizer"},
-    "megatron.training.gpt": {"gpt_data": "data index"},
+    "megatron.training.data": {"run_data": "data index"},
     "megatron.engine.environment": {"prepare_deepspeed": "torch.distributed"},
     "megatron.parallel.mesh": {"build_mesh": "torch.distributed"},
     "megatron.engine.train_engine": {

@@ -82,16 +82,14 @@ def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> No
 
 def _serve(pipe: Connection, flags: list[str]) -> None:
     from megatron.engine.environment import distributed
-    from megatron.training.gpt import gpt_data, gpt_program
+    from megatron.training.pretraining import build_trainer
     from megatron.training.run import parse_run
-    from megatron.training.trainer import Trainer
 
     run = parse_run(None, flags)
     logging.disable(logging.INFO)
     with distributed(run.config.parallel) as mesh:
-        datasets, collate = gpt_data(run)
         before = resident_bytes()
-        worker = Worker(Trainer(run, gpt_program(run.config), datasets, collate, mesh), before)
+        worker = Worker(build_trainer(run, mesh), before)
         pipe.send((None, worker.parameters()))
         while True:
             try:
@@ -111,7 +109,7 @@ class Worker:
 
     def __init__(self, trainer: Any, before: int) -> None:
         self.trainer, self.before = trainer, before
-        self.batches = trainer._batches(trainer.datasets.train, 0, 0)
+        self.batches = trainer.batches(trainer.data.datasets.train)
         self.consumed, self.loss = 0, math.nan
 
     def parameters(self, _: None = None) -> int:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from megatron.config.curriculum import without_sampling
 from megatron.config.flags import ConfigError, option
 from megatron.data.curriculum.analysis import METRICS, MetricSummary, analyse
-from megatron.training.gpt import gpt_data
+from megatron.training.data import run_data
 from megatron.training.run import Run, run_of
 from megatron.training.run_flags import RunToolParser
 
@@ -78,7 +78,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     if folder is None:
         raise ConfigError("missing --save, the folder for the results")
     plain = dataclasses.replace(run.config, curriculum=without_sampling(run.config.curriculum))
-    datasets, _ = gpt_data(dataclasses.replace(run, config=plain))
+    datasets, _ = run_data(dataclasses.replace(run, config=plain))
     if datasets.train is None:
         raise ConfigError("--skip-train: there are no training samples to measure")
     rows = plain.model.padded_vocab_size

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 
 from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import option
-from megatron.data.families import FAMILIES
 from megatron.data.index_cache import IndexCache
 from megatron.data.prebuild import prebuild
 from megatron.data.run_data import parts_of
 from megatron.data.worker import usable_processors
+from megatron.families import family_names, family_of
 from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, run_of
@@ -36,7 +36,7 @@ class BuildConfig:
     """Processes that build, each one dataset at a time."""
     world_size: int = option(1)
     """Processes of the run."""
-    samples: str = option("gpt", choices=tuple(FAMILIES))
+    samples: str = option("gpt", choices=family_names())
     """What the samples are for."""
 
 
@@ -82,7 +82,7 @@ def build_all(config: BuildConfig, run: Run) -> None:
     """Builds and says what is there."""
     began = time.perf_counter()
     plan = TrainingPlan(run.config)
-    data = FAMILIES[config.samples](run.config, run.tokenizer)
+    data = family_of(config.samples).data(run.config, run.tokenizer)
     prebuild(data, plan.sample_counts, config.workers or usable_processors())
     datasets = run_datasets(data, plan)  # blends, and a curriculum's order
     named = {"train": datasets.train, **datasets.valid, **datasets.test}

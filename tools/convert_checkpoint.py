@@ -10,9 +10,9 @@ What goes to or comes from Hugging Face is compared with what it was made of, lo
 it gets its name. tools/checkpoint/util.py turns any format into ours or into Megatron's.
 """
 
-import importlib
 import sys
 from collections.abc import Sequence
+from pkgutil import resolve_name
 
 from megatron.config import ConfigError
 
@@ -34,8 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if command not in COMMANDS:
             raise ConfigError(f"{command or 'no command'}: the commands are {', '.join(COMMANDS)}")
-        module, function = COMMANDS[command].split(":")
-        getattr(importlib.import_module(module), function)(arguments)
+        resolve_name(COMMANDS[command])(arguments)
     except (ValueError, OSError) as error:
         sys.exit(f"convert_checkpoint.py: error: {error}")
 

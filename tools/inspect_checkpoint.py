@@ -16,7 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.registry import open_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.checkpoint.summary import (
     TensorFacts,

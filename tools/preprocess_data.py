@@ -10,7 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config import TokenizerConfig, parse_configs
-from megatron.data.preprocessing import PreprocessConfig, Summary, preprocess
+from megatron.data.preprocessing.config import PreprocessConfig
+from megatron.data.preprocessing.pipeline import preprocess
+from megatron.data.preprocessing.summary import Summary
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -25,10 +25,9 @@ from megatron.engine.environment import distributed, world_size
 from megatron.profiling.split import split
 from megatron.profiling.table import split_text
 from megatron.profiling.trace import read_trace
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.pretraining import pretrain
 from megatron.training.run import end_process_after, errors_for_users, run_of
 from megatron.training.run_flags import RunToolParser
-from megatron.training.trainer import Trainer
 from megatron.whole_file import write_whole
 
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
@@ -106,8 +105,7 @@ def few_steps(settings: Settings) -> Settings:
 def train(settings: Settings) -> None:
     run = run_of(settings, world_size())
     with distributed(run.config.parallel) as mesh:
-        datasets, collate = gpt_data(run)
-        Trainer(run, gpt_program(run.config), datasets, collate, mesh).fit()
+        pretrain(run, mesh)
 
 
 if __name__ == "__main__":

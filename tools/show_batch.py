@@ -20,7 +20,7 @@ from itertools import groupby
 
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import option
-from megatron.data.families import FAMILIES
+from megatron.families import family_names, family_of
 from megatron.parallel.mesh import rank_grid
 from megatron.training.batch_view import SeenSample, seen_samples
 from megatron.training.data import run_datasets
@@ -41,7 +41,7 @@ class ShowConfig:
     """Show what this rank reads only."""
     max_characters: int = option(400)
     """Characters of a sample's text that are shown; 0 shows all."""
-    samples: str = option("gpt", choices=tuple(FAMILIES))
+    samples: str = option("gpt", choices=family_names())
     """What the samples are for."""
     json: bool = option(False)
     """One JSON object a line instead: all tokens, loss mask and text of each sample."""
@@ -70,7 +70,7 @@ def show(config: ShowConfig, run: Run) -> Iterator[str]:
         raise ConfigError(
             f"--iteration {config.iteration}: the run has steps 1 to {plan.train_iters}"
         )
-    data = FAMILIES[config.samples](run.config, run.tokenizer)
+    data = family_of(config.samples).data(run.config, run.tokenizer)
     train = run_datasets(data, plan).train
     if train is None:
         raise ConfigError("the flags give no training data")

@@ -9,9 +9,8 @@ import torch
 from contestants.registry import AfterStep, Contestant
 from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, WEIGHT_DECAY, Setting
 from megatron.engine.environment import distributed
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.pretraining import build_trainer
 from megatron.training.run import parse_run
-from megatron.training.trainer import Trainer
 
 NEVER = 10**9
 LLAMA = (
@@ -45,8 +44,7 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
     """Trains by ``Trainer.fit``."""
     asked = parse_run(None, flags_of(setting, contestant.stage, contestant.flags))
     with distributed(asked.config.parallel) as mesh:
-        datasets, collate = gpt_data(asked)
-        trainer = Trainer(asked, gpt_program(asked.config), datasets, collate, mesh)
+        trainer = build_trainer(asked, mesh)
         step = trainer.engine.train_step
 
         def train_step(*args: Any, **kwargs: Any) -> Any:

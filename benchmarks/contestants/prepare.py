@@ -17,13 +17,13 @@ from contestants.setting import Setting
 from megatron.checkpoint.files import write_json
 from megatron.checkpoint.source import Source
 from megatron.data.build import Datasets
+from megatron.families import build_model
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.registry import architecture_of
-from megatron.model.gpt import build_gpt
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import shard_of
+from megatron.training.data import run_data
 from megatron.training.flops import measure_matmul_peak, peak_flops
-from megatron.training.gpt import gpt_data
 from megatron.training.run import Run, parse_run
 
 SHARD_BYTES = 2**32
@@ -41,7 +41,7 @@ def prepare(setting: Setting, steps: int, given_peak: float | None) -> dict[str,
     torch.set_num_threads(setting.threads)
     run = parse_run(None, flags_of(setting, 0))
     samples = min(MOST_SAMPLES, steps * setting.micro_batch * setting.micro_batches)
-    write_tokens(setting, gpt_data(run)[0], samples)
+    write_tokens(setting, run_data(run)[0], samples)
     write_weights(setting, run)
     return machine() | peak(setting, given_peak)
 
@@ -74,7 +74,7 @@ class InitialWeights(Source):
     def __init__(self, run: Run) -> None:
         super().__init__(Path("initial weights"))
         self.model, self.seed = run.config.model, run.config.training.seed
-        self.params = dict(build_gpt(self.model).canonical_parameters())
+        self.params = dict(build_model(self.model).canonical_parameters())
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:

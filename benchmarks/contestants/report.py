@@ -10,7 +10,7 @@ from typing import Any
 from contestants.measure import Result
 from contestants.registry import FLOOR, is_ours, is_peer
 from contestants.setting import Setting
-from megatron.training.flops import TransformerShape
+from megatron.model.flops import TransformerShape
 
 
 def shape_of(setting: Setting) -> TransformerShape:

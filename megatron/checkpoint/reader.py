@@ -55,12 +55,7 @@ class CheckpointReader(Source):
         super().__init__(folder)
         self.files = manifest(folder)
         self.state = read_json(folder / "state.json")
-        try:
-            self.config = RunConfig.from_dict(read_json(folder / "config.json"))
-        except (TypeError, AttributeError) as error:
-            raise CheckpointError(
-                f"{folder / 'config.json'} is no configuration: {error}"
-            ) from None
+        self.config = _configuration(folder)
         self.run, self.model = self.config, self.config.model
         self.tokenizer = self._tokenizer()
         self.pieces = check_index(folder, self.files)
@@ -72,6 +67,11 @@ class CheckpointReader(Source):
         if not (path / "manifest.json").is_file() and not (path.is_dir() and complete_tags(path)):
             return None
         return find(str(path), wanted)
+
+    @classmethod
+    def family(cls, folder: Path) -> str:
+        """See :meth:`Source.family`."""
+        return _configuration(folder).model.family
 
     @classmethod
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
@@ -172,6 +172,13 @@ class CheckpointReader(Source):
         top = first // width
         rows = stored[top : -(-end // width)].reshape(-1)
         return rows[first - top * width : end - top * width]
+
+
+def _configuration(folder: Path) -> RunConfig:
+    try:
+        return RunConfig.from_dict(read_json(folder / "config.json"))
+    except (TypeError, AttributeError) as error:
+        raise CheckpointError(f"{folder / 'config.json'} is no configuration: {error}") from None
 
 
 SHAPING = (

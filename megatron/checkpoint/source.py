@@ -23,7 +23,6 @@ class Source(ABC):
 
     Attributes:
         title: what the format is called in messages.
-        universal: whether it is what ``--universal-checkpoint`` speaks of.
         folder: where it is (or the file, for formats of one file).
         model: the network, with ``unpadded_vocab_size`` filled in.
         tokenizer: how to get its tokenizer; None when the checkpoint does not say.
@@ -35,7 +34,6 @@ class Source(ABC):
     """
 
     title: ClassVar[str]
-    universal: ClassVar[bool] = False
     folder: Path
     model: ModelConfig
     tokenizer: TokenizerConfig | None = None
@@ -59,6 +57,15 @@ class Source(ABC):
         Raises:
             CheckpointError: there are some, but not the wanted one.
         """
+
+    @classmethod
+    def family(cls, folder: Path) -> str:
+        """The family of the model in what :meth:`locate` found, without reading weights.
+
+        Raises:
+            CheckpointError: a file is missing or malformed.
+        """
+        return ModelConfig.family
 
     def __init__(self, folder: Path) -> None:
         """Opens what :meth:`locate` found.

@@ -10,8 +10,8 @@ from safetensors import SafetensorError, safe_open
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import complete_tags
-from megatron.checkpoint.formats import Located, locate_checkpoint
 from megatron.checkpoint.reader import CheckpointReader, tensor_key
+from megatron.checkpoint.registry import Located, locate_checkpoint
 from megatron.checkpoint.source import Source
 
 

@@ -37,6 +37,15 @@ class GPTBatch(NamedTuple):
             for tensor in self
         )
 
+    def shortened(self, seq_length: int) -> GPTBatch:
+        """The first ``seq_length`` tokens of every sample. Labels are the next tokens already, so
+        nothing is lost but what comes after them."""
+        assert self.tokens_BS.shape[1] >= seq_length
+        return GPTBatch._make(
+            None if tensor_BS is None else tensor_BS[:, :seq_length].contiguous()
+            for tensor_BS in self
+        )
+
 
 @dataclass(frozen=True)
 class GPTCollator:

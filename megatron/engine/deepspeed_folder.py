@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from deepspeed.runtime.pipe.module import PipelineModule
 from safetensors.torch import save_file
 
+from megatron.checkpoint.deepspeed_names import CONFIG, COUNTERS, RUN, STATE
 from megatron.checkpoint.files import sync_file, write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.engine.json_keys import Json
@@ -22,9 +24,8 @@ from megatron.engine.pipeline_module import StageModule
 from megatron.engine.random_state import random_state
 from megatron.engine.saving import CheckpointWriter, SaveResult
 from megatron.engine.train_engine import TrainEngine
-from megatron.formats.deepspeed_folders.configuration import COUNTERS, RUN
-from megatron.formats.deepspeed_folders.layout import CONFIG, STATE
-from megatron.formats.deepspeed_folders.universal_info import universal_info
+from megatron.engine.universal_info import universal_info
+from megatron.model.registration import registered_parameters
 
 
 class EngineFolderWriter(CheckpointWriter):
@@ -41,7 +42,14 @@ class EngineFolderWriter(CheckpointWriter):
         return super()._write(job, began, stall)
 
     def _write_own_part(self, folder: Path, part: Any) -> None:
-        write_engine_folder(self.engine, folder, self._job.state)
+        write_engine_folder(self.engine, folder, self._job.state, self._universal_info)
+
+    @cached_property
+    def _universal_info(self) -> Json:
+        engine = self.engine
+        found = registered_parameters(engine.recipes).values()
+        parts = [part for parts in found for part in parts]
+        return universal_info(parts, engine.config.model, engine.mesh.tensor.size)
 
     def _finish(self, folder: Path, job: Any) -> int:
         final = self.folder / tag(job.iteration)
@@ -67,25 +75,27 @@ def checkpoint_writer(
     return writer(engine, content, save_tokenizer)
 
 
-def write_engine_folder(engine: TrainEngine, folder: Path, state: dict[str, Any]) -> None:
+def write_engine_folder(
+    engine: TrainEngine, folder: Path, state: dict[str, Any], info: Json
+) -> None:
     """Writes what the ranks hold; every rank must call it.
 
     Args:
         engine: whose state is saved.
         folder: a folder that is there.
         state: counters; see :class:`megatron.checkpoint.source.Source`.
+        info: see :func:`universal_info`.
 
     Raises:
         OSError: a file cannot be written.
     """
     rank = engine.mesh.world.rank
-    model, size = engine.config.model, engine.mesh.tensor.size
     client: dict[str, Any] = {
         "iteration": state["iteration"],
         "consumed_samples": state["consumed_samples"],
         COUNTERS: state,
         RUN: engine.config.to_dict(),
-        "universal_checkpoint_info": universal_info(model, size),
+        "universal_checkpoint_info": info,
     }
     if engine.stage == 0:
         names = {param: name for name, param in engine.engine.module.named_parameters()}

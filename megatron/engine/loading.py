@@ -16,9 +16,9 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.formats import Located
 from megatron.checkpoint.reader import differences
 from megatron.checkpoint.region import region_of
+from megatron.checkpoint.registry import Located
 from megatron.checkpoint.source import Source
 from megatron.engine.agreement import any_rank
 from megatron.engine.random_state import set_random_state

@@ -31,8 +31,8 @@ from megatron.checkpoint.folder import (
     remove_incomplete,
     tag,
 )
-from megatron.checkpoint.formats import open_checkpoint
 from megatron.checkpoint.lock import FolderLock
+from megatron.checkpoint.registry import open_checkpoint, save_copy
 from megatron.checkpoint.retention import apply_retention
 from megatron.checkpoint.tensor_file import write_tensors
 from megatron.engine.agreement import first_reason
@@ -40,7 +40,6 @@ from megatron.engine.json_keys import Json
 from megatron.engine.snapshot import HostBuffers, Part, own_part
 from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine
-from megatron.formats.deepspeed_folders.universal_writer import save_universal
 from megatron.parallel.mesh import Group
 
 _PIECES = "pieces-{rank:05d}.json"
@@ -264,7 +263,7 @@ class CheckpointWriter:
         if options.save_universal:
             try:
                 source = open_checkpoint(self.folder / tag(iteration), verify=False)
-                save_universal(source, self.folder, 3 if self.engine.stage == 3 else 1)
+                save_copy("universal", source, self.folder, 3 if self.engine.stage == 3 else 1)
             except Exception as error:  # the save itself has succeeded
                 notes.append(f"--save-universal: no universal copy of it: {error}")
         return notes + apply_retention(

@@ -9,7 +9,7 @@ import torch
 from megatron.checkpoint.source import Source
 from megatron.checkpoint.writer import run_of
 from megatron.config import ConfigError, RunConfig, TokenizerConfig
-from megatron.model.gpt import build_gpt
+from megatron.families import build_model
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.shard import shard_of
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -47,7 +47,7 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
     """
     source.require_model()
     with device:
-        model = build_gpt(run_of(source).model).to(dtype)
+        model = build_model(run_of(source).model).to(dtype)
     for name, param in model.canonical_parameters():
         param.copy_(shard_of(param).cut(source.tensor(name), 0, 1))
     return model.eval().requires_grad_(False)

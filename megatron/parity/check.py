@@ -15,6 +15,7 @@ from megatron.config import ConfigError
 from megatron.config.layouts import Layout, check_layout
 from megatron.engine.environment import distributed
 from megatron.engine.program import StepResult
+from megatron.families import spec_of
 from megatron.parallel.region import TensorParallel
 from megatron.parity.first_step import (
     Part,
@@ -40,7 +41,6 @@ from megatron.parity.training import (
     train_plainly,
     watched_trainer,
 )
-from megatron.training.gpt import gpt_program
 from megatron.training.run import parse_run
 
 FIRST_STEP = 1e-6
@@ -187,7 +187,7 @@ class Checker:
     def _float64_difference(
         self, records: Sequence[GradientRecord], expected: GradientRecord
     ) -> str:
-        layers = gpt_program(self.config).layers(TensorParallel())
+        layers = spec_of(self.config.model, self.config.parallel).layers(TensorParallel())
         difference = first_difference(records, expected, layers)
         return "" if difference is None else f"{difference} (one step in float64)"
 

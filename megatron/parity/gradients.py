@@ -26,12 +26,13 @@ from megatron.engine.gradient_norm import gradient_norm
 from megatron.engine.pipeline_engine import PipelinedEngine
 from megatron.engine.plain_engine import PlainEngine
 from megatron.engine.train_engine import TrainEngine
+from megatron.families import spec_of
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState, initialise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, shard_of
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.data import run_data
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run
 
@@ -93,7 +94,9 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
     engine_config = dataclasses.replace(run.config.engine, zero_stage=0, deepspeed_config=None)
     config = dataclasses.replace(run.config, engine=engine_config, precision=PrecisionConfig())
     run = dataclasses.replace(run, config=config, content=complete({}, config))
-    engine = build_engine(config, run.content, gpt_program(config), mesh, training_device())
+    engine = build_engine(
+        config, run.content, spec_of(config.model, config.parallel), mesh, training_device()
+    )
     try:
         return _step(run, engine, mesh)
     finally:
@@ -138,7 +141,11 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
 def reference_gradients(argv: Sequence[str]) -> GradientRecord:
     """The same step on one process, without DeepSpeed: a loop over the micro batches."""
     run = parse_run(None, argv)
-    config, program, plan = run.config, gpt_program(run.config), TrainingPlan(run.config)
+    config, program, plan = (
+        run.config,
+        spec_of(run.config.model, run.config.parallel),
+        TrainingPlan(run.config),
+    )
     model = LayerStack(program.layers(TensorParallel()), config.parallel).double()
     names = dict(model.canonical_parameters())
     for name, param in names.items():
@@ -175,7 +182,7 @@ def _widen(name: str, param: nn.Parameter, config: RunConfig, rank: int, size: i
 
 
 def _batches(run: Run, plan: TrainingPlan, mesh: Mesh) -> Iterator[Any]:
-    datasets, collate = gpt_data(run)
+    datasets, collate = run_data(run)
     assert datasets.train is not None
     return MicroBatches(
         datasets.train,

@@ -6,7 +6,6 @@ import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -18,15 +17,17 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
 from megatron.engine.program import StepResult
 from megatron.engine.state import fragments
+from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.data import run_data
 from megatron.training.plan import TrainingPlan
+from megatron.training.pretraining import build_trainer
 from megatron.training.run import Run, parse_run
-from megatron.training.trainer import Trainer
+from megatron.training.trainer import Callback, Step, Trainer
 
 ORDERS = 5
 """Runs of one process that sum in other orders, to see how far rounding alone drives them apart."""
@@ -78,17 +79,16 @@ def train(argv: Sequence[str]) -> Record:
 
 def watched_trainer(run: Run, mesh: Mesh, watch: Callable[[StepResult], None]) -> Trainer:
     """A trainer that shows the result of every step to ``watch``, right after the step."""
-    datasets, collate = gpt_data(run)
-    trainer = Trainer(run, gpt_program(run.config), datasets, collate, mesh)
-    step = trainer.engine.train_step
+    return build_trainer(run, mesh, [_Watching(watch)])
 
-    def watched_step(*args: Any) -> StepResult:
-        result = step(*args)
-        watch(result)
-        return result
 
-    trainer.engine.train_step = watched_step  # type: ignore
-    return trainer
+class _Watching(Callback):
+    def __init__(self, watch: Callable[[StepResult], None]) -> None:
+        self._watch = watch
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See :meth:`Callback.after_step`."""
+        self._watch(step.result)
 
 
 class PlainTraining:
@@ -114,7 +114,7 @@ class PlainTraining:
     ) -> None:
         run = parse_run(None, argv)
         self.options, self._seed = run.config.optimizer, run.config.training.seed
-        self._program = gpt_program(run.config)
+        self._program = spec_of(run.config.model, run.config.parallel)
         self._plan, self._order = TrainingPlan(run.config), order
         self.steps = min(
             self._plan.train_iters, run.config.training.exit_interval or self._plan.train_iters
@@ -125,7 +125,7 @@ class PlainTraining:
             initialise(name, param, self._seed, 0, 1)
         self._model.to(dtype)
         self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
-        datasets, collate = gpt_data(run)
+        datasets, collate = run_data(run)
         assert datasets.train is not None
         self._batches = MicroBatches(
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size

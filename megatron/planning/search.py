@@ -9,12 +9,12 @@ from functools import lru_cache
 
 from megatron.config import ModelConfig, RunConfig
 from megatron.config.layouts import Layout, refusal
+from megatron.model.flops import TransformerShape
 from megatron.planning.communication import Communication
 from megatron.planning.hardware import Hardware
 from megatron.planning.memory import Memory, rank_memory
 from megatron.planning.parameters import RankShare, rank_shares
 from megatron.planning.step_time import StepTime, step_time
-from megatron.training.flops import TransformerShape
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Job:
 
     def flops(self) -> float:
         """Model FLOPs of a step, attention over all pairs, nothing for what is recomputed."""
-        return transformer_shape(self.padded(1)).flops_per_step(
+        return TransformerShape.of(self.padded(1)).flops_per_step(
             self.global_batch_size, causal=False
         )
 
@@ -53,12 +53,6 @@ def _padded(model: ModelConfig, vocab_size: int, tensor: int) -> ModelConfig:
     config = dataclasses.replace(RunConfig(), model=model)
     parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=tensor)
     return dataclasses.replace(config, parallel=parallel).with_vocabulary(vocab_size).model
-
-
-def transformer_shape(model: ModelConfig) -> TransformerShape:
-    """The numbers that a complete model's FLOPs depend on."""
-    names = [field.name for field in dataclasses.fields(TransformerShape)]
-    return TransformerShape(**{name: getattr(model, name) for name in names})
 
 
 @dataclass(frozen=True)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 import numpy.typing as npt
 
+TextSource = Callable[[], Iterable[str]]
+"""Gives texts, the same ones each time it is called."""
 TokenIds = npt.NDArray[np.int32]
 """The ids of one text, 1-D."""
 WordStarts = npt.NDArray[np.bool_]

@@ -3,37 +3,33 @@
 from __future__ import annotations
 
 import difflib
+import pkgutil
 from collections.abc import Callable
+from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.tokenizer.byte import ByteLevelTokenizer
-from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
-from megatron.tokenizer.huggingface import HFTokenizer
-from megatron.tokenizer.null import NullTokenizer
-from megatron.tokenizer.protocol import Tokenizer
-from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, model_path
-from megatron.tokenizer.tik_token import TikTokenizer
-from megatron.tokenizer.train_sentence_piece import TextSource, train_missing_model
-from megatron.tokenizer.wordpiece import WordPieceTokenizer
+from megatron.tokenizer.protocol import TextSource, Tokenizer
 
-TOKENIZERS: dict[str, Callable[[TokenizerConfig], Tokenizer]] = {
-    "GPT2BPETokenizer": GPT2BPETokenizer.from_config,
-    "BertWordPieceLowerCase": WordPieceTokenizer.lower_from_config,
-    "BertWordPieceCase": WordPieceTokenizer.cased_from_config,
-    "SentencePieceTokenizer": SentencePieceTokenizer.from_config,
-    "GPTSentencePieceTokenizer": SentencePieceTokenizer.gpt_from_config,
-    "Llama2Tokenizer": SentencePieceTokenizer.llama2_from_config,
-    "TikTokenizer": TikTokenizer.from_config,
-    "Llama3Tokenizer": TikTokenizer.from_config,
-    "HFTokenizer": HFTokenizer.from_config,
-    "HuggingFaceTokenizer": HFTokenizer.from_config,
-    "ByteLevelTokenizer": ByteLevelTokenizer.from_config,
-    "ByteLevel": ByteLevelTokenizer.from_config,
-    "NullTokenizer": NullTokenizer.from_config,
+TOKENIZERS = {
+    "GPT2BPETokenizer": "gpt2_bpe:GPT2BPETokenizer.from_config",
+    "BertWordPieceLowerCase": "wordpiece:WordPieceTokenizer.lower_from_config",
+    "BertWordPieceCase": "wordpiece:WordPieceTokenizer.cased_from_config",
+    "SentencePieceTokenizer": "sentence_piece:SentencePieceTokenizer.from_config",
+    "GPTSentencePieceTokenizer": "sentence_piece:SentencePieceTokenizer.gpt_from_config",
+    "Llama2Tokenizer": "sentence_piece:SentencePieceTokenizer.llama2_from_config",
+    "TikTokenizer": "tik_token:TikTokenizer.from_config",
+    "Llama3Tokenizer": "tik_token:TikTokenizer.from_config",
+    "HFTokenizer": "huggingface:HFTokenizer.from_config",
+    "HuggingFaceTokenizer": "huggingface:HFTokenizer.from_config",
+    "ByteLevelTokenizer": "byte:ByteLevelTokenizer.from_config",
+    "ByteLevel": "byte:ByteLevelTokenizer.from_config",
+    "NullTokenizer": "null:NullTokenizer.from_config",
     # Names of 2019.
-    "BertWordPieceTokenizer": WordPieceTokenizer.named_from_config,
-    "CharacterLevelTokenizer": ByteLevelTokenizer.character_level_from_config,
+    "BertWordPieceTokenizer": "wordpiece:WordPieceTokenizer.named_from_config",
+    "CharacterLevelTokenizer": "byte:ByteLevelTokenizer.character_level_from_config",
 }
+"""What makes a tokenizer of each type: a module of this package, imported when it is needed, and a
+callable in it that takes a TokenizerConfig."""
 _TRAINED_WHEN_MISSING = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 
 
@@ -59,6 +55,9 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
             f"--tokenizer-type {config.tokenizer_type} is unknown; it is one of {known}.{hint}"
         )
     if texts is not None and config.tokenizer_type in _TRAINED_WHEN_MISSING:
-        path = model_path(config, new=True)
-        train_missing_model(path, config.tokenizer_model_type, config.vocab_size, texts)
-    return TOKENIZERS[config.tokenizer_type](config)
+        _resolved("train_sentence_piece:train_missing_model")(config, texts)
+    return _resolved(TOKENIZERS[config.tokenizer_type])(config)
+
+
+def _resolved(name: str) -> Callable[..., Any]:
+    return pkgutil.resolve_name(f"megatron.tokenizer.{name}")

@@ -12,9 +12,9 @@ import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.protocol import TextSource, Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
-from megatron.tokenizer.train_sentence_piece import TextSource, train_sentencepiece_model
+from megatron.tokenizer.train_sentence_piece import train_sentencepiece_model
 from megatron.tokenizer.wordpiece import SPECIAL_TOKENS, UNKNOWN, WordPieceTokenizer
 
 _MOST_CHARACTERS = 1000

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import io
 import logging
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import sentencepiece
 from filelock import FileLock
 
-from megatron.config import ConfigError
+from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer.files import write_bytes
+from megatron.tokenizer.protocol import TextSource
+from megatron.tokenizer.sentence_piece import model_path
 
 logger = logging.getLogger(__name__)
-
-TextSource = Callable[[], Iterable[str]]
-"""Gives texts, the same ones each time it is called."""
 
 KINDS = ("unigram", "bpe", "char")
 _LONGEST_SENTENCE = 4000
@@ -38,16 +37,14 @@ def train_sentencepiece(
     write_bytes(Path(path), train_sentencepiece_model(texts, kind, vocab_size, byte_fallback))
 
 
-def train_missing_model(
-    path: str | Path, kind: str | None, vocab_size: int | None, texts: TextSource
-) -> None:
-    """Trains a model at `path` unless it is there; others that ask for it meanwhile wait.
+def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
+    """Trains the model of --tokenizer-model unless it is there; others that ask for it wait.
 
     Raises:
-        ConfigError: a flag is missing, or `kind` is unknown.
+        ConfigError: a flag is missing, or --tokenizer-model-type is unknown.
         ValueError: no model can be learned of the texts.
     """
-    path = Path(path)
+    path, vocab_size = Path(model_path(config, new=True)), config.vocab_size
     if path.exists():
         return
     if vocab_size is None:
@@ -55,7 +52,7 @@ def train_missing_model(
             f"--vocab-size is missing: --tokenizer-model {path} does not exist, and to train it "
             "from the run's text its size must be known"
         )
-    kind = _checked(kind or "bpe")
+    kind = _checked(config.tokenizer_model_type or "bpe")
     path.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{path}.lock"):
         if not path.exists():

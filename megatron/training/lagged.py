@@ -16,6 +16,11 @@ GPU_LAG = 2
 the last one still to do."""
 
 
+def lag_on(device: torch.device) -> int:
+    """How many steps the host may be ahead."""
+    return GPU_LAG if device.type == "cuda" else 0
+
+
 class LaggedReads(Generic[Subject]):
     """Reads a few numbers per step, ``lag`` steps after they were queued.
 

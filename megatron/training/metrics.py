@@ -11,7 +11,7 @@ import math
 import resource
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -23,8 +23,9 @@ class StepMetrics:
     """One optimizer step.
 
     Args:
-        loss: scalar, mean over micro batches and data-parallel ranks; read only at the end of the
-            interval.
+        loss: what is minimised: scalar, mean over micro batches and data-parallel ranks; read only
+            at the end of the interval.
+        losses: the losses that it is made of, by the family's names for them.
         samples: global batch size.
         tokens: tokens of the global batch.
         learning_rate: rate that the step used.
@@ -38,6 +39,7 @@ class StepMetrics:
     """
 
     loss: torch.Tensor
+    losses: Mapping[str, torch.Tensor]
     samples: int
     tokens: int
     learning_rate: float
@@ -72,7 +74,8 @@ class IntervalMetrics:
         consumed_samples: since the start of the run.
         consumed_tokens: since the start of the run.
         steps: steps in the interval.
-        loss: mean over the steps with a finite loss, NaN if there is none.
+        loss: mean over the steps with a finite loss, NaN if no step has one.
+        losses: the same of each of the losses that it is made of, by name.
         grad_norm: of the last step.
         learning_rate: of the last step.
         weight_decay: of the last step.
@@ -95,6 +98,7 @@ class IntervalMetrics:
     consumed_tokens: int
     steps: int
     loss: float
+    losses: Mapping[str, float]
     grad_norm: float | None
     learning_rate: float
     weight_decay: float
@@ -119,7 +123,7 @@ class IntervalMetrics:
             f"elapsed time per iteration (ms): {1000 * self.seconds / self.steps:.1f}",
             f"learning rate: {self.learning_rate:.3E}",
             f"global batch size: {self.global_batch_size:5d}",
-            f"lm loss: {self.loss:.6E}",
+            *(f"{name}: {loss:.6E}" for name, loss in self.losses.items()),
             f"loss scale: {self.loss_scale:.1f}",
         ]
         if self.seq_length is not None:
@@ -141,8 +145,10 @@ class IntervalMetrics:
     def row(self) -> dict[str, float | None]:
         """The values by name, for writers, which get iteration, samples and tokens on their own."""
         growing = {} if self.seq_length is None else {"seq_length": float(self.seq_length)}
+        several = self.losses if len(self.losses) > 1 else {}
         return growing | {
             "loss": self.loss,
+            **several,
             "grad_norm": self.grad_norm,
             "learning_rate": self.learning_rate,
             "weight_decay": self.weight_decay,
@@ -161,18 +167,18 @@ class IntervalMetrics:
 
 
 @dataclass(frozen=True)
-class EvaluationMetrics:
-    """The loss on held-out data.
+class Evaluation:
+    """What a model was found to be on held-out data.
 
     Args:
         iteration: training steps done.
-        loss: mean over tokens and ranks.
+        losses: mean over micro batches and ranks, by the family's name for it.
         name: of the data, "valid" or "test" where there is one set of them.
         test: whether this is for testing and not for validation.
     """
 
     iteration: int
-    loss: float
+    losses: Mapping[str, float]
     name: str = "valid"
     test: bool = False
 
@@ -182,23 +188,28 @@ class EvaluationMetrics:
         kind = "test" if self.test else "validation"
         return kind if self.name in ("valid", "test") else f"{kind} {self.name}"
 
-    @property
-    def perplexity(self) -> float:
-        """exp(loss), with a loss of 20 at most, as in Megatron, so that it does not overflow."""
-        return math.nan if math.isnan(self.loss) else math.exp(min(20.0, self.loss))
-
     def line(self) -> str:
         """The console line, with the key texts of Megatron that people's scripts look for."""
         where = f"iteration {self.iteration}" + (" on test set" if self.test else "")
         where += "" if self.name in ("valid", "test") else f" on {self.name}"
-        return (
-            f" validation loss at {where} | lm loss value: {self.loss:.6E} | "
-            f"lm loss PPL: {self.perplexity:.6E} |"
+        values = "".join(
+            f"{name} value: {loss:.6E} | {name} PPL: {perplexity(loss):.6E} | "
+            for name, loss in self.losses.items()
         )
+        return f" validation loss at {where} | {values}".rstrip()
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers."""
-        return {"loss": self.loss, "perplexity": self.perplexity}
+        """The values by name, for writers; a family's only loss is ``loss``."""
+        if len(self.losses) == 1:
+            (loss,) = self.losses.values()
+            return {"loss": loss, "perplexity": perplexity(loss)}
+        found: dict[str, float | None] = dict(self.losses)
+        return found | {f"{name} PPL": perplexity(loss) for name, loss in self.losses.items()}
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss), with a loss of 20 at most, as in Megatron, so that it does not overflow."""
+    return math.nan if math.isnan(loss) else math.exp(min(20.0, loss))
 
 
 class IntervalMeter:
@@ -252,9 +263,11 @@ class IntervalMeter:
         assert self._steps, "an interval without steps"
         steps, last = self._steps, self._steps[-1]
         losses = _numbers([step.loss for step in steps])
+        parts = {name: losses for name in last.losses}
+        if len(parts) > 1:
+            parts = {name: _numbers([step.losses[name] for step in steps]) for name in parts}
         skipped = _numbers([step.skipped for step in steps])
         grad_norm = None if last.grad_norm is None else float(last.grad_norm)
-        finite = [loss for loss in losses if math.isfinite(loss)]
         now = self._clock()
         # A clock too coarse for a tiny step must not divide by zero.
         seconds = max(now - self._started, 1e-9)
@@ -267,14 +280,15 @@ class IntervalMeter:
             consumed_samples=consumed_samples,
             consumed_tokens=consumed_tokens,
             steps=len(steps),
-            loss=math.fsum(finite) / len(finite) if finite else math.nan,
+            loss=_mean_of_finite(losses),
+            losses={name: _mean_of_finite(values) for name, values in parts.items()},
             grad_norm=grad_norm,
             learning_rate=last.learning_rate,
             weight_decay=last.weight_decay,
             global_batch_size=last.samples,
             loss_scale=last.loss_scale,
             skipped_steps=round(sum(skipped)),
-            nan_steps=len(losses) - len(finite),
+            nan_steps=sum(not math.isfinite(loss) for loss in losses),
             seconds=seconds,
             samples_per_second=sum(step.samples for step in steps) / seconds,
             tokens_per_second_per_device=tokens_per_second,
@@ -286,6 +300,11 @@ class IntervalMeter:
 
     def _flops(self, step: StepMetrics) -> float:
         return step.tokens * self._flops_per_token if step.flops is None else step.flops
+
+
+def _mean_of_finite(values: Sequence[float]) -> float:
+    finite = [value for value in values if math.isfinite(value)]
+    return math.fsum(finite) / len(finite) if finite else math.nan
 
 
 def _numbers(values: Sequence[torch.Tensor | float]) -> list[float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megatron.config import ConfigError, RunConfig
 from megatron.config.curriculum import sequence_lengths
 from megatron.training.batch_size import batch_size_schedule
@@ -9,11 +11,25 @@ from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedul
 from megatron.training.sequence_length import SequenceLengths
 
 
+class Epochs(NamedTuple):
+    """A training that goes over a data set several times.
+
+    Attributes:
+        count: how often.
+        samples: of the data set.
+    """
+
+    count: int
+    samples: int
+
+
 class TrainingPlan:
     """Batch sizes, learning rate, weight decay, lengths and positions of a run.
 
     Args:
         config: the run.
+        epochs: how long it is, in place of ``--train-iters`` and the like. Batches run on from one
+            epoch into the next; the last one is filled up from the beginning of an epoch more.
 
     Attributes:
         train_iters: optimizer steps of the whole run.
@@ -23,17 +39,20 @@ class TrainingPlan:
         micro_batch_size: samples of a micro batch.
         seq_length: tokens of a whole sample.
         lengths: tokens of a sample by step, and of all samples consumed.
+        skip_train: whether no step is taken.
 
     Raises:
         ConfigError: the schedules' values contradict each other, or the run has no step.
     """
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, epochs: Epochs | None = None) -> None:
+        self._epochs = epochs
         training, optimizer = config.training, config.optimizer
         assert training.micro_batch_size and training.global_batch_size and config.model.seq_length
         self.micro_batch_size = training.micro_batch_size
         self.global_batch_size = training.global_batch_size
         self.seq_length = config.model.seq_length
+        self.skip_train = training.skip_train
         self.eval_interval, self.eval_iters = training.eval_interval, training.eval_iters
         self.batch_size = batch_size_schedule(
             training.global_batch_size,
@@ -46,7 +65,11 @@ class TrainingPlan:
         self.lengths = SequenceLengths(self.seq_length, growth, self.batch_size)
         if growth is not None:
             self.lengths.check(self.seq_length, config.parallel, growth.name)
-        if training.train_samples is not None:
+        if epochs is not None:
+            self.unit, length = "samples", epochs.count * epochs.samples
+            self.train_iters = self.batch_size.iterations(length)
+            self.train_iters += self.batch_size.samples(self.train_iters) < length
+        elif training.train_samples is not None:
             self.unit, length = "samples", training.train_samples
             self.train_iters = self.batch_size.iterations(training.train_samples)
         elif training.train_tokens is not None:
@@ -86,6 +109,20 @@ class TrainingPlan:
             "samples": consumed_samples,
             "tokens": self.lengths.tokens(consumed_samples),
         }[self.unit]
+
+    def evaluates_after(self, iteration: int) -> bool:
+        """Whether held-out data are read after that step; at the end they are read anyway."""
+        return iteration % self.eval_interval == 0 and iteration < self.train_iters
+
+    def epochs_ended(self, iteration: int) -> range:
+        """The epochs, from 1, whose last sample that step has consumed."""
+        if self._epochs is None:
+            return range(0)
+        before, after = (
+            min(self.batch_size.samples(steps) // self._epochs.samples, self._epochs.count)
+            for steps in (iteration - 1, iteration)
+        )
+        return range(before + 1, after + 1)
 
     @property
     def eval_micro_batches(self) -> int:

@@ -4,44 +4,37 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from typing import Any
-
-import torch.distributed as dist
 
 from megatron.config import RunConfig
 from megatron.config.profiling import ProfilingConfig
 from megatron.engine.train_engine import TrainEngine
-from megatron.training.profile_phases import phases_marked, replaced
+from megatron.training.profile_phases import phases_marked
 from megatron.training.profile_recorders import MemoryHistory, NsysRange, Recorder, TorchTrace
 from megatron.training.report import say
+from megatron.training.trainer import Callback, Trainer
 
 
-def start_profiling(
-    config: RunConfig, engine: TrainEngine, saves: Any, iteration: int
-) -> contextlib.ExitStack:
-    """Begins to profile a run, as far as its flags ask for that.
+def profiling(
+    config: RunConfig, engine: TrainEngine, checkpoints: Any, iteration: int
+) -> list[Callback]:
+    """What profiles a run, as far as its flags ask for that.
 
     Args:
         config: the run.
         engine: what trains.
-        saves: what saves; not part of a step.
-        iteration: iterations that are behind the run.
-
-    Returns:
-        What ends it when it is closed: what is being recorded then is written. Empty where nothing
-        is profiled.
+        checkpoints: what saves; not part of a step.
+        iteration: iterations done before the run.
 
     Raises:
         ValueError: a flag asks for a GPU where there is none.
     """
-    options, ending = config.profiling, contextlib.ExitStack()
-    rank = dist.get_rank() if dist.is_initialized() else 0
-    on_gpu = engine.device.type == "cuda"
+    options = config.profiling
+    rank, on_gpu = engine.mesh.world.rank, engine.device.type == "cuda"
     if options.record_memory_history and not on_gpu:
         raise ValueError("--record-memory-history records a GPU's memory; this run is on the CPU")
     if rank not in options.profile_ranks:
-        return ending
+        return []
     recorders: list[Recorder] = []
     if options.record_memory_history:
         recorders.append(MemoryHistory(options, rank))
@@ -55,13 +48,9 @@ def start_profiling(
     elif options.profile:
         recorders.append(TorchTrace(config, engine.device, rank))
     if not recorders:
-        return ending
-    steps = Steps(recorders, options, iteration, ending.close)
-    ending.callback(steps.close)
-    if options.profile:
-        ending.enter_context(phases_marked(engine, saves))
-    ending.enter_context(replaced(engine, "train_step", steps.around(engine.train_step)))
-    return ending
+        return []
+    marks = phases_marked(engine, checkpoints) if options.profile else contextlib.nullcontext()
+    return [Profiler(recorders, options, iteration, marks)]
 
 
 def under_nsys(options: ProfilingConfig, on_gpu: bool) -> bool:
@@ -71,14 +60,14 @@ def under_nsys(options: ProfilingConfig, on_gpu: bool) -> bool:
     return found and on_gpu and not options.use_pytorch_profiler
 
 
-class Steps:
+class Profiler(Callback):
     """Tells recorders when the steps begin that they are to record.
 
     Args:
         recorders: what records them.
         options: which steps.
-        iteration: iterations that are behind the run.
-        end: ends all of the profiling; called after the last step that is recorded.
+        iteration: iterations done before the run.
+        marks: entered as long as there may be something to record.
     """
 
     def __init__(
@@ -86,25 +75,31 @@ class Steps:
         recorders: list[Recorder],
         options: ProfilingConfig,
         iteration: int,
-        end: Callable[[], None],
+        marks: contextlib.AbstractContextManager[Any] | None = None,
     ) -> None:
-        self.recorders, self.options, self.iteration, self.end = recorders, options, iteration, end
+        self.recorders, self.options, self.iteration = recorders, options, iteration
         self.first = max(options.profile_step_start, iteration)
         self.recording = False
+        self._held = contextlib.ExitStack()
+        self._marks = marks or contextlib.nullcontext()
 
-    def around(self, train_step: Callable[..., Any]) -> Callable[..., Any]:
-        """The step, recorded when its turn comes."""
+    def __enter__(self) -> Profiler:
+        self._held.callback(self._close)
+        self._held.enter_context(self._marks)
+        return self
 
-        def step(*args: Any, **kwargs: Any) -> Any:
-            self.begin()
-            return train_step(*args, **kwargs)
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        """Writes what is being recorded."""
+        self._held.close()
 
-        return step
+    def training_ended(self, trainer: Trainer, reason: str | None) -> None:
+        """Writes what is being recorded."""
+        self._held.close()
 
-    def begin(self) -> None:
+    def before_step(self, trainer: Trainer) -> None:
         """A step begins; the one before has come to its end."""
         if self.recording and self.iteration == self.options.profile_step_end:
-            self.end()
+            self._held.close()
         elif self.recording:
             self._tell("step")
         elif self.iteration == self.first:
@@ -114,8 +109,7 @@ class Steps:
             self._tell("prepare")
         self.iteration += 1
 
-    def close(self) -> None:
-        """Ends a recording."""
+    def _close(self) -> None:
         if self.recording:
             self.recording = False
             self._tell("stop", self.iteration)

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 
 from megatron.config import RunConfig
+from megatron.families import family_of
 from megatron.parallel.mesh import Mesh
-from megatron.training.flops import TransformerShape, measure_matmul_peak, peak_flops
-from megatron.training.metrics import EvaluationMetrics, IntervalMeter
+from megatron.training.flops import measure_matmul_peak, peak_flops
+from megatron.training.metrics import Evaluation, IntervalMeter, StepMetrics
 from megatron.training.plan import TrainingPlan
 from megatron.training.resume import Start
 from megatron.training.run import Run
+from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import TeeWriter, Writer, build_writers
 
 
-class Reporter:
+class Reporter(Callback):
     """Log lines and metrics; only the main process speaks and writes.
 
     Args:
@@ -38,8 +43,10 @@ class Reporter:
     ) -> None:
         config = run.config
         self.plan, self.mesh, self.device = plan, mesh, device
+        self.log_interval = config.logging.log_interval
+        self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
-        self.shape = transformer_shape(config)
+        self.shape = family_of(config.model.family).shape(config.model)
         self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.peak = _peak(config, device)
         self.writer: Writer = TeeWriter(())
@@ -90,49 +97,80 @@ class Reporter:
         if self.main:
             say(text)
 
-    def meter(self) -> IntervalMeter:
-        """A meter whose clock starts now."""
-        return IntervalMeter(
-            train_iters=self.plan.train_iters,
-            flops_per_token=self.flops_per_token,
-            device=self.device,
-            devices=self.mesh.world.size,
-            peak_flops=self.peak,
+    def before_step(self, trainer: Trainer) -> None:
+        """Starts the clock at the first one."""
+        if self.meter is None:
+            self.meter = IntervalMeter(
+                train_iters=self.plan.train_iters,
+                flops_per_token=self.flops_per_token,
+                device=self.device,
+                devices=self.mesh.world.size,
+                peak_flops=self.peak,
+            )
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """Counts a step."""
+        assert self.meter is not None
+        result = step.result
+        shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
+        self.meter.add(
+            StepMetrics(
+                loss=result.loss,
+                losses=result.losses,
+                samples=step.samples,
+                tokens=step.samples * step.seq_length,
+                flops=shape.flops_per_step(step.samples, causal=True),
+                seq_length=step.seq_length if self.plan.lengths.grows else None,
+                learning_rate=step.learning_rate,
+                weight_decay=step.weight_decay,
+                grad_norm=result.grad_norm,
+                loss_scale=result.loss_scale,
+                skipped=result.skipped,
+            )
         )
 
-    def step_flops(self, samples: int, seq_length: int) -> float:
-        """Model FLOPs of a step on samples of so many tokens, over all devices."""
-        shape = dataclasses.replace(self.shape, seq_length=seq_length)
-        return shape.flops_per_step(samples, causal=True)
+    @contextlib.contextmanager
+    def paused(self, trainer: Trainer) -> Iterator[None]:
+        """Reports the interval that ends here, and leaves what follows out of the next one."""
+        assert self.meter is not None
+        if trainer.iteration % self.log_interval == 0 or trainer.at_end:
+            trainer.settle()
+            self._interval(self.meter, trainer)
+        with self.meter.paused():
+            yield
 
-    def interval(self, meter: IntervalMeter, iteration: int, consumed_samples: int) -> None:
-        """Reports the steps since the last call."""
-        tokens = self.plan.lengths.tokens(consumed_samples)
+    def _interval(self, meter: IntervalMeter, trainer: Trainer) -> None:
+        iteration, samples = trainer.iteration, trainer.consumed_samples
+        tokens = self.plan.lengths.tokens(samples)
         metrics = meter.finish(
-            iteration=iteration, consumed_samples=consumed_samples, consumed_tokens=tokens
+            iteration=iteration, consumed_samples=samples, consumed_tokens=tokens
         )
         self.say(metrics.line().strip())
+        self.writer.scalars("train", iteration, metrics.row(), samples=samples, tokens=tokens)
+
+    def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Reports an evaluation."""
+        samples = trainer.consumed_samples
+        self.say(evaluation.line().strip())
         self.writer.scalars(
-            "train", iteration, metrics.row(), samples=consumed_samples, tokens=tokens
+            evaluation.kind,
+            evaluation.iteration,
+            evaluation.row(),
+            samples=samples,
+            tokens=self.plan.lengths.tokens(samples),
         )
 
-    def evaluation(self, metrics: EvaluationMetrics, consumed_samples: int) -> None:
-        """Reports an evaluation."""
-        self.say(metrics.line().strip())
-        self.writer.scalars(
-            metrics.kind,
-            metrics.iteration,
-            metrics.row(),
-            samples=consumed_samples,
-            tokens=self.plan.lengths.tokens(consumed_samples),
-        )
+    def training_ended(self, trainer: Trainer, reason: str | None) -> None:
+        """Says why it was stopped, if it was."""
+        if reason is not None:
+            self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
     def save(self, iteration: int, consumed_samples: int, values: dict[str, float | None]) -> None:
         """Records a save that has come to an end."""
         tokens = self.plan.lengths.tokens(consumed_samples)
         self.writer.scalars("save", iteration, values, samples=consumed_samples, tokens=tokens)
 
-    def close(self) -> None:
+    def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
         """Writes what is still held back."""
         self.writer.close()
 
@@ -140,26 +178,6 @@ class Reporter:
 def say(text: str) -> None:
     """Prints a line with the time."""
     print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
-
-
-def transformer_shape(config: RunConfig) -> TransformerShape:
-    """The numbers that the FLOPs depend on."""
-    model = config.model
-    assert model.num_layers and model.hidden_size and model.ffn_hidden_size
-    assert model.num_attention_heads and model.num_query_groups and model.kv_channels
-    assert model.seq_length and model.padded_vocab_size
-    return TransformerShape(
-        num_layers=model.num_layers,
-        hidden_size=model.hidden_size,
-        ffn_hidden_size=model.ffn_hidden_size,
-        num_attention_heads=model.num_attention_heads,
-        num_query_groups=model.num_query_groups,
-        kv_channels=model.kv_channels,
-        seq_length=model.seq_length,
-        padded_vocab_size=model.padded_vocab_size,
-        gated=model.gated,
-        windows=model.windows,
-    )
 
 
 def _layout(config: RunConfig) -> str:

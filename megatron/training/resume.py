@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.formats import FORMATS, Located, locate_checkpoint
+from megatron.checkpoint.registry import Located, locate_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.data.skip import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
 from megatron.engine.train_engine import TrainEngine
+from megatron.families import family_names
 from megatron.training.plan import TrainingPlan
 
 
@@ -54,14 +55,17 @@ class Origin:
     continues: bool
 
 
-def locate(options: CheckpointConfig) -> Origin | None:
+def locate(config: RunConfig) -> Origin | None:
     """The checkpoint to start from, if any; asked before anything that takes time is built.
 
     Raises:
-        CheckpointError: it is not there or not complete, ``--save`` cannot be written, or saving
-            would overwrite another run.
+        CheckpointError: it is not there or not complete, it holds a model of another family,
+            ``--save`` cannot be written, or saving would overwrite another run.
     """
+    options = config.checkpoint
     origin = find_origin(options)
+    if origin is not None:
+        _check_family(origin, config.model.family)
     if options.save:
         check_writable(options.save)
         _protect_other_run(options, origin)
@@ -94,12 +98,25 @@ def find_origin(options: CheckpointConfig) -> Origin | None:
     return None
 
 
+def _check_family(origin: Origin, family: str) -> None:
+    folder = origin.found.folder
+    held = origin.found.form.family(folder)
+    if held == family:
+        return
+    if held in family_names():
+        advice = f"pretrain_{held}.py trains it"
+    else:
+        advice = f"the families known here are {', '.join(family_names())}"
+    raise CheckpointError(
+        f"{origin.flag}: {folder} holds a model of the family {held!r}, and this run trains "
+        f"{family!r}; {advice}"
+    )
+
+
 def _find(options: CheckpointConfig) -> Located | None:
     """What ``--load``, ``--load-tag`` and ``--universal-checkpoint`` name."""
-    formats = FORMATS
-    if options.universal_checkpoint:
-        formats = tuple(sorted(FORMATS, key=lambda form: not form.universal))
-    return locate_checkpoint(options.load or "", options.load_tag, formats)
+    prefer = "universal" if options.universal_checkpoint else "native"
+    return locate_checkpoint(options.load or "", options.load_tag, prefer)
 
 
 def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Start:

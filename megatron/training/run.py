@@ -19,6 +19,7 @@ from megatron.config import (
     FlagParser,
     Resolved,
     RunConfig,
+    Setting,
     Settings,
     explain,
     resolve,
@@ -53,16 +54,25 @@ class Run:
     launched: bool
 
 
-def parse_run(description: str | None, argv: Sequence[str] | None = None) -> Run:
+def parse_run(
+    description: str | None, argv: Sequence[str] | None = None, family: str | None = None
+) -> Run:
     """Resolves flags, DeepSpeed JSON and checkpoint into a run.
 
     With ``--explain-config`` it prints every value with its origin and exits.
+
+    Args:
+        description: what ``--help`` says of the command.
+        argv: the flags; those of the process by default.
+        family: of the model; the default of :class:`ModelConfig` without it.
 
     Raises:
         ValueError: a value is missing, wrong or contradicted; the message names it.
     """
     settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
     show_log()
+    if family is not None:
+        settings["family"] = Setting(family, "entry point")
     run = run_of(settings, world_size())
     if run.config.training.explain_config:
         if is_main_process():

@@ -1,4 +1,4 @@
-"""Notices that the run should stop, and leaves the stopping to the training loop.
+"""Notices that the run should stop, agrees with the other ranks, and tells the training loop.
 
 A step is the smallest thing that can be saved, so nothing happens inside a signal handler but a
 note; the loop asks between steps, agrees with the other ranks, saves and leaves.
@@ -13,6 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.training.lagged import LaggedReads, lag_on
+from megatron.training.trainer import Callback, Trainer
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
 
@@ -79,6 +86,69 @@ class StopRequest:
         self._received = self._received or signal.Signals(number).name
         if number == signal.SIGINT:
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class StopAgreement:
+    """Whether any rank wants to stop, found out without waiting for the newest step.
+
+    Args:
+        device: where collectives work.
+        ranks: number of processes.
+    """
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device, self._alone = device, ranks == 1
+        self._reads: LaggedReads[None] = LaggedReads(lag_on(device))
+
+    def reached(self, here: bool, at_end: bool) -> bool:
+        """Whether a rank has asked; every rank must call it after every step.
+
+        Args:
+            here: whether this rank asks.
+            at_end: whether no step follows, so that all that was asked counts.
+        """
+        if self._alone:
+            return here
+        # Filled on the device: a copy from the host would wait for it.
+        asked: Tensor = torch.full((1,), float(here), device=self._device)
+        dist.all_reduce(asked, op=dist.ReduceOp.MAX)
+        self._reads.add(None, asked)
+        return any(value > 0 for _, (value,) in self._reads.due(at_end))
+
+
+class Stopping(Callback):
+    """Ends the training where a signal, a limit or ``--exit-interval`` asks for it.
+
+    Args:
+        request: what asks this process.
+        device: where collectives work.
+        ranks: number of processes.
+        exit_interval: stop after a step that this divides.
+    """
+
+    def __init__(
+        self, request: StopRequest, device: torch.device, ranks: int, exit_interval: int | None
+    ) -> None:
+        self._request, self._exit_interval = request, exit_interval
+        self._agreement = StopAgreement(device, ranks)
+
+    def __enter__(self) -> Stopping:
+        self._request.__enter__()
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: Any) -> None:
+        """Puts the earlier signal handlers back."""
+        self._request.__exit__(error_type, *error)
+
+    def reason_to_stop(self, trainer: Trainer) -> str | None:
+        """See :meth:`Callback.reason_to_stop`."""
+        interval = self._exit_interval
+        if interval is not None and trainer.iteration % interval == 0 and not trainer.at_end:
+            return f"--exit-interval {interval}"
+        asked = self._request.requested
+        if self._agreement.reached(asked is not None, trainer.at_end):
+            return asked or "a request to another rank"
+        return None
 
 
 def launcher_chain() -> tuple[int, ...]:

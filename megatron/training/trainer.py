@@ -3,197 +3,259 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from megatron.data.build import Datasets
 from megatron.data.curriculum.truncation import cut
 from megatron.data.loader import MicroBatches
 from megatron.data.samples import SampleDataset
-from megatron.engine.build import build_engine
-from megatron.engine.deepspeed_folder import checkpoint_writer
-from megatron.engine.environment import training_device
-from megatron.engine.program import ModelSpec
-from megatron.engine.saving import hold_folder
-from megatron.parallel.mesh import Mesh
-from megatron.training import resume
-from megatron.training.metrics import EvaluationMetrics, StepMetrics
+from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import TrainEngine
+from megatron.training.metrics import Evaluation
 from megatron.training.plan import TrainingPlan
-from megatron.training.profiling import start_profiling
-from megatron.training.report import Reporter, say
-from megatron.training.run import Run
-from megatron.training.saves import Saves
-from megatron.training.signals import StopRequest
-from megatron.training.watch import StepWatch, StopAgreement, TrainingStopped
 
-__all__ = ["Trainer", "TrainingStopped"]
+
+class TrainingData(NamedTuple):
+    """What a model is trained and measured on.
+
+    Attributes:
+        datasets: samples of training, validation and test.
+        collate: makes a micro batch of samples.
+    """
+
+    datasets: Datasets
+    collate: Callable[[Sequence[Any]], Any]
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far a training is.
+
+    Attributes:
+        iteration: optimizer steps taken.
+        consumed_samples: samples that they took.
+    """
+
+    iteration: int = 0
+    consumed_samples: int = 0
+
+
+@dataclass(frozen=True)
+class Step:
+    """An optimizer step that was taken, or will have been once the device gets there.
+
+    Attributes:
+        result: what the engine says of it.
+        iteration: its number, from 1.
+        first_sample: samples of all steps before it.
+        samples: its global batch size.
+        seq_length: tokens of each of its samples.
+        learning_rate: the rate that it used.
+        weight_decay: the weight decay that it used.
+    """
+
+    result: StepResult
+    iteration: int
+    first_sample: int
+    samples: int
+    seq_length: int
+    learning_rate: float
+    weight_decay: float
+
+
+class Callback:
+    """What happens around the steps of a training: logging, checkpoints, guards, profiles.
+
+    Entered before the first step and left after the last evaluation, or after an error; callbacks
+    are left, and told of the end, in the reverse of their order. Every method may be called on
+    every rank alike, so that it may agree with the other ranks.
+    """
+
+    def __enter__(self) -> Any:
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        """Lets go of what was held.
+
+        Args:
+            error_type: of the error that ended the training; None without one.
+        """
+
+    def before_step(self, trainer: Trainer) -> None:
+        """A step is about to be queued."""
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """A step was queued; to read its numbers waits for the device."""
+
+    def settle(self, trainer: Trainer) -> None:
+        """The steps so far are about to be logged, saved or built upon: waits for what must be
+        known of them, and raises where that must not happen."""
+
+    def paused(self, trainer: Trainer) -> contextlib.AbstractContextManager[Any]:
+        """Entered between two steps, while checkpoints are saved and held-out data are read."""
+        return contextlib.nullcontext()
+
+    def between_steps(self, trainer: Trainer) -> None:
+        """Between two steps, before an evaluation: that is long, and may not be survived."""
+
+    def reason_to_stop(self, trainer: Trainer) -> str | None:
+        """Why training should stop here, in words that follow "stopped by"; asked after every
+        step."""
+        return None
+
+    def epoch_ended(self, trainer: Trainer, epoch: int) -> None:
+        """The last sample of an epoch was consumed; epochs count from 1, where a plan has any."""
+
+    def training_ended(self, trainer: Trainer, reason: str | None) -> None:
+        """The last step was taken; held-out data may still be read.
+
+        Args:
+            reason: why it ended before the end of the plan; None at the end of the plan.
+        """
+
+    def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
+        """Held-out data were read."""
 
 
 class Trainer:
-    """Trains one model: batches in, steps, evaluations, log lines and checkpoints out.
+    """Trains one model: batches in, steps and evaluations out; callbacks do the rest.
 
     Args:
-        run: what was asked for.
-        program: the model, its inputs and its loss.
-        datasets: training, validation and test data.
-        collate: makes a batch of samples.
-        mesh: the layout's process groups.
+        engine: the model and its optimizer.
+        data: what it is trained and measured on.
+        plan: batch sizes, rates and lengths by what was consumed.
+        callbacks: told of everything, in this order.
+        position: where to begin.
+        num_workers: processes that read training samples ahead; 0 reads them when they are needed.
+
+    Attributes:
+        iteration: optimizer steps taken.
+        consumed_samples: samples that they took.
     """
 
     def __init__(
         self,
-        run: Run,
-        program: ModelSpec,
-        datasets: Datasets,
-        collate: Any,
-        mesh: Mesh,
+        engine: TrainEngine,
+        data: TrainingData,
+        plan: TrainingPlan,
+        callbacks: Sequence[Callback] = (),
+        position: Position = Position(),  # noqa: B008  # frozen
+        num_workers: int = 0,
     ) -> None:
-        self.run, self.config = run, run.config
-        self.datasets, self.collate, self.mesh = datasets, collate, mesh
-        self.stop = StopRequest(run.config.training.exit_duration_in_mins, run.launched)
-        self.device = training_device()
-        self.plan = TrainingPlan(self.config)
-        save = self.config.checkpoint.save
-        self.lock = hold_folder(save, mesh.world, self.device, say)
-        checkpoint = resume.locate(self.config.checkpoint)
-        self.engine = build_engine(self.config, run.content, program, mesh, self.device)
-        writer = checkpoint_writer(self.engine, run.content, run.tokenizer.save_pretrained)
-        begin = resume.load(self.engine, self.plan, checkpoint)
-        self.iteration, self.consumed_samples = begin.iteration, begin.consumed_samples
+        self.engine, self.data, self.plan = engine, data, plan
+        self.callbacks, self.num_workers = tuple(callbacks), num_workers
+        self.iteration, self.consumed_samples = position.iteration, position.consumed_samples
         self._valid: dict[str, MicroBatches] = {}
-        self.report = Reporter(run, self.plan, mesh, self.device, begin)
-        self.saves = Saves(writer, self.report)
-        self.meter = self.report.meter()
-        check = run.config.training.check_for_nan_in_loss_and_grad
-        self.watch = StepWatch(self.device, run.config.precision.fp16, check)
-        self.agreement = StopAgreement(self.device, mesh.world.size)
 
-    def fit(self) -> None:
-        """Trains to the end of the plan, or until it is asked to stop; then tests.
+    def fit(self) -> str | None:
+        """Trains to the end of the plan, or until a callback wants to stop; then tests.
 
-        Raises:
-            TrainingStopped: the loss or the gradients are not finite.
-            CheckpointError: the last save failed.
+        Returns:
+            Why it ended before the end of the plan; None at the end of the plan.
         """
-        with self.stop, contextlib.closing(self.report):
-            with contextlib.closing(self.saves):
-                with start_profiling(self.config, self.engine, self.saves, self.iteration):
-                    reason = None if self.config.training.skip_train else self._train()
-                if reason is None:
-                    self._evaluate_at_end()
-                else:
-                    self.report.say(f"stopped by {reason} after iteration {self.iteration}")
-            self.saves.check_last()
-        if self.lock is not None:
-            self.lock.release()
-        # Not after an error: it waits for the device, and the device perhaps for another rank.
-        self.engine.close()
-
-    def _train(self) -> str | None:
-        """Steps until the end; returns why it ended early, if it did."""
-        assert self.datasets.train is not None
-        workers = self.config.data.num_workers
-        batches = self._batches(self.datasets.train, self.consumed_samples, workers)
-        with contextlib.closing(batches):
-            return self._steps(batches)
-
-    def _steps(self, batches: MicroBatches) -> str | None:
-        self.meter = self.report.meter()
-        reason = None
-        while self.iteration < self.plan.train_iters and reason is None:
-            self._step(batches)
-            self.saves.tell_finished()
-            logging = self.config.logging
-            if self.iteration % logging.log_interval == 0 or self._at_end():
-                self.watch.look(at_all=True)
-                self.report.interval(self.meter, self.iteration, self.consumed_samples)
-            with self.meter.paused():
-                # Saved before it is evaluated: an evaluation is long, and may not be survived.
-                if self._due(self.config.checkpoint.save_interval) or self._at_end():
-                    self._save()
-                if self._due(self.config.training.eval_interval) and not self._at_end():
-                    self._evaluate()
-                reason = self._reason_to_stop()
-                if reason is not None:
-                    self._save()
+        with contextlib.ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.enter_context(callback)
+            reason = None if self.plan.skip_train else self._train()
+            for callback in reversed(self.callbacks):
+                callback.training_ended(self, reason)
+            if reason is None:
+                self.validate()
+                self.test()
         return reason
 
-    def _step(self, batches: Iterator[Any]) -> None:
-        plan, consumed = self.plan, self.consumed_samples
-        progress = plan.progress(self.iteration, consumed)
+    def _train(self) -> str | None:
+        train = self.data.datasets.train
+        assert train is not None
+        batches = self.batches(train, self.consumed_samples, self.num_workers)
+        with contextlib.closing(batches):
+            reason = None
+            while self.iteration < self.plan.train_iters and reason is None:
+                self.step(batches)
+                reason = self._between_steps()
+        return reason
+
+    def step(self, batches: Iterator[Any]) -> None:
+        """Takes the micro batches of one step through the model and updates its weights."""
+        self._tell("before_step")
+        plan, first_sample = self.plan, self.consumed_samples
+        progress = plan.progress(self.iteration, first_sample)
         rate, decay = plan.learning_rate(progress), plan.weight_decay(progress)
-        samples = plan.batch_size.batch_size(consumed)
-        micro_batches = plan.batch_size.micro_batches(consumed)
         length = plan.lengths.at(self.iteration)
         if length < plan.seq_length:
             batches = cut(batches, length)
-        result = self.engine.train_step(batches, micro_batches, consumed, rate, decay)
+        micro_batches = plan.batch_size.micro_batches(first_sample)
+        result = self.engine.train_step(batches, micro_batches, first_sample, rate, decay)
+        samples = plan.batch_size.batch_size(first_sample)
         self.iteration += 1
         self.consumed_samples += samples
-        self.watch.add(result, self.iteration, consumed, samples)
-        self.meter.add(
-            StepMetrics(
-                loss=result.loss,
-                samples=samples,
-                tokens=samples * length,
-                flops=self.report.step_flops(samples, length),
-                seq_length=length if plan.lengths.grows else None,
-                learning_rate=rate,
-                weight_decay=decay,
-                grad_norm=result.grad_norm,
-                loss_scale=result.loss_scale,
-                skipped=result.skipped,
-            )
-        )
+        step = Step(result, self.iteration, first_sample, samples, length, rate, decay)
+        self._tell("after_step", step)
 
-    def _at_end(self) -> bool:
+    def _between_steps(self) -> str | None:
+        """Saves and evaluates where that is due; returns why to stop, if a callback wants to."""
+        with contextlib.ExitStack() as stack:
+            for callback in self.callbacks:
+                stack.enter_context(callback.paused(self))
+            self._tell("between_steps")
+            if self.plan.evaluates_after(self.iteration):
+                self.validate()
+            for epoch in self.plan.epochs_ended(self.iteration):
+                self._tell("epoch_ended", epoch)
+            found = [callback.reason_to_stop(self) for callback in self.callbacks]
+        return next((reason for reason in found if reason is not None), None)
+
+    def settle(self) -> None:
+        """Waits for what must be known of the steps so far before they are built upon.
+
+        Raises:
+            TrainingStopped: one of them was bad.
+        """
+        self._tell("settle")
+
+    @property
+    def at_end(self) -> bool:
+        """Whether the plan has no step after this one."""
         return self.iteration >= self.plan.train_iters
 
-    def _due(self, interval: int | None) -> bool:
-        return interval is not None and self.iteration % interval == 0
-
-    def _reason_to_stop(self) -> str | None:
-        if self._due(self.config.training.exit_interval) and not self._at_end():
-            return f"--exit-interval {self.config.training.exit_interval}"
-        asked = self.stop.requested
-        if self.agreement.reached(asked is not None, self._at_end()):
-            return asked or "a request to another rank"
-        return None
-
-    def _batches(self, dataset: SampleDataset[Any], consumed: int, workers: int) -> MicroBatches:
-        return MicroBatches(
-            dataset,
-            self.collate,
-            micro_batch_size=self.plan.micro_batch_size,
-            data_rank=self.mesh.data.rank,
-            data_size=self.mesh.data.size,
-            consumed_samples=consumed,
-            num_workers=workers,
-            device=self.device,
-        )
-
-    def _evaluate(self) -> None:
-        """Mean loss over eval-iters global batches of each validation set; each evaluation reads on
-        in the sets."""
-        self.watch.look(at_all=True)
-        for name, dataset in self.datasets.valid.items():
+    def validate(self) -> None:
+        """Evaluates on the next samples of each validation set."""
+        self.settle()
+        for name, dataset in self.data.datasets.valid.items():
             if name not in self._valid:
                 consumed = self.plan.valid_samples_before(self.iteration)
-                self._valid[name] = self._batches(dataset, consumed, 0)
-            self._evaluate_on(self._valid[name], name)
+                self._valid[name] = self.batches(dataset, consumed)
+            self._evaluate(self._valid[name], name)
 
-    def _evaluate_at_end(self) -> None:
-        self._evaluate()
-        for name, dataset in self.datasets.test.items():
-            self._evaluate_on(self._batches(dataset, 0, 0), name, test=True)
+    def test(self) -> None:
+        """Evaluates on each test set."""
+        for name, dataset in self.data.datasets.test.items():
+            self._evaluate(self.batches(dataset), name, test=True)
 
-    def _evaluate_on(self, batches: MicroBatches, name: str, test: bool = False) -> None:
-        if self.config.training.eval_iters == 0:
+    def _evaluate(self, batches: MicroBatches, name: str, test: bool = False) -> None:
+        if self.plan.eval_micro_batches == 0:
             return
-        loss = self.engine.evaluate(batches, self.plan.eval_micro_batches)
-        metrics = EvaluationMetrics(self.iteration, loss, name, test)
-        self.report.evaluation(metrics, self.consumed_samples)
+        losses = self.engine.evaluate(batches, self.plan.eval_micro_batches)
+        self._tell("evaluated", Evaluation(self.iteration, losses, name, test))
 
-    def _save(self) -> None:
-        self.watch.look(at_all=True)  # never a step that is to be reported as bad
-        self.saves.save(self.iteration, self.consumed_samples)
+    def batches(
+        self, dataset: SampleDataset[Any], consumed: int = 0, num_workers: int = 0
+    ) -> MicroBatches:
+        """This rank's micro batches of a data set, after the first ``consumed`` samples of it."""
+        data = self.engine.mesh.data
+        return MicroBatches(
+            dataset,
+            self.data.collate,
+            micro_batch_size=self.plan.micro_batch_size,
+            data_rank=data.rank,
+            data_size=data.size,
+            consumed_samples=consumed,
+            num_workers=num_workers,
+            device=self.engine.device,
+        )
+
+    def _tell(self, what: str, *about: Any) -> None:
+        for callback in self.callbacks:
+            getattr(callback, what)(self, *about)

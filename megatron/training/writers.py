@@ -18,7 +18,7 @@ from typing import Any, Protocol
 from megatron.config.logging import LoggingConfig
 
 Values = Mapping[str, float | None]
-"""Values by the names of ``IntervalMetrics.row`` and ``EvaluationMetrics.row``."""
+"""Values by the names of ``IntervalMetrics.row`` and ``Evaluation.row``."""
 
 TAGS: dict[str, dict[str, str]] = {
     "train": {
@@ -238,7 +238,12 @@ class WandbWriter:
 
 def _tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
     kind, _, dataset = kind.partition(" ")  # one of several validation sets
-    for name, tag in TAGS.get(kind, {}).items():
+    tags = TAGS.get(kind, {})
+    named = [name for name in values if name.endswith(" loss")]
+    if named:  # a family with several: what they come to is no longer its "lm loss"
+        after = "" if kind == "train" else f" {kind}"
+        tags = tags | {"loss": f"loss{after}"} | {name: f"{name}{after}" for name in named}
+    for name, tag in tags.items():
         value = values.get(name)
         if value is not None:
             yield f"{tag} {dataset}".rstrip(), value

@@ -17,9 +17,8 @@ from megatron.config.layouts import Layout, parse_layout
 from megatron.engine.environment import distributed
 from megatron.planning.memory import bucket_bytes, state_bytes
 from megatron.planning.parameters import rank_shares
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.pretraining import build_trainer
 from megatron.training.run import parse_run
-from megatron.training.trainer import Trainer
 
 FLAGS = [*TINY, "--train-iters", "2", "--micro-batch-size", "1", "--global-batch-size", "4"]
 BUCKET = 777_777
@@ -47,8 +46,7 @@ def measure(argv: list[str]) -> tuple[int, int]:
     run = parse_run(None, argv)
     found: list[int] = []
     with distributed(run.config.parallel) as groups:
-        datasets, collate = gpt_data(run)
-        trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
+        trainer = build_trainer(run, groups)
         # After every backward, and in the update: DeepSpeed calls Adam once for each group.
         for owner in (trainer.engine.engine, trainer.engine.optimizer):
             owner.step = measured(owner.step, found)
@@ -132,8 +130,7 @@ def most_buckets(argv: list[str]) -> int:
     with distributed(run.config.parallel) as groups, pytest.MonkeyPatch.context() as patch:
         # Once a process has used autocast, its later engines take their number formats from it.
         patch.setattr("deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED", False)
-        datasets, collate = gpt_data(run)
-        trainer = Trainer(run, gpt_program(run.config), datasets, collate, groups)
+        trainer = build_trainer(run, groups)
         for thing in gc.get_objects():  # stage 3 has its bucket from the start
             if isinstance(thing, torch.Tensor) and thing.shape == (BUCKET,):
                 buckets.note(thing)

@@ -13,7 +13,7 @@ from megatron.checkpoint.files import write_json
 from megatron.checkpoint.folder import file_facts, incomplete_folder, publish
 from megatron.checkpoint.index import piece_of
 from megatron.config import ModelConfig, RunConfig
-from megatron.model.gpt import build_gpt
+from megatron.families import build_model
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.shard import shard_of
 
@@ -55,7 +55,7 @@ def random_gpt() -> Callable[..., LayerStack]:
 
     def make(config: RunConfig, seed: int = 5) -> LayerStack:
         generator = torch.Generator().manual_seed(seed)
-        model = build_gpt(config.model)
+        model = build_model(config.model)
         with torch.no_grad():
             for name, param in model.canonical_parameters():
                 shard = shard_of(param)

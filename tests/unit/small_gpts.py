@@ -3,7 +3,7 @@
 import torch
 
 from megatron.config import ModelConfig, ParallelConfig
-from megatron.model.gpt import build_gpt
+from megatron.families import build_model
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.float8 import Float8
 
@@ -61,7 +61,7 @@ def small_gpt(
     method = "uniform" if recompute == "full" else None
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
     with device:
-        stack = build_gpt(ModelConfig(**shape | changes), parallel).to(dtype)
+        stack = build_model(ModelConfig(**shape | changes), parallel).to(dtype)
     for block in stack.blocks():
         for module in block.modules():
             if hasattr(module, "float8"):

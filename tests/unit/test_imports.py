@@ -1,6 +1,7 @@
 """Imports point one way, and DeepSpeed lives in one package."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,10 +18,12 @@ BELOW = {
     "checkpoint": {"config", "parallel", "tokenizer", "model"},
     "engine": {"config", "parallel", "tokenizer", "data", "model", "checkpoint"},
 }
+BELOW["families"] = set(BELOW["engine"])
 BELOW["profiling"] = set()
 BELOW["inference"] = BELOW["engine"] | {"engine"}
-BELOW["training"] = BELOW["inference"] | {"profiling"}
+BELOW["training"] = BELOW["inference"] | {"families", "profiling"}
 BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
+BELOW["formats"] = BELOW["training"] | {"training", "inference"}
 BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
 """What each package may import of megatron, besides itself. Packages that are not named here are
 programs: nothing imports them, and they may import all."""
@@ -30,6 +33,9 @@ BASE = {"whole_file"}
 """Modules of megatron itself, which import none of its packages; all may import them."""
 
 IMPORTERS = {"import_module", "__import__"}
+NAME = re.compile(r"megatron(\.\w+)+(:\w+)?")
+REGISTRIES = {"megatron/checkpoint/registry.py": frozenset({"formats"})}
+"""Files that name modules of packages above them, which are imported when they are needed."""
 
 
 def sources() -> list[Path]:
@@ -55,27 +61,43 @@ def imports(source: str) -> Iterator[str]:
             yield str(node.args[0].value)
 
 
+def names(source: str) -> Iterator[str]:
+    """Modules that a source names as text, to be imported when they are needed."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Constant) and NAME.fullmatch(str(node.value)):
+            yield str(node.value).split(":")[0]
+
+
 def package_of(path: Path) -> str | None:
     parts = path.relative_to(ROOT).parts
     return parts[1] if parts[0] == "megatron" and len(parts) > 2 else None
 
 
-def faults(package: str | None, source: str) -> list[str]:
-    """Imports of a source that its package may not make."""
-    found = []
-    for module in imports(source):
-        first, *rest = module.split(".")
-        if first == "deepspeed" and package != "engine":
-            found.append(module)
-        if first == "megatron" and rest and package in BELOW:
-            allowed = BELOW[package] | {package} | BASE
-            found += [] if rest[0] in allowed else [module]
+def faults(package: str | None, source: str, may_name: frozenset[str] = frozenset()) -> list[str]:
+    """Imports and names of modules in a source that its package may not have.
+
+    Args:
+        package: where the source is.
+        source: the text.
+        may_name: packages whose modules it may name, besides those that it may import.
+    """
+    found = [m for m in imports(source) if m.split(".")[0] == "deepspeed" and package != "engine"]
+    if package in BELOW:
+        allowed = BELOW[package] | {package} | BASE
+        found += [m for m in imports(source) if not points_down(m, allowed)]
+        found += [m for m in names(source) if not points_down(m, allowed | may_name)]
     return found
+
+
+def points_down(module: str, allowed: set[str]) -> bool:
+    first, *rest = module.split(".")
+    return first != "megatron" or not rest or rest[0] in allowed
 
 
 @pytest.mark.parametrize("path", sources(), ids=lambda path: str(path.relative_to(ROOT)))
 def test_imports_point_one_way(path):
-    assert faults(package_of(path), path.read_text()) == []
+    may_name = REGISTRIES.get(str(path.relative_to(ROOT)), frozenset())
+    assert faults(package_of(path), path.read_text(), may_name) == []
 
 
 def test_the_base_imports_nothing_of_the_project():
@@ -106,7 +128,18 @@ def test_every_package_has_a_place_in_the_order():
         ("training", "def f():\n    import deepspeed.comm"),
         (None, "from deepspeed import zero"),
         ("data", "import importlib\nimportlib.import_module('deepspeed')"),
+        ("checkpoint", "from megatron.formats.huggingface import export"),
+        ("engine", "def f():\n    import megatron.formats.unpickle"),
+        ("engine", "resolve_name('megatron.formats.huggingface.export:write_model')"),
+        ("engine", "from megatron.families import gpt"),
     ],
 )
 def test_the_check_finds(package, source):
     assert faults(package, source)
+
+
+def test_a_registry_names_what_it_may_not_import():
+    may_name = frozenset({"formats"})
+    assert not faults("checkpoint", "NAMES = ['megatron.formats.unpickle:Inert']", may_name)
+    assert faults("checkpoint", "NAMES = ['megatron.engine.build:build_engine']", may_name)
+    assert faults("checkpoint", "import megatron.formats.unpickle", may_name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.formats import locate_checkpoint
+from megatron.checkpoint.registry import locate_checkpoint
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option

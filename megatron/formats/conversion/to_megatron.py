@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.registry import open_checkpoint
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import parse_configs
 from megatron.config.flags import option

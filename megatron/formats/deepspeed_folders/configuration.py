@@ -11,14 +11,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from megatron.checkpoint.deepspeed_names import CONFIG, COUNTERS, RUN, STATE
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.config import ModelConfig, RunConfig, TokenizerConfig
 from megatron.formats.deepspeed_folders import megatron_deepspeed, neox
-from megatron.formats.deepspeed_folders.layout import CONFIG, STATE
 from megatron.formats.legacy_megatron.arguments import tokenizer_of_arguments
-
-RUN, COUNTERS = "run_config", "run_state"
-"""Keys of this project's configuration and counters in the model states that it saves."""
 
 
 class Description(NamedTuple):

@@ -12,8 +12,6 @@ from megatron.checkpoint.folder import standing_in
 
 UNIVERSAL_TRACKER = "latest_universal"
 UNIVERSAL_SUFFIX = "_universal"
-CONFIG, STATE = "config.json", "state.json"
-"""This project's own files beside DeepSpeed's: the run's configuration and its counters."""
 
 _MODEL_STATES = re.compile(r"(?:(?:(?:bf|fp)16_)?zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
 _NUMBER = re.compile(r"\d+")

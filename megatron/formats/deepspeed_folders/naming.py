@@ -14,9 +14,8 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import ModelConfig, ParallelConfig
-from megatron.formats.deepspeed_folders.parameters import registered_parameters
-from megatron.model.gpt import gpt_layers
+from megatron.config import ModelConfig
+from megatron.formats.deepspeed_folders.parameters import layers_of, parameters_of
 from megatron.parallel.shard import Shard
 
 
@@ -32,7 +31,7 @@ class Naming(ABC):
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        self.registered = registered_parameters(model)
+        self.registered = parameters_of(model)
         self.shapes = {
             name: parts[0].shard.canonical_shape for name, parts in self.registered.items()
         }
@@ -99,9 +98,12 @@ class EngineNaming(RankNaming):
 
     def __init__(self, model: ModelConfig, size: int) -> None:
         super().__init__(model)
-        self.size, self.held = size, registered_parameters(model, size)
-        recipes = gpt_layers(model, ParallelConfig())
-        self._tied = {n: f"tied_modules.{r.tied_key}" for n, r in enumerate(recipes) if r.tied_key}
+        self.size, self.held = size, parameters_of(model, size)
+        self._tied = {
+            place: f"tied_modules.{layer.tied_key}"
+            for place, layer in enumerate(layers_of(model))
+            if layer.tied_key
+        }
 
     def parts(self, name: str) -> Sequence[str]:
         """See :meth:`Naming.parts`."""

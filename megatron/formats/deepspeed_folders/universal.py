@@ -45,7 +45,6 @@ class UniversalFolder(Source):
     """
 
     title = "universal checkpoint of DeepSpeed"
-    universal = True
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)

@@ -25,21 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.checkpoint.deepspeed_names import CONFIG, STATE, UNIVERSAL_VERSION
 from megatron.checkpoint.files import sync_file, sync_folder, write_json
 from megatron.checkpoint.folder import file_facts, replace_folder, tag, unfinished_folder
 from megatron.checkpoint.source import Source
 from megatron.checkpoint.writer import run_of
 from megatron.config import RunConfig
-from megatron.formats.deepspeed_folders.layout import (
-    CONFIG,
-    STATE,
-    UNIVERSAL_SUFFIX,
-    UNIVERSAL_TRACKER,
-)
+from megatron.formats.deepspeed_folders.layout import UNIVERSAL_SUFFIX, UNIVERSAL_TRACKER
 from megatron.formats.deepspeed_folders.parameters import whole_shards
 from megatron.parallel.shard import Shard
 
-UNIVERSAL_VERSION = 0.4
 DEEPSPEED_VERSION = "0.19.8"
 """The release whose format this is; loaders refuse folders without a version."""
 MANIFEST = "universal.json"

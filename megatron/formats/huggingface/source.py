@@ -13,10 +13,10 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, TokenizerConfig
+from megatron.families import build_model
 from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.huggingface.table import Architecture, Parameter
 from megatron.formats.huggingface.weights import WeightFiles, weights_of
-from megatron.model.gpt import build_gpt
 from megatron.parallel.shard import shard_of
 
 TOKENIZER = (
@@ -190,7 +190,7 @@ class HuggingFaceFolder(Source):
 def _shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     """Shape of each parameter of the network, by canonical name."""
     with torch.device("meta"):
-        network = build_gpt(model)
+        network = build_model(model)
     return {name: shard_of(param).canonical_shape for name, param in network.canonical_parameters()}
 
 

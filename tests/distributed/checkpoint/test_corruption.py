@@ -2,6 +2,7 @@
 is loaded; and no file of a checkpoint is ever run."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import pickle
@@ -282,7 +283,9 @@ def alike(one, other):
 def refusal(trainer, save):
     """The message with which the trainer's way of loading refuses; None when it does not."""
     try:
-        origin = resume.locate(CheckpointConfig(load=str(save)))
+        origin = resume.locate(
+            dataclasses.replace(trainer.engine.config, checkpoint=CheckpointConfig(load=str(save)))
+        )
         resume.load(trainer.engine, trainer.plan, origin)
     except CheckpointError as error:
         return str(error)

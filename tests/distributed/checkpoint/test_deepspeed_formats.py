@@ -24,10 +24,10 @@ from training_jobs import TINY, train
 
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.writer import write_checkpoint
+from megatron.families import build_model
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
 from megatron.formats.deepspeed_folders.universal_writer import save_universal
-from megatron.model.gpt import build_gpt
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 STEPS = 4
@@ -293,7 +293,7 @@ def continue_same_module(folder, steps):
     from deepspeed.utils import safe_get_full_fp32_param
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    model = build_gpt(DeepSpeedFolder(Path(folder)).model)
+    model = build_model(DeepSpeedFolder(Path(folder)).model)
     params = list(model.parameters())
     groups = [
         {"params": [p for p in params if p.dim() > 1], "weight_decay": DECAY},

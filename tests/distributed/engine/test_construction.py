@@ -9,7 +9,7 @@ from training_jobs import TINY
 
 from megatron.engine.build import build_engine
 from megatron.engine.environment import distributed, training_device
-from megatron.training.gpt import gpt_program
+from megatron.families import spec_of
 from megatron.training.run import parse_run
 
 SHAPE = "--num-layers 8 --hidden-size 640 --num-attention-heads 8 --vocab-size 8000".split()
@@ -29,7 +29,11 @@ def growth(argv):
         Path("/proc/self/clear_refs").write_text("5")  # forgets the peak
         before = resident("VmRSS")
         engine = build_engine(
-            run.config, run.content, gpt_program(run.config), mesh, training_device()
+            run.config,
+            run.content,
+            spec_of(run.config.model, run.config.parallel),
+            mesh,
+            training_device(),
         )
         peak = resident("VmHWM") - before
         whole = sum(p.shard.full_shape[0] * (p.shard.full_shape + (1,))[1] for p in engine.names)

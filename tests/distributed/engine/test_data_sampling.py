@@ -10,7 +10,10 @@ from megatron.data.curriculum.metric_files import read_rows
 from megatron.engine.environment import distributed
 from megatron.parity import training
 from megatron.parity.training import Record
+from megatron.training import pretraining
+from megatron.training.data import run_data
 from megatron.training.run import parse_run
+from megatron.training.trainer import TrainingData
 from tools import analyze_data
 
 STEPS, BATCH = 8, 8
@@ -27,7 +30,7 @@ def train_drawn(argv):
     """A run's record, and the tokens of all its batches, in the order of their making; for the
     pool."""
     run, record, seen = parse_run(None, argv), Record(), []
-    read = training.gpt_data
+    read = pretraining.run_data
 
     def watched_data(run):
         datasets, collate = read(run)
@@ -36,14 +39,14 @@ def train_drawn(argv):
             seen.append([sample.tolist() for sample in samples])
             return collate(samples)
 
-        return datasets, noted
+        return TrainingData(datasets, noted)
 
-    training.gpt_data = watched_data
+    pretraining.run_data = watched_data
     try:
         with distributed(run.config.parallel) as mesh:
             training.watched_trainer(run, mesh, record.add).fit()
     finally:
-        training.gpt_data = read
+        pretraining.run_data = read
     return record, seen
 
 
@@ -67,7 +70,7 @@ def analysed(tmp_path_factory):
         "enabled": True,
         "data_sampling": {"enabled": True, "curriculum_learning": learning},
     }
-    samples = training.gpt_data(parse_run(None, FLAGS))[0].train
+    samples = run_data(parse_run(None, FLAGS)).datasets.train
     rarity = read_rows(f"{files}sample_to_metric").values
     return [*FLAGS, "--data-efficiency", json.dumps(section)], samples, rarity
 

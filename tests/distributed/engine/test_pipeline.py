@@ -9,9 +9,10 @@ from training_jobs import TINY, train, train_plainly
 from megatron.data.loader import MicroBatches
 from megatron.engine.build import build_engine
 from megatron.engine.environment import distributed, training_device
+from megatron.families import spec_of
 from megatron.parallel.pipeline_schedules import PipelineSchedule
 from megatron.parallel.timeline import simulate_order, theory
-from megatron.training.gpt import gpt_data, gpt_program
+from megatron.training.data import run_data
 from megatron.training.run import parse_run
 
 FLAGS = [*TINY, "--num-layers", "8", "--global-batch-size", "8", "--train-iters", "1"]
@@ -23,9 +24,13 @@ def engine_and_batches(argv):
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         engine = build_engine(
-            run.config, run.content, gpt_program(run.config), mesh, training_device()
+            run.config,
+            run.content,
+            spec_of(run.config.model, run.config.parallel),
+            mesh,
+            training_device(),
         )
-        datasets, collate = gpt_data(run)
+        datasets, collate = run_data(run)
         data = mesh.data
         yield (
             engine,

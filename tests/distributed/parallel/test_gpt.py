@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.engine.gradient_norm import gradient_norm
-from megatron.model.gpt import build_gpt
+from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.region import TensorParallel
@@ -100,7 +100,7 @@ def build(case: Case, region: TensorParallel) -> LayerStack:
         recompute_method="uniform" if case.recompute == "full" else None,
     )
     run = RunConfig(model=ModelConfig(**(shape | MODELS[case.model])), parallel=parallel)
-    model = build_gpt(run.with_vocabulary(VOCAB).model, parallel, region).double()
+    model = build_model(run.with_vocabulary(VOCAB).model, parallel, region).double()
     for name, param in model.canonical_parameters():
         param.init = Init(std=0.3)
         initialise(name, param, 1234, region.group.rank, region.group.size)

@@ -10,9 +10,9 @@ import pytest
 from training_jobs import LAYOUTS, TINY, gradients
 
 from megatron.config.layouts import parse_layout
+from megatron.families import spec_of
 from megatron.parallel.region import TensorParallel
 from megatron.parity.gradients import first_difference, reference_gradients
-from megatron.training.gpt import gpt_program
 from megatron.training.run import parse_run
 
 LAYERS = 8
@@ -75,7 +75,8 @@ def difference(pool, layout: str, model: str, times: int):
     processes, argv = flags(layout, model, times)
     expected = reference(*argv)
     records = pool.run(processes, gradients, [*argv, *parse_layout(layout).flags()])
-    layers = gpt_program(parse_run(None, argv).config).layers(TensorParallel())
+    config = parse_run(None, argv).config
+    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
     return first_difference(records, expected, layers)
 
 

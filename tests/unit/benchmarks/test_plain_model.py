@@ -68,10 +68,10 @@ def test_against_transformers(setting, run, batch):
 
 
 def test_against_the_trainers_layers(setting, run, batch):
-    from megatron.model.gpt import build_gpt
+    from megatron.families import build_model
     from megatron.model.layer_list import initialise
 
-    plain, ours = build(setting, CPU), build_gpt(run.config.model)
+    plain, ours = build(setting, CPU), build_model(run.config.model)
     for name, param in ours.canonical_parameters():
         initialise(name, param, run.config.training.seed, 0, 1)
     loss = plain(*batch)

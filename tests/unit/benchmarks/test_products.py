@@ -6,7 +6,7 @@ import torch
 from products import PIECES, Attention, Linear, StepShape
 
 from megatron.config import ModelConfig
-from megatron.training.flops import TransformerShape
+from megatron.model.flops import TransformerShape
 
 
 def model(**changes) -> ModelConfig:

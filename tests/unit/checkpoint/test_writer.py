@@ -7,8 +7,8 @@ import torch
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import verify
-from megatron.checkpoint.formats import locate_checkpoint, open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.checkpoint.writer import write_checkpoint as write
 from megatron.config import TokenizerConfig

@@ -16,7 +16,8 @@ import pytest
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.data.preprocessing import PreprocessConfig, preprocess
+from megatron.data.preprocessing.config import PreprocessConfig
+from megatron.data.preprocessing.pipeline import preprocess
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.train import train_byte_level_bpe
 

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from megatron.config import TokenizerConfig
-from megatron.data.preprocessing import PreprocessConfig, preprocess
+from megatron.data.preprocessing.config import PreprocessConfig
+from megatron.data.preprocessing.pipeline import preprocess
 from megatron.tokenizer.train import train_byte_level_bpe
 
 ROOT = Path(__file__).parents[3]

@@ -13,10 +13,11 @@ import zstandard
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.indexed import IndexedDataset
-from megatron.data.preprocessing import PreprocessConfig, preprocess
 from megatron.data.preprocessing.blocks import FileRange
+from megatron.data.preprocessing.config import PreprocessConfig
 from megatron.data.preprocessing.cutting import LineCutter, Oversize, ParagraphCutter, cut_stream
 from megatron.data.preprocessing.extract import read_lines
+from megatron.data.preprocessing.pipeline import preprocess
 from megatron.data.preprocessing.sources import Form, find_sources, partition
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.train import train_byte_level_bpe

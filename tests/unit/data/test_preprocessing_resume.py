@@ -18,8 +18,9 @@ import pytest
 import zstandard
 
 from megatron.config import TokenizerConfig
-from megatron.data.preprocessing import PreprocessConfig, preprocess
+from megatron.data.preprocessing.config import PreprocessConfig
 from megatron.data.preprocessing.job import lock_folder
+from megatron.data.preprocessing.pipeline import preprocess
 
 ROOT = Path(__file__).parents[3]
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)

@@ -9,7 +9,7 @@ from torch._dynamo.utils import counters
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.engine.compile import compile_blocks
-from megatron.model.gpt import build_gpt
+from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.float8 import Float8
 
@@ -37,7 +37,7 @@ def build(kind: str, recompute: str | None = None, float8: Float8 | None = None)
     }  # fmt: skip
     method = "uniform" if recompute == "full" else None
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
-    stack = build_gpt(ModelConfig(**shape | KINDS[kind]), parallel)
+    stack = build_model(ModelConfig(**shape | KINDS[kind]), parallel)
     for name, param in stack.canonical_parameters():
         initialise(name, param, 1, 0, 1)
     for module in stack.modules():

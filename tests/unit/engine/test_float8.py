@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.fast_paths import FastPathsConfig
 from megatron.engine.float8 import use_float8
-from megatron.model.gpt import build_gpt
+from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.float8 import Float8
 
@@ -24,7 +24,7 @@ MODEL = ModelConfig(
 def build(recompute: str | None = None, **fast: object) -> LayerStack:
     method = "uniform" if recompute == "full" else None
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
-    stack = build_gpt(MODEL, parallel)
+    stack = build_model(MODEL, parallel)
     for name, param in stack.canonical_parameters():
         initialise(name, param, 1, 0, 1)
     config = RunConfig(model=MODEL, fast_paths=FastPathsConfig(**fast))

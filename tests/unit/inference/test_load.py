@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.formats import open_checkpoint
+from megatron.checkpoint.registry import open_checkpoint
 from megatron.config import ConfigError, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megatron.inference import load_model, load_tokenizer
 from megatron.inference.load import training_dtype

@@ -8,8 +8,9 @@ from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.families import build_model
 from megatron.model.embedding import InputEmbedding
-from megatron.model.gpt import build_gpt, gpt_layers
+from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import (
     LayerStack,
     LayerState,
@@ -66,7 +67,7 @@ def config(**changes) -> ModelConfig:
 
 def gpt(model: ModelConfig, parallel: ParallelConfig | None = None, std=0.3) -> LayerStack:
     """A GPT in float64 with wide random weights, biases too."""
-    stack = build_gpt(model, parallel).double()
+    stack = build_model(model, parallel).double()
     for name, param in stack.canonical_parameters():
         param.init = Init(std=std) if std else init_of(param)
         initialise(name, param, 1, 0, 1)
@@ -261,14 +262,14 @@ NAMES = {
 
 @pytest.mark.parametrize("model, expected", NAMES.items(), ids=NAMES)
 def test_canonical_names(model, expected):
-    stack = build_gpt(config(**MODELS[model], num_layers=1))
+    stack = build_model(config(**MODELS[model], num_layers=1))
     names = [name for name, _ in stack.canonical_parameters()]
     assert names == expected and len(set(names)) == len(names)
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_canonical_names_are_a_bijection_of_the_registered_ones(model):
-    stack = build_gpt(config(**MODELS[model], num_layers=12))
+    stack = build_model(config(**MODELS[model], num_layers=12))
     prefixes = canonical_prefixes(stack.recipes)
     registered = [name for name, _ in stack.named_parameters()]
     names = {canonical_name(name, prefixes) for name in registered}
@@ -302,7 +303,7 @@ def test_padding_of_the_vocabulary_does_not_change_the_loss():
 
 def test_parameters_have_the_shape_that_their_shard_says():
     for changes in MODELS.values():
-        for name, param in build_gpt(config(**changes)).canonical_parameters():
+        for name, param in build_model(config(**changes)).canonical_parameters():
             assert tuple(param.shape) == shard_of(param).full_shape, name
 
 

@@ -7,8 +7,8 @@ import torch
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.layouts import Layout
+from megatron.families import build_model
 from megatron.model import blocked_attention
-from megatron.model.gpt import build_gpt
 from megatron.model.norm import build_head_norm, build_norm
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.region import TensorParallel
@@ -55,7 +55,7 @@ class Kept:
 def model_bytes(model: ModelConfig, precision: str, recompute: str | None) -> int:
     """What a forward pass with its loss keeps."""
     parallel = ParallelConfig(**RECOMPUTE[recompute])
-    stack = build_gpt(model, parallel).to(DTYPES[precision])
+    stack = build_model(model, parallel).to(DTYPES[precision])
     for param in stack.parameters():
         torch.nn.init.normal_(param, std=0.02)
     kept = Kept(stack)

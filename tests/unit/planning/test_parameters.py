@@ -5,7 +5,8 @@ import torch
 
 from megatron.config import ParallelConfig
 from megatron.config.layouts import Layout
-from megatron.model.gpt import build_gpt, gpt_layers
+from megatron.families import build_model
+from megatron.model.gpt import gpt_layers
 from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.region import TensorParallel
@@ -39,7 +40,7 @@ def test_against_built_layers(small, kind, tensor):
         built = [
             numel(recipe.build()) for recipe in gpt_layers(model, ParallelConfig(), ranks(tensor))
         ]
-        whole = numel(build_gpt(model, region=ranks(tensor)))
+        whole = numel(build_model(model, region=ranks(tensor)))
     assert layer_parameters(model, tensor) == built
     (share,) = rank_shares(model, Layout(tensor=tensor))
     assert share.parameters == whole
@@ -51,7 +52,7 @@ def test_padding_counts_only_when_told(small, kind):
     model = small(kind, 4)
     assert (model.padded_vocab_size, model.unpadded_vocab_size) == (64, 61)
     with torch.device("meta"):
-        stack = build_gpt(model)
+        stack = build_model(model)
     tables = 1 if model.tied else 2
     assert model_parameters(model, padded=True) == numel(stack)
     assert model_parameters(model) == numel(stack) - 3 * 64 * tables

@@ -5,9 +5,9 @@ from fractions import Fraction
 import pytest
 
 from megatron.config.layouts import Layout
+from megatron.model.flops import TransformerShape
 from megatron.planning.hardware import Hardware
 from megatron.planning.parameters import rank_shares
-from megatron.planning.search import transformer_shape
 from megatron.planning.step_time import bubble_ratio, rank_flops, step_time
 
 KINDS = ("gpt2", "llama", "wide heads")
@@ -19,7 +19,7 @@ def test_flops_against_those_of_the_metrics(small, kind, tensor, pipeline):
     model, layout = small(kind, tensor), Layout(tensor=tensor, pipeline=pipeline)
     shares = rank_shares(model, layout)
     counted = tensor * sum(rank_flops(model, layout, 3, share) for share in shares)
-    assert counted == transformer_shape(model).flops_per_step(3, causal=False)
+    assert counted == TransformerShape.of(model).flops_per_step(3, causal=False)
 
 
 def test_recomputation_against_korthikanti(small):

@@ -110,7 +110,7 @@ def _ask(path: Path) -> None:
         time.sleep(0.5)
         return TEXTS
 
-    train_missing_model(path, "bpe", 40, texts)
+    train_missing_model(config(path), texts)
     digest = hashlib.sha256(path.read_bytes()).hexdigest()
     path.with_name(f"seen-{multiprocessing.current_process().pid}").write_text(digest)
 

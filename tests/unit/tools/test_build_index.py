@@ -10,7 +10,7 @@ import pytest
 from megatron.data import index_cache
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.prebuild import in_processes
-from megatron.training.gpt import gpt_data
+from megatron.training.data import run_data
 from megatron.training.run import parse_run
 from tools import build_index
 
@@ -47,13 +47,13 @@ def test_a_run_then_builds_nothing(
     ahead, alone = (["--data-cache-path", str(tmp_path / name)] for name in ("ahead", "alone"))
     build_index.main(["--workers", workers, *flags, *ahead])
     out = capsys.readouterr().out.splitlines()
-    expected, _ = gpt_data(parse_run(None, [*flags, *alone]))
+    expected, _ = run_data(parse_run(None, [*flags, *alone]))
     assert entries(tmp_path / "ahead") == entries(tmp_path / "alone")
     # Files of token ids, parts of three files and blends; of one file, its three parts.
     assert len(entries(tmp_path / "ahead")) == (3 + 9 + 3 if blend else 1 + 3)
 
     monkeypatch.setattr(index_cache._Entry, "publish", lambda *_: pytest.fail("built again"))
-    found, _ = gpt_data(parse_run(None, [*flags, *ahead]))
+    found, _ = run_data(parse_run(None, [*flags, *ahead]))
     parts = [found.train, found.valid["valid"], found.test["test"]]
     others = [expected.train, expected.valid["valid"], expected.test["test"]]
     for name, line, ours, other in zip(

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.model.flops import TransformerShape
 from megatron.training.flops import (
-    TransformerShape,
     measure_matmul_peak,
     peak_flops,
     peak_flops_of,

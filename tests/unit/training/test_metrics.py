@@ -9,10 +9,11 @@ import pytest
 import torch
 
 from megatron.training.metrics import (
-    EvaluationMetrics,
+    Evaluation,
     IntervalMeter,
     StepMetrics,
     memory_use,
+    perplexity,
 )
 
 CPU = torch.device("cpu")
@@ -41,6 +42,7 @@ def meter(clock: Clock, **changes) -> IntervalMeter:
 def step(loss: float | torch.Tensor = 2.0, **changes) -> StepMetrics:
     values = {
         "loss": torch.as_tensor(loss),
+        "losses": {"lm loss": torch.as_tensor(loss)},
         "samples": 16,
         "tokens": 16 * 128,
         "learning_rate": 1.5e-4,
@@ -180,23 +182,42 @@ def test_unknown_values_are_left_out_of_the_line_and_null_in_the_row():
 
 
 def test_evaluation_line():
-    metrics = EvaluationMetrics(iteration=10, loss=math.log(50))
+    metrics = Evaluation(10, {"lm loss": math.log(50)})
     assert metrics.line() == (
         " validation loss at iteration 10 | lm loss value: 3.912023E+00 | "
         "lm loss PPL: 5.000000E+01 |"
     )
-    assert "iteration 10 on test set |" in EvaluationMetrics(10, 1.0, test=True).line()
+    assert "iteration 10 on test set |" in Evaluation(10, {"lm loss": 1.0}, test=True).line()
 
 
 @pytest.mark.parametrize(
-    "loss, perplexity", [(1.0, math.e), (21.0, math.exp(20)), (math.inf, math.exp(20))]
+    "loss, expected", [(1.0, math.e), (21.0, math.exp(20)), (math.inf, math.exp(20))]
 )
-def test_perplexity_does_not_overflow(loss, perplexity):
-    assert EvaluationMetrics(1, loss).perplexity == pytest.approx(perplexity)
+def test_perplexity_does_not_overflow(loss, expected):
+    assert perplexity(loss) == pytest.approx(expected)
 
 
 def test_perplexity_of_nan_is_nan():
-    assert math.isnan(EvaluationMetrics(1, math.nan).perplexity)
+    assert math.isnan(perplexity(math.nan))
+
+
+def test_several_losses_are_reported_by_their_names():
+    """BERT's: each mean is of the steps in which that loss is finite."""
+    interval = meter(Clock())
+    for lm, sop in ((3.0, 1.0), (5.0, math.nan)):
+        losses = {"lm loss": torch.tensor(lm), "sop loss": torch.tensor(sop)}
+        interval.add(step(lm + sop, losses=losses))
+    metrics = finish(interval)
+    assert "| lm loss: 4.000000E+00 | sop loss: 1.000000E+00 |" in metrics.line()
+    assert metrics.nan_steps == 1
+    row = metrics.row()
+    assert (row["loss"], row["lm loss"], row["sop loss"]) == (4.0, 4.0, 1.0)
+    evaluation = Evaluation(3, {"lm loss": 0.0, "sop loss": 1.0})
+    assert evaluation.line() == (
+        " validation loss at iteration 3 | lm loss value: 0.000000E+00 | lm loss PPL: "
+        "1.000000E+00 | sop loss value: 1.000000E+00 | sop loss PPL: 2.718282E+00 |"
+    )
+    assert evaluation.row()["sop loss PPL"] == pytest.approx(math.e)
 
 
 def test_memory_on_cpu_is_the_peak_resident_set_in_bytes():

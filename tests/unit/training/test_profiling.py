@@ -14,12 +14,13 @@ from megatron.config import CONFIG_CLASSES, FlagParser, RunConfig, resolve
 from megatron.config.profiling import ProfilingConfig
 from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.train_engine import TrainEngine
+from megatron.parallel.mesh import Mesh
 from megatron.profiling.split import split
 from megatron.profiling.trace import read_trace
-from megatron.training import profile_recorders, profiling
+from megatron.training import profile_recorders
 from megatron.training.profile_phases import phases_marked
 from megatron.training.profile_recorders import MemoryHistory, NsysRange, Recorder, TorchTrace
-from megatron.training.profiling import Steps, start_profiling, under_nsys
+from megatron.training.profiling import Profiler, profiling, under_nsys
 
 
 class Notes(Recorder):
@@ -46,17 +47,12 @@ class Notes(Recorder):
 
 def run_steps(start: int, end: int, first: int, last: int) -> list[str]:
     """What a recorder of steps start + 1 to end is told in a run of steps first + 1 to last."""
-    notes, ending = Notes(), contextlib.ExitStack()
+    notes = Notes()
     options = ProfilingConfig(profile=True, profile_step_start=start, profile_step_end=end)
-    steps = Steps([notes], options, first, ending.close)
-    ending.callback(steps.close)
-    engine = SimpleNamespace(train_step=lambda: notes.told.append("train"))
-    with ending:
-        ending.enter_context(
-            profiling.replaced(engine, "train_step", steps.around(engine.train_step))
-        )
+    with Profiler([notes], options, first) as profiler:
         for _ in range(first, last):
-            engine.train_step()
+            profiler.before_step(None)
+            notes.told.append("train")
     return notes.told
 
 
@@ -80,11 +76,10 @@ def test_the_recorded_steps(start, end, first, last, told):
 
 
 def test_an_error_in_a_step_ends_the_recording():
-    notes, ending = Notes(), contextlib.ExitStack()
-    steps = Steps([notes], ProfilingConfig(profile_step_start=0), 0, ending.close)
-    ending.callback(steps.close)
-    with pytest.raises(MemoryError), ending:
-        steps.begin()
+    notes = Notes()
+    profiler = Profiler([notes], ProfilingConfig(profile_step_start=0), 0)
+    with pytest.raises(MemoryError), profiler:
+        profiler.before_step(None)
         raise MemoryError
     assert notes.told == ["start 0", "stop 1", "close"]
 
@@ -158,6 +153,7 @@ class Engine:
 
     def __init__(self) -> None:
         self.model, self.device = torch.nn.Linear(4, 4), torch.device("cpu")
+        self.mesh = Mesh()
         self.engine = torch.nn.Sequential(self.model)
         object.__setattr__(self.engine, "backward", lambda loss: loss.backward())
         self.losses: list[float] = []
@@ -189,8 +185,11 @@ def trained(config: RunConfig, steps: int = 4) -> Engine:
     torch.manual_seed(7)
     engine = Engine()
     batches = (torch.randn(2, 4) for _ in range(steps))
-    with start_profiling(config, engine, None, 0):
+    with contextlib.ExitStack() as stack:
+        profilers = [stack.enter_context(p) for p in profiling(config, engine, None, 0)]
         for _ in range(steps):
+            for profiler in profilers:
+                profiler.before_step(None)
             engine.train_step(batches)
             engine.evaluate()
     return engine
@@ -219,22 +218,16 @@ def test_a_trace_with_all_phases(config, tmp_path, capsys, monkeypatch):
 
 
 def test_nothing_is_wrapped_without_the_flag():
-    engine = Engine()
-    before = dict(vars(engine))
-    with start_profiling(RunConfig(), engine, None, 0):
-        assert vars(engine) == before
+    assert profiling(RunConfig(), Engine(), None, 0) == []
 
 
 def test_other_ranks_record_nothing(config):
     options = dataclasses.replace(config.profiling, profile_ranks=(1,))
-    engine = Engine()
-    with start_profiling(dataclasses.replace(config, profiling=options), engine, None, 0):
-        assert "train_step" not in vars(engine)
+    assert profiling(dataclasses.replace(config, profiling=options), Engine(), None, 0) == []
 
 
 def test_a_run_that_is_past_the_steps_says_so(config, capsys):
-    with start_profiling(config, Engine(), None, 3):
-        pass
+    assert profiling(config, Engine(), None, 3) == []
     assert "--profile-step-end 3: nothing to profile" in capsys.readouterr().out
 
 
@@ -307,7 +300,7 @@ def test_memory_history_needs_a_gpu():
     options = ProfilingConfig(record_memory_history=True)
     config = dataclasses.replace(RunConfig(), profiling=options)
     with pytest.raises(ValueError, match="--record-memory-history records a GPU's memory"):
-        start_profiling(config, Engine(), None, 0)
+        profiling(config, Engine(), None, 0)
 
 
 def test_the_profiler_is_let_go_where_the_run_ends_early(config):

@@ -6,7 +6,7 @@ import random
 import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.training.curriculum import batches
+from megatron.training.data import batches
 from megatron.training.plan import TrainingPlan
 
 FLAGS = (

@@ -13,7 +13,7 @@ import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
 from megatron.config.logging import LoggingConfig
-from megatron.training.metrics import EvaluationMetrics, IntervalMetrics, MemoryUse
+from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse
 from megatron.training.writers import (
     TAGS,
     JsonLinesWriter,
@@ -31,6 +31,7 @@ def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
         consumed_tokens=2048 * iteration,
         steps=1,
         loss=loss,
+        losses={"lm loss": loss},
         grad_norm=None,
         learning_rate=1e-4,
         weight_decay=0.1,
@@ -64,7 +65,7 @@ def test_row_has_kind_clock_and_values(tmp_path):
     path = tmp_path / "new" / "metrics.jsonl"
     writer = JsonLinesWriter(path)
     write_train(writer, [3])
-    writer.scalars("validation", 3, EvaluationMetrics(3, 1.0).row(), samples=48, tokens=6144)
+    writer.scalars("validation", 3, Evaluation(3, {"lm loss": 1.0}).row(), samples=48, tokens=6144)
     # Whole before close: a killed run keeps its rows.
     train, validation = rows(path)
     clock = {"iteration": 3, "consumed_samples": 48, "consumed_tokens": 6144}
@@ -172,7 +173,7 @@ def test_tags_are_megatrons_and_follow_the_flags(tmp_path):
         logging = tensorboard_config(tmp_path / name, **flags)
         writer = TensorBoardWriter(logging)
         write_train(writer, [1])
-        writer.scalars("validation", 1, EvaluationMetrics(1, 1.0).row(), samples=16, tokens=1)
+        writer.scalars("validation", 1, Evaluation(1, {"lm loss": 1.0}).row(), samples=16, tokens=1)
         writer.scalars("resume", 1, {}, samples=16, tokens=1)
         writer.close()
         return set(events(tmp_path / name / "tb"))
@@ -206,10 +207,22 @@ def test_tensorboard_interval_thins_training_and_not_validation(tmp_path):
     assert [step for step, _ in found["lm loss validation"]] == [7]
 
 
+def test_losses_of_their_own_name_have_tags_of_it(tmp_path):
+    writer = TensorBoardWriter(tensorboard_config(tmp_path))
+    values = {"loss": 5.0, "lm loss": 4.0, "sop loss": 1.0}
+    for kind in ("train", "validation"):
+        writer.scalars(kind, 1, values, samples=1, tokens=1)
+    writer.close()
+    found = {tag: points[0][1] for tag, points in events(tmp_path / "tb").items()}
+    expected = {"loss": 5.0, "lm loss": 4.0, "sop loss": 1.0}
+    expected |= {f"{tag} validation": value for tag, value in expected.items()}
+    assert found.items() >= expected.items()
+
+
 def test_every_tag_belongs_to_a_value_that_is_reported():
     assert set(TAGS["train"]) <= set(interval(1).row())
     for kind in ("validation", "test"):
-        assert set(TAGS[kind]) == set(EvaluationMetrics(1, 1.0).row())
+        assert set(TAGS[kind]) == set(Evaluation(1, {"lm loss": 1.0}).row())
 
 
 # Weights & Biases

@@ -19,7 +19,8 @@ from megatron.config.raw_text import RawTextConfig
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.preprocessing import PreprocessConfig, preprocess
+from megatron.data.preprocessing.config import PreprocessConfig
+from megatron.data.preprocessing.pipeline import preprocess
 from megatron.data.raw_text import (
     RawTextDocuments,
     TextEncoder,

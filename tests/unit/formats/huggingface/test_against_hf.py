@@ -10,6 +10,7 @@ from hf_cases import CASES
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from megatron.families import build_model
 from megatron.formats.huggingface import ARCHITECTURES, write_model
 from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.huggingface.reorder import (
@@ -20,7 +21,6 @@ from megatron.formats.huggingface.reorder import (
     Reordering,
 )
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.model.gpt import build_gpt
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.shard import shard_of
 
@@ -44,7 +44,7 @@ def random_tokens(seed=1):
 
 def ours_of(source):
     """Our model with the weights of a source."""
-    model = build_gpt(source.model).eval()
+    model = build_model(source.model).eval()
     with torch.no_grad():
         for name, param in model.canonical_parameters():
             param.copy_(shard_of(param).cut(source.tensor(name), 0, 1))

@@ -12,8 +12,8 @@ from hf_published import PUBLISHED
 
 from megatron.config.flags import Setting
 from megatron.config.run import resolve
+from megatron.families import build_model
 from megatron.formats.huggingface import architecture_named
-from megatron.model.gpt import build_gpt
 from megatron.parallel.shard import shard_of
 
 PATH = Path("config.json")
@@ -27,7 +27,7 @@ def model_of(content):
 def test_number_of_parameters(name):
     count, content = PUBLISHED[name]
     with torch.device("meta"):
-        network = build_gpt(model_of(content))
+        network = build_model(model_of(content))
     shapes = [shard_of(param).canonical_shape for _, param in network.canonical_parameters()]
     assert sum(map(math.prod, shapes)) == count
 

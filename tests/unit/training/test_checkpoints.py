@@ -5,7 +5,7 @@ import pytest
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig
 from megatron.engine.saving import SaveResult
-from megatron.training.saves import Saves
+from megatron.training.checkpoints import CheckpointManager
 
 
 class Writer:
@@ -46,7 +46,7 @@ def test_ranks_agree_on_saving_again(fails):
     entered = []
     for quick in (True, False):
         writer = Writer(quick, fails)
-        saves = Saves(writer, Report())
+        saves = CheckpointManager(writer, Report())
         saves.save(4, 16)
         saves.save(4, 16)
         entered.append(writer.saves)
@@ -55,11 +55,12 @@ def test_ranks_agree_on_saving_again(fails):
 
 def test_only_the_last_failure_fails_the_run():
     writer = Writer(quick=True)
-    saves = Saves(writer, Report())
+    saves = CheckpointManager(writer, Report())
     saves.save(2, 8)
-    with pytest.raises(CheckpointError, match="disk is full"):
-        saves.check_last()
+    with pytest.raises(CheckpointError, match="disk is full"), saves:
+        pass
+    with pytest.raises(MemoryError), saves:  # which came first
+        raise MemoryError
     writer.fails = False
-    saves.save(4, 16)
-    saves.close()
-    saves.check_last()
+    with saves:
+        saves.save(4, 16)

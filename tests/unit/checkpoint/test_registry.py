@@ -1,10 +1,13 @@
 """Finding a checkpoint, whatever its format."""
 
+import subprocess
+import sys
+
 import pytest
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.formats import FORMATS, locate_checkpoint, open_checkpoint
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.registry import READERS, locate_checkpoint, open_checkpoint, reader
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
 
@@ -59,8 +62,7 @@ def test_a_universal_copy_does_not_hide_newer_folders_of_the_engine(tmp_path):
     assert locate_checkpoint(tmp_path) == (DeepSpeedFolder, tmp_path / "global_step4")
     copy = (UniversalFolder, tmp_path / "global_step2_universal")
     assert locate_checkpoint(tmp_path, "global_step2_universal") == copy
-    asked = sorted(FORMATS, key=lambda form: not form.universal)
-    assert locate_checkpoint(tmp_path, None, asked) == copy
+    assert locate_checkpoint(tmp_path, None, prefer="universal") == copy
 
 
 def test_opening_compares_checksums(save):
@@ -74,5 +76,34 @@ def test_opening_compares_checksums(save):
 
 
 def test_titles_are_different():
-    assert len({form.title for form in FORMATS}) == len(FORMATS)
-    assert FORMATS[0] is CheckpointReader
+    assert len({reader(name).title for name in READERS}) == len(READERS)
+    assert reader(next(iter(READERS))) is CheckpointReader
+
+
+FIND = """
+import sys
+from pathlib import Path
+from megatron.checkpoint.registry import locate_checkpoint
+found = locate_checkpoint(sys.argv[1])
+loaded = {name for name in sys.modules if name.startswith(("megatron.formats", "deepspeed"))}
+print(found and found.form.__name__, sorted(loaded))
+"""
+
+
+def test_other_formats_are_imported_where_the_native_one_finds_nothing(save, tmp_path):
+    def find(path):
+        run = subprocess.run([sys.executable, "-c", FIND, path], capture_output=True, text=True)
+        assert run.returncode == 0, run.stderr
+        return run.stdout
+
+    assert find(save) == "CheckpointReader []\n"
+    assert find(tmp_path / "absent") == "None []\n"
+    (tmp_path / "empty").mkdir()
+    assert find(tmp_path / "empty") == "None []\n"
+    other = tmp_path / "other"
+    (other / "global_step2").mkdir(parents=True)
+    (other / "global_step2" / "mp_rank_00_model_states.pt").touch()
+    found = find(other)
+    assert found.startswith("DeepSpeedFolder ['megatron.formats', ")
+    assert "huggingface" not in found and "legacy_megatron.reader" not in found
+    assert "'deepspeed" not in found

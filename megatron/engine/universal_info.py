@@ -9,20 +9,24 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterable
 from typing import Any
 
+from megatron.checkpoint.deepspeed_names import UNIVERSAL_VERSION
 from megatron.config import ModelConfig
-from megatron.formats.deepspeed_folders.parameters import Registered, registered_parameters
-from megatron.formats.deepspeed_folders.universal_writer import UNIVERSAL_VERSION
+from megatron.model.registration import Registered
 from megatron.parallel.shard import Shard
 
 _AFFINE_VERSION = 1
 
 
-def universal_info(model: ModelConfig, size: int) -> dict[str, Any]:
+def universal_info(
+    parameters: Iterable[Registered], model: ModelConfig, size: int
+) -> dict[str, Any]:
     """``universal_checkpoint_info`` of an engine.
 
     Args:
+        parameters: those of the whole layer list.
         model: shape of the network, with the vocabulary sizes filled in.
         size: tensor-parallel size.
     """
@@ -30,7 +34,7 @@ def universal_info(model: ModelConfig, size: int) -> dict[str, Any]:
     fused: list[dict[str, Any]] = []
     widths: dict[str, list[list[int]]] = {}
     shared: dict[str, dict[str, Any]] = {}
-    for part in _all_parts(model, size):
+    for part in parameters:
         shard, pattern = part.shard, f"^{re.escape(part.name)}$"
         if part.name.startswith("tied_modules."):
             tied.append(pattern)
@@ -61,10 +65,6 @@ def universal_info(model: ModelConfig, size: int) -> dict[str, Any]:
         "original_vocab_size": model.unpadded_vocab_size,
         "padded_vocab_size": model.padded_vocab_size,
     }
-
-
-def _all_parts(model: ModelConfig, size: int) -> list[Registered]:
-    return [part for parts in registered_parameters(model, size).values() for part in parts]
 
 
 def _affine_map(shard: Shard, size: int) -> dict[str, Any]:

@@ -2,21 +2,35 @@
 
 import pytest
 import torch
+from megatron.engine.step_result import StepResult
 
-from megatron.engine.program import StepResult
+from megatron.training.guard import NonFiniteGuard, TrainingStopped
 from megatron.training.lagged import LaggedReads
-from megatron.training.watch import StepWatch, StopAgreement, TrainingStopped
+from megatron.training.signals import StopAgreement
+from megatron.training.trainer import Step
 
 CPU = torch.device("cpu")
 
 
 def result(held: float | bool = 0.0, loss: float = 1.0) -> StepResult:
     flag = held if isinstance(held, bool) else torch.tensor(held)
-    return StepResult(torch.tensor(loss, dtype=torch.float64), torch.tensor(2.0), flag, 1.0)
+    total = torch.tensor(loss, dtype=torch.float64)
+    return StepResult(total, {"lm loss": total}, torch.tensor(2.0), flag, 1.0)
 
 
-def watch(lag: int = 0, fp16: bool = False, check: bool = True) -> StepWatch:
-    found = StepWatch(CPU, fp16, check)
+class Guard(NonFiniteGuard):
+    """Needs no trainer."""
+
+    def add(self, result: StepResult, iteration: int, first_sample: int, samples: int) -> None:
+        step = Step(result, iteration, first_sample, samples, 16, 1e-3, 0.1)
+        self.after_step(None, step)  # type: ignore[arg-type]
+
+    def look(self) -> None:
+        self.settle(None)  # type: ignore[arg-type]
+
+
+def watch(lag: int = 0, fp16: bool = False, check: bool = True) -> Guard:
+    found = Guard(CPU, fp16, check)
     found._reads = LaggedReads(lag)
     return found
 
@@ -44,9 +58,9 @@ def test_bad_step_is_named_late():
 def test_looking_at_all_waits_for_no_further_step():
     steps = watch(lag=2)
     steps.add(result(1.0, float("nan")), 1, 0, 8)
-    steps.look()
+    steps.add(result(), 2, 8, 8)
     with pytest.raises(TrainingStopped, match="the loss is nan at iteration 1, samples 0 to 7"):
-        steps.look(at_all=True)
+        steps.look()
 
 
 def test_large_loss_is_not_infinite():
@@ -65,7 +79,7 @@ def test_what_the_host_knows_is_judged_at_once():
 def test_unchecked_steps_may_be_bad():
     steps = watch(check=False)
     steps.add(result(1.0, float("nan")), 1, 0, 8)
-    steps.look(at_all=True)
+    steps.look()
 
 
 def test_alone_one_stops_when_one_asks():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.checkpoint.files import CheckpointError
 from megatron.engine.saving import CheckpointWriter, SaveResult
 from megatron.training.report import Reporter
+from megatron.training.trainer import Callback, Step, Trainer
 
 
-class Saves:
-    """The saves of a run.
+class CheckpointManager(Callback):
+    """The checkpoints of a run: at intervals, at the end, and where it is stopped.
 
     A failed save leaves the earlier checkpoints and is said; the next one may find room again. Only
     when the newest attempt at the end of the run has failed, the run has.
@@ -16,10 +19,13 @@ class Saves:
     Args:
         writer: writes them.
         report: says how they came out.
+        interval: steps from one to the next; None saves at the end only.
     """
 
-    def __init__(self, writer: CheckpointWriter, report: Reporter) -> None:
-        self.writer, self.report = writer, report
+    def __init__(
+        self, writer: CheckpointWriter, report: Reporter, interval: int | None = None
+    ) -> None:
+        self.writer, self.report, self.interval = writer, report, interval
         self.error: CheckpointError | None = None
         self._begun_at: int | None = None
         self._samples: dict[int, int] = {}
@@ -39,22 +45,38 @@ class Saves:
         self.tell_finished()
 
     def tell_finished(self) -> None:
-        """Says what has come to an end; asked after every step."""
+        """Says what has come to an end."""
         for result in self.writer.finished():
             self._tell(result)
 
-    def close(self) -> None:
-        """Waits for the last one."""
-        for result in self.writer.close():
-            self._tell(result)
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """Says what has come to an end in the background."""
+        self.tell_finished()
 
-    def check_last(self) -> None:
-        """The end of a run.
+    def between_steps(self, trainer: Trainer) -> None:
+        """Saves where that is due."""
+        due = self.interval is not None and trainer.iteration % self.interval == 0
+        if due or trainer.at_end:
+            self._save_settled(trainer)
+
+    def training_ended(self, trainer: Trainer, reason: str | None) -> None:
+        """Saves where the run was stopped."""
+        if reason is not None:
+            self._save_settled(trainer)
+
+    def _save_settled(self, trainer: Trainer) -> None:
+        trainer.settle()  # never a step that is to be reported as bad
+        self.save(trainer.iteration, trainer.consumed_samples)
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
+        """Waits for the last one.
 
         Raises:
-            CheckpointError: the last save failed.
+            CheckpointError: the last save failed, and nothing else did before.
         """
-        if self.error is not None:
+        for result in self.writer.close():
+            self._tell(result)
+        if error_type is None and self.error is not None:
             raise self.error
 
     def _tell(self, result: SaveResult) -> None:

@@ -1,0 +1,77 @@
+"""Floating-point operations of a transformer.
+
+Model FLOPs only: matrix products with two operations per multiply-add, the backward pass twice the
+forward pass, and nothing for what recomputation repeats, so that the model-FLOP utilisation of two
+runs compares what they achieve and not how they save memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+
+from megatron.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class TransformerShape:
+    """The numbers of a transformer that its FLOPs depend on.
+
+    Args:
+        num_layers: number of blocks.
+        hidden_size: width of the residual stream.
+        ffn_hidden_size: inner width of the MLP.
+        num_attention_heads: query heads.
+        num_query_groups: key and value heads; as many as query heads without grouping.
+        kv_channels: width of one head.
+        seq_length: tokens of a sample.
+        padded_vocab_size: rows of the output projection.
+        gated: whether the MLP has a gate, a third matrix.
+        windows: keys that a query of each block sees, None for all; empty where all blocks see all.
+    """
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    seq_length: int
+    padded_vocab_size: int
+    gated: bool = False
+    windows: tuple[int | None, ...] = ()
+
+    @classmethod
+    def of(cls, model: ModelConfig) -> TransformerShape:
+        """Those of a stack of blocks with a head, vocabulary sizes filled in."""
+        return cls(**{field.name: getattr(model, field.name) for field in fields(cls)})
+
+    def flops_per_token(self, *, causal: bool) -> float:
+        """Model FLOPs of one token, forward and backward.
+
+        With ``causal=False`` attention scores count whole, as in the formula of Narayanan et al.
+        2021 (arXiv:2104.04473, section 5.1), ``72 B s L h^2 (1 + s/6h + V/12hL)`` without
+        recomputation, which Megatron-LM extends to grouped queries and gated MLPs. With
+        ``causal=True`` a query counts half of the sequence, the mean of what it attends to, as in
+        Dao 2023 (FlashAttention-2, arXiv:2307.08691, section 4.1). A block with a window counts the
+        window instead of the sequence, causally w - w^2 / 2s keys of it.
+        """
+        query_size = self.num_attention_heads * self.kv_channels
+        kv_size = self.num_query_groups * self.kv_channels
+        projections = 2 * self.hidden_size * (2 * query_size + 2 * kv_size)
+        mlp = 2 * (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
+        head = 2 * self.hidden_size * self.padded_vocab_size
+        # Scores, and the mix of values.
+        attention = 2 * (2 * query_size * self._keys(causal))
+        forward = self.num_layers * (projections + mlp) + attention + head
+        return 3.0 * forward
+
+    def _keys(self, causal: bool) -> float:
+        """Keys that a query attends to, on average over the sequence, summed over the blocks."""
+        length = self.seq_length
+        seen = [min(w or length, length) for w in self.windows or (None,) * self.num_layers]
+        # Of a causal window's queries the first ones have less before them.
+        return sum(w - w**2 / (2 * length) if causal else w for w in seen)
+
+    def flops_per_step(self, samples: int, *, causal: bool) -> float:
+        """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""
+        return samples * self.seq_length * self.flops_per_token(causal=causal)
