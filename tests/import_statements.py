@@ -2,6 +2,7 @@
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -33,6 +34,7 @@ def imports(source: str) -> Iterator[str]:
             yield str(node.args[0].value)
 
 
+@cache
 def file_of(module: str) -> Path | None:
     """The file of a module of the project; None for others, and for names inside a module."""
     path = ROOT.joinpath(*module.split("."))
@@ -42,15 +44,13 @@ def file_of(module: str) -> Path | None:
     return None
 
 
-def imported_files(file: Path) -> Iterator[Path]:
+@cache
+def imported_files(file: Path) -> frozenset[Path]:
     """Files of the project that a file's statements import, those of packages on the way
     included."""
-    for module in imports(file.read_text()):
-        words = module.split(".")
-        for length in range(1, len(words) + 1):
-            found = file_of(".".join(words[:length]))
-            if found is not None:
-                yield found
+    words = [module.split(".") for module in imports(file.read_text())]
+    modules = {".".join(w[:length]) for w in words for length in range(1, len(w) + 1)}
+    return frozenset(found for module in modules if (found := file_of(module)))
 
 
 def closure(start: Path) -> set[Path]:
