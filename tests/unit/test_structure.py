@@ -112,5 +112,5 @@ def test_families_have_files_of_their_own():
 def test_a_family_is_the_only_door(family):
     own = own_files(family)
     others = [path for path in sources() if path not in own and path.parent != FAMILIES]
-    doors = {path: own.intersection(imported_files(path)) for path in others}
-    assert not {path: found for path, found in doors.items() if found}
+    pairs = [(path, door) for path in others for door in own & imported_files(path)]
+    assert [f"{a.relative_to(ROOT)} imports {b.relative_to(ROOT)}" for a, b in pairs] == []
