@@ -46,7 +46,7 @@ class Attention(nn.Module):
             config.num_attention_heads,
             config.num_query_groups,
             self.head_dim,
-            bias=config.add_bias_linear or config.add_qkv_bias,
+            bias=config.qkv_bias,
             init=Init(config.init_method_std),
             region=region,
         )
@@ -55,7 +55,7 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=config.attention_bias,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
             region=region,
         )
