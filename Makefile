@@ -44,8 +44,9 @@ PYTEST = OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --numproc
 test: lint  ## the test suite, with a fixed sample of the long tables
 	$(PYTEST) -m 'not proof'
 
-proof: lint  ## the test suite with the long tables whole
-	$(PYTEST)
+# Parts take about as long as each other; what shares fixtures stays together (tests/parts.py).
+proof: lint  ## the test suite with the long tables whole; PART=2/4 is the second of four parts
+	$(PYTEST) $(if $(PART),--part $(PART) --dist loadgroup --no-loadscope-reorder)
 
 bench: $(STAMP)  ## a training step on the CPU against its peers (docs/benchmarks.md)
 	mkdir -p benchmarks/results

@@ -76,7 +76,7 @@ def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> No
         status = 1
     sys.stdout.flush()
     # Groups are not taken apart: gloo's threads may still hold tensors, as
-    # megatron.training.run.end_process_after says.
+    # megatron.training.run.ending_process says.
     os._exit(status)
 
 

@@ -1,4 +1,4 @@
-"""Fixtures for all tests."""
+"""Fixtures for all tests, and the parts of a long run."""
 
 import os
 import sys
@@ -7,9 +7,45 @@ from pathlib import Path
 import pytest
 import torch
 
+# importlib mode puts no folder on the path.
+sys.path.insert(0, str(Path(__file__).parent))
+
+from parts import parse_part, recorded, split  # noqa: E402
+
 # Tiny tensors on many threads spend their time waiting, above all where other tests run beside.
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parent))  # what unit and distributed tests share
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--part",
+        metavar="I/N",
+        help="only the I-th of N parts of the tests, which take about as long as each other",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    try:
+        parse_part(config.option.part or "1/1")
+    except ValueError as error:
+        raise pytest.UsageError(str(error)) from None
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps the tests of a part; each of its pieces is a group of xdist, the longest come first."""
+    if not config.option.part:
+        return
+    number, parts = parse_part(config.option.part)
+    by_name = {item.nodeid: item for item in items}
+    kept = []
+    for piece in split(list(by_name), parts, recorded())[number - 1]:
+        for test in piece.tests:
+            by_name[test].add_marker(pytest.mark.xdist_group(piece.name))
+            kept.append(by_name.pop(test))
+    config.hook.pytest_deselected(items=list(by_name.values()))
+    items[:] = kept
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ in between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,6 +61,9 @@ def load_checkpoint(engine: TrainEngine, found: Located, weights_only: bool = Fa
             "(--use-checkpoint-args takes what no flag gives from the checkpoint)"
         )
     together(engine, lambda: load_weights(engine, source))
+    # What is saved from now on says where these weights came from.
+    model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
+    engine.config = replace(engine.config, model=model)
     if weights_only or not source.state:
         return source
     if options.load_optim:

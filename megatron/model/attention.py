@@ -60,8 +60,7 @@ class Attention(nn.Module):
             config.num_attention_heads,
             config.num_query_groups,
         )
-        bias = config.add_bias_linear or config.add_qkv_bias
-        init = Init(config.init_method_std)
+        bias, init = config.qkv_bias, Init(config.init_method_std)
         self.qkv: QKVParallelLinear | None = None
         if kind == "cross":
             queries = (heads * self.head_dim,)
@@ -78,7 +77,7 @@ class Attention(nn.Module):
         self.proj = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=config.attention_bias,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
             region=region,
         )

@@ -9,10 +9,10 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.config import (
     FLAG_CLASSES,
@@ -126,8 +126,9 @@ def errors_for_users() -> Iterator[None]:
         sys.exit(2)
 
 
-def end_process_after(command: Callable[[], None]) -> NoReturn:
-    """Runs a command and ends the process, without having Python take itself apart.
+@contextlib.contextmanager
+def ending_process() -> Iterator[None]:
+    """Ends the process after a command, without having Python take itself apart.
 
     gloo's threads let go of tensors some time after a collective. When that falls into the
     interpreter's own end, they are refused its lock and take the finished process down with SIGABRT
@@ -135,7 +136,7 @@ def end_process_after(command: Callable[[], None]) -> NoReturn:
     """
     status: Any = 0
     try:
-        command()
+        yield
     except SystemExit as exit:
         status = exit.code
     if not isinstance(status, int | None):

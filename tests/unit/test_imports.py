@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-ROOT = Path(__file__).parents[2]
+from import_statements import ROOT, imports, sources
 
 BELOW = {
     "config": set(),
@@ -20,8 +19,8 @@ BELOW = {
 }
 BELOW["families"] = set(BELOW["engine"])
 BELOW["profiling"] = set()
-BELOW["inference"] = BELOW["engine"] | {"engine"}
-BELOW["training"] = BELOW["inference"] | {"families", "profiling"}
+BELOW["inference"] = BELOW["engine"] | {"engine", "families"}
+BELOW["training"] = BELOW["inference"] | {"profiling"}
 BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
 BELOW["formats"] = BELOW["training"] | {"training", "inference"}
 BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
@@ -32,33 +31,9 @@ programs: nothing imports them, and they may import all."""
 BASE = {"whole_file"}
 """Modules of megatron itself, which import none of its packages; all may import them."""
 
-IMPORTERS = {"import_module", "__import__"}
 NAME = re.compile(r"megatron(\.\w+)+(:\w+)?")
 REGISTRIES = {"megatron/checkpoint/registry.py": frozenset({"formats"})}
 """Files that name modules of packages above them, which are imported when they are needed."""
-
-
-def sources() -> list[Path]:
-    files = [*ROOT.glob("*.py"), *(ROOT / "tools").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]
-    return sorted([*files, *(ROOT / "megatron").rglob("*.py")])
-
-
-def imports(source: str) -> Iterator[str]:
-    """Modules that a source imports, those inside functions included."""
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "imports are absolute"
-            yield node.module or ""
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
-        elif (
-            isinstance(node, ast.Call)
-            and getattr(node.func, "attr", getattr(node.func, "id", "")) in IMPORTERS
-            and node.args
-            and isinstance(node.args[0], ast.Constant)
-        ):
-            yield str(node.args[0].value)
 
 
 def names(source: str) -> Iterator[str]:

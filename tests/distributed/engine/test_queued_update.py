@@ -19,9 +19,9 @@ from megatron.engine import build
 from megatron.engine.environment import distributed
 from megatron.engine.state import fragments, optimizer_step
 from megatron.parity.training import Record, watched_trainer
+from megatron.training.guard import NonFiniteGuard, TrainingStopped
 from megatron.training.run import parse_run
 from megatron.training.trainer import Trainer
-from megatron.training.watch import TrainingStopped
 
 FLAGS = [*TINY, "--train-iters", "5", "--lr-decay-style", "constant"]
 SUMS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
@@ -39,7 +39,7 @@ def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
 
 def poison(trainer: Trainer, step: int) -> None:
     """Makes one gradient of that step NaN on the first rank; others get to know by the norm."""
-    if trainer.mesh.world.rank:
+    if trainer.engine.mesh.world.rank:
         return
     param = next(param for param, name in trainer.engine.names.items() if "norm" in name)
 
@@ -69,7 +69,8 @@ def run(argv: list[str], stock: bool, bad: int | None = None, lag: int = 0) -> d
     config, record, stopped = parse_run(None, argv), Record(), ""
     with as_deepspeed_does(stock), distributed(config.config.parallel) as g:
         trainer = watched_trainer(config, g, record.add)
-        trainer.watch._reads._lag = lag
+        guard = next(c for c in trainer.callbacks if isinstance(c, NonFiniteGuard))
+        guard._reads._lag = lag
         if bad is not None:
             poison(trainer, bad)
         try:
@@ -217,7 +218,7 @@ def reads(argv: list[str]) -> int:
     with distributed(config.config.parallel) as groups:
         trainer = watched_trainer(config, groups, lambda result: None)
         batches = MicroBatches(
-            trainer.datasets.train, trainer.collate, micro_batch_size=1, num_workers=0
+            trainer.data.datasets.train, trainer.data.collate, micro_batch_size=1, num_workers=0
         )
         for _ in range(3):
             trainer._step(batches)

@@ -54,6 +54,7 @@ MODELS: dict[str, dict] = {
     },
     "qwen3": LLAMA | {"qk_layernorm": True, "sliding_window": 4},
     "llama-half-rotary-qkv-bias": LLAMA | {"rotary_percent": 0.5, "add_qkv_bias": True},
+    "llama-attention-bias": LLAMA | {"add_attention_bias": True},
 }  # fmt: skip
 
 
@@ -207,6 +208,7 @@ SAMPLE = [
     Case("qwen3", 4, False, 1),
     Case("llama-half-rotary-qkv-bias", 2, True, 1, "selective"),
     Case("llama-half-rotary-qkv-bias", 4, True, 4, None, True),
+    Case("llama-attention-bias", 2, True, 1),
 ]
 """Every value of every column, and the pairs that have collectives in common."""
 

@@ -1,0 +1,116 @@
+"""How much of the project a reader of ``pretrain_gpt.py`` has to read, counted; and the one door
+to a model."""
+
+import os
+import re
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from import_statements import ROOT, closure, imported_files, sources
+
+MOST_FILES = 190
+"""That pretrain_gpt.py and its family import, themselves included."""
+MOST_FRAMES = 14
+"""Of ours, from ``main`` to the first matrix product of a step, both ends included."""
+
+FAMILIES = ROOT / "megatron" / "families"
+
+
+def test_pretraining_imports_few_files():
+    found = closure(ROOT / "pretrain_gpt.py", FAMILIES / "gpt.py")
+    packages = Counter(str(path.parent.relative_to(ROOT)) for path in found)
+    lines = "\n".join(f"{count:4} {package}" for package, count in sorted(packages.items()))
+    assert len(found) <= MOST_FILES, f"pretrain_gpt.py imports {len(found)} files:\n{lines}"
+
+
+FIRST_PRODUCT = """
+import os, sys
+from torch.utils._python_dispatch import TorchDispatchMode
+import pretrain_gpt
+
+PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
+
+class UntilTheFirstProduct(TorchDispatchMode):
+    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
+        if operator.name().removeprefix("aten::").partition(".")[0] in PRODUCTS:
+            frames, frame = [], sys._getframe(1)
+            while frame is not None:
+                code = frame.f_code
+                frames.append((code.co_filename, frame.f_lineno, code.co_name))
+                frame = frame.f_back
+            if any(name == "train_step" for *_, name in frames):
+                for file, line, name in reversed(frames):
+                    print(f"{file}:{line} {name}")
+                sys.stdout.flush()
+                os._exit(0)
+        return operator(*args, **(kwargs or {}))
+
+with UntilTheFirstProduct():
+    pretrain_gpt.main()
+"""
+
+
+def frames_to_first_product() -> list[str]:
+    """Our frames of the first training step that lead to a matrix product, outermost first."""
+    flags = (
+        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 "
+        "--micro-batch-size 1 --global-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 9 "
+        "--mock-data --num-workers 0 --eval-iters 0 --peak-tflops 1 --train-iters 1"
+    ).split()
+    done = subprocess.run(
+        [sys.executable, "-c", FIRST_PRODUCT, *flags],
+        cwd=ROOT,
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    ours = {str(path) for path in sources()}
+    return [line for line in done.stdout.splitlines() if line.partition(":")[0] in ours]
+
+
+def test_few_frames_lead_to_the_first_matrix_product():
+    frames = frames_to_first_product()
+    assert frames[0].endswith(" main")
+    assert any(str(ROOT / "megatron" / "parallel") in frame for frame in frames[-3:])
+    assert len(frames) <= MOST_FRAMES, f"{len(frames)} frames:\n" + "\n".join(frames)
+
+
+def family_files() -> list[Path]:
+    """The file of each family."""
+    shared = {"__init__", "family"}
+    return [file for file in sorted(FAMILIES.glob("*.py")) if file.stem not in shared]
+
+
+def named_after(file: Path, name: str) -> bool:
+    """Whether a file's name has a family's as one of its words: ``gpt_data.py`` has ``gpt``."""
+    return re.search(rf"(^|_){name}(_|$)", file.stem) is not None
+
+
+def own_files(family: Path) -> set[Path]:
+    """A family's file, and the model and data modules named after it that it imports, be it through
+    each other."""
+    seen, waiting = {family}, [family]
+    while waiting:
+        found = {f for f in imported_files(waiting.pop()) if named_after(f, family.stem)} - seen
+        seen |= found
+        waiting += found
+    return seen
+
+
+def test_families_have_files_of_their_own():
+    """What the next test goes by."""
+    found = {str(path.relative_to(ROOT)) for path in own_files(FAMILIES / "gpt.py")}
+    assert {"megatron/model/gpt.py", "megatron/families/gpt.py"} < found
+    assert any(path.startswith("megatron/data/") for path in found)
+
+
+@pytest.mark.parametrize("family", family_files(), ids=lambda path: path.stem)
+def test_a_family_is_the_only_door(family):
+    own = own_files(family)
+    others = [path for path in sources() if path not in own and path.parent != FAMILIES]
+    pairs = [(path, door) for path in others for door in own & imported_files(path)]
+    assert [f"{a.relative_to(ROOT)} imports {b.relative_to(ROOT)}" for a, b in pairs] == []
