@@ -16,7 +16,7 @@ from megatron.engine.program import Batch
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.zero3 import partition_range, set_partition
 from megatron.model.layer_list import LayerStack, initialise
-from megatron.parallel.shard import init_of, shard_of
+from megatron.parallel.shard import init_of, parameter, shard_of
 
 
 class PlainEngine(TrainEngine):
@@ -51,11 +51,9 @@ class PlainEngine(TrainEngine):
         if self.stage < 3:
             super()._initialise(name, param)
             return
-        seed, tensor = self.config.training.seed, self.mesh.tensor
-        shard = shard_of(param)
-        values = nn.Parameter(torch.empty(shard.local_shape(tensor.size)))
-        values.shard, values.init = shard, init_of(param)  # type: ignore[attr-defined]
-        initialise(name, values, seed, tensor.rank, tensor.size)
+        coordinates = self.mesh.coordinates
+        values = parameter(shard_of(param), init_of(param), coordinates)
+        initialise(name, values, self.config.training.seed, coordinates)
         start, end = partition_range(param, self.mesh.data)
         set_partition(param, values.data.view(-1)[start:end])
 

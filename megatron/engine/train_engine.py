@@ -70,7 +70,7 @@ class TrainEngine(ABC):
             compile_blocks(self.blocks(), config.fast_paths.torch_compile_mode, device)
         self._graphs = runs_graphs(config, device)
         self.optimizer = build_optimizer(self.names, config.optimizer)
-        _fit_buckets(settings, self.names, mesh.tensor.size)
+        _fit_buckets(settings, self.names, mesh)
         # It waits for the device before and after every micro batch; the trainer has a clock.
         settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
         queued = can_queue(config, settings)
@@ -117,21 +117,12 @@ class TrainEngine(ABC):
         """Sum of the losses of ``count`` batches where they are computed, zero elsewhere."""
 
     def _initialise(self, name: str, param: nn.Parameter) -> None:
-        tensor = self.mesh.tensor
-        initialise(name, param, self.config.training.seed, tensor.rank, tensor.size)
+        initialise(name, param, self.config.training.seed, self.mesh.coordinates)
 
     @property
     def data_rank(self) -> int:
         """This process's data-parallel rank."""
         return self.mesh.data.rank
-
-    def owns(self, param: nn.Parameter) -> bool:
-        """Whether this process's copy of a parameter is the one that counts: in the norm of the
-        gradients, and in checkpoints. (Data-parallel ranks do not count.)"""
-        tensor = self.mesh.tensor
-        return shard_of(param).counted(tensor.rank, tensor.size) and not getattr(
-            param, "ds_pipe_replicated", False
-        )
 
     def train_step(
         self,
@@ -189,7 +180,6 @@ class TrainEngine(ABC):
             self.optimizer_wrapper,
             self.optimizer,
             self.names,
-            self.owns,
             self.mesh,
             self.device,
             clip_grad=options.optimizer.clip_grad,
@@ -213,7 +203,7 @@ class TrainEngine(ABC):
 
     def _update_unpartitioned(self) -> tuple[float, bool]:
         params = list(self.names)
-        norm = gradient_norm(filter(self.owns, params), self.mesh.model)
+        norm = gradient_norm(params, self.mesh)
         finite = bool(torch.isfinite(norm))
         if not finite:
             for param in params:
@@ -240,11 +230,11 @@ class TrainEngine(ABC):
         return value / self.mesh.data.size
 
 
-def _fit_buckets(settings: Json, params: Iterable[nn.Parameter], tensor_size: int) -> None:
+def _fit_buckets(settings: Json, params: Iterable[nn.Parameter], mesh: Mesh) -> None:
     """Makes DeepSpeed's gradient buckets no larger than this process's gradients.
 
     It allocates them whole in every step: 5e8 elements by default, 1 to 2 GB in 16 bits.
     """
-    count = sum(math.prod(shard_of(param).local_shape(tensor_size)) for param in params)
+    count = sum(math.prod(shard_of(param).local_shape(mesh.coordinates)) for param in params)
     zero = settings.setdefault("zero_optimization", {})
     zero.setdefault("reduce_bucket_size", min(count, 500_000_000))

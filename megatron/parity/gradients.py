@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import PrecisionConfig, RunConfig
@@ -22,12 +21,12 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.gradient_norm import gradient_norm
+from megatron.engine.gradient_norm import average_gradients, gradient_norm, owned
 from megatron.engine.pipeline_engine import PipelinedEngine
 from megatron.engine.plain_engine import PlainEngine
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState, initialise
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, shard_of
@@ -63,7 +62,7 @@ class GradientRecord:
     """What one rank saw of one step.
 
     Attributes:
-        tensor: (rank, size) of its tensor-parallel group.
+        coordinates: its place in the mesh.
         loss: mean over micro batches and data ranks.
         norm: global norm of the gradients.
         gradients: of the parameters that it holds (part of), averaged over data ranks.
@@ -71,7 +70,7 @@ class GradientRecord:
             layer list.
     """
 
-    tensor: tuple[int, int]
+    coordinates: Coordinates
     loss: float
     norm: float
     gradients: list[Gradient]
@@ -101,10 +100,10 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
 
 
 def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
-    config, tensor = run.config, mesh.tensor
+    config = run.config
     engine.model.double()
     for param, name in engine.names.items():
-        _widen(name, param, config, tensor.rank, tensor.size)
+        _widen(name, param, config, mesh.coordinates)
     if isinstance(engine, PipelinedEngine):
         engine.engine.hidden_dtype = torch.float64
         runs = list(engine.model.runs.values())
@@ -112,7 +111,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         assert isinstance(engine, PlainEngine)
         runs = [engine.model.run]
     outputs = _observe(runs) if mesh.data.rank == 0 else {}
-    engine.engine.allreduce_gradients = lambda **_: _reduce(engine.names, mesh)
+    engine.engine.allreduce_gradients = lambda **_: average_gradients(engine.names, mesh)
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
     engine.engine.train()
@@ -124,15 +123,16 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     ]
     batches = _batches(run, plan, mesh)
     total = engine._accumulate(batches, seeds)
-    owned = [param for param in engine.names if engine.owns(param)]
-    norm = float(gradient_norm(owned, mesh.model))
+    norm = float(gradient_norm(list(engine.names), mesh))
     found = [
-        Gradient(name, shard_of(param), engine.owns(param), param.grad.detach().cpu().clone())
+        Gradient(
+            name, shard_of(param), owned(param, mesh, SHARDED), param.grad.detach().cpu().clone()
+        )
         for param, name in engine.names.items()
         if param.grad is not None
     ]
     loss = float(engine._mean_over_ranks(total / count))
-    return GradientRecord((tensor.rank, tensor.size), loss, norm, found, outputs)
+    return GradientRecord(mesh.coordinates, loss, norm, found, outputs)
 
 
 def reference_gradients(argv: Sequence[str]) -> GradientRecord:
@@ -142,7 +142,7 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
     model = LayerStack(program.layers(TensorParallel()), config.parallel).double()
     names = dict(model.canonical_parameters())
     for name, param in names.items():
-        _widen(name, param, config, 0, 1)
+        _widen(name, param, config, ALONE)
     outputs = _observe([model.run])
     count = plan.batch_size.micro_batches(0)
     mesh, total = Mesh(), 0.0
@@ -165,13 +165,13 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
         for name, param in names.items()
         if param.grad is not None
     ]
-    norm = float(gradient_norm(list(names.values()), mesh.tensor))
-    return GradientRecord((0, 1), total / count, norm, found, outputs)
+    norm = float(gradient_norm(list(names.values()), mesh))
+    return GradientRecord(ALONE, total / count, norm, found, outputs)
 
 
-def _widen(name: str, param: nn.Parameter, config: RunConfig, rank: int, size: int) -> None:
+def _widen(name: str, param: nn.Parameter, config: RunConfig, coordinates: Coordinates) -> None:
     param.init = INIT  # type: ignore[attr-defined]
-    initialise(name, param, config.training.seed, rank, size)
+    initialise(name, param, config.training.seed, coordinates)
 
 
 def _batches(run: Run, plan: TrainingPlan, mesh: Mesh) -> Iterator[Any]:
@@ -204,13 +204,6 @@ def _observe(runs: Sequence[LayerSequence]) -> dict[int, Tensor]:
     for run in runs:
         run.steps = [observed(run.first + n, step) for n, step in enumerate(run.steps)]
     return outputs
-
-
-def _reduce(params: Any, mesh: Mesh) -> None:
-    for param in params:
-        if param.grad is not None and mesh.data.size > 1:
-            dist.all_reduce(param.grad, group=mesh.data.handle)
-            param.grad /= mesh.data.size
 
 
 @dataclass(frozen=True)
@@ -260,7 +253,7 @@ def first_difference(
         for rank, record in enumerate(records):
             if place in record.outputs:
                 output = record.outputs[place]
-                share = _share_of_output(expected, output, record.tensor)
+                share = _share_of_output(expected, output, record.coordinates)
                 found = _distance(output, share)
                 if not found <= allowed:
                     return Difference(what, rank, found, allowed)
@@ -290,7 +283,7 @@ def _gradient_difference(
             for gradient in record.gradients:
                 if gradient.name != expected.name:
                     continue
-                share = gradient.shard.cut(canonical, *record.tensor)
+                share = gradient.shard.cut(canonical, record.coordinates)
                 found = _distance(gradient.values, share)
                 if not found <= allowed:
                     return Difference(f"gradient of {expected.name}", rank, found, allowed)
@@ -303,10 +296,10 @@ def _gradient_difference(
     return None
 
 
-def _share_of_output(expected: Tensor, output: Tensor, tensor: tuple[int, int]) -> Tensor:
+def _share_of_output(expected: Tensor, output: Tensor, coordinates: Coordinates) -> Tensor:
     """What of a layer's whole output a rank should have: the loss, or hidden states [B, S, H],
     which are perhaps cut along S."""
-    rank, size = tensor
+    rank, size = coordinates.get("tensor", (0, 1))
     return expected if output.shape == expected.shape else expected.chunk(size, 1)[rank]
 
 
