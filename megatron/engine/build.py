@@ -66,7 +66,7 @@ def _fit_settings(
     """Has DeepSpeed leave out what this run does not need, or does itself; returns whether the
     update is queued."""
     stage = config.engine.zero_stage
-    _fit_buckets(settings, params, mesh.tensor.size)
+    _fit_buckets(settings, params, mesh)
     # It waits for the device before and after every micro batch; the trainer has a clock.
     settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     queued = can_queue(config, settings)
@@ -78,11 +78,11 @@ def _fit_settings(
     return queued
 
 
-def _fit_buckets(settings: Json, params: Iterable[nn.Parameter], tensor_size: int) -> None:
+def _fit_buckets(settings: Json, params: Iterable[nn.Parameter], mesh: Mesh) -> None:
     """Makes DeepSpeed's gradient buckets no larger than this process's gradients.
 
     It allocates them whole in every step: 5e8 elements by default, 1 to 2 GB in 16 bits.
     """
-    count = sum(math.prod(shard_of(param).local_shape(tensor_size)) for param in params)
+    count = sum(math.prod(shard_of(param).local_shape(mesh.coordinates)) for param in params)
     zero = settings.setdefault("zero_optimization", {})
     zero.setdefault("reduce_bucket_size", min(count, 500_000_000))

@@ -149,8 +149,7 @@ def _read(
     engine: TrainEngine, source: Source, name: str, kind: str, shard: Shard, start: int, end: int
 ) -> Tensor:
     """Elements [start, end) of this rank's share of a parameter, padding included, which is 0."""
-    tensor = engine.mesh.tensor
-    region = region_of(shard, tensor.rank, tensor.size, start, end)
+    region = region_of(shard, engine.mesh.coordinates, start, end)
     if region is None:
         return torch.zeros(end - start)
     values = source.read(name, kind, region)

@@ -71,8 +71,7 @@ class PipelineBackend:
 
     def initialise(self, name: str, param: nn.Parameter) -> None:
         """See :meth:`Backend.initialise`."""
-        tensor = self._mesh.tensor
-        initialise(name, param, self._seed, tensor.rank, tensor.size)
+        initialise(name, param, self._seed, self._mesh.coordinates)
 
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
         """See :meth:`Backend.start`."""

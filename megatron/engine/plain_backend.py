@@ -19,7 +19,7 @@ from megatron.model.layer_sequence import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.region import TensorParallel
-from megatron.parallel.shard import init_of, shard_of
+from megatron.parallel.shard import init_of, parameter, shard_of
 
 
 class PlainBackend:
@@ -62,14 +62,12 @@ class PlainBackend:
 
     def initialise(self, name: str, param: nn.Parameter) -> None:
         """See :meth:`Backend.initialise`."""
-        tensor = self._mesh.tensor
+        coordinates = self._mesh.coordinates
         if self._stage < 3:
-            initialise(name, param, self._seed, tensor.rank, tensor.size)
+            initialise(name, param, self._seed, coordinates)
             return
-        shard = shard_of(param)
-        values = nn.Parameter(torch.empty(shard.local_shape(tensor.size)))
-        values.shard, values.init = shard, init_of(param)  # type: ignore[attr-defined]
-        initialise(name, values, self._seed, tensor.rank, tensor.size)
+        values = parameter(shard_of(param), init_of(param), coordinates)
+        initialise(name, values, self._seed, coordinates)
         start, end = partition_range(param, self._mesh.data)
         set_partition(param, values.data.view(-1)[start:end])
 

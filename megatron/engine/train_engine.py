@@ -20,7 +20,6 @@ from megatron.model.layer_sequence import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
-from megatron.parallel.shard import shard_of
 
 
 class TrainEngine:
@@ -72,14 +71,6 @@ class TrainEngine:
     def data_rank(self) -> int:
         """This process's data-parallel rank."""
         return self.mesh.data.rank
-
-    def owns(self, param: nn.Parameter) -> bool:
-        """Whether this process's copy of a parameter is the one that counts: in the norm of the
-        gradients, and in checkpoints. (Data-parallel ranks do not count.)"""
-        tensor = self.mesh.tensor
-        return shard_of(param).counted(tensor.rank, tensor.size) and not getattr(
-            param, "ds_pipe_replicated", False
-        )
 
     def train_step(
         self,
@@ -158,7 +149,6 @@ class TrainEngine:
             self.optimizer_wrapper,
             self.optimizer,
             self.names,
-            self.owns,
             self.mesh,
             self.device,
             clip_grad=options.optimizer.clip_grad,
@@ -182,7 +172,7 @@ class TrainEngine:
 
     def _update_unpartitioned(self) -> tuple[float, bool]:
         params = list(self.names)
-        norm = gradient_norm(filter(self.owns, params), self.mesh.model)
+        norm = gradient_norm(params, self.mesh)
         finite = bool(torch.isfinite(norm))
         if not finite:
             for param in params:

@@ -12,6 +12,7 @@ from torch import nn
 from megatron.config import ParallelConfig
 from megatron.model.layer_sequence import LayerSequence, RecomputedLayers, Step
 from megatron.model.state import LayerState
+from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
 
@@ -155,21 +156,20 @@ def canonical_name(registered: str, prefixes: dict[str, str]) -> str:
 
 
 @torch.no_grad()
-def initialise(name: str, param: nn.Parameter, seed: int, rank: int, size: int) -> None:
+def initialise(name: str, param: nn.Parameter, seed: int, coordinates: Coordinates = ALONE) -> None:
     """Fills one parameter: drawn whole, whatever the layout, then cut.
 
     Args:
         name: canonical name; with the seed it determines the values.
         param: the parameter, at its local shape.
         seed: the run's seed.
-        rank: tensor-parallel rank.
-        size: tensor-parallel size.
+        coordinates: this rank's place in the mesh.
     """
     shard, init, random = shard_of(param), init_of(param), generator(seed, name)
     plain = param.device.type == "cpu" and param.dtype == torch.float32 and param.is_contiguous()
-    if size == 1 and plain and tuple(param.shape) == shard.canonical_shape:
+    if plain and tuple(param.shape) == shard.full_shape == shard.canonical_shape:
         # The same values without a second copy, whose pages cost as much as the numbers.
         init.fill(param, random)
         return
     whole = init.draw(shard.canonical_shape, random)
-    param.copy_(shard.cut(whole, rank, size))
+    param.copy_(shard.cut(whole, coordinates))

@@ -39,8 +39,8 @@ class Norm(nn.Module, ABC):
         super().__init__()
         self.width, self.epsilon, self.offset = width, epsilon, offset
         self.share = region.over_heads if heads else region.shared
-        self.weight = parameter(Shard((width,)), Init(constant=1.0 - offset), region.group)
-        self.bias = parameter(Shard((width,)), Init(), region.group) if self.biased else None
+        self.weight = parameter(Shard((width,)), Init(constant=1.0 - offset), region.coordinates)
+        self.bias = parameter(Shard((width,)), Init(), region.coordinates) if self.biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] to the same shape and number format."""

@@ -4,7 +4,6 @@ rank's share of it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch.nn.functional as F
@@ -14,7 +13,7 @@ from megatron.parallel.column_linear import LinearMap, column_linear
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.float8 import Float8, linear
 from megatron.parallel.region import TensorParallel
-from megatron.parallel.shard import Init, Shard, parameter
+from megatron.parallel.shard import Cut, Init, Shard, parameter
 
 
 class ColumnParallelLinear(nn.Module):
@@ -39,9 +38,9 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.region = region
-        parts, total = tuple(outputs), sum(outputs)
-        self.weight = parameter(Shard((total, inputs), 0, parts), init, region.group)
-        self.bias = parameter(Shard((total,), 0, parts), Init(), region.group) if bias else None
+        total, cuts = sum(outputs), (Cut(0, parts=tuple(outputs)),)
+        self.weight = parameter(Shard((total, inputs), cuts), init, region.coordinates)
+        self.bias = parameter(Shard((total,), cuts), Init(), region.coordinates) if bias else None
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
@@ -94,12 +93,12 @@ class QKVParallelLinear(nn.Module):
         def share(
             held: tuple[int, ...] | None, copies: int
         ) -> tuple[nn.Parameter, nn.Parameter | None]:
-            shape = (sum(parts), inputs)
-            weight = Shard(shape, 0, parts, held=held, copies=copies, whole="weight")
-            of_bias = dataclasses.replace(weight, full_shape=shape[:1], whole="bias")
+            cuts = (Cut(0, parts=parts, held=held, copies=copies),)
+            weight = Shard((sum(parts), inputs), cuts, whole="weight")
+            of_bias = Shard((sum(parts),), cuts, whole="bias")
             return (
-                parameter(weight, init, region.group),
-                parameter(of_bias, Init(), region.group) if bias else None,
+                parameter(weight, init, region.coordinates),
+                parameter(of_bias, Init(), region.coordinates) if bias else None,
             )
 
         fused = self.copies == 1
@@ -158,10 +157,9 @@ class KVParallelLinear(nn.Module):
         self.region = region
         self.copies = max(1, region.group.size // heads)
         parts = (heads * head_dim, heads * head_dim)
-        weight = Shard((sum(parts), inputs), 0, parts, copies=self.copies)
-        of_bias = Shard((sum(parts),), 0, parts, copies=self.copies)
-        self.weight = parameter(weight, init, region.group)
-        self.bias = parameter(of_bias, Init(), region.group) if bias else None
+        cuts, place = (Cut(0, parts=parts, copies=self.copies),), region.coordinates
+        self.weight = parameter(Shard((sum(parts), inputs), cuts), init, place)
+        self.bias = parameter(Shard((sum(parts),), cuts), Init(), place) if bias else None
 
     def forward(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
@@ -194,8 +192,8 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.region = region
-        self.weight = parameter(Shard((outputs, inputs), 1), init, region.group)
-        self.bias = parameter(Shard((outputs,)), Init(), region.group) if bias else None
+        self.weight = parameter(Shard((outputs, inputs), (Cut(1),)), init, region.coordinates)
+        self.bias = parameter(Shard((outputs,)), Init(), region.coordinates) if bias else None
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
@@ -219,8 +217,8 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, rows: int, width: int, *, init: Init, head: LossHead) -> None:
         super().__init__()
         self.head, self.region = head, head.region
-        region, unpadded = head.region, head.vocab_size
-        self.weight = parameter(Shard((rows, width), 0, unpadded=unpadded), init, region.group)
+        region, cuts = head.region, (Cut(0, unpadded=head.vocab_size),)
+        self.weight = parameter(Shard((rows, width), cuts), init, region.coordinates)
         self.rows_local = rows // region.group.size
         self.first_row = region.group.rank * self.rows_local
 
@@ -258,7 +256,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, rows: int, width: int, *, init: Init, region: TensorParallel) -> None:
         super().__init__()
         self.region = region
-        self.weight = parameter(Shard((rows, width)), init, region.group)
+        self.weight = parameter(Shard((rows, width)), init, region.coordinates)
 
     def forward(self, ids_S: Tensor) -> Tensor:
         """Positions of the whole sequence, [S] or [B, S], to rows of those that this rank holds,

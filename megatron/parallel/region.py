@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.parallel.collectives import reduce_from_ranks, scatter_to_ranks, sum_gradients
-from megatron.parallel.mesh import SINGLE, Group
+from megatron.parallel.mesh import SINGLE, Coordinates, Group
 from megatron.parallel.random import tensor_parallel_random
 
 
@@ -27,6 +27,11 @@ class TensorParallel:
 
     group: Group = SINGLE
     sequence: bool = False
+
+    @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place among them, for parameters that are cut over them."""
+        return {"tensor": (self.group.rank, self.group.size)}
 
     @property
     def slices(self) -> int:

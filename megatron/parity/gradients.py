@@ -13,7 +13,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import PrecisionConfig, RunConfig
@@ -21,14 +20,14 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.gradient_norm import gradient_norm
+from megatron.engine.gradient_norm import average_gradients, gradient_norm, owned
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerSpec, LayerStack, initialise
 from megatron.model.layer_sequence import LayerSequence
 from megatron.model.spec import ModelSpec
 from megatron.model.state import LayerState
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, shard_of
@@ -62,7 +61,7 @@ class GradientRecord:
     """What one rank saw of one step.
 
     Attributes:
-        tensor: (rank, size) of its tensor-parallel group.
+        coordinates: its place in the mesh.
         loss: mean over micro batches and data ranks.
         norm: global norm of the gradients.
         gradients: of the parameters that it holds (part of), averaged over data ranks.
@@ -70,7 +69,7 @@ class GradientRecord:
             layer list.
     """
 
-    tensor: tuple[int, int]
+    coordinates: Coordinates
     loss: float
     norm: float
     gradients: list[Gradient]
@@ -102,12 +101,12 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
 
 
 def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
-    config, tensor = run.config, mesh.tensor
+    config = run.config
     engine.model.double()
     for param, name in engine.names.items():
-        _widen(name, param, config, tensor.rank, tensor.size)
+        _widen(name, param, config, mesh.coordinates)
     outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
-    engine.engine.allreduce_gradients = lambda **_: _reduce(engine.names, mesh)
+    engine.engine.allreduce_gradients = lambda **_: average_gradients(engine.names, mesh)
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
     engine.prepare(count)
@@ -118,15 +117,16 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     ]
     batches = _batches(run, plan, mesh)
     sums = engine.backend.accumulate(batches, seeds)
-    owned = [param for param in engine.names if engine.owns(param)]
-    norm = float(gradient_norm(owned, mesh.model))
+    norm = float(gradient_norm(list(engine.names), mesh))
     found = [
-        Gradient(name, shard_of(param), engine.owns(param), param.grad.detach().cpu().clone())
+        Gradient(
+            name, shard_of(param), owned(param, mesh, SHARDED), param.grad.detach().cpu().clone()
+        )
         for param, name in engine.names.items()
         if param.grad is not None
     ]
     loss = float(engine.spec.total(engine.mean_losses(sums, count)))
-    return GradientRecord((tensor.rank, tensor.size), loss, norm, found, outputs)
+    return GradientRecord(mesh.coordinates, loss, norm, found, outputs)
 
 
 def reference_gradients(argv: Sequence[str]) -> GradientRecord:
@@ -140,7 +140,7 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
     model = LayerStack(program.layers(TensorParallel()), config.parallel).double()
     names = dict(model.canonical_parameters())
     for name, param in names.items():
-        _widen(name, param, config, 0, 1)
+        _widen(name, param, config, ALONE)
     outputs = _observe([model.sequence], program)
     count = plan.batch_size.micro_batches(0)
     mesh, total = Mesh(), 0.0
@@ -156,13 +156,13 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
         for name, param in names.items()
         if param.grad is not None
     ]
-    norm = float(gradient_norm(list(names.values()), mesh.tensor))
-    return GradientRecord((0, 1), total / count, norm, found, outputs)
+    norm = float(gradient_norm(list(names.values()), mesh))
+    return GradientRecord(ALONE, total / count, norm, found, outputs)
 
 
-def _widen(name: str, param: nn.Parameter, config: RunConfig, rank: int, size: int) -> None:
+def _widen(name: str, param: nn.Parameter, config: RunConfig, coordinates: Coordinates) -> None:
     param.init = INIT  # type: ignore[attr-defined]
-    initialise(name, param, config.training.seed, rank, size)
+    initialise(name, param, config.training.seed, coordinates)
 
 
 def _batches(run: Run, plan: TrainingPlan, mesh: Mesh) -> Iterator[Any]:
@@ -190,13 +190,6 @@ def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, T
     for sequence in sequences:
         sequence.observe(note)
     return outputs
-
-
-def _reduce(params: Any, mesh: Mesh) -> None:
-    for param in params:
-        if param.grad is not None and mesh.data.size > 1:
-            dist.all_reduce(param.grad, group=mesh.data.handle)
-            param.grad /= mesh.data.size
 
 
 @dataclass(frozen=True)
@@ -246,7 +239,7 @@ def first_difference(
         for rank, record in enumerate(records):
             if place in record.outputs:
                 output = record.outputs[place]
-                share = _share_of_output(expected, output, record.tensor)
+                share = _share_of_output(expected, output, record.coordinates)
                 found = _distance(output, share)
                 if not found <= allowed:
                     return Difference(what, rank, found, allowed)
@@ -276,7 +269,7 @@ def _gradient_difference(
             for gradient in record.gradients:
                 if gradient.name != expected.name:
                     continue
-                share = gradient.shard.cut(canonical, *record.tensor)
+                share = gradient.shard.cut(canonical, record.coordinates)
                 found = _distance(gradient.values, share)
                 if not found <= allowed:
                     return Difference(f"gradient of {expected.name}", rank, found, allowed)
@@ -289,10 +282,10 @@ def _gradient_difference(
     return None
 
 
-def _share_of_output(expected: Tensor, output: Tensor, tensor: tuple[int, int]) -> Tensor:
+def _share_of_output(expected: Tensor, output: Tensor, coordinates: Coordinates) -> Tensor:
     """What of a layer's whole output a rank should have: the loss, or hidden states [B, S, H],
     which are perhaps cut along S."""
-    rank, size = tensor
+    rank, size = coordinates.get("tensor", (0, 1))
     return expected if output.shape == expected.shape else expected.chunk(size, 1)[rank]
 
 

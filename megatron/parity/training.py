@@ -70,7 +70,7 @@ def train(argv: Sequence[str]) -> Record:
         trainer.fit()
         record.iteration = trainer.iteration
         for part in fragments(trainer.engine):
-            name = f"{part.name}{part.shard.held or ''}"
+            name = f"{part.name}{part.shard.part}"
             for kind, values in {"weight": part.weight, **part.moments}.items():
                 values = values.detach().cpu()
                 record.state[f"{name}/{kind}/{part.start}"] = values.numpy().copy()
@@ -122,7 +122,7 @@ class PlainTraining:
         self._model = LayerStack(self._program.layers(TensorParallel()), run.config.parallel)
         self.params = dict(self._model.canonical_parameters())
         for name, param in self.params.items():
-            initialise(name, param, self._seed, 0, 1)
+            initialise(name, param, self._seed)
         self._model.to(dtype)
         self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
         datasets, collate = run_data(run)

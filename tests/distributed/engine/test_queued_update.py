@@ -32,7 +32,7 @@ def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
     found = {"updates": np.array(optimizer_step(trainer.engine))}
     for part in fragments(trainer.engine):
         for kind, values in {"weight": part.weight, **part.moments}.items():
-            name = f"{part.name}{part.shard.held or ''}/{kind}/{part.start}"
+            name = f"{part.name}{part.shard.part}/{kind}/{part.start}"
             found[name] = values.detach().numpy().copy()
     return found
 

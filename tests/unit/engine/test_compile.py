@@ -40,7 +40,7 @@ def build(kind: str, recompute: str | None = None, float8: Float8 | None = None)
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
     stack = build_model(ModelConfig(**shape | KINDS[kind]), parallel)
     for name, param in stack.canonical_parameters():
-        initialise(name, param, 1, 0, 1)
+        initialise(name, param, 1)
     for module in stack.modules():
         if hasattr(module, "float8"):
             module.float8 = float8

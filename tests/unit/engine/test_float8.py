@@ -27,7 +27,7 @@ def build(recompute: str | None = None, **fast: object) -> LayerStack:
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
     stack = build_model(MODEL, parallel)
     for name, param in stack.canonical_parameters():
-        initialise(name, param, 1, 0, 1)
+        initialise(name, param, 1)
     config = RunConfig(model=MODEL, fast_paths=FastPathsConfig(**fast))
     use_float8(stack.blocks(), config, CPU)
     return stack

@@ -71,7 +71,7 @@ def gpt(model: ModelConfig, parallel: ParallelConfig | None = None, std=0.3) -> 
     stack = build_model(model, parallel).double()
     for name, param in stack.canonical_parameters():
         param.init = Init(std=std) if std else init_of(param)
-        initialise(name, param, 1, 0, 1)
+        initialise(name, param, 1)
     return stack
 
 

@@ -40,7 +40,7 @@ Outcome = tuple[Tensor, dict[str, Tensor]]
 def build(device: torch.device, dtype: torch.dtype, **changes) -> LayerStack:
     stack = small_gpt(device, dtype, **changes)
     for name, param in stack.canonical_parameters():
-        initialise(name, param, 1, 0, 1)
+        initialise(name, param, 1)
         with torch.no_grad():  # the initial weights are so small that layers hardly matter
             param.mul_(4.0 if param.dim() > 1 else 1.0)
     return stack
@@ -198,9 +198,7 @@ def test_a_step_waits_for_nothing_and_holds_back_what_is_not_finite(kind, docume
         stack = build(device, torch.float32, **KINDS[kind])
         params = dict.fromkeys(stack.parameters())
         optimizer = build_optimizer(params, OptimizerConfig(lr=1e-2))
-        update = QueuedUpdate(
-            optimizer, optimizer, params, lambda _: True, Mesh(), device, 1.0, hold=False
-        )
+        update = QueuedUpdate(optimizer, optimizer, params, Mesh(), device, 1.0, hold=False)
         batch = moved(micro_batch(0, documents), device)
         for number in range(3):  # the first makes what is made once
             with no_waiting() if number else contextlib.nullcontext():

@@ -48,7 +48,7 @@ def ours_of(source):
     model = build_model(source.model).eval()
     with torch.no_grad():
         for name, param in model.canonical_parameters():
-            param.copy_(shard_of(param).cut(source.tensor(name), 0, 1))
+            param.copy_(shard_of(param).cut(source.tensor(name)))
     return model
 
 
