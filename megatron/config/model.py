@@ -11,9 +11,9 @@ from megatron.config.flags import option
 class ModelConfig:
     """Model: the shape of the network."""
 
-    family: str = option("gpt", internal=True)
-    """What kind of model it is: a file of megatron/families. Checkpoints from before there were
-    others do not say it."""
+    family: str = option("gpt", flag="--model-family")
+    """What kind of model it is, a file of megatron/families; for tools, since pretrain_gpt.py and
+    its like say it themselves."""
     num_layers: int | None = option(None)
     """Number of transformer layers."""
     hidden_size: int | None = option(None)

@@ -16,6 +16,7 @@ from typing import Any
 
 from megatron.config import (
     FLAG_CLASSES,
+    ConfigError,
     FlagParser,
     Resolved,
     RunConfig,
@@ -72,7 +73,12 @@ def parse_run(
     settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
     show_log()
     if family is not None:
-        settings["family"] = Setting(family, "entry point")
+        given = settings.setdefault("family", Setting(family, "this program"))
+        if given.value != family:
+            raise ConfigError(
+                f"--model-family {given.value}: this program trains {family}; leave the flag out, "
+                f"or start pretrain_{given.value}.py"
+            )
     run = run_of(settings, world_size())
     if run.config.training.explain_config:
         if is_main_process():

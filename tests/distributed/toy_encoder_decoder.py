@@ -1,5 +1,5 @@
 """A small encoder-decoder with padding, an auxiliary loss and two masks, for tests of what flows
-between layers. Not a family: its batches are drawn here."""
+between layers; ``toy_families/toy.py`` makes a family of it."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from megatron.model.layer_list import LayerSpec, initialise
 from megatron.model.norm import FinalNorm
 from megatron.model.spec import Measure, ModelSpec
 from megatron.model.state import LayerState
+from megatron.parallel.collectives import reduce_from_ranks
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
@@ -58,10 +59,17 @@ def draw_batches(seed: int = 0) -> Iterator[PairBatch]:
 class SquareLoss(nn.Module):
     """An auxiliary loss in the middle: the mean square of the hidden states."""
 
+    def __init__(self, region: TensorParallel) -> None:
+        super().__init__()
+        self.region = region
+
     def forward(self, state: LayerState) -> LayerState:
         """Leaves the hidden states alone."""
         x = state.hidden.to(torch.promote_types(state.hidden.dtype, torch.float32))
-        return state.with_loss(SQUARE_LOSS, x.square().mean())
+        loss = x.square().mean()
+        if self.region.split:
+            loss = reduce_from_ranks(loss / self.region.slices, self.region.group)
+        return state.with_loss(SQUARE_LOSS, loss)
 
 
 def _enter_decoder(table: TokenEmbedding, state: LayerState) -> LayerState:
@@ -81,7 +89,7 @@ def layers(model: ModelConfig, region: TensorParallel) -> list[LayerSpec]:
         LayerSpec("words", table, "words"),
         LayerSpec("encoder.embedding", partial(InputEmbedding, model, region)),
         block(0, kind="full"),
-        LayerSpec("square", SquareLoss),
+        LayerSpec("square", partial(SquareLoss, region)),
         block(1, kind="full"),
         LayerSpec("encoder.norm", partial(FinalNorm, model, region)),
         LayerSpec("words", table, "words", _enter_decoder),
@@ -107,10 +115,12 @@ def travels(
     width: int, state: LayerState, region: TensorParallel, place: int
 ) -> dict[str, tuple[int, ...]]:
     """Encoder output from the decoder on, the auxiliary loss once it is there."""
-    encoded = (SAMPLES, ENCODED // region.slices, width)
+    samples, length = state.hidden.shape
+    encoded = (samples, length // region.slices, width)
     found: dict[str, tuple[int, ...]] = {"hidden": encoded}
     if place > 6:
-        found = {"hidden": (SAMPLES, DECODED // region.slices, width), "encoder": encoded}
+        decoded = (samples, state.batch.decoded_BT.shape[1] // region.slices, width)
+        found = {"hidden": decoded, "encoder": encoded}
     return found | ({SQUARE_LOSS: ()} if place > 3 else {})
 
 
@@ -123,7 +133,7 @@ def toy_spec(model: ModelConfig) -> ModelSpec:
 def fill(name: str, param: nn.Parameter, region: TensorParallel) -> None:
     """Wide random values, so that every gradient is large."""
     param.init = Init(std=0.3)  # type: ignore[attr-defined]
-    initialise(name, param, 1234, region.group.rank, region.group.size)
+    initialise(name, param, 1234, region.coordinates)
 
 
 def _counts(state: LayerState, batch: PairBatch) -> dict[str, Tensor]:

@@ -22,6 +22,7 @@ from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
 from megatron.model.layer_list import LayerStack
+from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
 from megatron.training.run import Run, parse_run
@@ -54,7 +55,7 @@ class Outcome(NamedTuple):
     gradients: dict[str, Tensor]
     evaluated: dict[str, float]
     counts: dict[str, float]
-    tensor: tuple[int, int]
+    place: Coordinates
 
 
 def run_of(flags: str) -> Run:
@@ -86,10 +87,9 @@ def step(flags: str) -> Outcome:
             if param.grad is not None
         }
         engine.close()
-        place = mesh.tensor.rank, mesh.tensor.size
         return Outcome(
             {name: float(loss) for name, loss in losses.items()},
-            gradients, evaluated, counts, place,
+            gradients, evaluated, counts, mesh.coordinates,
         )  # fmt: skip
 
 
@@ -114,7 +114,7 @@ def reference() -> tuple[Outcome, dict]:
         counts["counted"] += hits.numel() / MICRO_BATCHES
     shards = {name: shard_of(param) for name, param in params.items()}
     gradients = {name: shards[name].join([param.grad]) for name, param in params.items()}
-    return Outcome(losses, gradients, losses, counts, (0, 1)), shards
+    return Outcome(losses, gradients, losses, counts, ALONE), shards
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -128,7 +128,7 @@ def test_against_one_process(pool, layout):
         if found.counts:
             assert found.counts == pytest.approx(expected.counts, rel=1e-12)
         for name, grad in found.gradients.items():
-            share = shards[name].cut(expected.gradients[name], *found.tensor)
+            share = shards[name].cut(expected.gradients[name], found.place)
             bound = 1e-12 * max(float(share.abs().max()), 1e-3 * largest)
             assert float((grad - share).abs().max()) <= bound, name
             seen.add(name)
