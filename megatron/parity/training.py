@@ -141,7 +141,8 @@ class PlainTraining:
             group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
         self._optimizer.zero_grad()
         count = plan.batch_size.micro_batches(self._consumed)
-        batches = cut(self._batches, plan.lengths.at(self._iteration))
+        length = plan.lengths.at(self._iteration)
+        batches = self._batches if length == plan.seq_length else cut(self._batches, length)
         micro = [next(batches) for _ in range(count)]
         losses = []
         for place in self._order or range(count):
