@@ -110,12 +110,25 @@ def piece(dim, ranges, start, end, shape=(8, 6)):
     return Piece(shape, cuts, start, end, {"weight": "file"})
 
 
+def product_piece(rows, columns, start, end):
+    """Part of a share that is cut along both dimensions."""
+    cuts = ((0, tuple(rows)), (1, tuple(columns)))
+    return Piece((8, 6), cuts, start, end, {"weight": "file"})
+
+
 TILINGS = {
     "whole": [piece(None, [], 0, 48)],
     "runs": [piece(None, [], 0, 17), piece(None, [], 17, 48)],
     "rows": [piece(0, [(0, 4)], 0, 24), piece(0, [(4, 4)], 0, 24)],
     "columns": [piece(1, [(0, 3)], 0, 24), piece(1, [(3, 3)], 0, 24)],
     "gate and up": [piece(0, [(0, 2), (4, 2)], 0, 24), piece(0, [(2, 2), (6, 2)], 0, 24)],
+    "rows and columns": [
+        product_piece([(0, 2), (4, 2)], [(0, 3)], 0, 12),
+        product_piece([(0, 2), (4, 2)], [(3, 3)], 0, 12),
+        product_piece([(2, 2), (6, 2)], [(0, 3)], 0, 7),
+        product_piece([(2, 2), (6, 2)], [(3, 3)], 0, 12),
+        product_piece([(2, 2), (6, 2)], [(0, 3)], 7, 12),
+    ],
     "rows and runs": [
         piece(0, [(0, 5)], 11, 30),
         piece(0, [(5, 3)], 0, 18),
@@ -142,3 +155,5 @@ def test_equal_sums_do_not_deceive():
     assert not tiles((8, 6), [piece(None, [], 0, 24), piece(None, [], 0, 24)])
     assert not tiles((8, 6), [piece(0, [(0, 4)], 0, 24), piece(0, [(2, 4)], 0, 24)])
     assert not tiles((8, 6), [piece(0, [(0, 4)], 0, 24), piece(1, [(0, 3)], 0, 24)])
+    corners = [([(0, 4)], [(0, 3)]), ([(4, 4)], [(3, 3)])]
+    assert not tiles((8, 6), [product_piece(*corner, 0, 12) for corner in corners])

@@ -214,9 +214,27 @@ def test_piece_round_trip():
     assert Piece.from_json(older) == piece
     apart = dataclasses.replace(piece, part="parts0")
     assert Piece.from_json(apart.to_json()) == apart != piece
+    several = dataclasses.replace(piece, cuts=((0, ((0, 1), (3, 1))), *piece.cuts))
+    assert Piece.from_json(json.loads(json.dumps(several.to_json()))) == several
+    whole = dataclasses.replace(piece, cuts=())
+    assert Piece.from_json(json.loads(json.dumps(whole.to_json()))) == whole
     assert piece.share_shape == (4, 3)
     assert not piece.is_whole_share
     assert dataclasses.replace(piece, start=0, end=12).is_whole_share
+
+
+def test_files_say_one_cut_as_they_always_did():
+    """Checkpoints that were written before have these keys, in this order."""
+    piece = Piece((4, 6), ((1, ((0, 2), (4, 1))),), 3, 9, {"weight": "f"}, "parts0")
+    assert json.dumps(piece.to_json()) == (
+        '{"shape": [4, 6], "dim": 1, "ranges": [[0, 2], [4, 1]], "start": 3, "end": 9, '
+        '"files": {"weight": "f"}, "part": "parts0"}'
+    )
+    whole = Piece((4, 6), (), 0, 24, {"weight": "f"})
+    assert json.dumps(whole.to_json()) == (
+        '{"shape": [4, 6], "dim": null, "ranges": [], "start": 0, "end": 24, '
+        '"files": {"weight": "f"}, "part": ""}'
+    )
 
 
 def test_differences_name_what_shapes_the_weights():

@@ -2,12 +2,14 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from megatron.model.layer_list import initialise
+from megatron.parallel.mesh import AXES, MODEL, REPLICAS, SHARDED, coordinates_of
 from megatron.parallel.random import generator
 from megatron.parallel.shard import Cut, Init, Shard, init_of, parameter, shard_of
 
@@ -186,3 +188,68 @@ def test_neighbours_hold_the_head_that_their_queries_attend_to():
     whole = torch.arange(24.0).unsqueeze(1)
     held = [shard.cut(whole, at(rank, 4)).squeeze(1).tolist() for rank in range(4)]
     assert held == [[16, 17, 20, 21], [16, 17, 20, 21], [18, 19, 22, 23], [18, 19, 22, 23]]
+
+
+@st.composite
+def products(draw):
+    """(shard, sizes): two dimensions of two or three, each cut over an axis of its own."""
+    sizes = {"expert": draw(st.sampled_from([1, 2, 3])), "tensor": draw(st.sampled_from([1, 2, 4]))}
+    shape = [draw(st.integers(1, 3)) for _ in range(draw(st.integers(2, 3)))]
+    dims, cuts = draw(st.permutations(range(len(shape)))), []
+    for dim, (axis, size) in zip(dims, sizes.items(), strict=False):
+        widths = draw(st.lists(st.integers(1, 2), min_size=1, max_size=3))
+        parts = tuple(size * width for width in widths)
+        shape[dim] = sum(parts)
+        padded = draw(st.booleans())
+        unpadded = draw(st.integers(1, shape[dim])) if padded else None
+        cuts.append(Cut(dim, axis, parts if len(parts) > 1 else (), unpadded=unpadded))
+    return Shard(tuple(shape), tuple(draw(st.permutations(cuts)))), sizes
+
+
+def indices(cut, length, rank, size):
+    """What of a dimension a rank has, by splitting its numbers."""
+    ends = np.cumsum(cut.parts or (length,))[:-1]
+    parts = np.split(np.arange(length), ends)
+    return np.concatenate([np.split(part, size)[rank] for part in parts])
+
+
+@given(products())
+def test_two_cuts_against_indexing(case):
+    shard, sizes = case
+    whole = np.arange(1.0, 1 + np.prod(shard.canonical_shape)).reshape(shard.canonical_shape)
+    missing = np.subtract(shard.full_shape, shard.canonical_shape)
+    padded = np.pad(whole, [(0, count) for count in missing])
+    shares, ranks = [], range(sizes["expert"] * sizes["tensor"])
+    for place in (coordinates_of(rank, sizes) for rank in ranks):
+        held = [np.arange(length) for length in shard.full_shape]
+        for cut in shard.cuts:
+            held[cut.dim] = indices(cut, shard.full_shape[cut.dim], *place[cut.axis])
+        share = shard.cut(torch.from_numpy(whole), place)
+        assert tuple(share.shape) == shard.local_shape(place)
+        np.testing.assert_array_equal(share, padded[np.ix_(*held)])
+        assert shard.counted(place)
+        alone = torch.zeros(whole.shape, dtype=torch.float64)
+        shard.place(alone, share, place)
+        np.testing.assert_array_equal(alone, np.where(np.isin(whole, share), whole, 0))
+        shares.append(share)
+    assert np.array_equal(shard.join(shares, sizes), whole)
+    assert shard.reduced == ("data", "context")
+
+
+def test_copies_among_axes():
+    """Of a matrix of experts, and of a vector that all ranks have, on two replicas."""
+    sizes = {"pipeline": 2, "data": 2, "expert": 2, "tensor": 2}
+    experts, vector = Shard((4, 8), (Cut(0, "expert"), Cut(1))), Shard((8,))
+    assert experts.reduced == ("data", "context") and vector.reduced == REPLICAS
+    for rank in range(16):
+        place = coordinates_of(rank, sizes)
+        data, expert, tensor = (place[axis][0] for axis in ("data", "expert", "tensor"))
+        for shard, among, counted in [
+            (experts, AXES, data == 0),
+            (experts, SHARDED, True),
+            (experts, MODEL, True),
+            (vector, AXES, data == expert == tensor == 0),
+            (vector, SHARDED, expert == tensor == 0),
+            (vector, MODEL, tensor == 0),
+        ]:
+            assert shard.counted(place, among) == counted, (place, among)
