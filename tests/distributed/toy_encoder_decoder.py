@@ -19,6 +19,7 @@ from megatron.model.layer_list import LayerSpec, initialise
 from megatron.model.norm import FinalNorm
 from megatron.model.spec import Measure, ModelSpec
 from megatron.model.state import LayerState
+from megatron.parallel.collectives import reduce_from_ranks
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
@@ -58,10 +59,17 @@ def draw_batches(seed: int = 0) -> Iterator[PairBatch]:
 class SquareLoss(nn.Module):
     """An auxiliary loss in the middle: the mean square of the hidden states."""
 
+    def __init__(self, region: TensorParallel) -> None:
+        super().__init__()
+        self.region = region
+
     def forward(self, state: LayerState) -> LayerState:
         """Leaves the hidden states alone."""
         x = state.hidden.to(torch.promote_types(state.hidden.dtype, torch.float32))
-        return state.with_loss(SQUARE_LOSS, x.square().mean())
+        mean = x.square().mean()
+        if self.region.split:
+            mean = reduce_from_ranks(mean / self.region.slices, self.region.group)
+        return state.with_loss(SQUARE_LOSS, mean)
 
 
 def _enter_decoder(table: TokenEmbedding, state: LayerState) -> LayerState:
@@ -81,7 +89,7 @@ def layers(model: ModelConfig, region: TensorParallel) -> list[LayerSpec]:
         LayerSpec("words", table, "words"),
         LayerSpec("encoder.embedding", partial(InputEmbedding, model, region)),
         block(0, kind="full"),
-        LayerSpec("square", SquareLoss),
+        LayerSpec("square", partial(SquareLoss, region)),
         block(1, kind="full"),
         LayerSpec("encoder.norm", partial(FinalNorm, model, region)),
         LayerSpec("words", table, "words", _enter_decoder),
