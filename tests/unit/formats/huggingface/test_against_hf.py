@@ -56,7 +56,7 @@ def ours_of(source):
 def assert_same_logits(ours, theirs, model_type):
     for length in (LENGTH, SHORT):
         tokens = random_tokens()[:, :length]
-        found, expected = ours(tokens)[..., :VOCABULARY], theirs(tokens).logits
+        found, expected = forward(ours, tokens)[..., :VOCABULARY], theirs(tokens).logits
         torch.testing.assert_close(found, expected, **close(model_type))
 
 
