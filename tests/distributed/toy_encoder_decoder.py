@@ -66,10 +66,10 @@ class SquareLoss(nn.Module):
     def forward(self, state: LayerState) -> LayerState:
         """Leaves the hidden states alone."""
         x = state.hidden.to(torch.promote_types(state.hidden.dtype, torch.float32))
-        loss = x.square().mean()
+        mean = x.square().mean()
         if self.region.split:
-            loss = reduce_from_ranks(loss / self.region.slices, self.region.group)
-        return state.with_loss(SQUARE_LOSS, loss)
+            mean = reduce_from_ranks(mean / self.region.slices, self.region.group)
+        return state.with_loss(SQUARE_LOSS, mean)
 
 
 def _enter_decoder(table: TokenEmbedding, state: LayerState) -> LayerState:

@@ -44,6 +44,11 @@ LAYOUTS = {
         "--recompute-method uniform --recompute-num-layers 1",
     ),
     "tensor": (2, "--tensor-model-parallel-size 2"),
+    "sequence-pipeline": (
+        4,
+        "--tensor-model-parallel-size 2 --sequence-parallel --pipeline-model-parallel-size 2 "
+        "--pipeline-schedule dualpipev",
+    ),
     "tensor-pipeline": (4, "--tensor-model-parallel-size 2 --pipeline-model-parallel-size 2"),
 }
 
