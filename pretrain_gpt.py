@@ -11,8 +11,8 @@ torchrun starts it in the same way, and plain python runs it on one process.
 
 from megatron import importing
 from megatron.engine.environment import distributed
-from megatron.training.pretraining import pretrain
-from megatron.training.run import end_process_after, errors_for_users, parse_run
+from megatron.training.pretraining import build_trainer
+from megatron.training.run import ending_process, errors_for_users, parse_run
 
 importing.done()
 
@@ -22,12 +22,13 @@ def train() -> None:
     with errors_for_users():
         run = parse_run(__doc__, family="gpt")
         with distributed(run.config.parallel) as mesh:
-            pretrain(run, mesh)
+            build_trainer(run, mesh).fit()
 
 
 def main() -> None:
     """The command."""
-    end_process_after(train)
+    with ending_process():
+        train()
 
 
 if __name__ == "__main__":

@@ -31,10 +31,8 @@ FUNCTIONS = {
     "megatron.training.data": {"run_data": "data index"},
     "megatron.engine.environment": {"prepare_deepspeed": "torch.distributed"},
     "megatron.parallel.mesh": {"build_mesh": "torch.distributed"},
-    "megatron.engine.train_engine": {
-        "TrainEngine.__init__": "model",
-        "TrainEngine.train_step": "step",
-    },
+    "megatron.engine.build": {"build_engine": "model"},
+    "megatron.engine.train_engine": {"TrainEngine.train_step": "step"},
     "megatron.training.resume": {"load": "checkpoint"},
     "megatron.training.report": {"_peak": "matmul peak"},
     "deepspeed": {

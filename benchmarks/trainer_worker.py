@@ -76,7 +76,7 @@ def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> No
         status = 1
     sys.stdout.flush()
     # Groups are not taken apart: gloo's threads may still hold tensors, as
-    # megatron.training.run.end_process_after says.
+    # megatron.training.run.ending_process says.
     os._exit(status)
 
 
@@ -114,12 +114,14 @@ class Worker:
 
     def parameters(self, _: None = None) -> int:
         """Elements of the parameters that this process's copy counts for."""
+        from megatron.engine.gradient_norm import owned
+        from megatron.parallel.mesh import MODEL
+
         engine = self.trainer.engine
-        size = engine.mesh.tensor.size
         return sum(
-            torch.Size(param.shard.local_shape(size)).numel()
+            torch.Size(param.shard.local_shape(engine.mesh.coordinates)).numel()
             for param in engine.names
-            if engine.owns(param)
+            if owned(param, engine.mesh, MODEL)
         )
 
     def step(self) -> None:

@@ -14,6 +14,7 @@ from parts import parse_part, recorded, split  # noqa: E402
 
 # Tiny tensors on many threads spend their time waiting, above all where other tests run beside.
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))  # what unit and distributed tests share
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -53,9 +53,9 @@ def imported_files(file: Path) -> frozenset[Path]:
     return frozenset(found for module in modules if (found := file_of(module)))
 
 
-def closure(start: Path) -> set[Path]:
-    """A file, and all that it imports, directly or not."""
-    seen, waiting = {start}, [start]
+def closure(*start: Path) -> set[Path]:
+    """Files, and all that they import, directly or not."""
+    seen, waiting = set(start), list(start)
     while waiting:
         new = set(imported_files(waiting.pop())) - seen
         seen |= new

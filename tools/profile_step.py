@@ -25,8 +25,8 @@ from megatron.engine.environment import distributed, world_size
 from megatron.profiling.split import split
 from megatron.profiling.table import split_text
 from megatron.profiling.trace import read_trace
-from megatron.training.pretraining import pretrain
-from megatron.training.run import end_process_after, errors_for_users, run_of
+from megatron.training.pretraining import build_trainer
+from megatron.training.run import ending_process, errors_for_users, run_of
 from megatron.training.run_flags import RunToolParser
 from megatron.whole_file import write_whole
 
@@ -105,8 +105,9 @@ def few_steps(settings: Settings) -> Settings:
 def train(settings: Settings) -> None:
     run = run_of(settings, world_size())
     with distributed(run.config.parallel) as mesh:
-        pretrain(run, mesh)
+        build_trainer(run, mesh).fit()
 
 
 if __name__ == "__main__":
-    end_process_after(main)
+    with ending_process():
+        main()

@@ -21,7 +21,7 @@ from itertools import groupby
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import option
 from megatron.families import family_names, family_of
-from megatron.parallel.mesh import rank_grid
+from megatron.parallel.mesh import MODEL, memberships
 from megatron.training.batch_view import SeenSample, seen_samples
 from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan
@@ -99,13 +99,14 @@ def show(config: ShowConfig, run: Run) -> Iterator[str]:
             yield from described(sample, data.unit, config.max_characters)
 
 
-def ranks_by_data_rank(parallel: ParallelConfig) -> list[list[int]]:
+def ranks_by_data_rank(parallel: ParallelConfig) -> list[tuple[int, ...]]:
     """The processes that read the same samples, for each data-parallel rank."""
-    data_size = parallel.data_parallel_size
-    grid = rank_grid(
-        parallel.pipeline_model_parallel_size, data_size, parallel.tensor_model_parallel_size
-    )
-    return [sorted(rank for stage in grid for rank in stage[data]) for data in range(data_size)]
+    sizes = {
+        "pipeline": parallel.pipeline_model_parallel_size,
+        "data": parallel.data_parallel_size,
+        "tensor": parallel.tensor_model_parallel_size,
+    }
+    return memberships(sizes, MODEL)
 
 
 def described(sample: SeenSample, unit: str, max_characters: int) -> Iterator[str]:

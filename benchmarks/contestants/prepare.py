@@ -96,7 +96,7 @@ class InitialWeights(Source):
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
         """See `Source.tensor`."""
         param = self.params[name]
-        initialise(name, param, self.seed, 0, 1)
+        initialise(name, param, self.seed)
         return shard_of(param).join([param.detach()])
 
 

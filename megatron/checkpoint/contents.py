@@ -83,25 +83,27 @@ def _check_parameter(path: Path, name: str, pieces: list[Piece], files: Mapping[
 def tiles(shape: tuple[int, ...], pieces: Iterable[Piece]) -> bool:
     """Whether pieces are all of a parameter of that shape, and no element twice.
 
-    The shares of tensor-parallel ranks must fill the dimension that is cut, and in each share the
-    runs of data-parallel ranks must follow one another.
+    The runs of data-parallel ranks must follow one another in each share. Along each dimension that
+    is cut the shares' ranges must fill it, and there must be a share for each product of them.
     """
     shares: dict[tuple[Any, ...], list[Piece]] = {}
     for piece in pieces:
-        shares.setdefault((piece.dim, piece.ranges), []).append(piece)
+        shares.setdefault(piece.cuts, []).append(piece)
+    cut = {tuple(dim for dim, _ in cuts) for cuts in shares}
+    if len(cut) != 1:
+        return False
+    (dims,) = cut
+    if not all(0 <= dim < len(shape) for dim in dims):
+        return False
     for members in shares.values():
         runs = [(piece.start, piece.end - piece.start) for piece in members]
         if not _fill(runs, math.prod(members[0].share_shape)):
             return False
-    dims = {dim for dim, _ in shares}
-    if dims == {None}:
-        return len(shares) == 1
-    if len(dims) != 1:
-        return False
-    (dim,) = dims
-    if not 0 <= dim < len(shape):
-        return False
-    return _fill([cut for _, ranges in shares for cut in ranges], shape[dim])
+    different = [{ranges for _, ranges in along} for along in zip(*shares, strict=True)]
+    return len(shares) == math.prod(map(len, different)) and all(
+        _fill([run for ranges in along for run in ranges], shape[dim])
+        for dim, along in zip(dims, different, strict=True)
+    )
 
 
 def _fill(runs: list[tuple[int, int]], total: int) -> bool:

@@ -1,16 +1,16 @@
 """Which part of which parameter a file holds.
 
 A parameter is stored in pieces, each a :class:`~megatron.checkpoint.region.Region`: the
-data-parallel ranks of ZeRO hold consecutive elements of one tensor-parallel rank's share.
+data-parallel ranks of ZeRO hold consecutive elements of one share.
 """
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
 from megatron.checkpoint.region import Region, region_of
+from megatron.parallel.mesh import Coordinates
 from megatron.parallel.shard import Shard
 
 
@@ -28,16 +28,30 @@ class Piece(Region):
     part: str = ""
 
     def to_json(self) -> dict[str, Any]:
-        """As plain JSON values."""
-        return dataclasses.asdict(self)
+        """As plain JSON values: ``cuts`` of a parameter that is cut along several dimensions; for
+        one that is cut along one ``dim`` and ``ranges``, for one that is not null and none."""
+        cuts: dict[str, Any] = {"cuts": self.cuts}
+        if len(self.cuts) < 2:
+            dim, ranges = self.cuts[0] if self.cuts else (None, ())
+            cuts = {"dim": dim, "ranges": ranges}
+        return {
+            "shape": self.shape,
+            **cuts,
+            "start": self.start,
+            "end": self.end,
+            "files": self.files,
+            "part": self.part,
+        }
 
     @classmethod
     def from_json(cls, content: dict[str, Any]) -> Piece:
         """The inverse of :meth:`to_json`."""
+        several = "cuts" in content
+        found = content["cuts"] if several else [(content["dim"], content["ranges"])]
+        cuts = [(dim, tuple((start, length) for start, length in ranges)) for dim, ranges in found]
         return cls(
             shape=tuple(content["shape"]),
-            dim=content["dim"],
-            ranges=tuple((start, length) for start, length in content["ranges"]),
+            cuts=tuple(cut for cut in cuts if cut[0] is not None),
             start=content["start"],
             end=content["end"],
             files=dict(content["files"]),
@@ -46,14 +60,13 @@ class Piece(Region):
 
 
 def piece_of(
-    shard: Shard, rank: int, size: int, start: int, end: int, files: dict[str, str]
+    shard: Shard, coordinates: Coordinates, start: int, end: int, files: dict[str, str]
 ) -> Piece | None:
     """The piece for elements [start, end) of a rank's share, less the padding.
 
     Args:
         shard: how the parameter is cut.
-        rank: tensor-parallel rank.
-        size: tensor-parallel size.
+        coordinates: the rank's place in the mesh.
         start: first element in the flattened share, which includes padding.
         end: element after the last one.
         files: see :class:`Piece`.
@@ -61,8 +74,7 @@ def piece_of(
     Returns:
         None when nothing but padding is left.
     """
-    region = region_of(shard, rank, size, start, end)
+    region = region_of(shard, coordinates, start, end)
     if region is None:
         return None
-    part = "" if shard.held is None else "parts" + "-".join(map(str, shard.held))
-    return Piece(**vars(region), files=files, part=part)
+    return Piece(**vars(region), files=files, part=shard.part)

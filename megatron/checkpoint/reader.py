@@ -183,9 +183,10 @@ def _configuration(folder: Path) -> RunConfig:
 
 SHAPING = (
     "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "position_embedding_type normalization activation add_bias_linear add_qkv_bias qk_layernorm "
-    "apply_layernorm_1p embed_layernorm post_norm parallel_residual shared_parallel_norm "
-    "position_embedding_offset untie_embeddings_and_output_weights unpadded_vocab_size"
+    "position_embedding_type normalization activation add_bias_linear add_qkv_bias "
+    "add_attention_bias qk_layernorm apply_layernorm_1p embed_layernorm post_norm "
+    "parallel_residual shared_parallel_norm position_embedding_offset "
+    "untie_embeddings_and_output_weights unpadded_vocab_size"
 ).split()
 """Values that say which parameters there are and what they mean."""
 

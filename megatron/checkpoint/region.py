@@ -1,59 +1,59 @@
-"""Which elements of a whole parameter somebody holds, and how two such regions overlap."""
+"""Which elements of a whole parameter somebody holds, and how two such regions overlap.
+
+A share of a parameter is a product: of each dimension some ranges. A region is a run of elements of
+the flattened share. It comes apart into blocks, each a box both in the parameter and in the share;
+two regions overlap where their blocks do.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megatron.parallel.shard import Shard
+from megatron.parallel.mesh import Coordinates
+from megatron.parallel.shard import Ranges, Shard
 
 
 class Block(NamedTuple):
-    """A rectangle of a parameter, seen as a matrix, and where a flat region keeps it.
+    """A box of a parameter that a region has.
 
     Attributes:
-        top, bottom: its rows.
-        left, right: its columns.
+        starts: first place along each dimension.
+        ends: place after the last one.
         offset: place of its first element in the region.
-        stride: distance of its rows in the region.
     """
 
-    top: int
-    bottom: int
-    left: int
-    right: int
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
     offset: int
-    stride: int
-
-    def at(self, row: int, column: int) -> int:
-        """Place of an element in the region."""
-        return self.offset + (row - self.top) * self.stride + column - self.left
 
 
 class Overlap(NamedTuple):
-    """A rectangle that two regions have in common.
+    """A box that two regions have in common.
 
     Attributes:
-        shape: its rows and columns.
+        shape: its lengths along each dimension.
         here, there: place of its first element in one and in the other region.
-        stride_here, stride_there: distance of its rows in one and in the other.
+        strides_here, strides_there: distance of neighbours along each dimension in one and in the
+            other.
     """
 
-    shape: tuple[int, int]
+    shape: tuple[int, ...]
     here: int
     there: int
-    stride_here: int
-    stride_there: int
+    strides_here: tuple[int, ...]
+    strides_there: tuple[int, ...]
 
     def end_there(self) -> int:
         """Place after its last element in the other region."""
-        rows, columns = self.shape
-        return self.there + (rows - 1) * self.stride_there + columns
+        last = sum((n - 1) * s for n, s in zip(self.shape, self.strides_there, strict=True))
+        return self.there + last + 1
 
     def copy(self, target: Tensor, source: Tensor, first: int = 0) -> None:
         """Copies it between the two regions' flat elements.
@@ -62,45 +62,47 @@ class Overlap(NamedTuple):
             target: all elements of the one region.
             source: elements of the other, from number ``first`` on.
         """
-        here = target.as_strided(
-            self.shape, (self.stride_here, 1), target.storage_offset() + self.here
+        here, there = target.storage_offset() + self.here, source.storage_offset() + self.there
+        target.as_strided(self.shape, self.strides_here, here).copy_(
+            source.as_strided(self.shape, self.strides_there, there - first)
         )
-        there = source.as_strided(
-            self.shape, (self.stride_there, 1), source.storage_offset() + self.there - first
-        )
-        here.copy_(there)
 
 
 @dataclass(frozen=True)
 class Region:
-    """A flat run of elements of a tensor-parallel rank's share of a parameter.
+    """A flat run of elements of a rank's share of a parameter.
 
     Attributes:
         shape: shape of the whole parameter, without padding.
-        dim: the dimension that is cut; None when the share is the whole parameter.
-        ranges: (start, length) along ``dim``; the share is these, one behind the other.
+        cuts: (dimension, ranges) of each dimension that is cut, in the order of the dimensions;
+            the share has these ranges, one after the other, and all of the other dimensions.
         start: first element of the flattened share that is held.
         end: element after the last one.
     """
 
     shape: tuple[int, ...]
-    dim: int | None
-    ranges: tuple[tuple[int, int], ...]
+    cuts: tuple[tuple[int, Ranges], ...]
     start: int
     end: int
 
     @classmethod
     def whole(cls, shape: tuple[int, ...]) -> Region:
         """All of a parameter."""
-        return cls(shape, None, (), 0, math.prod(shape))
+        return cls(shape, (), 0, math.prod(shape))
 
     @property
     def share_shape(self) -> tuple[int, ...]:
         """Shape of the share."""
-        if self.dim is None:
-            return self.shape
-        width = sum(length for _, length in self.ranges)
-        return (*self.shape[: self.dim], width, *self.shape[self.dim + 1 :])
+        shape = list(self.shape)
+        for dim, ranges in self.cuts:
+            shape[dim] = sum(length for _, length in ranges)
+        return tuple(shape)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """Distance of neighbours along each dimension, in the share and in the region."""
+        inner = accumulate(reversed(self.share_shape[1:]), lambda a, b: a * b, initial=1)
+        return tuple(inner)[::-1][: len(self.shape)]
 
     @property
     def numel(self) -> int:
@@ -113,46 +115,33 @@ class Region:
         return self.start == 0 and self.end == math.prod(self.share_shape)
 
     def blocks(self) -> Iterator[Block]:
-        """The region as rectangles of the parameter seen as a matrix: rows before the cut
-        dimension's end, columns behind it. A run of elements is at most three per range: the rest
-        of a row, whole rows, and the beginning of a row."""
-        inner = math.prod(self.shape[1:])
-        if self.dim is None:
-            yield from _cut_rows(0, self.shape[0], 0, inner, 0, inner, self.start, self.end)
-        elif self.dim == 0:
-            place = 0
-            for start, length in self.ranges:
-                yield from _cut_rows(
-                    start, start + length, 0, inner, place, inner, self.start, self.end
+        """The region as boxes of the parameter."""
+        share, strides = self.share_shape, self.strides
+        cuts = dict(self.cuts)
+        ranges = [_joined(cuts.get(dim, ((0, n),))) for dim, n in enumerate(self.shape)]
+        for box in _boxes(share, self.start, self.end):
+            taken = [_within(r, *bounds) for r, bounds in zip(ranges, box, strict=True)]
+            for pieces in product(*taken):
+                places = (place for _, place, _ in pieces)
+                yield Block(
+                    tuple(start for start, _, _ in pieces),
+                    tuple(start + length for start, _, length in pieces),
+                    sum(map(math.prod, zip(places, strides, strict=True))) - self.start,
                 )
-                place += length * inner
-        else:
-            assert self.dim == 1, "parameters are cut by rows or by columns"
-            behind = math.prod(self.shape[2:])
-            stride = sum(length for _, length in self.ranges) * behind
-            place = 0
-            for start, length in self.ranges:
-                left, right = start * behind, (start + length) * behind
-                yield from _cut_rows(
-                    0, self.shape[0], left, right, place, stride, self.start, self.end
-                )
-                place += length * behind
 
     def overlaps(self, other: Region) -> Iterator[Overlap]:
-        """The rectangles that this region has in common with another of the same parameter."""
+        """The boxes that this region has in common with another of the same parameter."""
+        strides_here, strides_there = self.strides, other.strides
         theirs = list(other.blocks())
         for mine in self.blocks():
             for their in theirs:
-                top, bottom = max(mine.top, their.top), min(mine.bottom, their.bottom)
-                left, right = max(mine.left, their.left), min(mine.right, their.right)
-                if top < bottom and left < right:
-                    yield Overlap(
-                        (bottom - top, right - left),
-                        mine.at(top, left),
-                        their.at(top, left),
-                        mine.stride,
-                        their.stride,
-                    )
+                starts = tuple(map(max, mine.starts, their.starts))
+                ends = tuple(map(min, mine.ends, their.ends))
+                shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
+                if all(length > 0 for length in shape):
+                    here = _place(mine, starts, strides_here)
+                    there = _place(their, starts, strides_there)
+                    yield Overlap(shape, here, there, strides_here, strides_there)
 
     def cut(self, whole: Tensor) -> Tensor:
         """The region's elements, flat, of a whole parameter."""
@@ -162,61 +151,77 @@ class Region:
         return flat
 
 
-def _cut_rows(
-    top: int, bottom: int, left: int, right: int, place: int, stride: int, start: int, end: int
-) -> Iterator[Block]:
-    """What a run of elements [start, end) has of a rectangle that lies at ``place`` of the share,
-    its rows ``stride`` apart; places in the result count from ``start``."""
-    width = right - left
-    if not width:
+def _place(block: Block, starts: tuple[int, ...], strides: tuple[int, ...]) -> int:
+    """Place in the region of an element of a block."""
+    distances = zip(starts, block.starts, strides, strict=True)
+    return block.offset + sum((start - first) * stride for start, first, stride in distances)
+
+
+def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Elements [start, end) of a flattened array as boxes, (start, end) along each dimension: the
+    rest of a row, whole rows, and the beginning of a row, where the parts of rows come apart in the
+    same way."""
+    if start >= end:
         return
-
-    def piece(first: int, last: int, begin: int, stop: int) -> Iterator[Block]:
-        if first < last and begin < stop:
-            offset = place + (first - top) * stride + begin - start
-            yield Block(first, last, left + begin, left + stop, offset, stride)
-
-    def divide(position: int) -> tuple[int, int]:
-        """The row that a position of the share falls in, and the columns of it before that."""
-        row, column = divmod(position - place, stride)
-        return top + row, min(max(column, 0), width)
-
-    first, begin = divide(max(start, place))
-    last, stop = divide(end) if end > place else (top, 0)
-    if last >= bottom:
-        last, stop = bottom, 0
-    if first >= bottom:
+    if not shape:
+        yield ()
         return
-    if first == last:
-        yield from piece(first, first + 1, begin, stop)
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row
+    if first > last:
+        for box in _boxes(shape[1:], start - last * row, end - last * row):
+            yield ((last, first), *box)
         return
-    if begin:
-        yield from piece(first, first + 1, begin, width)
-        first += 1
-    yield from piece(first, last, 0, width)
-    yield from piece(last, last + 1, 0, stop)
+    for box in _boxes(shape[1:], start - (first - 1) * row, row) if start < first * row else ():
+        yield ((first - 1, first), *box)
+    if first < last:
+        yield ((first, last), *((0, length) for length in shape[1:]))
+    for box in _boxes(shape[1:], 0, end - last * row):
+        yield ((last, last + 1), *box)
 
 
-def region_of(shard: Shard, rank: int, size: int, start: int, end: int) -> Region | None:
+def _joined(ranges: Ranges) -> Ranges:
+    """The same ranges, those that continue another one as a part of it."""
+    found: list[tuple[int, int]] = []
+    for start, length in ranges:
+        if found and sum(found[-1]) == start:
+            start, length = found[-1][0], found.pop()[1] + length
+        found.append((start, length))
+    return tuple(found)
+
+
+def _within(ranges: Ranges, start: int, end: int) -> list[tuple[int, int, int]]:
+    """What lies at places [start, end) of a share's dimension: (start in the whole, place in the
+    share, length) of each run."""
+    found, place = [], 0
+    for first, length in ranges:
+        low, high = max(start, place), min(end, place + length)
+        if low < high:
+            found.append((first + low - place, low, high - low))
+        place += length
+    return found
+
+
+def region_of(shard: Shard, coordinates: Coordinates, start: int, end: int) -> Region | None:
     """Elements [start, end) of a rank's share, less the padding.
 
     Args:
         shard: how the parameter is cut.
-        rank: tensor-parallel rank.
-        size: tensor-parallel size.
+        coordinates: the rank's place in the mesh.
         start: first element in the flattened share, which includes padding.
         end: element after the last one.
 
     Returns:
         None when nothing but padding is left.
     """
-    ranges = shard.ranges(rank, size)
-    if shard.unpadded is not None:
-        assert shard.dim == 0 and len(ranges) == 1, "padding is at the end of the rows"
-        first, rows = ranges[0]
-        rows = max(0, min(first + rows, shard.unpadded) - first)
-        ranges = [(first, rows)]
-        end = min(end, rows * math.prod(shard.full_shape[1:]))
+    ranges = shard.ranges(coordinates)
+    for cut in shard.cuts:
+        if cut.unpadded is not None:
+            assert cut.dim == 0 and len(ranges[0]) == 1, "padding is at the end of the rows"
+            ((first, rows),) = ranges[0]
+            rows = max(0, min(first + rows, cut.unpadded) - first)
+            ranges[0] = ((first, rows),)
+            end = min(end, rows * math.prod(shard.local_shape(coordinates)[1:]))
     if start >= end:
         return None
-    return Region(shard.canonical_shape, shard.dim, tuple(ranges), start, end)
+    return Region(shard.canonical_shape, tuple(sorted(ranges.items())), start, end)

@@ -28,6 +28,7 @@ def derive_model(draft: Draft, world_size: int) -> None:
         "--shared-parallel-norm needs --parallel-residual: only then do attention and MLP start "
         "from the same hidden states",
     )
+    _biases(draft)
     for name in ("attention_dropout", "hidden_dropout"):
         draft.check(0 <= draft[name] < 1, f"{draft.show(name)} must be in [0, 1)")
 
@@ -53,6 +54,21 @@ def _heads(draft: Draft) -> None:
         "group_query_attention",
         draft["num_query_groups"] < draft["num_attention_heads"],
         "num-query-groups < num-attention-heads",
+    )
+
+
+def _biases(draft: Draft) -> None:
+    if not draft["add_attention_bias"]:
+        return
+    draft.check(
+        not draft["add_bias_linear"],
+        "--add-attention-bias needs --disable-bias-linear: without it all linear layers have "
+        "biases",
+    )
+    draft.check(
+        not draft["add_qkv_bias"],
+        "--add-attention-bias and --add-qkv-bias contradict each other: with the second the output "
+        "projection has no bias; give one of them",
     )
 
 

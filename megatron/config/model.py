@@ -11,9 +11,9 @@ from megatron.config.flags import option
 class ModelConfig:
     """Model: the shape of the network."""
 
-    family: str = option("gpt", internal=True)
-    """What kind of model it is: a file of megatron/families. Checkpoints from before there were
-    others do not say it."""
+    family: str = option("gpt", flag="--model-family")
+    """What kind of model it is, a file of megatron/families; for tools, since pretrain_gpt.py and
+    its like say it themselves."""
     num_layers: int | None = option(None)
     """Number of transformer layers."""
     hidden_size: int | None = option(None)
@@ -109,6 +109,8 @@ class ModelConfig:
     """Leave out the biases of all linear layers."""
     add_qkv_bias: bool = option(False)
     """Keep a bias on query, key and value even with --disable-bias-linear."""
+    add_attention_bias: bool = option(False)
+    """Keep the biases of attention, on query, key, value and output, with --disable-bias-linear."""
     untie_embeddings_and_output_weights: bool = option(False)
     """Give the output head weights of its own instead of the token embedding's."""
     attention_dropout: float = option(0.1)
@@ -134,6 +136,18 @@ class ModelConfig:
     """Size of the tokenizer's vocabulary."""
     padded_vocab_size: int | None = option(None, internal=True)
     """Rows of the token table."""
+    hf_architecture: str | None = option(None, internal=True)
+    """Hugging Face's model_type of the model that the weights were first read from."""
+
+    @property
+    def qkv_bias(self) -> bool:
+        """Whether queries, keys and values have biases."""
+        return self.attention_bias or self.add_qkv_bias
+
+    @property
+    def attention_bias(self) -> bool:
+        """Whether all linear layers of attention have biases."""
+        return self.add_bias_linear or self.add_attention_bias
 
     @property
     def activation(self) -> str:

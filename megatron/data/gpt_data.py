@@ -3,23 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any
 
 import numpy as np
 
-from megatron.config import ConfigError
-from megatron.config.curriculum import sequence_lengths
 from megatron.data.batch import GPTBatch, GPTCollator
 from megatron.data.build import Kind
-from megatron.data.fill_in_the_middle import FimRecipe, FimTokens
 from megatron.data.gpt_dataset import GPTRecipe
-from megatron.data.indexed import idx_path
-from megatron.data.instruction import ExampleEncoder, InstructionExamples, InstructionRecipe
 from megatron.data.mock import MockGPTDataset
 from megatron.data.run_data import INSTRUCTION, TEXT, RunData, SampleView
 from megatron.data.samples import SampleRecipe
-from megatron.data.sources import INDEXED, Source
+from megatron.data.sources import INDEXED
+
+FILL_IN_THE_MIDDLE = "megatron.data.fill_in_the_middle"
+"""Imported with --fim-data only."""
 
 
 class GPTData(RunData):
@@ -29,19 +27,19 @@ class GPTData(RunData):
         """See `RunData.kinds`."""
         return {
             INDEXED: lambda: Kind(self.open_indexed, self._stream()),
-            TEXT: lambda: Kind(self.open_text, self._stream()),
-            INSTRUCTION: lambda: Kind(self.open_instructions, self._examples()),
+            TEXT: lambda: self.kind(TEXT, self._stream()),
+            INSTRUCTION: lambda: self.kind(INSTRUCTION),
         }
 
     def collator(self) -> GPTCollator:
         """See `RunData.collator`."""
-        data, fim = self.config.data, self.config.fill_in_the_middle
+        data, fim = self.config.data, self._fim_tokens
         return GPTCollator(
             self._eod(),
             data.reset_position_ids,
             data.reset_attention_mask,
             data.eod_mask_loss,
-            pad_token=FimTokens.of(fim, self.tokenizer).pad if fim.fim_data else None,
+            pad_token=None if fim is None else fim.pad,
         )
 
     def mock(self, num_samples: int, part: int) -> MockGPTDataset:
@@ -69,32 +67,20 @@ class GPTData(RunData):
         )
         return SampleView(tokens_S, loss_mask_S, text)
 
-    def open_instructions(self, path: str, source: Source) -> InstructionExamples:
-        """Opens files of instructions and answers; see `Kind.open`."""
-        config = self.config
-        if idx_path(path).is_file() and not Path(path).exists():
-            raise ConfigError(
-                f"{path} is the prefix of a .bin and an .idx; --sft, and the type instruction, "
-                "read files of instructions and answers (JSON or JSON lines)"
-            )
-        encoder = ExampleEncoder(config.instruction, self.tokenizer, config.tokenizer)
-        return InstructionExamples.open(path, encoder, self.cache(path))
-
     def _stream(self) -> SampleRecipe[Any]:
         stream, fim = GPTRecipe(self.seq_length, self.seed), self.config.fill_in_the_middle
         if not fim.fim_data:
             return stream
-        return FimRecipe.from_config(stream, fim, self.text_encoder, self.seed)
+        recipe = resolve_name(f"{FILL_IN_THE_MIDDLE}:FimRecipe")
+        return recipe.from_config(stream, fim, self.text_encoder, self.seed)
 
-    def _examples(self) -> InstructionRecipe:
-        if sequence_lengths(self.config.curriculum) is not None:
-            raise ConfigError(
-                "a curriculum of sequence lengths cuts samples, and so the answers off instruction "
-                "data: give one or the other"
-            )
-        return InstructionRecipe.from_config(
-            self.config.instruction, self.seq_length, self.seed, self.tokenizer
-        )
+    @property
+    def _fim_tokens(self) -> Any:
+        """Those that fill-in-the-middle puts in; None without it."""
+        fim = self.config.fill_in_the_middle
+        if not fim.fim_data:
+            return None
+        return resolve_name(f"{FILL_IN_THE_MIDDLE}:FimTokens").of(fim, self.tokenizer)
 
     def _marked(self, tokens: np.ndarray, predicted: np.ndarray) -> Iterator[str]:
         """Stretches of tokens that the loss asks for, or not, as text."""
@@ -107,5 +93,5 @@ class GPTData(RunData):
         data = self.config.data
         if not (data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss):
             return None
-        fim = self.config.fill_in_the_middle
-        return FimTokens.of(fim, self.tokenizer).eod if fim.fim_data else self.tokenizer.eod
+        fim = self._fim_tokens
+        return self.tokenizer.eod if fim is None else fim.eod

@@ -6,27 +6,20 @@ import dataclasses
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import flag_of
-from megatron.config.raw_text import RawTextConfig
 from megatron.data.build import DatasetBuilder, Datasets, Kind
 from megatron.data.corpora import Corpora, read_corpora
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
-from megatron.data.raw_text import (
-    RawTextDocuments,
-    TextEncoder,
-    is_raw_text,
-    open_raw_text,
-    read_texts,
-    text_settings,
-)
+from megatron.data.raw_text.files import is_raw_text
 from megatron.data.remote import open_indexed
-from megatron.data.samples import SampleDataset
+from megatron.data.samples import SampleDataset, SampleRecipe
 from megatron.data.sources import INDEXED, PARTS, Parts, Reader, Source
 from megatron.data.vocabulary import check_vocabulary
 from megatron.tokenizer import Tokenizer
@@ -34,6 +27,13 @@ from megatron.tokenizer import Tokenizer
 TEXT, INSTRUCTION, TFRECORD = "text", "instruction", "tfrecord"
 KINDS = (INDEXED, TEXT, INSTRUCTION, TFRECORD)
 """Kinds of files; a corpora file names them as types."""
+
+PLUGGED_IN = {
+    TEXT: "megatron.data.raw_text.build:kind",
+    INSTRUCTION: "megatron.data.instruction.kind:kind",
+    TFRECORD: "megatron.data.masked.tfrecord_documents:kind",
+}
+"""What makes a :class:`Kind` of a run's data and a recipe; imported when a run has such files."""
 
 
 def parts_of(config: RunConfig) -> Parts:
@@ -63,12 +63,8 @@ def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
     sources = [s for s in train.sources if s.kind == TEXT] if train is not None else []
     if not sources:
         return None
-    return lambda: (
-        text
-        for source in sources
-        for path in source.paths
-        for text in read_texts(path, _raw_text(config, source))
-    )
+    texts = resolve_name("megatron.data.raw_text.build:training_texts")
+    return lambda: texts(config.raw_text, sources)
 
 
 class SampleView(NamedTuple):
@@ -177,26 +173,21 @@ class RunData(ABC):
         """Where the index arrays of a path are kept."""
         return IndexCache.beside(path, self.config.data.data_cache_path)
 
+    def kind(self, name: str, recipe: SampleRecipe[Any] | None = None) -> Kind:
+        """Files of one of :data:`PLUGGED_IN` as samples.
+
+        Args:
+            recipe: what makes the samples; None where the kind has a recipe of its own.
+        """
+        return resolve_name(PLUGGED_IN[name])(self, recipe)
+
     @cached_property
-    def text_encoder(self) -> TextEncoder:
-        """Makes tokens of raw text."""
-        config = self.config
-        settings = text_settings(config.raw_text, config.tokenizer, self.unit == "sentence")
-        return TextEncoder(settings, self.tokenizer)
+    def text_encoder(self) -> Any:
+        """Makes tokens of raw text; one for all files, so that its tokenizer is loaded once."""
+        return resolve_name("megatron.data.raw_text.build:text_encoder")(self)
 
     def open_indexed(self, path: str, source: Source) -> IndexedDataset:
         """Opens indexed files whose ids are all in the vocabulary; see `Kind.open`."""
         indexed = open_indexed(path, self.config.data.object_storage_cache_path)
         check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
         return indexed
-
-    def open_text(self, path: str, source: Source) -> RawTextDocuments:
-        """Opens raw text; see `Kind.open`."""
-        raw_text = _raw_text(self.config, source)
-        return open_raw_text(path, raw_text, self.text_encoder, self.cache(path))
-
-
-def _raw_text(config: RunConfig, source: Source) -> RawTextConfig:
-    """How a source's files are read: with the key that it names itself, if it does."""
-    key = source.text_key or config.raw_text.text_key
-    return dataclasses.replace(config.raw_text, text_key=key)

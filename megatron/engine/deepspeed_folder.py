@@ -47,7 +47,7 @@ class EngineFolderWriter(CheckpointWriter):
     @cached_property
     def _universal_info(self) -> Json:
         engine = self.engine
-        found = registered_parameters(engine.recipes).values()
+        found = registered_parameters(engine.layers).values()
         parts = [part for parts in found for part in parts]
         return universal_info(parts, engine.config.model, engine.mesh.tensor.size)
 

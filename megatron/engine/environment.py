@@ -98,11 +98,11 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
     )
     healthy = False
     try:
-        yield build_mesh(
-            config.tensor_model_parallel_size,
-            config.pipeline_model_parallel_size,
-            timeout=timeout,
-        )
+        sizes = {
+            "pipeline": config.pipeline_model_parallel_size,
+            "tensor": config.tensor_model_parallel_size,
+        }
+        yield build_mesh(sizes, timeout)
         # A process that leaves while another is still in a collective can take that one down.
         dist.barrier()
         healthy = True

@@ -11,7 +11,14 @@ from megatron.config import ConfigError, RunConfig
 from megatron.engine.environment import is_main_process
 from megatron.model.block import Block
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
-from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    KVParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+
+_LINEAR = (ColumnParallelLinear, KVParallelLinear, QKVParallelLinear, RowParallelLinear)
 
 
 def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.device) -> None:
@@ -38,7 +45,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
         if block.attention.layer not in chosen:
             continue
         for module in block.modules():
-            if isinstance(module, ColumnParallelLinear | QKVParallelLinear | RowParallelLinear):
+            if isinstance(module, _LINEAR):
                 module.float8 = float8
 
 

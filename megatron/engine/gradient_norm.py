@@ -1,4 +1,4 @@
-"""Global gradient norm and clipping, from the shard descriptions."""
+"""Average, global norm and clipping of gradients, from the shard descriptions."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megatron.parallel.mesh import Group
+from megatron.parallel.mesh import SHARDED, Group, Mesh
+from megatron.parallel.shard import shard_of
 
 _ROW = 1024
 """Squares that are added up in float32 before float64 takes over, on CPUs."""
@@ -17,18 +18,50 @@ _ROWS = 256
 """Such rows that are worked on at a time."""
 
 
+def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
+    """Whether this rank's copy of a parameter is the one that counts, in the norm of the gradients
+    and in checkpoints.
+
+    Args:
+        param: the parameter.
+        mesh: this rank's view of the mesh.
+        among: the axes along which other copies count too, if this one does: ``SHARDED`` for sums
+            over the ranks of one replica, ``MODEL`` where each replica has a part of its own,
+            ``AXES`` where only one of all ranks may have it.
+    """
+    # DeepSpeed marks the copies of tied parameters on pipeline stages after the first.
+    replicated = getattr(param, "ds_pipe_replicated", False)
+    return not replicated and shard_of(param).counted(mesh.coordinates, among)
+
+
 @torch.no_grad()
-def gradient_norm(params: Iterable[nn.Parameter], group: Group) -> Tensor:
+def average_gradients(params: Iterable[nn.Parameter], mesh: Mesh) -> None:
+    """Averages gradients over all replicas, in place.
+
+    Each is summed over the axes along which its parameter is replicated. What the tokens of other
+    ranks add to the gradient of a parameter that is cut over ``expert`` is in it already.
+    """
+    for param in params:
+        if param.grad is not None and mesh.data.size > 1:
+            group = mesh.group(*shard_of(param).reduced)
+            if group.size > 1:
+                dist.all_reduce(param.grad, group=group.handle)
+            param.grad /= mesh.data.size
+
+
+@torch.no_grad()
+def gradient_norm(params: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     """2-norm over all gradients of the whole model, each counted once (float32, or float64 for
     float64 gradients).
 
     Args:
-        params: those of this rank whose copy counts, gradients averaged over data-parallel ranks.
-        group: the ranks that hold one replica of the model.
+        params: all of this rank, gradients averaged over the replicas.
+        mesh: this rank's view of the mesh.
     """
-    grads = [param.grad for param in params if param.grad is not None]
-    wide = torch.float64 if any(g.dtype == torch.float64 for g in grads) else torch.float32
-    return norm_of_groups([grads], wide, wide, [group], grads[0].device)
+    dtypes = {param.grad.dtype for param in params if param.grad is not None}
+    wide = torch.float64 if torch.float64 in dtypes else torch.float32
+    grads = [p.grad for p in params if p.grad is not None and owned(p, mesh, SHARDED)]
+    return norm_of_groups([grads], wide, wide, [mesh.group(*SHARDED)], params[0].device)
 
 
 @torch.no_grad()

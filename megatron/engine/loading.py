@@ -7,6 +7,7 @@ in between.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -60,6 +61,9 @@ def load_checkpoint(engine: TrainEngine, found: Located, weights_only: bool = Fa
             "(--use-checkpoint-args takes what no flag gives from the checkpoint)"
         )
     together(engine, lambda: load_weights(engine, source))
+    # What is saved from now on says where these weights came from.
+    model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
+    engine.config = replace(engine.config, model=model)
     if weights_only or not source.state:
         return source
     if options.load_optim:
@@ -145,8 +149,7 @@ def _read(
     engine: TrainEngine, source: Source, name: str, kind: str, shard: Shard, start: int, end: int
 ) -> Tensor:
     """Elements [start, end) of this rank's share of a parameter, padding included, which is 0."""
-    tensor = engine.mesh.tensor
-    region = region_of(shard, tensor.rank, tensor.size, start, end)
+    region = region_of(shard, engine.mesh.coordinates, start, end)
     if region is None:
         return torch.zeros(end - start)
     values = source.read(name, kind, region)

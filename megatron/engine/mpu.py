@@ -15,7 +15,7 @@ class Mpu:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = {
+        self._kinds = {
             "data": mesh.data,
             "model": mesh.model,
             "tensor_model": mesh.tensor,
@@ -25,7 +25,7 @@ class Mpu:
 
     def __getattr__(self, name: str) -> Any:
         """Answers ``get_<kind>_parallel_<rank|world_size|group|group_ranks|src_rank>``."""
-        for kind, group in self.__dict__.get("_mesh", {}).items():
+        for kind, group in self.__dict__.get("_kinds", {}).items():
             answers = {
                 "rank": group.rank,
                 "world_size": group.size,

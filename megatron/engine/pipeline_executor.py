@@ -1,4 +1,4 @@
-"""Runs any pipeline schedule on DeepSpeed's pipeline engine and its instructions."""
+"""Runs any pipeline schedule on DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
@@ -9,42 +9,46 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.base_optimizer import ZeROOptimizer
 from deepspeed.runtime.config import DeepSpeedConfig
-from deepspeed.runtime.pipe import schedule as instructions
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 
+from megatron.engine.boundaries import Boundary, check_agreement
 from megatron.engine.json_keys import Json
 from megatron.engine.mpu import Mpu
 from megatron.engine.pipeline_module import StageModule
-from megatron.engine.program import Batch, ModelInputs, ModelSpec
+from megatron.model.spec import Batch, Measure, ModelSpec
+from megatron.model.state import LayerState
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline_messages import Exchange, Transfer
 from megatron.parallel.pipeline_schedules import Action
+from megatron.parallel.region import TensorParallel
 
 _Key = tuple[int, int]
 """(stage, micro batch)."""
 _Arrival = tuple[bool, _Key]
-"""(whether it is a gradient, for which stage and micro batch)."""
+"""(whether it is gradients, for which stage and micro batch)."""
+_Tensors = tuple[Tensor, ...]
+"""Those that cross one boundary, in the order of its names."""
 
 
 class PipelineExecutor(PipelineEngine):
-    """DeepSpeed's pipeline engine with instructions that know several stages per process.
+    """DeepSpeed's pipeline engine with schedules that know several stages per process.
 
-    Every process reads every micro batch; hidden states and their gradients travel between stages.
-    Sends and receives of one moment are posted as one batch, in an order that is the same on all
-    processes. A receive is waited for where it is needed, a send two batches later.
+    Every process reads every micro batch; what the boundaries say, and its gradients, travel
+    between stages. Sends and receives of one moment are posted as one batch, in an order that is
+    the same on all processes. A receive is waited for where it is needed, a send two batches later.
 
     Args:
         module: this process's stages.
         optimizer: torch's optimizer.
         settings: DeepSpeed's configuration.
-        program: the model's inputs.
+        spec: the model.
+        tensor: the tensor-parallel ranks.
         mesh: the layout's process groups.
 
     Attributes:
         executed: the forward and backward passes of the last run, in order.
-        hidden_dtype: number format of what travels between stages.
     """
 
     def __init__(
@@ -52,7 +56,8 @@ class PipelineExecutor(PipelineEngine):
         module: StageModule,
         optimizer: torch.optim.Optimizer,
         settings: Json,
-        program: ModelSpec,
+        spec: ModelSpec,
+        tensor: TensorParallel,
         mesh: Mesh,
     ) -> None:
         # Not DeepSpeed's own grid: its groups have no --distributed-timeout-minutes.
@@ -66,9 +71,9 @@ class PipelineExecutor(PipelineEngine):
             config_class=DeepSpeedConfig(settings, mpu),
             dist_init_required=False,
         )
-        self._program, self._mesh = program, mesh
+        self._spec, self._tensor, self._mesh = spec, tensor, mesh
         self._last_stage = len(module.parts) - 2
-        self.hidden_dtype = next(module.parameters()).dtype
+        self._agreed: set[tuple[Boundary, ...]] = set()
         self.executed: list[Action] = []
         # NCCL wants every rank of a group in its first call; later batches are for some of them.
         dist.barrier(group=mesh.pipeline.handle)
@@ -78,7 +83,7 @@ class PipelineExecutor(PipelineEngine):
         plan: Sequence[Action | Exchange],
         batches: Iterator[Batch],
         seeds: Sequence[int | None],
-        hidden_shape: tuple[int, ...],
+        measure: Measure,
     ) -> Tensor:
         """Executes this process's part of a schedule.
 
@@ -86,123 +91,139 @@ class PipelineExecutor(PipelineEngine):
             plan: forward and backward passes, and exchanges between them. Without gradients
                 there are forward passes only; with them, gradients are averaged over data-parallel
                 ranks and over copies of tied weights at the end.
-            batches: the micro batches.
+            batches: the micro batches, all of one shape.
             seeds: what the dropout masks of each micro batch derive from.
-            hidden_shape: shape of what travels between stages in this run.
+            measure: what is taken of every micro batch.
 
         Returns:
-            Sum of the losses on the process with the last stage, zero elsewhere.
+            Sums of the measure's numbers on the process with the last stage, zeros elsewhere.
         """
-        self._batches, self._seeds, self._hidden_shape = batches, seeds, hidden_shape
-        self._loaded: dict[int, ModelInputs] = {}
+        self._batches, self._seeds, self._measure = batches, seeds, measure
+        self._loaded: dict[int, tuple[Any, LayerState]] = {}
         self._next_batch_number = 0
-        self._inputs: dict[_Key, Tensor] = {}
-        self._outputs: dict[_Key, Tensor] = {}
-        self._gradients: dict[_Key, Tensor] = {}
+        self._inputs: dict[_Key, _Tensors] = {}
+        self._outputs: dict[_Key, _Tensors] = {}
+        self._gradients: dict[_Key, _Tensors] = {}
         self._queue: list[tuple[dist.P2POp, _Arrival | None]] = []
-        self._arriving: dict[_Arrival, dist.Work] = {}
+        self._arriving: dict[_Arrival, list[dist.Work]] = {}
         self._leaving: list[list[tuple[dist.Work, Tensor]]] = []
-        self._total = torch.zeros((), dtype=torch.float64, device=self.device)
+        self._sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
+        self._boundaries = self._agree_on_boundaries()
         self.executed = []
-        self._exec_schedule(_Instructions(plan, torch.is_grad_enabled()))
-        self._finish_sends()
+        for entry in plan:
+            if isinstance(entry, Exchange):
+                self._exchange(entry)
+            elif entry.backward:
+                self.backward_pass(entry)
+            else:
+                self.forward_pass(entry)
+        if torch.is_grad_enabled():
+            self._reduce_tied_gradients()
+            self._exec_reduce_grads()
+        self.wait_for_sends()
         assert not self._arriving and not self._queue
         del self._batches, self._loaded, self._inputs, self._outputs, self._gradients
-        return self._total
+        return self._sums
 
     def apply(self) -> None:
         """Updates the weights."""
         self._exec_optimizer_step()
 
-    def _load(self, micro_batch: int) -> ModelInputs:
+    def _load(self, micro_batch: int) -> tuple[Any, LayerState]:
+        """The micro batch, and the state that it starts with."""
         while self._next_batch_number <= micro_batch:
             batch = next(self._batches).to(self.device, non_blocking=True)
-            self._loaded[self._next_batch_number] = self._program.inputs(batch)
+            state = self._measure.asked(self._spec.begin(batch))
+            seed = self._seeds[self._next_batch_number]
+            self._loaded[self._next_batch_number] = batch, state._replace(dropout_seed=seed)
             self._next_batch_number += 1
         return self._loaded[micro_batch]
 
-    def _exec_forward_pass(self, buffer_id: int, stage: int) -> None:
-        key = (stage, buffer_id)
-        inputs = self._load(buffer_id)
-        hidden = inputs.tokens_BS if stage == 0 else self._arrived(False, key, self._inputs)
+    def _agree_on_boundaries(self) -> tuple[Boundary, ...]:
+        """What crosses the boundaries in this run.
+
+        Every process reads every micro batch, so it knows by itself what it will receive. The first
+        time that micro batches have their shape, the processes compare what they know.
+        """
+        _, state = self._load(0)
+        dtype = next(self.module.parameters()).dtype
+        boundaries = tuple(
+            Boundary.of(self._spec.travels(state, self._tensor, place), dtype)
+            for place in self.module.parts[1:-1]
+        )
+        if boundaries not in self._agreed:
+            check_agreement(boundaries, self._mesh.pipeline)
+            self._agreed.add(boundaries)
+        return boundaries
+
+    def forward_pass(self, action: Action) -> None:
+        """Takes a micro batch through one of this process's stages."""
+        stage, micro_batch = action.stage, action.micro_batch
+        key = (stage, micro_batch)
+        batch, state = self._load(micro_batch)
+        if stage > 0:
+            before = self._boundaries[stage - 1]
+            state = before.put_into(state, self.wait_for_arrival(False, key, self._inputs))
         with autocast_if_enabled(self):
-            output = self.module(
-                stage,
-                hidden,
-                inputs.position_ids_BS,
-                inputs.document_ids_BS,
-                self._seeds[buffer_id],
-                inputs.targets if stage == self._last_stage else None,
-            )
+            state = self.module(stage, state)
         if stage == self._last_stage:
-            self._total += output.detach()
-        elif stage + 1 in self.module.runs:
-            self._inputs[stage + 1, buffer_id] = _leaf(output.detach())
-        self._outputs[key] = output
-        if stage == max(self.module.runs):
-            del self._loaded[buffer_id]
+            self._sums += self._measure.of(state, batch)
+            if torch.is_grad_enabled():
+                self._outputs[key] = (self._spec.total(state.losses),)
+        else:
+            self._outputs[key] = self._boundaries[stage].taken_from(state)
+            if stage + 1 in self.module.sequences:
+                arrived = tuple(_leaf(x.detach()) for x in self._outputs[key])
+                self._inputs[stage + 1, micro_batch] = arrived
+        if stage == max(self.module.sequences):
+            del self._loaded[micro_batch]
         if not torch.is_grad_enabled():
             # Nothing comes back; what another process waits for is kept until it is sent.
             self._inputs.pop(key, None)
-            if stage == self._last_stage or stage + 1 in self.module.runs:
+            if stage + 1 in self.module.sequences:
                 del self._outputs[key]
-        self.executed.append(Action(False, stage, buffer_id))
+        self.executed.append(action)
 
-    def _exec_backward_pass(self, buffer_id: int, stage: int) -> None:
-        key, after = (stage, buffer_id), (stage + 1, buffer_id)
-        output, gradient = self._outputs.pop(key), None
-        if stage == self._last_stage:
-            output = output / self.gradient_accumulation_steps()
+    def backward_pass(self, action: Action) -> None:
+        """The gradients of a micro batch in one of this process's stages."""
+        key, after = (action.stage, action.micro_batch), (action.stage + 1, action.micro_batch)
+        outputs = self._outputs.pop(key)
+        gradients: Sequence[Tensor | None] = (None,)
+        if action.stage == self._last_stage:
+            (total,) = outputs
+            total = total / self.gradient_accumulation_steps()
             if isinstance(self.optimizer, ZeROOptimizer):
-                output = self.optimizer.scale_if_loss(output)
-        elif stage + 1 in self.module.runs:
-            gradient = self._inputs.pop(after).grad
+                total = self.optimizer.scale_if_loss(total)
+            outputs = (total,)
         else:
-            gradient = self._arrived(True, key, self._gradients)
-            del self._gradients[key]
+            if after[0] in self.module.sequences:
+                gradients = [x.grad for x in self._inputs.pop(after)]
+            else:
+                gradients = self.wait_for_arrival(True, key, self._gradients)
+                del self._gradients[key]
+            # A tensor may cross that nobody needs the gradient of, or nobody has one for.
+            pairs = zip(outputs, gradients, strict=True)
+            kept = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
+            outputs, gradients = zip(*kept, strict=True)
         if isinstance(self.optimizer, ZeROOptimizer):
             self.optimizer.clear_backward_seen_flag()
         self._running_engine_backward = True
         try:
             self._backward_prologue()
-            torch.autograd.backward(output, gradient)
+            torch.autograd.backward(outputs, gradients)
             self._backward_epilogue()
         finally:
             self._running_engine_backward = False
-        self.executed.append(Action(True, stage, buffer_id))
+        self.executed.append(action)
 
-    def _exec_send_activations(self, buffer_id: int, transfer: Transfer) -> None:
-        key = (transfer.from_stage, buffer_id)
-        output = self._outputs[key] if torch.is_grad_enabled() else self._outputs.pop(key)
-        self._post(dist.isend, output.detach().contiguous(), transfer.target, None)
-
-    def _exec_send_grads(self, buffer_id: int, transfer: Transfer) -> None:
-        gradient = self._inputs.pop((transfer.from_stage, buffer_id)).grad
-        assert gradient is not None
-        self._post(dist.isend, gradient.contiguous(), transfer.target, None)
-
-    def _exec_recv_activations(self, buffer_id: int, transfer: Transfer) -> None:
-        key = (transfer.to_stage, buffer_id)
-        self._inputs[key] = _leaf(self._empty())
-        self._post(dist.irecv, self._inputs[key].detach(), transfer.source, (False, key))
-
-    def _exec_recv_grads(self, buffer_id: int, transfer: Transfer) -> None:
-        key = (transfer.to_stage, buffer_id)
-        self._gradients[key] = self._empty()
-        self._post(dist.irecv, self._gradients[key], transfer.source, (True, key))
-
-    def _empty(self) -> Tensor:
-        return torch.empty(self._hidden_shape, dtype=self.hidden_dtype, device=self.device)
-
-    def _post(self, operation: Any, tensor: Tensor, rank: int, key: _Arrival | None) -> None:
-        assert tensor.shape == self._hidden_shape and tensor.dtype == self.hidden_dtype
-        pipeline = self._mesh.pipeline
-        peer = dist.P2POp(operation, tensor, pipeline.ranks[rank], group=pipeline.handle)
-        self._queue.append((peer, key))
-
-    def _exec_commit_p2p(self) -> None:
+    def _exchange(self, exchange: Exchange) -> None:
+        """Posts sends and receives as one batch."""
+        for transfer in exchange.sends:
+            self._send(transfer)
+        for transfer in exchange.receives:
+            self._receive(transfer)
         # What was sent two batches ago should have arrived, and can be let go of.
-        self._finish_sends(keep=2)
+        self.wait_for_sends(keep=2)
         operations = [operation for operation, _ in self._queue]
         works = dist.batch_isend_irecv(operations)
         if len(works) < len(operations):  # NCCL answers for the batch as a whole
@@ -212,26 +233,59 @@ class PipelineExecutor(PipelineEngine):
             if key is None:
                 leaving.append((work, operation.tensor))
             else:
-                self._arriving[key] = work
+                self._arriving.setdefault(key, []).append(work)
         self._leaving.append(leaving)
         self._queue = []
 
-    def _finish_sends(self, keep: int = 0) -> None:
+    def _send(self, transfer: Transfer) -> None:
+        key = (transfer.from_stage, transfer.micro_batch)
+        if transfer.gradient:
+            inputs = self._inputs.pop(key)
+            tensors = [torch.zeros_like(x) if x.grad is None else x.grad for x in inputs]
+        else:
+            outputs = self._outputs[key] if torch.is_grad_enabled() else self._outputs.pop(key)
+            tensors = [x.detach() for x in outputs]
+        for tensor in tensors:
+            self._post(dist.isend, tensor.contiguous(), transfer.target, None)
+
+    def _receive(self, transfer: Transfer) -> None:
+        key = (transfer.to_stage, transfer.micro_batch)
+        boundary = self._boundaries[min(transfer.from_stage, transfer.to_stage)]
+        tensors = boundary.empty(self.device)
+        if transfer.gradient:
+            self._gradients[key] = tensors
+        else:
+            self._inputs[key] = tuple(_leaf(x) for x in tensors)
+        for tensor in tensors:
+            self._post(dist.irecv, tensor.detach(), transfer.source, (transfer.gradient, key))
+
+    def _post(self, operation: Any, tensor: Tensor, rank: int, key: _Arrival | None) -> None:
+        pipeline = self._mesh.pipeline
+        peer = dist.P2POp(operation, tensor, pipeline.ranks[rank], group=pipeline.handle)
+        self._queue.append((peer, key))
+
+    def wait_for_sends(self, keep: int = 0) -> None:
         """Waits for the sends of all batches but the last ``keep``."""
         while len(self._leaving) > keep:
             for work, _ in self._leaving.pop(0):
                 work.wait()
 
-    def _arrived(self, gradient: bool, key: _Key, place: dict[_Key, Tensor]) -> Tensor:
-        work = self._arriving.pop((gradient, key), None)
-        if work is not None:
+    def wait_for_arrival(self, gradient: bool, key: _Key, place: dict[_Key, _Tensors]) -> _Tensors:
+        """What a stage needs of a micro batch, once all of it is there.
+
+        Args:
+            gradient: whether it is gradients.
+            key: stage and micro batch.
+            place: where it arrives.
+        """
+        for work in self._arriving.pop((gradient, key), ()):
             work.wait()
         return place[key]
 
-    def _exec_reduce_tied_grads(self) -> None:
+    def _reduce_tied_gradients(self) -> None:
         """Sums the gradients of tied weights over the stages that hold a copy.
 
-        DeepSpeed's own instruction looks in ``weight.grad``, where there is nothing once fp16
+        DeepSpeed's own method looks in ``weight.grad``, where there is nothing once fp16
         gradients were added up in float32.
         """
         data = self._mesh.data
@@ -253,54 +307,6 @@ class PipelineExecutor(PipelineEngine):
         assert weight.grad is not None
         return weight.grad
 
-    _INSTRUCTION_MAP = {
-        instructions.ForwardPass: _exec_forward_pass,
-        instructions.BackwardPass: _exec_backward_pass,
-        instructions.SendActivation: _exec_send_activations,
-        instructions.RecvActivation: _exec_recv_activations,
-        instructions.SendGrad: _exec_send_grads,
-        instructions.RecvGrad: _exec_recv_grads,
-        instructions.CommitP2P: _exec_commit_p2p,
-        instructions.ReduceTiedGrads: _exec_reduce_tied_grads,
-        instructions.ReduceGrads: PipelineEngine._exec_reduce_grads,
-    }
-
 
 def _leaf(x: Tensor) -> Tensor:
     return x.requires_grad_(torch.is_grad_enabled())
-
-
-class _Instructions(instructions.PipeSchedule):
-    """One process's plan in DeepSpeed's instructions; a buffer is a micro batch.
-
-    The optimizer's step is not among them: the trainer measures and clips gradients before it.
-    """
-
-    def __init__(self, plan: Sequence[Action | Exchange], training: bool) -> None:
-        self._plan, self._training = plan, training
-
-    def num_pipe_buffers(self) -> int:
-        """None of DeepSpeed's buffers are used."""
-        return 0
-
-    def steps(self) -> Iterator[list[instructions.PipeInstruction]]:
-        """Instructions, a list for each entry of the plan."""
-        for entry in self._plan:
-            if isinstance(entry, Action):
-                kind = instructions.BackwardPass if entry.backward else instructions.ForwardPass
-                yield [kind(entry.micro_batch, stage=entry.stage)]
-            else:
-                yield [*map(_send, entry.sends), *map(_receive, entry.receives),
-                       instructions.CommitP2P()]  # fmt: skip
-        if self._training:
-            yield [instructions.ReduceTiedGrads(), instructions.ReduceGrads()]
-
-
-def _send(transfer: Transfer) -> instructions.PipeInstruction:
-    kind = instructions.SendGrad if transfer.gradient else instructions.SendActivation
-    return kind(transfer.micro_batch, transfer=transfer)
-
-
-def _receive(transfer: Transfer) -> instructions.PipeInstruction:
-    kind = instructions.RecvGrad if transfer.gradient else instructions.RecvActivation
-    return kind(transfer.micro_batch, transfer=transfer)

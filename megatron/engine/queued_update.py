@@ -21,9 +21,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups
+from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
 from megatron.engine.json_keys import Json, get, offloads
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import MODEL, SHARDED, Mesh
 
 
 def can_queue(config: RunConfig, settings: Json) -> bool:
@@ -49,7 +49,6 @@ class QueuedUpdate:
         wrapper: DeepSpeed's optimizer around ``optimizer``; ``optimizer`` itself at stage 0.
         optimizer: torch's AdamW, fused.
         params: the parameters that this process holds (part of).
-        owns: whether this process's copy of a parameter counts.
         mesh: the layout's process groups.
         device: of the gradients.
         clip_grad: largest norm; 0 for any.
@@ -66,14 +65,16 @@ class QueuedUpdate:
         wrapper: Any,
         optimizer: torch.optim.Optimizer,
         params: Iterable[nn.Parameter],
-        owns: Callable[[nn.Parameter], bool],
         mesh: Mesh,
         device: torch.device,
         clip_grad: float,
         hold: bool,
     ) -> None:
-        self._wrapper, self._optimizer, self._owns = wrapper, optimizer, owns
+        self._wrapper, self._optimizer = wrapper, optimizer
         self._params, self._mesh = list(params), mesh
+        whole = wrapper is optimizer or isinstance(wrapper, BF16_Optimizer)
+        among = SHARDED if whole else MODEL
+        self._counted = {param for param in self._params if owned(param, mesh, among)}
         self._device, self._clip_grad, self._hold = device, clip_grad, hold
         self.norm: Tensor
         self.held: Tensor | None = None
@@ -116,8 +117,8 @@ class QueuedUpdate:
                 grad.mul_(self._factor)
 
     def _whole_norm(self) -> Tensor:
-        """Stage 0: gradients of whole parameters, the same on all data-parallel ranks."""
-        norm = gradient_norm(filter(self._owns, self._params), self._mesh.model)
+        """Stage 0: gradients of whole parameters, the same on all replicas."""
+        norm = gradient_norm(self._params, self._mesh)
         if self._clip_grad > 0:
             self._factor = clipping_factor(norm, self._clip_grad)
         return norm
@@ -129,7 +130,7 @@ class QueuedUpdate:
             grads = wrapper.averaged_gradients[number]
             grads = (grad for grad in grads if not getattr(grad, "_zero_padding", False))
             params = wrapper.params_in_partition[number]
-            found.append([g for g, p in zip(grads, params, strict=False) if self._owns(p)])
+            found.append([g for g, p in zip(grads, params, strict=False) if p in self._counted])
         return self._scaled_norm(found, torch.float32)
 
     def _flat_gradient(self, number: int) -> Tensor:
@@ -148,9 +149,9 @@ class QueuedUpdate:
 
     def _partitioned_norm_3(self) -> Tensor:
         """Stage 3: this rank's part of every parameter."""
-        wrapper = self._wrapper
+        wrapper, counted = self._wrapper, self._counted
         found = [
-            [g for g, p in zip(wrapper.averaged_gradients[n], params, strict=True) if self._owns(p)]
+            [g for p, g in zip(params, wrapper.averaged_gradients[n], strict=True) if p in counted]
             for n, params in enumerate(wrapper.fp16_groups)
         ]
         return self._scaled_norm(found, torch.float64)
@@ -167,10 +168,10 @@ class QueuedUpdate:
                 strict=True,
             )
             for param, grad, has in zip(params, grads, there, strict=True)
-            if has and self._owns(param)
+            if has and param in self._counted
         ]
         single = torch.float32
-        norm = norm_of_groups([found], single, single, [self._mesh.model], self._device)
+        norm = norm_of_groups([found], single, single, [self._mesh.group(*SHARDED)], self._device)
         if self._clip_grad > 0:
             self._factor = clipping_factor(norm, self._clip_grad)
         return norm

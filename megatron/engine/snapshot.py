@@ -11,9 +11,11 @@ from torch import Tensor
 
 from megatron.checkpoint.index import piece_of
 from megatron.checkpoint.reader import tensor_key
+from megatron.engine.gradient_norm import owned
 from megatron.engine.random_state import random_state
 from megatron.engine.state import fragments
 from megatron.engine.train_engine import TrainEngine
+from megatron.parallel.mesh import AXES, MODEL
 
 
 @dataclass(frozen=True)
@@ -32,24 +34,23 @@ class Part:
 def own_part(engine: TrainEngine) -> Part:
     """This rank's part, as views of the engine's state where that is float32.
 
-    At stage 0 all data-parallel ranks hold the same; the first one writes.
+    At stage 0 all replicas hold the same; the first one writes. At others each has a part.
     """
     options, rank = engine.config.checkpoint, engine.mesh.world.rank
     weights_file = f"weights-{rank:05d}.safetensors"
     optimizer_file = f"optimizer-{rank:05d}.safetensors"
-    tensor = engine.mesh.tensor
     weights: dict[str, Tensor] = {}
     moments: dict[str, Tensor] = {}
     pieces: dict[str, list[dict[str, Any]]] = {}
-    holds_state = engine.stage > 0 or engine.data_rank == 0
-    for part in fragments(engine) if holds_state else ():
-        if not engine.owns(part.param):
+    among = AXES if engine.stage == 0 else MODEL
+    for part in fragments(engine):
+        if not owned(part.param, engine.mesh, among):
             continue
         files = {"weight": weights_file}
         if options.save_optim:
             files |= dict.fromkeys(part.moments, optimizer_file)
         end = part.start + part.weight.numel()
-        piece = piece_of(part.shard, tensor.rank, tensor.size, part.start, end, files)
+        piece = piece_of(part.shard, engine.mesh.coordinates, part.start, end, files)
         if piece is None:
             continue
         shape = piece.share_shape if piece.is_whole_share else (piece.numel,)

@@ -15,7 +15,7 @@ from typing import Any
 from megatron.checkpoint.deepspeed_names import UNIVERSAL_VERSION
 from megatron.config import ModelConfig
 from megatron.model.registration import Registered
-from megatron.parallel.shard import Shard
+from megatron.parallel.shard import Cut, Shard
 
 _AFFINE_VERSION = 1
 
@@ -35,23 +35,24 @@ def universal_info(
     widths: dict[str, list[list[int]]] = {}
     shared: dict[str, dict[str, Any]] = {}
     for part in parameters:
-        shard, pattern = part.shard, f"^{re.escape(part.name)}$"
+        cut, pattern = part.shard.over("tensor"), f"^{re.escape(part.name)}$"
         if part.name.startswith("tied_modules."):
             tied.append(pattern)
-        if shard.unpadded is not None:
-            vocabulary.append(pattern)
-        if shard.copies > 1:
-            shared[pattern] = _affine_map(shard, size)
-        elif shard.dim is None:
+        if cut is None:
             replicated.append(pattern)
-        elif shard.dim == 1:
+            continue
+        if cut.unpadded is not None:
+            vocabulary.append(pattern)
+        if cut.copies > 1:
+            shared[pattern] = _affine_map(part.shard, cut, size)
+        elif cut.dim == 1:
             rows.append(pattern)
-        elif shard.held is None and len(shard.parts) == 2 and shard.parts[0] == shard.parts[1]:
+        elif cut.held is None and len(cut.parts) == 2 and cut.parts[0] == cut.parts[1]:
             halves.append(pattern)
-        elif shard.held is None and shard.parts:
-            shape = (shard.parts, *shard.full_shape[1:])
+        elif cut.held is None and cut.parts:
+            shape = (cut.parts, *part.shard.full_shape[1:])
             fused.append({"patterns": [pattern], "shape": shape, "partition_dim": 0})
-            widths[pattern] = [[length // size] * size for length in shard.parts]
+            widths[pattern] = [[length // size] * size for length in cut.parts]
     return {
         "universal_checkpoint_version": UNIVERSAL_VERSION,
         "tp_replicated_parameter_patterns": replicated,
@@ -67,19 +68,19 @@ def universal_info(
     }
 
 
-def _affine_map(shard: Shard, size: int) -> dict[str, Any]:
+def _affine_map(shard: Shard, cut: Cut, size: int) -> dict[str, Any]:
     """Where each rank's rows lie, for parameters of which several ranks hold the same share: no
     list of patterns says that (DeepSpeed's ``checkpoint/affine.py``)."""
-    assert shard.dim == 0 and shard.held is not None
+    assert cut.dim == 0 and cut.held is not None
     inner = math.prod(shard.full_shape[1:])
     strides = [math.prod(shard.full_shape[axis + 1 :]) for axis in range(len(shard.full_shape))]
     # The parameter is the held parts only: its rows count from the first of them.
-    first = sum(shard.parts[: shard.held[0]])
+    first = sum(cut.parts[: cut.held[0]])
     ranks = {}
     for rank in range(size):
-        pieces, taken = [], 0
-        neighbours = range(rank - rank % shard.copies, rank - rank % shard.copies + shard.copies)
-        for start, length in shard.ranges(rank, size):
+        pieces, taken, place = [], 0, {"tensor": (rank, size)}
+        neighbours = range(rank - rank % cut.copies, rank - rank % cut.copies + cut.copies)
+        for start, length in shard.ranges(place)[0]:
             pieces.append(
                 {
                     "shape": [length, *shard.full_shape[1:]],
@@ -89,6 +90,6 @@ def _affine_map(shard: Shard, size: int) -> dict[str, Any]:
                 }
             )
             taken += length
-        ranks[rank] = {"shard_shape": list(shard.local_shape(size)), "pieces": pieces}
-    held = sum(shard.parts[part] for part in shard.held)
+        ranks[rank] = {"shard_shape": list(shard.local_shape(place)), "pieces": pieces}
+    held = sum(cut.parts[part] for part in cut.held)
     return {"logical_shape": [held, *shard.full_shape[1:]], "ranks": ranks}

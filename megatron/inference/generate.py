@@ -13,6 +13,7 @@ from megatron.config import ModelConfig
 from megatron.inference.cache import KeyValueCache
 from megatron.inference.sampling import Sampling
 from megatron.model.layer_list import LayerStack
+from megatron.model.state import LayerState
 from megatron.parallel.random import generator
 
 OnToken = Callable[[int, int], None]
@@ -147,4 +148,5 @@ def _next_logits(model: LayerStack, fed: Sequence[Sequence[int]], cache: KeyValu
     tokens_BS = torch.tensor(fed, device=device)
     start = cache.length
     positions_S = torch.arange(start, start + tokens_BS.shape[1], device=device)
-    return model(tokens_BS, positions_S.expand_as(tokens_BS), cache=cache)[:, -1]
+    positions_BS = positions_S.expand_as(tokens_BS)
+    return model(LayerState(tokens_BS, position_ids=positions_BS, cache=cache)).hidden[:, -1]

@@ -49,7 +49,7 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
     with device:
         model = build_model(run_of(source).model).to(dtype)
     for name, param in model.canonical_parameters():
-        param.copy_(shard_of(param).cut(source.tensor(name), 0, 1))
+        param.copy_(shard_of(param).cut(source.tensor(name)))
     return model.eval().requires_grad_(False)
 
 

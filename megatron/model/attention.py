@@ -1,4 +1,4 @@
-"""Causal self-attention with grouped key and value heads."""
+"""Attention with grouped key and value heads, to the same or to another sequence."""
 
 from __future__ import annotations
 
@@ -7,19 +7,27 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.attention_backends import Scores, attention_backend
+from megatron.model.attention_backends import AttentionKind, Scores, attention_backend
 from megatron.model.attention_masks import AttentionMasks
-from megatron.model.layer_list import LayerState
 from megatron.model.norm import build_head_norm
 from megatron.model.rope import Rotation, apply_rope
-from megatron.parallel.layers import QKVParallelLinear, RowParallelLinear
+from megatron.model.state import LayerState
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    KVParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
 from megatron.parallel.random import tensor_parallel_random
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
 
 
 class Attention(nn.Module):
-    """Projects to queries, keys and values in one product, attends, projects back.
+    """Projects to queries, keys and values, attends, projects back.
+
+    Of one sequence all three are one product. Cross-attention makes queries of its input, and keys
+    and values, in a product of their own, of the encoder's output; positions play no part in it.
 
     Args:
         config: shape of the network.
@@ -27,10 +35,16 @@ class Attention(nn.Module):
         region: the tensor-parallel ranks; heads are cut over it.
         recompute: compute the attention kernel again in the backward pass instead of keeping its
             inner activations.
+        kind: which keys a query sees.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, region: TensorParallel, recompute: bool
+        self,
+        config: ModelConfig,
+        layer: int,
+        region: TensorParallel,
+        recompute: bool,
+        kind: AttentionKind = "causal",
     ) -> None:
         super().__init__()
         assert config.hidden_size and config.num_layers and config.kv_channels
@@ -39,42 +53,55 @@ class Attention(nn.Module):
         self.head_dim = config.kv_channels
         self.dropout = config.attention_dropout
         self.attend = attention_backend(config.attention_backend)
-        self.scores = Scores.of(config, layer, region.group)
-        self.rotation = Rotation.of(config, layer)
-        self.qkv = QKVParallelLinear(
+        self.scores = Scores.of(config, layer, region.group, kind)
+        self.rotation = None if kind == "cross" else Rotation.of(config, layer)
+        width, heads, groups = (
             config.hidden_size,
             config.num_attention_heads,
             config.num_query_groups,
-            self.head_dim,
-            bias=config.add_bias_linear or config.add_qkv_bias,
-            init=Init(config.init_method_std),
-            region=region,
         )
+        bias, init = config.qkv_bias, Init(config.init_method_std)
+        self.qkv: QKVParallelLinear | None = None
+        if kind == "cross":
+            queries = (heads * self.head_dim,)
+            self.q = ColumnParallelLinear(width, queries, bias=bias, init=init, region=region)
+            self.kv = KVParallelLinear(
+                width, groups, self.head_dim, bias=bias, init=init, region=region
+            )
+        else:
+            self.qkv = QKVParallelLinear(
+                width, heads, groups, self.head_dim, bias=bias, init=init, region=region
+            )
         self.q_norm = build_head_norm(config, region) if config.qk_layernorm else None
         self.k_norm = build_head_norm(config, region) if config.qk_layernorm else None
         self.proj = RowParallelLinear(
             config.num_attention_heads * self.head_dim,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=config.attention_bias,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
             region=region,
         )
 
-    def forward(self, x_BSH: Tensor, stream: LayerState) -> Tensor:
-        """[B, S, H] to [B, S, H]; positions, documents and cache come from ``stream``."""
-        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in self.qkv(x_BSH))
+    def forward(self, x_BSH: Tensor, state: LayerState) -> Tensor:
+        """[B, S, H] to [B, S, H]; positions, masks, cache and encoder output come from
+        ``state``."""
+        if self.qkv is not None:
+            projected = self.qkv(x_BSH)
+        else:
+            projected = self.q(x_BSH), *self.kv(state.encoder)
+        q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
         # Heads and sequence change places after all this, so that a kernel gives its output in the
         # order in which the projection takes it.
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotation is not None:
-            cached = stream.cache is not None
-            angles = self.rotation.angles(q.shape[1], stream.position_ids, cached, q.device)
+            cached = state.cache is not None
+            angles = self.rotation.angles(q.shape[1], state.position_ids, cached, q.device)
             q, k = apply_rope(q, *angles), apply_rope(k, *angles)
         q_BNSD, k_BKSD, v_BKSD = (x.transpose(1, 2) for x in (q, k, v))
-        if stream.cache is not None:
-            k_BKSD, v_BKSD = stream.cache.extend(self.layer, k_BKSD, v_BKSD)
-        masks = stream.masks or AttentionMasks()
+        if state.cache is not None and self.scores.causal:
+            k_BKSD, v_BKSD = state.cache.extend(self.layer, k_BKSD, v_BKSD)
+        masks = state.masks or AttentionMasks()
         if self.recompute and x_BSH.requires_grad:
             # Compiled code must find nothing changed by what it computes again.
             again = self._attend_anew if torch.compiler.is_compiling() else self._attend

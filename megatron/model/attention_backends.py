@@ -10,16 +10,21 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
 from megatron.model import blocked_attention
 from megatron.model.attention_masks import AttentionMasks, alibi_slopes, causal_mask
 from megatron.parallel.mesh import SINGLE, Group
+
+AttentionKind = Literal["causal", "full", "cross"]
+"""A token sees those up to itself, all of its sequence, or all of another sequence; of the last two
+without padding."""
 
 
 @dataclass(frozen=True)
@@ -33,19 +38,40 @@ class Scores:
         softcap: bound of the scores; None for no bound.
         window: keys that a query sees, itself included; None for all before it.
         slopes: ALiBi's slope of each of N heads; none without ALiBi.
+        causal: whether a query sees no later keys.
     """
 
     scale: float | None = None
     softcap: float | None = None
     window: int | None = None
     slopes: tuple[float, ...] = ()
+    causal: bool = True
 
     @classmethod
-    def of(cls, config: ModelConfig, layer: int, group: Group = SINGLE) -> Scores:
-        """Those of block ``layer``, for the heads of one of the tensor-parallel ranks."""
+    def of(
+        cls,
+        config: ModelConfig,
+        layer: int,
+        group: Group = SINGLE,
+        kind: AttentionKind = "causal",
+    ) -> Scores:
+        """Those of block ``layer``, for the heads of one of the tensor-parallel ranks.
+
+        Positions of two sequences have no distance: in cross-attention there is neither a window
+        nor ALiBi.
+
+        Raises:
+            ConfigError: a window of earlier tokens where a token sees later ones too.
+        """
         scalar = config.query_pre_attn_scalar
+        window = config.window(layer)
+        if kind == "full" and window is not None:
+            raise ConfigError(
+                f"--sliding-window {window} counts the tokens before one, but in the blocks of "
+                "this model a token sees those after it too: leave it out"
+            )
         slopes: tuple[float, ...] = ()
-        if config.position_embedding_type == "alibi":
+        if config.position_embedding_type == "alibi" and kind != "cross":
             assert config.num_attention_heads
             heads = config.num_attention_heads // group.size
             first = group.rank * heads
@@ -53,8 +79,9 @@ class Scores:
         return cls(
             scale=None if scalar is None else 1 / math.sqrt(scalar),
             softcap=config.attn_logit_softcapping,
-            window=config.window(layer),
+            window=None if kind == "cross" else window,
             slopes=slopes,
+            causal=kind == "causal",
         )
 
 
@@ -62,8 +89,8 @@ PLAIN = Scores()
 """Those of GPT-2 and Llama."""
 
 AttentionBackend = Callable[[Tensor, Tensor, Tensor, Scores, AttentionMasks, float], Tensor]
-"""(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability) -> [B, N, S, D]. The last query is
-at the last key."""
+"""(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability) -> [B, N, S, D]. In causal attention
+the last query is at the last key."""
 
 
 def sdpa(
@@ -87,12 +114,13 @@ def sdpa(
         seen = scores.window + queries - 1
         k_BKTD, v_BKTD = k_BKTD[:, :, -seen:], v_BKTD[:, :, -seen:]
     keys, mask = k_BKTD.shape[2], None
-    visible = masks.visible(queries, keys, scores.window, q_BNSD.device)
-    if scores.slopes or visible is not None or 1 < queries < keys:
-        # Made once in the number format that the kernels need; a boolean mask they convert, and
-        # keep, in every layer.
-        mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD)
-    if mask is None and not dropout and blocked_attention.suits(q_BNSD, k_BKTD):
+    causal = scores.causal
+    visible = masks.visible(queries, keys, scores.window, q_BNSD.device, causal)
+    if scores.slopes or visible is not None or (causal and 1 < queries < keys):
+        # Made once in the dtype that the kernels need; a boolean mask they convert, and keep, in
+        # every layer.
+        mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD, causal)
+    if mask is None and causal and not dropout and blocked_attention.suits(q_BNSD, k_BKTD):
         scale = 1 / math.sqrt(q_BNSD.shape[-1]) if scores.scale is None else scores.scale
         return blocked_attention.causal_attention(q_BNSD, k_BKTD, v_BKTD, scale)
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
@@ -106,7 +134,7 @@ def sdpa(
         v_BKTD,
         attn_mask=mask,
         dropout_p=dropout,
-        is_causal=mask is None and queries > 1,
+        is_causal=mask is None and causal and queries > 1,
         scale=scores.scale,
         enable_gqa=q_BNSD.shape[1] != k_BKTD.shape[1],
     )
@@ -152,13 +180,14 @@ def eager(
     if scores.softcap is not None:
         scores_BNST = scores.softcap * torch.tanh(scores_BNST / scores.softcap)
     if scores.slopes:
-        biases = masks.bias(queries, keys, scores.window, scores.slopes, scores_BNST)
+        biases = masks.bias(queries, keys, scores.window, scores.slopes, scores_BNST, scores.causal)
         scores_BNST = scores_BNST + biases
     else:
-        visible = masks.visible(queries, keys, scores.window, device)
-        if visible is None:
+        visible = masks.visible(queries, keys, scores.window, device, scores.causal)
+        if visible is None and scores.causal:
             visible = causal_mask(queries, keys, device)
-        scores_BNST = scores_BNST.masked_fill(~visible, -torch.inf)
+        if visible is not None:
+            scores_BNST = scores_BNST.masked_fill(~visible, -torch.inf)
     weights_BNST = F.dropout(scores_BNST.softmax(-1), dropout, training=dropout > 0)
     return weights_BNST @ v_BNTD
 
@@ -171,8 +200,9 @@ def flash(
     masks: AttentionMasks,
     dropout: float,
 ) -> Tensor:
-    """The flash-attn package; documents, ALiBi and bounded scores go to :func:`sdpa`."""
-    if masks.documents is not None or scores.slopes or scores.softcap is not None:
+    """The flash-attn package; documents, padding, ALiBi and bounded scores go to :func:`sdpa`."""
+    unseen = masks.documents if scores.causal else masks.tokens
+    if unseen is not None or scores.slopes or scores.softcap is not None:
         return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
     from flash_attn import flash_attn_func
 
@@ -185,7 +215,7 @@ def flash(
         v,
         dropout_p=dropout,
         softmax_scale=scores.scale,
-        causal=True,
+        causal=scores.causal,
         window_size=(left, 0 if left >= 0 else -1),
     )
     return y.transpose(1, 2)

@@ -1,5 +1,8 @@
 """Which keys a query sees, and what is added to its scores.
 
+Causal attention sees the keys up to the query's own; full attention, and attention to another
+sequence, all keys.
+
 Shapes: B batch, N heads, S queries, T keys (T >= S when a cache holds earlier positions).
 """
 
@@ -15,31 +18,46 @@ class AttentionMasks:
     """The masks of one micro batch. Each is made when a layer first needs it and serves the others.
 
     Args:
-        document_ids_BS: a token sees those with its own id only; None for one document.
+        document_ids_BS: in causal attention a token sees those with its own id only; None for one
+            document.
+        padding_BT: bool, the keys that nobody sees in attention that is not causal; each sequence
+            has others. None for no padding.
     """
 
-    def __init__(self, document_ids_BS: Tensor | None = None) -> None:
+    def __init__(
+        self, document_ids_BS: Tensor | None = None, padding_BT: Tensor | None = None
+    ) -> None:
         self.documents = None if document_ids_BS is None else document_mask(document_ids_BS)
+        self.tokens = None if padding_BT is None else ~padding_BT[:, None, None, :]
         self._made: dict[tuple, Tensor] = {}
 
     def anew(self) -> AttentionMasks:
         """The same, with nothing made yet."""
         other = AttentionMasks()
-        other.documents = self.documents
+        other.documents, other.tokens = self.documents, self.tokens
         return other
 
     def visible(
-        self, queries: int, keys: int, window: int | None, device: torch.device
+        self,
+        queries: int,
+        keys: int,
+        window: int | None,
+        device: torch.device,
+        causal: bool = True,
     ) -> Tensor | None:
         """bool, broadcastable to [B, 1, S, T], True where a query sees a key; None for plain causal
-        attention with the last query at the last key.
+        attention with the last query at the last key, or where a query sees all keys.
 
         Args:
             queries: S.
             keys: T.
             window: keys that a query sees, itself included; None for all before it.
             device: where the mask is needed.
+            causal: whether a query sees no later keys.
         """
+        if not causal:
+            assert window is None
+            return self.tokens
         assert self.documents is None or queries == keys
         if window is None or keys <= window:
             return self.documents
@@ -57,30 +75,37 @@ class AttentionMasks:
         window: int | None,
         slopes: tuple[float, ...],
         like: Tensor,
+        causal: bool = True,
     ) -> Tensor:
-        """What is added to the scores: -slope x distance with ALiBi, else 0, and -infinity where a
-        query does not see a key; broadcastable to [B, N, S, T].
+        """What is added to the scores: -slope x distance with ALiBi, to both sides alike where
+        attention is not causal, else 0, and -infinity where a query does not see a key;
+        broadcastable to [B, N, S, T].
 
         Args:
             queries: S.
             keys: T.
             window: see :meth:`visible`.
             slopes: one for each of N heads; none without ALiBi.
-            like: number format and device are those of this tensor.
+            like: dtype and device are those of this tensor.
+            causal: see :meth:`visible`.
         """
         narrow = window is not None and keys > window
 
         def make() -> Tensor:
-            visible = self.visible(queries, keys, window, like.device)
-            if visible is None:
+            visible = self.visible(queries, keys, window, like.device, causal)
+            if visible is None and causal:
                 visible = causal_mask(queries, keys, like.device)
             biases = torch.zeros((), device=like.device)
             if slopes:
                 # Fused kernels on the CPU take masks of two or four dimensions.
                 biases = distance_biases(queries, keys, slopes, like.device).unsqueeze(0)
-            return biases.masked_fill(~visible, -torch.inf).to(like.dtype)
+                biases = biases if causal else -biases.abs()
+            if visible is not None:
+                biases = biases.masked_fill(~visible, -torch.inf)
+            return biases.to(like.dtype)
 
-        key = ("bias", queries, keys, window if narrow else None, slopes, like.dtype, like.device)
+        width = window if narrow else None
+        key = ("bias", queries, keys, width, slopes, like.dtype, like.device, causal)
         return self._once(key, make)
 
     def _once(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:

@@ -4,46 +4,72 @@ from __future__ import annotations
 
 from torch import nn
 
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
 from megatron.model.attention import Attention
-from megatron.model.layer_list import LayerState
+from megatron.model.attention_backends import AttentionKind
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
+from megatron.model.state import LayerState
 from megatron.parallel.layers import Dropout
 from megatron.parallel.region import TensorParallel
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP, added to the residual stream one after the other, or, with
-    ``parallel_residual``, both computed from the same stream.
+    ``parallel_residual``, both computed from the same stream. Between the two, where asked for,
+    attention to the output of an encoder.
 
     Args:
         config: shape of the network.
         layer: number of the block, from 0.
         region: the tensor-parallel ranks.
         recompute_attention: compute the attention kernel again in the backward pass.
+        kind: which tokens of its own sequence a token sees.
+        cross: whether there is cross-attention.
+
+    Raises:
+        ConfigError: cross-attention beside a parallel residual.
     """
 
     def __init__(
-        self, config: ModelConfig, layer: int, region: TensorParallel, recompute_attention: bool
+        self,
+        config: ModelConfig,
+        layer: int,
+        region: TensorParallel,
+        recompute_attention: bool,
+        kind: AttentionKind = "causal",
+        cross: bool = False,
     ) -> None:
         super().__init__()
         post = nn.Identity if not config.post_norm else lambda: build_norm(config, region)
         self.parallel = config.parallel_residual
         self.attention_norm = build_norm(config, region)
-        self.attention = Attention(config, layer, region, recompute_attention)
+        self.attention = Attention(config, layer, region, recompute_attention, kind)
         self.attention_post_norm = post()
+        self.cross_attention = None
+        if cross:
+            if config.parallel_residual:
+                raise ConfigError(
+                    "--parallel-residual computes attention and MLP beside each other; a decoder's "
+                    "attention to its encoder comes between the two: leave the flag out"
+                )
+            self.cross_attention_norm = build_norm(config, region)
+            self.cross_attention = Attention(config, layer, region, recompute_attention, "cross")
+            self.cross_attention_post_norm = post()
         self.mlp_norm = None if config.shared_parallel_norm else build_norm(config, region)
         self.mlp = MLP(config, region)
         self.mlp_post_norm = post()
         self.dropout = Dropout(config.hidden_dropout, region)
 
-    def forward(self, stream: LayerState) -> LayerState:
+    def forward(self, state: LayerState) -> LayerState:
         """Hidden states [B, S, H] to [B, S, H]."""
-        x = stream.hidden
+        x = state.hidden
         normed = self.attention_norm(x)
-        y = x + self.dropout(self.attention_post_norm(self.attention(normed, stream)))
+        y = x + self.dropout(self.attention_post_norm(self.attention(normed, state)))
+        if self.cross_attention is not None:
+            seen = self.cross_attention(self.cross_attention_norm(y), state)
+            y = y + self.dropout(self.cross_attention_post_norm(seen))
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x if self.parallel else y)
         y = y + self.dropout(self.mlp_post_norm(self.mlp(normed)))
-        return stream.with_hidden(y)
+        return state.with_hidden(y)

@@ -6,12 +6,15 @@ import torch
 from torch import nn
 
 from megatron.config import ModelConfig
-from megatron.model.layer_list import LayerState
 from megatron.model.norm import build_norm
+from megatron.model.state import LayerState
 from megatron.parallel.cross_entropy import LossHead
 from megatron.parallel.layers import Dropout, PositionEmbedding, VocabParallelEmbedding
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
+
+LM_LOSS = "lm loss"
+"""Name of the loss of a language model's head."""
 
 
 class TokenEmbedding(VocabParallelEmbedding):
@@ -37,10 +40,13 @@ class TokenEmbedding(VocabParallelEmbedding):
             ),
         )
 
-    def forward(self, stream: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
+    def forward(self, state: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
         """Token ids [B, S] to [B, S, H]; with ``project`` hidden states [B, S, H] to this rank's
-        logits [B, S, V / tensor size], or to the loss where the stream has targets."""
-        return stream.with_hidden(super().forward(stream.hidden, project, stream.targets))
+        logits [B, S, V / tensor size], or, where the state has targets, to a loss beside them."""
+        found = super().forward(state.hidden, project, state.targets)
+        if project and state.targets is not None:
+            return state.with_loss(LM_LOSS, found)
+        return state.with_hidden(found)
 
 
 class InputEmbedding(nn.Module):
@@ -68,18 +74,18 @@ class InputEmbedding(nn.Module):
         self.norm = build_norm(config, region) if config.embed_layernorm else None
         self.dropout = Dropout(config.hidden_dropout, region)
 
-    def forward(self, stream: LayerState) -> LayerState:
+    def forward(self, state: LayerState) -> LayerState:
         """[B, S, H] to [B, S, H]."""
-        x_BSH = stream.hidden
+        x_BSH = state.hidden
         if self.scale is not None:
             # Rounded to the number format of the embeddings, as Gemma is trained.
             x_BSH = x_BSH * torch.full((), self.scale, dtype=x_BSH.dtype, device=x_BSH.device)
         if self.position_embeddings is not None:
-            positions = stream.position_ids
+            positions = state.position_ids
             if positions is None:
                 length = x_BSH.shape[1] * self.region.slices
                 positions = torch.arange(length, device=x_BSH.device)
             x_BSH = x_BSH + self.position_embeddings(positions + self.offset)
         if self.norm is not None:
             x_BSH = self.norm(x_BSH)
-        return stream.with_hidden(self.dropout(x_BSH))
+        return state.with_hidden(self.dropout(x_BSH))

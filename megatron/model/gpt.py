@@ -9,13 +9,14 @@ from torch import nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
 from megatron.model.embedding import InputEmbedding, TokenEmbedding
-from megatron.model.layer_list import LayerSpec, LayerStack, LayerState
+from megatron.model.layer_list import LayerSpec, LayerStack
 from megatron.model.norm import FinalNorm
+from megatron.model.state import LayerState
 from megatron.parallel.region import TensorParallel
 
 
-def _project(table: nn.Module, stream: LayerState) -> LayerState:
-    return table(stream, project=True)
+def _project(table: nn.Module, state: LayerState) -> LayerState:
+    return table(state, project=True)
 
 
 def gpt_layers(

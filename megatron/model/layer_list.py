@@ -1,56 +1,20 @@
-"""A model is an ordered list of layer recipes, and what flows between the layers."""
+"""A model is an ordered list of layers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, Protocol
 
 import torch
-from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch import nn
 
 from megatron.config import ParallelConfig
-from megatron.model.attention_masks import AttentionMasks
-from megatron.parallel.cross_entropy import Targets
-from megatron.parallel.random import derive_seed, generator
+from megatron.model.layer_sequence import LayerSequence, RecomputedLayers, Step
+from megatron.model.state import LayerState
+from megatron.parallel.mesh import ALONE, Coordinates
+from megatron.parallel.random import generator
 from megatron.parallel.shard import init_of, shard_of
-
-
-class LayerCache(Protocol):
-    """Keys and values of earlier positions, for generation."""
-
-    def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends the new keys and values of a layer; returns all of its keys and values."""
-        ...
-
-
-class LayerState(NamedTuple):
-    """What a layer takes and returns.
-
-    Attributes:
-        hidden: token ids int64 [B, S] into the first layer, hidden states [B, S, H] between
-            layers; out of the last the mean loss, or logits [B, S, V / tensor size] without
-            targets.
-        position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
-        masks: which tokens see which, beyond causal attention; None for one document.
-        cache: keys and values of earlier positions when generating.
-        dropout_seed: what the dropout masks of this micro batch derive from; None leaves torch's
-            generators alone.
-        targets: what the last layer measures the loss by.
-    """
-
-    hidden: Tensor
-    position_ids: Tensor | None = None
-    masks: AttentionMasks | None = None
-    cache: LayerCache | None = None
-    dropout_seed: int | None = None
-    targets: Targets | None = None
-
-    def with_hidden(self, hidden: Tensor) -> LayerState:
-        """The same stream carrying other hidden states."""
-        return self._replace(hidden=hidden)
 
 
 @dataclass(frozen=True)
@@ -61,7 +25,7 @@ class LayerSpec:
         name: canonical name of the layer (``layers.3``); its parameters' names start with it.
         build: makes the module, whose forward maps a LayerState to a LayerState.
         tied_key: layers with the same key are one module at several places of the list.
-        forward: how the module runs at this place; None calls it with the stream.
+        forward: how the module runs at this place; None calls it with the state.
         block: whether this is one of the repeated blocks, which recomputation is about.
     """
 
@@ -72,57 +36,30 @@ class LayerSpec:
     block: bool = False
 
 
-class LayerSequence:
-    """Consecutive layers of a list, as they run on one process.
+def layer_sequence(
+    specs: Sequence[LayerSpec],
+    first: int,
+    modules: Sequence[nn.Module],
+    parallel: ParallelConfig,
+) -> LayerSequence:
+    """Consecutive layers of a list as one process runs them.
 
     Args:
-        recipes: the layers.
+        specs: the layers.
         first: place of the first one in the whole list.
         modules: a module for each; tied layers share one.
         parallel: what is recomputed in the backward pass.
-
-    Attributes:
-        blocks: the repeated blocks among them.
     """
-
-    def __init__(
-        self,
-        recipes: Sequence[LayerSpec],
-        first: int,
-        modules: Sequence[nn.Module],
-        parallel: ParallelConfig,
-    ) -> None:
-        self.first = first
-        self.steps: list[Callable[[LayerState], LayerState]] = [
-            module if recipe.forward is None else partial(recipe.forward, module)
-            for recipe, module in zip(recipes, modules, strict=True)
-        ]
-        self.blocks = [m for recipe, m in zip(recipes, modules, strict=True) if recipe.block]
-        self.chunks = recomputed_chunks(recipes, parallel)
-
-    def __call__(self, stream: LayerState) -> LayerState:
-        """Takes the stream through the layers."""
-        for begin, end, recomputed in self.chunks:
-            if recomputed and torch.is_grad_enabled():
-                stream = checkpoint(self._run_anew, begin, end, stream, use_reentrant=False)
-            else:
-                stream = self._run(begin, end, stream)
-        return stream
-
-    def _run_anew(self, begin: int, end: int, stream: LayerState) -> LayerState:
-        # What is computed again has to make its masks again: compiled code notices if they are
-        # there the second time.
-        masks = None if stream.masks is None else stream.masks.anew()
-        return self._run(begin, end, stream._replace(masks=masks))
-
-    def _run(self, begin: int, end: int, stream: LayerState) -> LayerState:
-        for place in range(begin, end):
-            if stream.dropout_seed is not None:
-                # A layer's masks depend on its place alone, not on the layers before it on this
-                # process: they are the same however the list is cut into pipeline stages.
-                torch.manual_seed(derive_seed(stream.dropout_seed, self.first + place))
-            stream = self.steps[place](stream)
-        return stream
+    layers: list[tuple[int | None, Step]] = [
+        (first + n, module if spec.forward is None else partial(spec.forward, module))
+        for n, (spec, module) in enumerate(zip(specs, modules, strict=True))
+    ]
+    steps: list[tuple[int | None, Step]] = []
+    for begin, end, recomputed in recomputed_chunks(specs, parallel):
+        chunk = layers[begin:end]
+        steps += [(None, RecomputedLayers(chunk))] if recomputed else chunk
+    blocks = [module for spec, module in zip(specs, modules, strict=True) if spec.block]
+    return LayerSequence(steps, blocks)
 
 
 class LayerStack(nn.Module):
@@ -132,64 +69,51 @@ class LayerStack(nn.Module):
     tied ones under ``tied_modules.<key>``), so that parameter names are the same in both engines.
 
     Args:
-        recipes: the layers, in order.
+        specs: the layers, in order.
         parallel: what is recomputed in the backward pass.
     """
 
-    def __init__(self, recipes: Sequence[LayerSpec], parallel: ParallelConfig) -> None:
+    def __init__(self, specs: Sequence[LayerSpec], parallel: ParallelConfig) -> None:
         super().__init__()
-        self.recipes = tuple(recipes)
+        self.layers = tuple(specs)
         self.tied_modules = nn.ModuleDict()
         modules: list[nn.Module] = []
-        for place, recipe in enumerate(recipes):
-            if recipe.tied_key is None:
-                modules.append(recipe.build())
+        for place, spec in enumerate(specs):
+            if spec.tied_key is None:
+                modules.append(spec.build())
                 self.add_module(str(place), modules[-1])
             else:
-                if recipe.tied_key not in self.tied_modules:
-                    self.tied_modules[recipe.tied_key] = recipe.build()
-                modules.append(self.tied_modules[recipe.tied_key])
-        self.run = LayerSequence(recipes, 0, modules, parallel)
+                if spec.tied_key not in self.tied_modules:
+                    self.tied_modules[spec.tied_key] = spec.build()
+                modules.append(self.tied_modules[spec.tied_key])
+        self.sequence = layer_sequence(specs, 0, modules, parallel)
 
-    def forward(
-        self,
-        tokens_BS: Tensor,
-        position_ids_BS: Tensor | None = None,
-        document_ids_BS: Tensor | None = None,
-        cache: LayerCache | None = None,
-        dropout_seed: int | None = None,
-        targets: Targets | None = None,
-    ) -> Tensor:
-        """Token ids [B, S] to the mean loss, or to this rank's logits [B, S, V / tensor size]
-        without targets.
-
-        Tokens attend to those with the same document id only; without ids to all before them.
-        """
-        masks = AttentionMasks(document_ids_BS)
-        stream = LayerState(tokens_BS, position_ids_BS, masks, cache, dropout_seed, targets)
-        return self.run(stream).hidden
+    def forward(self, state: LayerState) -> LayerState:
+        """The state of a micro batch, beginning with token ids, to that after the last layer: with
+        losses where it has targets, else with logits."""
+        return self.sequence(state)
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks, in order."""
-        return self.run.blocks
+        return self.sequence.blocks
 
     def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(canonical name, parameter) of every parameter once, in registration order."""
-        return canonical_parameters(self, self.recipes)
+        return canonical_parameters(self, self.layers)
 
 
 def recomputed_chunks(
-    recipes: Sequence[LayerSpec], parallel: ParallelConfig
+    specs: Sequence[LayerSpec], parallel: ParallelConfig
 ) -> list[tuple[int, int, bool]]:
     """(first, end, recomputed) runs of layers that cover the list in order.
 
     ``full`` recomputation with method ``uniform`` recomputes all blocks, ``recompute_num_layers``
     at a time; with ``block`` the first ``recompute_num_layers`` blocks, one at a time.
     """
-    length = len(recipes)
+    length = len(specs)
     if parallel.recompute_granularity != "full":
         return [(0, length, False)]
-    blocks = [place for place, recipe in enumerate(recipes) if recipe.block]
+    blocks = [place for place, spec in enumerate(specs) if spec.block]
     if not blocks:
         return [(0, length, False)]
     first, end = blocks[0], blocks[-1] + 1
@@ -202,25 +126,25 @@ def recomputed_chunks(
 
 
 def canonical_parameters(
-    module: nn.Module, recipes: Sequence[LayerSpec]
+    module: nn.Module, specs: Sequence[LayerSpec]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """(canonical name, parameter) of the parameters of a module that registers layers of this list
     by their places; parameters that are parts of one have its name in common."""
-    prefixes = canonical_prefixes(recipes)
+    prefixes = canonical_prefixes(specs)
     for registered, param in module.named_parameters():
         name = canonical_name(registered, prefixes)
         whole = shard_of(param).whole
         yield (name if whole is None else f"{name.rpartition('.')[0]}.{whole}"), param
 
 
-def canonical_prefixes(recipes: Sequence[LayerSpec]) -> dict[str, str]:
+def canonical_prefixes(specs: Sequence[LayerSpec]) -> dict[str, str]:
     """Registered prefix (``3`` or ``tied_modules.embed``) to canonical layer name."""
     prefixes: dict[str, str] = {}
-    for place, recipe in enumerate(recipes):
-        if recipe.tied_key is None:
-            prefixes[str(place)] = recipe.name
+    for place, spec in enumerate(specs):
+        if spec.tied_key is None:
+            prefixes[str(place)] = spec.name
         else:
-            prefixes.setdefault(f"tied_modules.{recipe.tied_key}", recipe.name)
+            prefixes.setdefault(f"tied_modules.{spec.tied_key}", spec.name)
     return prefixes
 
 
@@ -232,21 +156,20 @@ def canonical_name(registered: str, prefixes: dict[str, str]) -> str:
 
 
 @torch.no_grad()
-def initialise(name: str, param: nn.Parameter, seed: int, rank: int, size: int) -> None:
+def initialise(name: str, param: nn.Parameter, seed: int, coordinates: Coordinates = ALONE) -> None:
     """Fills one parameter: drawn whole, whatever the layout, then cut.
 
     Args:
         name: canonical name; with the seed it determines the values.
         param: the parameter, at its local shape.
         seed: the run's seed.
-        rank: tensor-parallel rank.
-        size: tensor-parallel size.
+        coordinates: this rank's place in the mesh.
     """
     shard, init, random = shard_of(param), init_of(param), generator(seed, name)
     plain = param.device.type == "cpu" and param.dtype == torch.float32 and param.is_contiguous()
-    if size == 1 and plain and tuple(param.shape) == shard.canonical_shape:
+    if plain and tuple(param.shape) == shard.full_shape == shard.canonical_shape:
         # The same values without a second copy, whose pages cost as much as the numbers.
         init.fill(param, random)
         return
     whole = init.draw(shard.canonical_shape, random)
-    param.copy_(shard.cut(whole, rank, size))
+    param.copy_(shard.cut(whole, coordinates))

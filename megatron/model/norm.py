@@ -9,8 +9,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.layer_list import LayerState
 from megatron.model.rms_norm import rms_norm
+from megatron.model.state import LayerState
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
 
@@ -39,8 +39,8 @@ class Norm(nn.Module, ABC):
         super().__init__()
         self.width, self.epsilon, self.offset = width, epsilon, offset
         self.share = region.over_heads if heads else region.shared
-        self.weight = parameter(Shard((width,)), Init(constant=1.0 - offset), region.group)
-        self.bias = parameter(Shard((width,)), Init(), region.group) if self.biased else None
+        self.weight = parameter(Shard((width,)), Init(constant=1.0 - offset), region.coordinates)
+        self.bias = parameter(Shard((width,)), Init(), region.coordinates) if self.biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] to the same shape and number format."""
@@ -103,6 +103,6 @@ class FinalNorm(nn.Module):
         super().__init__()
         self.norm = build_norm(config, region)
 
-    def forward(self, stream: LayerState) -> LayerState:
+    def forward(self, state: LayerState) -> LayerState:
         """Hidden states [B, S, H] to [B, S, H]."""
-        return stream.with_hidden(self.norm(stream.hidden))
+        return state.with_hidden(self.norm(state.hidden))

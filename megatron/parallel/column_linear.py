@@ -8,6 +8,7 @@ section 4.2.2). Collectives of the backward pass run beside products that do not
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -56,9 +57,9 @@ def column_linear(
     Raises:
         ValueError: 16 does not divide the tokens that weights are trained on in 8 bits.
     """
-    if group.size == 1:
-        return tuple(linear(x_BSI, each.weight, each.bias, each.float8) for each in maps)
     weights, biases, copies, float8s = zip(*maps, strict=True)
+    if group.size == 1:
+        return tuple(map(linear, repeat(x_BSI), weights, biases, float8s))
     if any(float8s) and torch.is_grad_enabled():
         check_tokens(x_BSI.shape[:-1].numel() * (group.size if sequence else 1))
     return _ColumnLinear.apply(x_BSI, group, sequence, copies, float8s, *weights, *biases)

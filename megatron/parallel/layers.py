@@ -4,17 +4,16 @@ rank's share of it."""
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.column_linear import LinearMap
+from megatron.parallel.column_linear import LinearMap, column_linear
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.float8 import Float8, linear
 from megatron.parallel.region import TensorParallel
-from megatron.parallel.shard import Init, Shard, parameter
+from megatron.parallel.shard import Cut, Init, Shard, parameter
 
 
 class ColumnParallelLinear(nn.Module):
@@ -39,14 +38,14 @@ class ColumnParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.region = region
-        parts, total = tuple(outputs), sum(outputs)
-        self.weight = parameter(Shard((total, inputs), 0, parts), init, region.group)
-        self.bias = parameter(Shard((total,), 0, parts), Init(), region.group) if bias else None
+        total, cuts = sum(outputs), (Cut(0, parts=tuple(outputs)),)
+        self.weight = parameter(Shard((total, inputs), cuts), init, region.coordinates)
+        self.bias = parameter(Shard((total,), cuts), Init(), region.coordinates) if bias else None
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
         whole = LinearMap(self.weight, self.bias, float8=self.float8)
-        (y_BSO,) = self.region.enter(x_BSI, whole)
+        (y_BSO,) = column_linear(x_BSI, (whole,), self.region.group, self.region.split)
         return y_BSO
 
 
@@ -94,12 +93,12 @@ class QKVParallelLinear(nn.Module):
         def share(
             held: tuple[int, ...] | None, copies: int
         ) -> tuple[nn.Parameter, nn.Parameter | None]:
-            shape = (sum(parts), inputs)
-            weight = Shard(shape, 0, parts, held=held, copies=copies, whole="weight")
-            of_bias = dataclasses.replace(weight, full_shape=shape[:1], whole="bias")
+            cuts = (Cut(0, parts=parts, held=held, copies=copies),)
+            weight = Shard((sum(parts), inputs), cuts, whole="weight")
+            of_bias = Shard((sum(parts),), cuts, whole="bias")
             return (
-                parameter(weight, init, region.group),
-                parameter(of_bias, Init(), region.group) if bias else None,
+                parameter(weight, init, region.coordinates),
+                parameter(of_bias, Init(), region.coordinates) if bias else None,
             )
 
         fused = self.copies == 1
@@ -115,7 +114,7 @@ class QKVParallelLinear(nn.Module):
         maps = [LinearMap(self.weight, self.bias, float8=self.float8)]
         if self.kv_weight is not None:
             maps.append(LinearMap(self.kv_weight, self.kv_bias, self.copies, self.float8))
-        outputs = self.region.enter(x_BSI, *maps)
+        outputs = column_linear(x_BSI, maps, self.region.group, self.region.split)
         if len(outputs) == 2:
             q, kv = outputs
             k, v = kv.chunk(2, dim=-1)
@@ -123,6 +122,52 @@ class QKVParallelLinear(nn.Module):
             q_width = outputs[0].shape[-1] - 2 * self.kv_width
             q, k, v = outputs[0].split([q_width, self.kv_width, self.kv_width], dim=-1)
         return q, k, v
+
+
+class KVParallelLinear(nn.Module):
+    """Keys and values by one product, heads cut over the ranks of ``region``.
+
+    With fewer heads than ranks each is held by several neighbouring ranks.
+
+    Args:
+        inputs: width I of the input.
+        heads: number of key and value heads; it divides the number of ranks or is divisible by it.
+        head_dim: width of a head.
+        bias: whether there are biases.
+        init: initial values of the weight; the bias starts at zero.
+        region: the tensor-parallel ranks.
+
+    Attributes:
+        float8: how it multiplies in 8 bits; None, which it starts with, for the dtype of its input.
+    """
+
+    float8: Float8 | None = None
+
+    def __init__(
+        self,
+        inputs: int,
+        heads: int,
+        head_dim: int,
+        *,
+        bias: bool,
+        init: Init,
+        region: TensorParallel,
+    ) -> None:
+        super().__init__()
+        self.region = region
+        self.copies = max(1, region.group.size // heads)
+        parts = (heads * head_dim, heads * head_dim)
+        cuts, place = (Cut(0, parts=parts, copies=self.copies),), region.coordinates
+        self.weight = parameter(Shard((sum(parts), inputs), cuts), init, place)
+        self.bias = parameter(Shard((sum(parts),), cuts), Init(), place) if bias else None
+
+    def forward(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
+        """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
+        by side in the last dimension."""
+        both = LinearMap(self.weight, self.bias, self.copies, self.float8)
+        (kv,) = column_linear(x_BTI, (both,), self.region.group, self.region.split)
+        k, v = kv.chunk(2, dim=-1)
+        return k, v
 
 
 class RowParallelLinear(nn.Module):
@@ -147,8 +192,8 @@ class RowParallelLinear(nn.Module):
     ) -> None:
         super().__init__()
         self.region = region
-        self.weight = parameter(Shard((outputs, inputs), 1), init, region.group)
-        self.bias = parameter(Shard((outputs,)), Init(), region.group) if bias else None
+        self.weight = parameter(Shard((outputs, inputs), (Cut(1),)), init, region.coordinates)
+        self.bias = parameter(Shard((outputs,)), Init(), region.coordinates) if bias else None
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
@@ -172,8 +217,8 @@ class VocabParallelEmbedding(nn.Module):
     def __init__(self, rows: int, width: int, *, init: Init, head: LossHead) -> None:
         super().__init__()
         self.head, self.region = head, head.region
-        region, unpadded = head.region, head.vocab_size
-        self.weight = parameter(Shard((rows, width), 0, unpadded=unpadded), init, region.group)
+        region, cuts = head.region, (Cut(0, unpadded=head.vocab_size),)
+        self.weight = parameter(Shard((rows, width), cuts), init, region.coordinates)
         self.rows_local = rows // region.group.size
         self.first_row = region.group.rank * self.rows_local
 
@@ -187,7 +232,9 @@ class VocabParallelEmbedding(nn.Module):
         if project and targets is not None:
             return linear_cross_entropy(x, self.weight, targets, self.head)
         if project:
-            return self.head.capped(self.region.enter(x, LinearMap(self.weight, None))[0])
+            whole = LinearMap(self.weight, None)
+            (logits_BSV,) = column_linear(x, (whole,), self.region.group, self.region.split)
+            return self.head.capped(logits_BSV)
         if self.region.group.size == 1:
             return F.embedding(x, self.weight)
         rows_BS = x - self.first_row
@@ -209,7 +256,7 @@ class PositionEmbedding(nn.Module):
     def __init__(self, rows: int, width: int, *, init: Init, region: TensorParallel) -> None:
         super().__init__()
         self.region = region
-        self.weight = parameter(Shard((rows, width)), init, region.group)
+        self.weight = parameter(Shard((rows, width)), init, region.coordinates)
 
     def forward(self, ids_S: Tensor) -> Tensor:
         """Positions of the whole sequence, [S] or [B, S], to rows of those that this rank holds,

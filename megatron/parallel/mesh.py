@@ -1,11 +1,36 @@
-"""Process groups: which ranks work on what together."""
+"""The mesh of processes: along which axes they work on what together."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from datetime import timedelta
+from functools import cached_property
 
 import torch.distributed as dist
+
+AXES = ("pipeline", "data", "context", "expert", "tensor")
+"""The axes of the mesh, slowest first: neighbours in global rank differ along the last.
+
+DeepSpeed's pipeline grid (axes pipe, data, model) has the same order.
+"""
+
+REPLICAS = ("data", "context", "expert")
+"""The axes along which layers that are cut over none of them are replicated; together what
+DeepSpeed calls data parallel."""
+
+MODEL = ("pipeline", "tensor")
+"""The axes that such layers are spread over."""
+
+SHARDED = ("pipeline", "expert", "tensor")
+"""The axes along which ranks may hold different parameters."""
+
+Coordinates = Mapping[str, tuple[int, int]]
+"""A rank's place: (rank, size) along each axis; an axis that is missing is (0, 1)."""
+
+ALONE: Coordinates = {}
+"""The place of a process that works alone."""
 
 
 @dataclass(frozen=True)
@@ -34,32 +59,81 @@ SINGLE = Group()
 
 @dataclass(frozen=True)
 class Mesh:
-    """The groups of one rank in a layout of pipeline x data x tensor ranks.
+    """One rank's view of the mesh; by default that of a process that works alone.
 
-    Global ranks count tensor ranks fastest, then data, then pipeline ranks; DeepSpeed's pipeline
-    grid (axes pipe, data, model) has the same order.
+    Attributes:
+        world: all ranks.
+        sizes: ranks along each axis; those that are missing have one.
+        groups: the groups that were made, by their axes that have more than one rank.
     """
 
     world: Group = SINGLE
-    tensor: Group = SINGLE
-    data: Group = SINGLE
-    pipeline: Group = SINGLE
-    model: Group = SINGLE
-    """All ranks that hold one replica of the model: tensor x pipeline."""
+    sizes: Mapping[str, int] = field(default_factory=dict)
+    groups: Mapping[tuple[str, ...], Group] = field(default_factory=dict)
+
+    @cached_property
+    def coordinates(self) -> Coordinates:
+        """This rank's place along every axis."""
+        return coordinates_of(self.world.rank, self.sizes)
+
+    def group(self, *axes: str) -> Group:
+        """The ranks whose places differ from this one's along these axes only."""
+        wide = _wide(axes, self.sizes)
+        if not wide and wide not in self.groups:
+            return Group((self.world.rank,))
+        assert wide in self.groups, f"no group is made along {axes}: name it in _COMBINATIONS"
+        return self.groups[wide]
+
+    @cached_property
+    def tensor(self) -> Group:
+        """The ranks that share this one's layers."""
+        return self.group("tensor")
+
+    @cached_property
+    def pipeline(self) -> Group:
+        """The stages of one pipeline."""
+        return self.group("pipeline")
+
+    @cached_property
+    def data(self) -> Group:
+        """All replicas of this rank's share of the model: data x context x expert."""
+        return self.group(*REPLICAS)
+
+    @cached_property
+    def model(self) -> Group:
+        """All ranks that hold one replica of the model: pipeline x tensor."""
+        return self.group(*MODEL)
 
 
-def rank_grid(pipeline_size: int, data_size: int, tensor_size: int) -> list[list[list[int]]]:
-    """Global ranks by pipeline, data and tensor rank."""
-    return [
-        [
-            [(p * data_size + d) * tensor_size + t for t in range(tensor_size)]
-            for d in range(data_size)
-        ]
-        for p in range(pipeline_size)
-    ]
+_ALWAYS = (("tensor",), REPLICAS, ("pipeline",), MODEL)
+"""Combinations of axes whose groups are made at any sizes: DeepSpeed asks for their handles."""
+
+_COMBINATIONS = (*_ALWAYS, ("context",), ("expert",), ("data", "context"), SHARDED)
+"""All combinations of axes along which ranks communicate."""
 
 
-def build_mesh(tensor_size: int, pipeline_size: int, timeout: timedelta | None = None) -> Mesh:
+def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
+    """The place of a global rank in a mesh of these sizes, along every axis."""
+    found = {}
+    for axis in reversed(AXES):
+        size = sizes.get(axis, 1)
+        rank, place = divmod(rank, size)
+        found[axis] = place, size
+    assert rank == 0, f"the mesh {sizes} has no such rank"
+    return found
+
+
+def memberships(sizes: Mapping[str, int], axes: Collection[str]) -> list[tuple[int, ...]]:
+    """Global ranks of every group along these axes, groups in the order of their first ranks."""
+    others = [axis for axis in AXES if axis not in axes]
+    found: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(math.prod(sizes.values())):
+        places = coordinates_of(rank, sizes)
+        found.setdefault(tuple(places[axis][0] for axis in others), []).append(rank)
+    return [tuple(ranks) for ranks in found.values()]
+
+
+def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Mesh:
     """Creates the groups on every rank; torch.distributed must be initialised.
 
     Groups of the same ranks share torch's group, and one of all ranks has the world's: each has
@@ -67,34 +141,30 @@ def build_mesh(tensor_size: int, pipeline_size: int, timeout: timedelta | None =
     the device (NCCL).
 
     Args:
-        tensor_size: ranks per tensor-parallel group.
-        pipeline_size: pipeline stages.
+        sizes: ranks along each axis but ``data``, which has what is left of the world; those that
+            are missing have one.
         timeout: how long a collective may take in groups of fewer ranks than the world.
     """
-    world_size, rank = dist.get_world_size(), dist.get_rank()
-    data_size, rest = divmod(world_size, tensor_size * pipeline_size)
+    world, rank = tuple(range(dist.get_world_size())), dist.get_rank()
+    data_size, rest = divmod(len(world), math.prod(sizes.values()))
     assert rest == 0, "the configuration checks divisibility"
-    grid = rank_grid(pipeline_size, data_size, tensor_size)
-    pipes, datas, tensors = range(pipeline_size), range(data_size), range(tensor_size)
-
-    world = tuple(range(world_size))
+    assert "data" not in sizes and set(sizes) <= set(AXES), sizes
+    sizes = {**sizes, "data": data_size}
     handles = {world: dist.group.WORLD}
-
-    def own(memberships: list[list[int]]) -> Group:
+    groups = {}
+    for axes in _COMBINATIONS:
+        wide = _wide(axes, sizes)
+        if wide in groups or not (wide or axes in _ALWAYS):
+            continue
         # Every rank must take part in creating every group, in the same order.
-        found = None
-        for ranks in map(tuple, memberships):
+        for ranks in memberships(sizes, wide):
             if ranks not in handles:
                 handles[ranks] = dist.new_group(list(ranks), timeout=timeout)
             if rank in ranks:
-                found = Group(ranks, ranks.index(rank), handles[ranks])
-        assert found is not None
-        return found
+                groups[wide] = Group(ranks, ranks.index(rank), handles[ranks])
+    return Mesh(Group(world, rank, dist.group.WORLD), sizes, groups)
 
-    return Mesh(
-        world=Group(world, rank, dist.group.WORLD),
-        tensor=own([grid[p][d] for p in pipes for d in datas]),
-        data=own([[grid[p][d][t] for d in datas] for p in pipes for t in tensors]),
-        pipeline=own([[grid[p][d][t] for p in pipes] for d in datas for t in tensors]),
-        model=own([[grid[p][d][t] for p in pipes for t in tensors] for d in datas]),
-    )
+
+def _wide(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
+    """Those of the axes that have more than one rank, in the order of the mesh."""
+    return tuple(axis for axis in AXES if axis in axes and sizes.get(axis, 1) > 1)

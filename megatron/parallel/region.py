@@ -12,8 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from megatron.parallel.collectives import reduce_from_ranks, scatter_to_ranks, sum_gradients
-from megatron.parallel.column_linear import LinearMap, column_linear
-from megatron.parallel.mesh import SINGLE, Group
+from megatron.parallel.mesh import SINGLE, Coordinates, Group
 from megatron.parallel.random import tensor_parallel_random
 
 
@@ -30,6 +29,11 @@ class TensorParallel:
     sequence: bool = False
 
     @property
+    def coordinates(self) -> Coordinates:
+        """This rank's place among them, for parameters that are cut over them."""
+        return {"tensor": (self.group.rank, self.group.size)}
+
+    @property
     def slices(self) -> int:
         """How many slices the sequence is in outside."""
         return self.group.size if self.sequence else 1
@@ -39,15 +43,9 @@ class TensorParallel:
         """Whether a rank holds only a slice of the sequence outside."""
         return self.slices > 1
 
-    def enter(self, x_BSI: Tensor, *maps: LinearMap) -> tuple[Tensor, ...]:
-        """Takes activations in through one or several linear maps; a result [B, S, OP] for each.
-
-        The input's gradient is summed over the ranks.
-        """
-        return column_linear(x_BSI, maps, self.group, self.split)
-
     def leave(self, x_BSO: Tensor) -> Tensor:
-        """Takes a rank's addend out: the sum over ranks, or this rank's slice [B, S/t, O] of it.
+        """Takes a rank's addend out of the cut layers, into which ``column_linear`` takes inputs:
+        the sum over ranks, or this rank's slice [B, S/t, O] of it.
 
         ``x_BSO`` may be overwritten; nothing else may need it.
         """

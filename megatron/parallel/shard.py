@@ -6,123 +6,195 @@ description; no other place knows a layout.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.mesh import Group
+from megatron.parallel.mesh import ALONE, AXES, REPLICAS, Coordinates, coordinates_of
+
+Ranges = tuple[tuple[int, int], ...]
+"""(start, length) along a dimension of a whole parameter, in the order of a share."""
 
 
 @dataclass(frozen=True)
-class Shard:
-    """How one parameter is cut over the tensor-parallel ranks.
+class Cut:
+    """How one dimension of a parameter is cut over one axis of the mesh.
 
     Attributes:
-        full_shape: shape of the whole parameter, padding included. (Under ``zero.Init`` the tensor
-            itself is empty, so the shape has to be known from here.)
-        dim: the dimension that is cut; None when every rank holds the whole parameter.
+        dim: the dimension.
+        axis: the axis.
         parts: lengths along ``dim`` of matrices fused into this one, for example
             (query, key, value); each part is cut by itself. Empty means one part.
-        unpadded: length along ``dim`` without padding; None when nothing is padded.
         held: which of the parts this parameter holds, by number; None for all. What is left is in
             another parameter of the same layer.
         copies: how many neighbouring ranks hold the same share.
-        whole: last name of the whole parameter where it is held in several, each of which has a
-            name of its own.
+        unpadded: length along ``dim`` without padding; None when nothing is padded.
     """
 
-    full_shape: tuple[int, ...]
-    dim: int | None = None
+    dim: int
+    axis: str = "tensor"
     parts: tuple[int, ...] = ()
-    unpadded: int | None = None
     held: tuple[int, ...] | None = None
     copies: int = 1
-    whole: str | None = None
+    unpadded: int | None = None
 
-    def __post_init__(self) -> None:
-        if self.dim is None:
-            plain = not self.parts and self.unpadded is None and self.copies == 1
-            assert plain and self.held is None, "only a cut dimension has these"
-        else:
-            assert not self.parts or sum(self.parts) == self.full_shape[self.dim]
-
-    @property
-    def canonical_shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter without padding; what checkpoints speak of."""
-        if self.unpadded is None:
-            return self.full_shape
-        assert self.dim is not None
-        return (*self.full_shape[: self.dim], self.unpadded, *self.full_shape[self.dim + 1 :])
-
-    def local_shape(self, size: int) -> tuple[int, ...]:
-        """Shape of one rank's share, padding included."""
-        if self.dim is None:
-            return self.full_shape
-        shape = list(self.full_shape)
-        shape[self.dim] = sum(length for _, length in self.ranges(0, size))
-        return tuple(shape)
-
-    def ranges(self, rank: int, size: int) -> list[tuple[int, int]]:
-        """Where rank ``rank`` of ``size``'s share lies in the whole: (start, length) along ``dim``,
-        in the order in which the share holds them, padding included."""
-        if self.dim is None:
-            return []
-        parts = self.parts or (self.full_shape[self.dim],)
+    def ranges(self, length: int, coordinates: Coordinates) -> Ranges:
+        """What of a dimension of this length, padding included, the rank at a place has."""
+        rank, size = coordinates.get(self.axis, (0, 1))
+        parts = self.parts or (length,)
         starts = [0, *accumulate(parts)]
         assert size % self.copies == 0, (self, size)
         place, places = rank // self.copies, size // self.copies
         held = range(len(parts)) if self.held is None else self.held
         assert all(parts[part] % places == 0 for part in held), (self, size)
         widths = [parts[part] // places for part in held]
-        return [
+        return tuple(
             (starts[part] + place * width, width) for part, width in zip(held, widths, strict=True)
-        ]
+        )
 
-    def counted(self, rank: int, size: int) -> bool:
-        """Whether this rank's copy counts, in norms and checkpoints: of ranks that hold the same
-        values the first one's does."""
-        return rank % (size if self.dim is None else self.copies) == 0
 
-    def cut(self, canonical: Tensor, rank: int, size: int) -> Tensor:
+@dataclass(frozen=True)
+class Shard:
+    """How one parameter is cut over the mesh.
+
+    Attributes:
+        full_shape: shape of the whole parameter, padding included. (Under ``zero.Init`` the tensor
+            itself is empty, so the shape has to be known from here.)
+        cuts: the dimensions that are cut, each over another axis. Along all other axes every rank
+            holds the same.
+        whole: last name of the whole parameter where it is held in several, each of which has a
+            name of its own.
+    """
+
+    full_shape: tuple[int, ...]
+    cuts: tuple[Cut, ...] = ()
+    whole: str | None = None
+
+    def __post_init__(self) -> None:
+        for cut in self.cuts:
+            assert not cut.parts or sum(cut.parts) == self.full_shape[cut.dim], self
+            assert cut.copies == 1 or cut.axis not in REPLICAS, "gradients of copies are averaged"
+        assert len({cut.dim for cut in self.cuts}) == len(self.cuts), self
+        assert len({cut.axis for cut in self.cuts}) == len(self.cuts), self
+
+    @property
+    def canonical_shape(self) -> tuple[int, ...]:
+        """Shape of the whole parameter without padding; what checkpoints speak of."""
+        shape = list(self.full_shape)
+        for cut in self.cuts:
+            if cut.unpadded is not None:
+                shape[cut.dim] = cut.unpadded
+        return tuple(shape)
+
+    @property
+    def reduced(self) -> tuple[str, ...]:
+        """The axes over which its gradient is averaged: those along which it is replicated."""
+        return tuple(axis for axis in REPLICAS if self.over(axis) is None)
+
+    @property
+    def part(self) -> str:
+        """What tells apart the parameters that one whole parameter is held in; empty for one that
+        is held in one."""
+        held = [part for cut in self.cuts for part in cut.held or ()]
+        return "parts" + "-".join(map(str, held)) if held else ""
+
+    def over(self, axis: str) -> Cut | None:
+        """The cut over an axis; None where every rank along it holds the same."""
+        return next((cut for cut in self.cuts if cut.axis == axis), None)
+
+    def ranges(self, coordinates: Coordinates = ALONE) -> dict[int, Ranges]:
+        """Where the share of the rank at a place lies in the whole, by dimension that is cut; the
+        share is the product of these and of all other dimensions."""
+        return {cut.dim: cut.ranges(self.full_shape[cut.dim], coordinates) for cut in self.cuts}
+
+    def local_shape(self, coordinates: Coordinates = ALONE) -> tuple[int, ...]:
+        """Shape of a rank's share, padding included."""
+        shape = list(self.full_shape)
+        for dim, ranges in self.ranges(coordinates).items():
+            shape[dim] = sum(length for _, length in ranges)
+        return tuple(shape)
+
+    def counted(self, coordinates: Coordinates, among: Sequence[str] = AXES) -> bool:
+        """Whether a rank's copy counts, in norms and checkpoints: of the ranks that hold the same
+        values the first one's does.
+
+        Args:
+            coordinates: the rank's place.
+            among: the axes along which others are looked for. Pipeline stages hold other
+                parameters, so that ``pipeline`` plays no part.
+        """
+        for axis in among:
+            rank, _ = coordinates.get(axis, (0, 1))
+            if rank and axis != "pipeline":
+                cut = self.over(axis)
+                if cut is None or rank % cut.copies:
+                    return False
+        return True
+
+    def cut(self, canonical: Tensor, coordinates: Coordinates = ALONE) -> Tensor:
         """One rank's share of a whole parameter without padding; padding is filled with zeros."""
         assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
-        if self.dim is None:
-            return canonical
-        if self.unpadded is not None:
-            padding = list(canonical.shape)
-            padding[self.dim] = self.full_shape[self.dim] - self.unpadded
-            canonical = torch.cat([canonical, canonical.new_zeros(padding)], self.dim)
-        pieces = [canonical.narrow(self.dim, *r) for r in self.ranges(rank, size)]
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces, self.dim)
+        share = canonical
+        for dim, ranges in self.ranges(coordinates).items():
+            pieces = [_taken(share, dim, *found) for found in ranges]
+            share = pieces[0] if len(pieces) == 1 else torch.cat(pieces, dim)
+        return share
 
-    def place(self, canonical: Tensor, share: Tensor, rank: int, size: int) -> None:
+    def place(self, canonical: Tensor, share: Tensor, coordinates: Coordinates = ALONE) -> None:
         """Writes one rank's share into a whole parameter without padding; inverse of :meth:`cut`.
 
         What the share does not hold stays as it is.
         """
         assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
-        if self.dim is None:
-            canonical.copy_(share)
-            return
-        end, taken = self.canonical_shape[self.dim], 0
-        for start, length in self.ranges(rank, size):
-            kept = max(0, min(length, end - start))
-            if kept:
-                target = canonical.narrow(self.dim, start, kept)
-                target.copy_(share.narrow(self.dim, taken, kept))
-            taken += length
+        blocks = [(canonical, share)]
+        for dim, ranges in self.ranges(coordinates).items():
+            blocks = [
+                pair for whole, values in blocks for pair in _matched(whole, values, dim, ranges)
+            ]
+        for whole, piece in blocks:
+            whole.copy_(piece)
 
-    def join(self, shares: Sequence[Tensor]) -> Tensor:
-        """The whole parameter without padding, from the shares of all ranks in order; for a
-        parameter that is held in one."""
-        assert self.held is None, self
+    def join(self, shares: Sequence[Tensor], sizes: Mapping[str, int] | None = None) -> Tensor:
+        """The whole parameter without padding; for a parameter that is held in one.
+
+        Args:
+            shares: those of all ranks of a mesh, in order.
+            sizes: ranks along each axis of that mesh; None for one process.
+        """
+        assert not self.part, self
+        sizes = sizes or {}
+        assert len(shares) == math.prod(sizes.values()), (len(shares), sizes)
         canonical = shares[0].new_empty(self.canonical_shape)
         for rank, share in enumerate(shares):
-            self.place(canonical, share, rank, len(shares))
+            self.place(canonical, share, coordinates_of(rank, sizes))
         return canonical
+
+
+def _matched(
+    whole: Tensor, values: Tensor, dim: int, ranges: Ranges
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Ranges of a whole along a dimension, each with those of the values that belong there."""
+    taken = 0
+    for start, length in ranges:
+        kept = min(length, whole.shape[dim] - start)
+        if kept > 0:
+            yield whole.narrow(dim, start, kept), values.narrow(dim, taken, kept)
+        taken += length
+
+
+def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
+    """A range along a dimension, with zeros for what lies after the end."""
+    size = values.shape[dim]
+    kept = max(0, min(length, size - start))
+    found = values.narrow(dim, min(start, size), kept)
+    if kept == length:
+        return found
+    return F.pad(found, (0, 0) * (values.dim() - dim - 1) + (0, length - kept))
 
 
 @dataclass(frozen=True)
@@ -143,19 +215,19 @@ class Init:
         return values.fill_(self.constant)
 
 
-def parameter(shard: Shard, init: Init, group: Group) -> nn.Parameter:
+def parameter(shard: Shard, init: Init, coordinates: Coordinates = ALONE) -> nn.Parameter:
     """An uninitialised parameter: this rank's share, with its descriptions attached.
 
     Args:
         shard: how it is cut.
         init: initial values.
-        group: the ranks over which it is cut.
+        coordinates: this rank's place along the axes over which it is cut.
     """
-    param = nn.Parameter(torch.empty(shard.local_shape(group.size)))
+    param = nn.Parameter(torch.empty(shard.local_shape(coordinates)))
     param.shard = shard  # type: ignore[attr-defined]
     param.init = init  # type: ignore[attr-defined]
     # DeepSpeed's gradient norm takes a parameter without this mark on tensor rank 0 only.
-    param.tensor_model_parallel = shard.counted(group.rank, group.size)  # type: ignore[attr-defined]
+    param.tensor_model_parallel = shard.counted(coordinates, ("tensor",))  # type: ignore[attr-defined]
     return param
 
 

@@ -14,7 +14,7 @@ import torch
 from megatron.config import ConfigError
 from megatron.config.layouts import Layout, check_layout
 from megatron.engine.environment import distributed
-from megatron.engine.program import StepResult
+from megatron.engine.step_result import StepResult
 from megatron.families import spec_of
 from megatron.parallel.region import TensorParallel
 from megatron.parity.first_step import (

@@ -15,6 +15,7 @@ from torch import Tensor
 from megatron.config import OptimizerConfig
 from megatron.engine.state import fragments
 from megatron.engine.train_engine import TrainEngine
+from megatron.parallel.mesh import Coordinates
 from megatron.parallel.shard import Shard
 from megatron.parity.gradients import Difference
 from megatron.parity.training import PlainTraining
@@ -34,7 +35,7 @@ class Part:
     Attributes:
         name: canonical name of the parameter.
         shard: how it is cut.
-        tensor: (rank, size) of the tensor-parallel group.
+        coordinates: the rank's place in the mesh.
         start: where the part starts in the flattened local share.
         gradient: before clipping; None where the optimizer keeps none.
         weight: after the step.
@@ -42,7 +43,7 @@ class Part:
 
     name: str
     shard: Shard
-    tensor: tuple[int, int]
+    coordinates: Coordinates
     start: int
     gradient: Tensor | None
     weight: Tensor
@@ -50,7 +51,7 @@ class Part:
     def of(self, whole: Tensor) -> Tensor:
         """The same part of a whole parameter with the padding of one process."""
         canonical = whole.narrow(0, 0, self.shard.canonical_shape[0])
-        share = self.shard.cut(canonical, *self.tensor).reshape(-1)
+        share = self.shard.cut(canonical, self.coordinates).reshape(-1)
         return share[self.start : self.start + self.weight.numel()]
 
 
@@ -76,13 +77,13 @@ def parts_of(engine: TrainEngine, norm: float) -> list[Part]:
         engine: the engine.
         norm: gradient norm of the step, by which the gradients were clipped.
     """
-    options, tensor = engine.config.optimizer, engine.mesh.tensor
+    options = engine.config.optimizer
     unclip = _clipping(options, norm) / (1 - options.adam_beta1)
     found = []
     for part in fragments(engine):
         moment = part.moments.get("exp_avg")
         gradient = None if moment is None else moment.detach().cpu() * unclip
-        place = tensor.rank, tensor.size
+        place = engine.mesh.coordinates
         weight = part.weight.detach().cpu().clone()
         found.append(Part(part.name, part.shard, place, part.start, gradient, weight))
     return found

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from megatron.config import PrecisionConfig, RunConfig
@@ -22,21 +20,20 @@ from megatron.data.loader import MicroBatches
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.gradient_norm import gradient_norm
-from megatron.engine.pipeline_engine import PipelinedEngine
-from megatron.engine.plain_engine import PlainEngine
+from megatron.engine.gradient_norm import average_gradients, gradient_norm, owned
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import spec_of
-from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState, initialise
-from megatron.parallel.mesh import Mesh
+from megatron.model.layer_list import LayerSpec, LayerStack, initialise
+from megatron.model.layer_sequence import LayerSequence
+from megatron.model.spec import ModelSpec
+from megatron.model.state import LayerState
+from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, shard_of
 from megatron.training.data import run_data
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run
-
-_Step = Callable[[LayerState], LayerState]
 
 INIT = Init(std=0.3)
 """Wider than at the start of a training, biases too, so that every gradient is large."""
@@ -64,7 +61,7 @@ class GradientRecord:
     """What one rank saw of one step.
 
     Attributes:
-        tensor: (rank, size) of its tensor-parallel group.
+        coordinates: its place in the mesh.
         loss: mean over micro batches and data ranks.
         norm: global norm of the gradients.
         gradients: of the parameters that it holds (part of), averaged over data ranks.
@@ -72,7 +69,7 @@ class GradientRecord:
             layer list.
     """
 
-    tensor: tuple[int, int]
+    coordinates: Coordinates
     loss: float
     norm: float
     gradients: list[Gradient]
@@ -104,38 +101,32 @@ def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
 
 
 def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
-    config, tensor = run.config, mesh.tensor
+    config = run.config
     engine.model.double()
     for param, name in engine.names.items():
-        _widen(name, param, config, tensor.rank, tensor.size)
-    if isinstance(engine, PipelinedEngine):
-        engine.engine.hidden_dtype = torch.float64
-        runs = list(engine.model.runs.values())
-    else:
-        assert isinstance(engine, PlainEngine)
-        runs = [engine.model.run]
-    outputs = _observe(runs) if mesh.data.rank == 0 else {}
-    engine.engine.allreduce_gradients = lambda **_: _reduce(engine.names, mesh)
+        _widen(name, param, config, mesh.coordinates)
+    outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
+    engine.engine.allreduce_gradients = lambda **_: average_gradients(engine.names, mesh)
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
-    engine.engine.train()
-    engine.engine.set_train_batch_size(plan.batch_size.batch_size(0))
+    engine.prepare(count)
     samples = plan.micro_batch_size
     seeds = [
         dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
         for n in range(count)
     ]
     batches = _batches(run, plan, mesh)
-    total = engine._accumulate(batches, seeds)
-    owned = [param for param in engine.names if engine.owns(param)]
-    norm = float(gradient_norm(owned, mesh.model))
+    sums = engine.backend.accumulate(batches, seeds)
+    norm = float(gradient_norm(list(engine.names), mesh))
     found = [
-        Gradient(name, shard_of(param), engine.owns(param), param.grad.detach().cpu().clone())
+        Gradient(
+            name, shard_of(param), owned(param, mesh, SHARDED), param.grad.detach().cpu().clone()
+        )
         for param, name in engine.names.items()
         if param.grad is not None
     ]
-    loss = float(engine._mean_over_ranks(total / count))
-    return GradientRecord((tensor.rank, tensor.size), loss, norm, found, outputs)
+    loss = float(engine.spec.total(engine.mean_losses(sums, count)))
+    return GradientRecord(mesh.coordinates, loss, norm, found, outputs)
 
 
 def reference_gradients(argv: Sequence[str]) -> GradientRecord:
@@ -149,22 +140,15 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
     model = LayerStack(program.layers(TensorParallel()), config.parallel).double()
     names = dict(model.canonical_parameters())
     for name, param in names.items():
-        _widen(name, param, config, 0, 1)
-    outputs = _observe([model.run])
+        _widen(name, param, config, ALONE)
+    outputs = _observe([model.sequence], program)
     count = plan.batch_size.micro_batches(0)
     mesh, total = Mesh(), 0.0
     batches = _batches(run, plan, mesh)
     for number in range(count):
         batch = next(batches)
-        inputs = program.inputs(batch)
         seed = dropout_seed(config.training.seed, number * plan.micro_batch_size)
-        loss = model(
-            inputs.tokens_BS,
-            inputs.position_ids_BS,
-            inputs.document_ids_BS,
-            dropout_seed=seed,
-            targets=inputs.targets,
-        )
+        loss = program.total(model(program.begin(batch)._replace(dropout_seed=seed)).losses)
         (loss / count).backward()
         total += float(loss.detach())
     found = [
@@ -172,13 +156,13 @@ def reference_gradients(argv: Sequence[str]) -> GradientRecord:
         for name, param in names.items()
         if param.grad is not None
     ]
-    norm = float(gradient_norm(list(names.values()), mesh.tensor))
-    return GradientRecord((0, 1), total / count, norm, found, outputs)
+    norm = float(gradient_norm(list(names.values()), mesh))
+    return GradientRecord(ALONE, total / count, norm, found, outputs)
 
 
-def _widen(name: str, param: nn.Parameter, config: RunConfig, rank: int, size: int) -> None:
+def _widen(name: str, param: nn.Parameter, config: RunConfig, coordinates: Coordinates) -> None:
     param.init = INIT  # type: ignore[attr-defined]
-    initialise(name, param, config.training.seed, rank, size)
+    initialise(name, param, config.training.seed, coordinates)
 
 
 def _batches(run: Run, plan: TrainingPlan, mesh: Mesh) -> Iterator[Any]:
@@ -193,31 +177,19 @@ def _batches(run: Run, plan: TrainingPlan, mesh: Mesh) -> Iterator[Any]:
     )
 
 
-def _observe(runs: Sequence[LayerSequence]) -> dict[int, Tensor]:
-    """Has layer runs leave a copy of the first output of every layer."""
+def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, Tensor]:
+    """Has layers leave a copy of the first output of each: hidden states, of the last the loss."""
     outputs: dict[int, Tensor] = {}
 
-    def observed(
-        place: int, step: Callable[[LayerState], LayerState]
-    ) -> Callable[[LayerState], LayerState]:
-        def forward(stream: LayerState) -> LayerState:
-            stream = step(stream)
-            if place not in outputs:
-                outputs[place] = stream.hidden.detach().cpu().clone()
-            return stream
+    def note(place: int, state: LayerState) -> None:
+        if place not in outputs:
+            ended = state.losses.keys() == spec.losses.keys()
+            output = spec.total(state.losses) if ended else state.hidden
+            outputs[place] = output.detach().cpu().clone()
 
-        return forward
-
-    for run in runs:
-        run.steps = [observed(run.first + n, step) for n, step in enumerate(run.steps)]
+    for sequence in sequences:
+        sequence.observe(note)
     return outputs
-
-
-def _reduce(params: Any, mesh: Mesh) -> None:
-    for param in params:
-        if param.grad is not None and mesh.data.size > 1:
-            dist.all_reduce(param.grad, group=mesh.data.handle)
-            param.grad /= mesh.data.size
 
 
 @dataclass(frozen=True)
@@ -267,7 +239,7 @@ def first_difference(
         for rank, record in enumerate(records):
             if place in record.outputs:
                 output = record.outputs[place]
-                share = _share_of_output(expected, output, record.tensor)
+                share = _share_of_output(expected, output, record.coordinates)
                 found = _distance(output, share)
                 if not found <= allowed:
                     return Difference(what, rank, found, allowed)
@@ -297,7 +269,7 @@ def _gradient_difference(
             for gradient in record.gradients:
                 if gradient.name != expected.name:
                     continue
-                share = gradient.shard.cut(canonical, *record.tensor)
+                share = gradient.shard.cut(canonical, record.coordinates)
                 found = _distance(gradient.values, share)
                 if not found <= allowed:
                     return Difference(f"gradient of {expected.name}", rank, found, allowed)
@@ -310,10 +282,10 @@ def _gradient_difference(
     return None
 
 
-def _share_of_output(expected: Tensor, output: Tensor, tensor: tuple[int, int]) -> Tensor:
+def _share_of_output(expected: Tensor, output: Tensor, coordinates: Coordinates) -> Tensor:
     """What of a layer's whole output a rank should have: the loss, or hidden states [B, S, H],
     which are perhaps cut along S."""
-    rank, size = tensor
+    rank, size = coordinates.get("tensor", (0, 1))
     return expected if output.shape == expected.shape else expected.chunk(size, 1)[rank]
 
 

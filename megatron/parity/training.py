@@ -15,8 +15,8 @@ from megatron.config import OptimizerConfig
 from megatron.data.curriculum.truncation import cut
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
-from megatron.engine.program import StepResult
 from megatron.engine.state import fragments
+from megatron.engine.step_result import StepResult
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
@@ -70,7 +70,7 @@ def train(argv: Sequence[str]) -> Record:
         trainer.fit()
         record.iteration = trainer.iteration
         for part in fragments(trainer.engine):
-            name = f"{part.name}{part.shard.held or ''}"
+            name = f"{part.name}{part.shard.part}"
             for kind, values in {"weight": part.weight, **part.moments}.items():
                 values = values.detach().cpu()
                 record.state[f"{name}/{kind}/{part.start}"] = values.numpy().copy()
@@ -122,7 +122,7 @@ class PlainTraining:
         self._model = LayerStack(self._program.layers(TensorParallel()), run.config.parallel)
         self.params = dict(self._model.canonical_parameters())
         for name, param in self.params.items():
-            initialise(name, param, self._seed, 0, 1)
+            initialise(name, param, self._seed)
         self._model.to(dtype)
         self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
         datasets, collate = run_data(run)
@@ -148,14 +148,9 @@ class PlainTraining:
             if place >= count:
                 continue
             first_sample = self._consumed + place * plan.micro_batch_size
-            inputs = self._program.inputs(micro[place])
-            loss = self._model(
-                inputs.tokens_BS,
-                inputs.position_ids_BS,
-                inputs.document_ids_BS,
-                dropout_seed=dropout_seed(self._seed, first_sample),
-                targets=inputs.targets,
-            )
+            seed = dropout_seed(self._seed, first_sample)
+            state = self._program.begin(micro[place])._replace(dropout_seed=seed)
+            loss = self._program.total(self._model(state).losses)
             (loss / count).backward()
             losses.append(float(loss.detach()))
         params = list(self.params.values())

@@ -74,11 +74,11 @@ def _block(model: ModelConfig, share: LocalWidths) -> int:
     qkv = share.query + 2 * share.kv
     up = share.ffn * (2 if model.gated else 1)
     return (
-        qkv * (hidden + (bias or model.add_qkv_bias))
+        qkv * (hidden + model.qkv_bias)
         + share.query * hidden
         + up * (hidden + bias)
         + share.ffn * hidden
-        + 2 * hidden * bias
+        + hidden * (model.attention_bias + bias)
     )
 
 

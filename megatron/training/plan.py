@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from dataclasses import dataclass
 
 from megatron.config import ConfigError, RunConfig
 from megatron.config.curriculum import sequence_lengths
@@ -11,7 +11,8 @@ from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedul
 from megatron.training.sequence_length import SequenceLengths
 
 
-class Epochs(NamedTuple):
+@dataclass(frozen=True)
+class Epochs:
     """A training that goes over a data set several times.
 
     Attributes:

@@ -24,17 +24,6 @@ from megatron.training.signals import Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
 
 
-def pretrain(run: Run, mesh: Mesh) -> None:
-    """Trains what a command line describes, to its end or until it is asked to stop.
-
-    Raises:
-        TrainingStopped: the loss or the gradients are not finite.
-        CheckpointError: the last save failed.
-        ValueError, OSError: data or checkpoints cannot be used; the message names them.
-    """
-    build_trainer(run, mesh).fit()
-
-
 def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> Trainer:
     """The trainer of a run.
 
@@ -44,7 +33,7 @@ def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> T
         callbacks: more of them, told of a step before those of the run.
 
     Raises:
-        ValueError, OSError: see :func:`pretrain`.
+        ValueError, OSError: data or checkpoints cannot be used; the message names them.
     """
     config, device = run.config, training_device()
     data = run_data(run)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from megatron.engine.pipeline_engine import PipelinedEngine
+from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.train_engine import TrainEngine
 from megatron.profiling.scopes import (
     BACKWARD,
@@ -38,7 +38,7 @@ def phases_marked(engine: TrainEngine, saves: Any = None) -> Iterator[None]:
         replace = stack.enter_context
         replace(replaced(engine, "train_step", _reading(engine.train_step)))
         for owner, name, label in (
-            (engine, "_update", scope(OPTIMIZER)),
+            (engine, "update", scope(OPTIMIZER)),
             (engine, "evaluate", OUTSIDE[0]),
             (saves, "save", OUTSIDE[1]),
             (deepspeed_engine, "backward", scope(BACKWARD)),
@@ -47,23 +47,16 @@ def phases_marked(engine: TrainEngine, saves: Any = None) -> Iterator[None]:
                 replace(replaced(owner, name, _scoped(getattr(owner, name), label)))
         for module in (deepspeed_engine, engine.model):
             stack.callback(_hooked(module, scope(FORWARD)))
-        if isinstance(engine, PipelinedEngine):
-            _mark_pipeline(stack, deepspeed_engine)
+        if isinstance(deepspeed_engine, PipelineExecutor):
+            for name, label in (
+                ("forward_pass", scope(FORWARD)),
+                ("backward_pass", scope(BACKWARD)),
+                ("wait_for_arrival", RECEIVE_SCOPE),
+                ("wait_for_sends", RECEIVE_SCOPE),
+            ):
+                marked = _scoped(getattr(deepspeed_engine, name), label)
+                replace(replaced(deepspeed_engine, name, marked))
         yield
-
-
-def _mark_pipeline(stack: contextlib.ExitStack, executor: Any) -> None:
-    """A pipeline's executor calls its instructions by a table of their classes."""
-    phases = {"ForwardPass": FORWARD, "BackwardPass": BACKWARD}
-    table = {
-        kind: _scoped(run, scope(phases[kind.__name__])) if kind.__name__ in phases else run
-        for kind, run in executor._INSTRUCTION_MAP.items()
-    }
-    for wait in ("_arrived", "_finish_sends"):
-        stack.enter_context(
-            replaced(executor, wait, _scoped(getattr(executor, wait), RECEIVE_SCOPE))
-        )
-    stack.enter_context(replaced(executor, "_INSTRUCTION_MAP", table))
 
 
 def _scoped(function: Callable[..., Any], label: str) -> Callable[..., Any]:

@@ -127,8 +127,8 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Star
     """
     if origin is None:
         return Start()
-    config = engine.config
     source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
+    config = engine.config
     changed, notes = tuple(changes(source, config)), tuple(source.notes)
     if not origin.continues or not source.state:
         return Start(source.folder, changed=changed, notes=notes, weights_only=True)

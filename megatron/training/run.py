@@ -9,13 +9,14 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 from megatron.config import (
     FLAG_CLASSES,
+    ConfigError,
     FlagParser,
     Resolved,
     RunConfig,
@@ -72,7 +73,12 @@ def parse_run(
     settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
     show_log()
     if family is not None:
-        settings["family"] = Setting(family, "entry point")
+        given = settings.setdefault("family", Setting(family, "this program"))
+        if given.value != family:
+            raise ConfigError(
+                f"--model-family {given.value}: this program trains {family}; leave the flag out, "
+                f"or start pretrain_{given.value}.py"
+            )
     run = run_of(settings, world_size())
     if run.config.training.explain_config:
         if is_main_process():
@@ -126,8 +132,9 @@ def errors_for_users() -> Iterator[None]:
         sys.exit(2)
 
 
-def end_process_after(command: Callable[[], None]) -> NoReturn:
-    """Runs a command and ends the process, without having Python take itself apart.
+@contextlib.contextmanager
+def ending_process() -> Iterator[None]:
+    """Ends the process after a command, without having Python take itself apart.
 
     gloo's threads let go of tensors some time after a collective. When that falls into the
     interpreter's own end, they are refused its lock and take the finished process down with SIGABRT
@@ -135,7 +142,7 @@ def end_process_after(command: Callable[[], None]) -> NoReturn:
     """
     status: Any = 0
     try:
-        command()
+        yield
     except SystemExit as exit:
         status = exit.code
     if not isinstance(status, int | None):

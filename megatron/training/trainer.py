@@ -10,9 +10,10 @@ from typing import Any, NamedTuple
 from megatron.data.build import Datasets
 from megatron.data.curriculum.truncation import cut
 from megatron.data.loader import MicroBatches
-from megatron.data.samples import SampleDataset
+from megatron.data.samples import Piece, SampleDataset
 from megatron.engine.step_result import StepResult
 from megatron.engine.train_engine import TrainEngine
+from megatron.model.spec import Measure
 from megatron.training.metrics import Evaluation
 from megatron.training.plan import TrainingPlan
 
@@ -240,22 +241,75 @@ class Trainer:
         losses = self.engine.evaluate(batches, self.plan.eval_micro_batches)
         self._tell("evaluated", Evaluation(self.iteration, losses, name, test))
 
-    def batches(
-        self, dataset: SampleDataset[Any], consumed: int = 0, num_workers: int = 0
+    def measure(self, dataset: SampleDataset[Any], measure: Measure) -> dict[str, float]:
+        """Sums of numbers over a whole data set, to which every sample counts once on any layout.
+
+        Args:
+            dataset: at least one sample.
+            measure: what is taken of a micro batch: sums over its samples.
+
+        Returns:
+            By the measure's names; an accuracy is the quotient of two of them.
+        """
+        size, ranks = self.plan.micro_batch_size, self.engine.mesh.data.size
+        totals = dict.fromkeys(measure.names, 0.0)
+        first, count = 0, len(dataset)
+        # What fills no micro batch on every rank is taken one sample at a time, and what is left
+        # of that by all ranks alike: their mean is the sample's own number.
+        for samples, shared in ((size, False), (1, False), (1, True)):
+            per_round = samples * (1 if shared else ranks)
+            rounds = (count - first) // per_round
+            if rounds:
+                part = _Part(dataset, range(first, first + rounds * per_round))
+                batches = self._micro_batches(part, samples, shared)
+                means = self.engine.evaluate(batches, rounds, measure)
+                for name, mean in means.items():
+                    totals[name] += mean * rounds * (1 if shared else ranks)
+                first += rounds * per_round
+        return totals
+
+    def _micro_batches(
+        self, dataset: SampleDataset[Any], size: int, shared: bool = False, **options: Any
     ) -> MicroBatches:
-        """This rank's micro batches of a data set, after the first ``consumed`` samples of it."""
         data = self.engine.mesh.data
         return MicroBatches(
             dataset,
             self.data.collate,
-            micro_batch_size=self.plan.micro_batch_size,
-            data_rank=data.rank,
-            data_size=data.size,
+            micro_batch_size=size,
+            data_rank=0 if shared else data.rank,
+            data_size=1 if shared else data.size,
+            device=self.engine.device,
+            **options,
+        )
+
+    def batches(
+        self, dataset: SampleDataset[Any], consumed: int = 0, num_workers: int = 0
+    ) -> MicroBatches:
+        """This rank's micro batches of a data set, after the first ``consumed`` samples of it."""
+        return self._micro_batches(
+            dataset,
+            self.plan.micro_batch_size,
             consumed_samples=consumed,
             num_workers=num_workers,
-            device=self.engine.device,
         )
 
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, what)(self, *about)
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some samples of a data set."""
+
+    dataset: SampleDataset[Any]
+    numbers: range
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int, /) -> Any:
+        return self.dataset[self.numbers[index]]
+
+    def origin(self, index: int, /) -> Sequence[Piece]:
+        return self.dataset.origin(self.numbers[index])

@@ -62,7 +62,7 @@ def random_gpt() -> Callable[..., LayerStack]:
                 values = torch.randn(shard.canonical_shape, generator=generator) * 0.15
                 if "norm.weight" in name:
                     values += 1.0
-                param.copy_(shard.cut(values, 0, 1))
+                param.copy_(shard.cut(values))
         return model.eval()
 
     return make
@@ -91,7 +91,7 @@ def write_checkpoint() -> Callable[..., Path]:
         index, stored = {}, {}
         for name, param in model.canonical_parameters():
             files = {"weight": "weights-00000.safetensors"}
-            piece = piece_of(shard_of(param), 0, 1, 0, param.numel(), files)
+            piece = piece_of(shard_of(param), {}, 0, param.numel(), files)
             index[name] = [piece.to_json()]
             flat = param.detach().reshape(-1)
             stored[name] = flat[piece.start : piece.end].view(piece.share_shape).clone()

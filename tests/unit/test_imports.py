@@ -19,8 +19,8 @@ BELOW = {
 }
 BELOW["families"] = set(BELOW["engine"])
 BELOW["profiling"] = set()
-BELOW["inference"] = BELOW["engine"] | {"engine"}
-BELOW["training"] = BELOW["inference"] | {"families", "profiling"}
+BELOW["inference"] = BELOW["engine"] | {"engine", "families"}
+BELOW["training"] = BELOW["inference"] | {"profiling"}
 BELOW["planning"] = BELOW["parity"] = BELOW["training"] | {"training"}
 BELOW["formats"] = BELOW["training"] | {"training", "inference"}
 BELOW["tasks"] = BELOW["training"] | {"training", "inference"}

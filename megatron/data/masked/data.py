@@ -11,9 +11,8 @@ from megatron.data.masked.batch import BertBatch, T5Batch, collate_bert, collate
 from megatron.data.masked.bert import BertRecipe, BertSample
 from megatron.data.masked.t5 import T5Recipe, T5Sample
 from megatron.data.masked.tfrecord_bert import TFRecordRecipe
-from megatron.data.masked.tfrecord_documents import TFRecords
 from megatron.data.run_data import TEXT, TFRECORD, RunData, SampleView
-from megatron.data.sources import INDEXED, Source
+from megatron.data.sources import INDEXED
 
 
 class BertData(RunData):
@@ -25,17 +24,13 @@ class BertData(RunData):
         """See `RunData.kinds`."""
         return {
             INDEXED: lambda: Kind(self.open_indexed, self._pairs()),
-            TEXT: lambda: Kind(self.open_text, self._pairs()),
-            TFRECORD: lambda: Kind(self.open_tfrecords, self._records()),
+            TEXT: lambda: self.kind(TEXT, self._pairs()),
+            TFRECORD: lambda: self.kind(TFRECORD, self._records()),
         }
 
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
         """See `RunData.collator`."""
         return collate_bert
-
-    def open_tfrecords(self, path: str, source: Source) -> TFRecords:
-        """Opens TFRecords; see `Kind.open`."""
-        return TFRecords(path, self.cache(path))
 
     def view(self, sample: BertSample, length: int) -> SampleView:
         """See `RunData.view`; what the model gets stands before the token that it is to predict."""
@@ -75,7 +70,7 @@ class T5Data(RunData):
         """See `RunData.kinds`."""
         return {
             INDEXED: lambda: Kind(self.open_indexed, self._spans()),
-            TEXT: lambda: Kind(self.open_text, self._spans()),
+            TEXT: lambda: self.kind(TEXT, self._spans()),
         }
 
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:

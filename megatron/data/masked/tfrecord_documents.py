@@ -18,9 +18,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from megatron.data.build import Kind
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.masked.tfrecord import TFRecordFile, parse_example
-from megatron.data.samples import Documents, Piece
+from megatron.data.run_data import RunData
+from megatron.data.samples import Documents, Piece, SampleRecipe
 
 logger = logging.getLogger(__name__)
 
@@ -224,3 +226,8 @@ def _scanned(file: TFRecordFile, cache: IndexCache) -> StoredArrays:
 def _read(file: TFRecordFile, offset: int, number: int) -> BertRecord:
     where = f"{file.path}, record {number}"
     return bert_record(parse_example(file.read(offset, number), where), where)
+
+
+def kind(data: RunData, recipe: SampleRecipe[Any]) -> Kind:
+    """TFRecords as samples of a recipe."""
+    return Kind(lambda path, source: TFRecords(path, data.cache(path)), recipe)

@@ -2,23 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 from megatron.config import TokenizerConfig
 from megatron.config.raw_text import RawTextConfig
+from megatron.data.build import Kind
 from megatron.data.index_cache import IndexCache
-from megatron.data.indexed import idx_path
 from megatron.data.preprocessing.sentences import available_splitter
 from megatron.data.raw_text.documents import RawTextDocuments
 from megatron.data.raw_text.encode import TextEncoder, TextSettings
-from megatron.data.raw_text.files import is_text_file_name
 from megatron.data.raw_text.records import text_records
 from megatron.data.raw_text.scan import batches
+from megatron.data.run_data import RunData
+from megatron.data.samples import SampleRecipe
+from megatron.data.sources import Source
 
 
-def is_raw_text(path: str, config: RawTextConfig) -> bool:
-    """Whether a data path names text files and not the prefix of a .bin and an .idx."""
-    return not idx_path(path).is_file() and (config.lazy_loader or is_text_file_name(path))
+def kind(data: RunData, recipe: SampleRecipe[Any]) -> Kind:
+    """Raw text as samples of a recipe."""
+
+    def open_text(path: str, source: Source) -> RawTextDocuments:
+        raw_text = with_key_of(source, data.config.raw_text)
+        return open_raw_text(path, raw_text, data.text_encoder, data.cache(path))
+
+    return Kind(open_text, recipe)
+
+
+def text_encoder(data: RunData) -> TextEncoder:
+    """Makes tokens of raw text as a run's flags say; sentence by sentence where samples need it."""
+    config = data.config
+    settings = text_settings(config.raw_text, config.tokenizer, data.unit == "sentence")
+    return TextEncoder(settings, data.tokenizer)
+
+
+def training_texts(config: RawTextConfig, sources: Sequence[Source]) -> Iterator[str]:
+    """The texts of all raw text that a run trains on, for a tokenizer that has to be learned."""
+    for source in sources:
+        for path in source.paths:
+            yield from read_texts(path, with_key_of(source, config))
+
+
+def with_key_of(source: Source, config: RawTextConfig) -> RawTextConfig:
+    """How a source's files are read: with the key that it names itself, if it does."""
+    return dataclasses.replace(config, text_key=source.text_key or config.text_key)
 
 
 def text_settings(

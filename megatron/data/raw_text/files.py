@@ -6,6 +6,8 @@ import hashlib
 import os
 from typing import NamedTuple
 
+from megatron.config.raw_text import RawTextConfig
+from megatron.data.indexed import idx_path
 from megatron.data.paths import expand
 
 ENDINGS = (".json", ".jsonl", ".csv", ".tsv")
@@ -49,6 +51,11 @@ def is_text_file_name(path: str) -> bool:
     for ending in _PACKED[:-1]:
         path = path.removesuffix(ending)
     return path.endswith(ENDINGS)
+
+
+def is_raw_text(path: str, config: RawTextConfig) -> bool:
+    """Whether a data path names text files and not the prefix of a .bin and an .idx."""
+    return not idx_path(path).is_file() and (config.lazy_loader or is_text_file_name(path))
 
 
 def text_files(path: str, endings: tuple[str, ...] = ENDINGS) -> list[TextFile]:

@@ -34,7 +34,9 @@ class ToHFConfig:
     """Iteration of the checkpoint."""
     output: str | None = option(None)
     """Folder for the model; it must be new or empty."""
-    architecture: str | None = option(None, derived="the plainest that the model fits")
+    architecture: str | None = option(
+        None, derived="what the weights were read from, or else the plainest that the model fits"
+    )
     """model_type to write, for example mistral."""
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
     """Number format of the weights."""

@@ -107,17 +107,17 @@ class ForeignNaming(RankNaming):
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
         """See :meth:`RankNaming.join`."""
         (ranks,) = shares
-        shard = self.shard(name)
-        if shard.dim is None:
+        cut = self.shard(name).over("tensor")
+        if cut is None:
             joined = ranks[0]
             if self._split_biases and kind == "weight" and name.endswith(_ADDED_ONCE):
                 # Every addend has the sum's gradient, and so the sum's moments.
                 joined = torch.stack([share.float() for share in ranks]).sum(0)
-        elif len(shard.parts) == 2:
-            halves = zip(*(share.chunk(2, shard.dim) for share in ranks), strict=True)
-            joined = torch.cat([part for half in halves for part in half], shard.dim)
+        elif len(cut.parts) == 2:
+            halves = zip(*(share.chunk(2, cut.dim) for share in ranks), strict=True)
+            joined = torch.cat([part for half in halves for part in half], cut.dim)
         else:
-            joined = torch.cat(list(ranks), shard.dim)
+            joined = torch.cat(list(ranks), cut.dim)
         return self.whole(name, [joined])
 
 

@@ -56,7 +56,7 @@ class Naming(ABC):
         """
         shape = self.shapes[name]
         rows, rest = divmod(values.numel(), math.prod(shape[1:]))
-        padded = self.shard(name).unpadded is not None
+        padded = shape != self.shard(name).full_shape
         if rest or rows < shape[0] or (rows > shape[0] and not padded):
             raise CheckpointError(
                 f"{name} is {tuple(values.shape)} there, and {shape} by the configuration"
@@ -123,14 +123,15 @@ class EngineNaming(RankNaming):
         """See :meth:`RankNaming.join`."""
         canonical = torch.zeros(self.shapes[name])
         for part, ranks in zip(self.held[name], shares, strict=True):
-            shape = part.shard.local_shape(self.size)
             for rank, share in enumerate(ranks):
+                place = {"tensor": (rank, self.size)}
+                shape = part.shard.local_shape(place)
                 if share.numel() != torch.Size(shape).numel():
                     raise CheckpointError(
                         f"{part.name} is {tuple(share.shape)} on tensor-parallel rank {rank}, and "
                         f"{shape} by the configuration"
                     )
-                part.shard.place(canonical, share.reshape(shape).float(), rank, self.size)
+                part.shard.place(canonical, share.reshape(shape).float(), place)
         return canonical
 
 

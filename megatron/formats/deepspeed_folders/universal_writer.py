@@ -22,7 +22,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.checkpoint.deepspeed_names import CONFIG, STATE, UNIVERSAL_VERSION
@@ -110,7 +109,7 @@ def _write_files(
         for kind in kinds:
             values = source.tensor(name, kind)
             if stage == 3:
-                values = _padded(values, shards[name])
+                values = shards[name].cut(values)  # with the padding
             file = place / f"{'fp32' if kind == 'weight' else kind}.pt"
             save({"param": values.contiguous(), **how_to_cut(shards[name])}, file)
         if step is not None and len(kinds) > 1:
@@ -136,25 +135,20 @@ def how_to_cut(shard: Shard) -> dict[str, Any]:
     """What a file says so that DeepSpeed's loaders cut the parameter over tensor-parallel ranks as
     Megatron's layers do. Loaders take a parameter of equal shape as it is, so what every rank holds
     whole needs no words."""
-    if shard.dim is None:
+    cut = shard.over("tensor")
+    if cut is None:
         return {}
-    found: dict[str, Any] = {"cat_dim": shard.dim}
-    if len(shard.parts) == 2 and shard.parts[0] == shard.parts[1]:
+    found: dict[str, Any] = {"cat_dim": cut.dim}
+    if len(cut.parts) == 2 and cut.parts[0] == cut.parts[1]:
         found["param_n_sub_params"] = 2
-    elif shard.parts:
+    elif cut.parts:
         # DeepSpeed's own object here has the same attributes; a reader needs no others.
         shape = [*shard.canonical_shape]
-        shape[shard.dim : shard.dim + 1] = [shard.parts]  # type: ignore[list-item]
-        found["sub_param_shape"] = Namespace(shape=tuple(shape), partition_dim=shard.dim)
-    if shard.unpadded is not None:
+        shape[cut.dim : cut.dim + 1] = [cut.parts]  # type: ignore[list-item]
+        found["sub_param_shape"] = Namespace(shape=tuple(shape), partition_dim=cut.dim)
+    if cut.unpadded is not None:
         found["vocab_tensor"] = True
     return found
-
-
-def _padded(values: Tensor, shard: Shard) -> Tensor:
-    if shard.unpadded is None:
-        return values
-    return F.pad(values, (0, 0) * (values.dim() - 1) + (0, shard.full_shape[0] - shard.unpadded))
 
 
 def _optimizer_step(source: Source) -> Tensor | None:

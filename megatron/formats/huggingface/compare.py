@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
+from megatron.model.layer_list import LayerStack
+from megatron.model.state import LayerState
 
 RTOL, ATOL = 1.3e-6, 1e-5
 """Largest relative and absolute difference of logits, those of torch.testing for float32."""
@@ -46,7 +48,7 @@ class Comparison:
 
 @torch.no_grad()
 def compare_logits(
-    ours: nn.Module, folder: Path, model: ModelConfig, strict: bool = True, seed: int = 1234
+    ours: LayerStack, folder: Path, model: ModelConfig, strict: bool = True, seed: int = 1234
 ) -> Comparison:
     """Compares logits on random tokens at the first and at the last positions of the model.
 
@@ -54,8 +56,7 @@ def compare_logits(
     is allowed when both round to float32. What does not agree there is decided in float64.
 
     Args:
-        ours: maps token ids and positions, both int64 [B, S], to logits [B, S, V and maybe
-            padding]; float32, on the CPU, and so again afterwards.
+        ours: the model here; float32, on the CPU, and so again afterwards.
         folder: the model of Hugging Face.
         model: shape of the network.
         strict: whether `transformers` must find all weights and no other in the folder.
@@ -68,7 +69,8 @@ def compare_logits(
     tokens_BS, positions_BS = _inputs(model, seed)
 
     def compared(dtype: torch.dtype) -> Comparison:
-        ours_BSV = ours.to(dtype)(tokens_BS, positions_BS)[..., : model.unpadded_vocab_size]
+        begin = LayerState(tokens_BS, position_ids=positions_BS)
+        ours_BSV = ours.to(dtype)(begin).hidden[..., : model.unpadded_vocab_size]
         further = {} if _anywhere(model) else {"position_ids": positions_BS}
         theirs_BSV = theirs.to(dtype)(input_ids=tokens_BS, **further).logits
         return Comparison(

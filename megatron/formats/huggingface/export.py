@@ -22,7 +22,7 @@ from megatron.checkpoint.files import (
     write_json,
 )
 from megatron.checkpoint.source import DTYPES, Source
-from megatron.formats.huggingface.registry import architecture_of
+from megatron.formats.huggingface.registry import architecture_of, departure
 from megatron.formats.huggingface.table import Parameter
 
 
@@ -44,7 +44,7 @@ def write_model(
         dtype: number format of the weights, one of :data:`DTYPES`.
         max_shard_bytes: largest size of a safetensors file; a parameter larger than that has a
             file of its own.
-        architecture: ``model_type`` to write; None for the plainest that the model fits.
+        architecture: ``model_type`` to write; see :func:`architecture_of`.
         progress: called with a line about each step.
 
     Raises:
@@ -54,6 +54,8 @@ def write_model(
     """
     model = source.model
     form = architecture_of(model, architecture)
+    if architecture is None and (why := departure(model)):
+        progress(f"written as {form.title}: {why}")
     parameters = list(form.parameters(model))
     _check_names(source, {parameter.ours for parameter in parameters})
     tokens, sample = _copy_tokenizer(source, folder, progress)

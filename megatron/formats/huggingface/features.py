@@ -40,6 +40,8 @@ FEATURES: dict[str, Requirement] = {
         _heads_fill_width, "--num-attention-heads times --kv-channels equal to --hidden-size"),
     "qkv_bias": Requirement(
         lambda m: m.add_bias_linear or not m.add_qkv_bias, "no --add-qkv-bias"),
+    "attention_bias": Requirement(
+        lambda m: m.add_bias_linear or not m.add_attention_bias, "no --add-attention-bias"),
     "position_offset": Requirement(
         lambda m: m.position_embedding_offset == 0, "no --position-embedding-offset"),
     "partial_rotary": Requirement(

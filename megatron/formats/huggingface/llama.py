@@ -1,5 +1,5 @@
 """Llama 1, 2 and 3: rotary positions, RMSNorm, a gated MLP, grouped-query attention, biases
-everywhere or nowhere.
+everywhere, in attention alone, or nowhere.
 
 Its query, key and value, and its gate and up projections are tensors of their own.
 """
@@ -14,6 +14,7 @@ from megatron.formats.huggingface.parts import (
     EMBEDDING,
     FINAL,
     GATE_NAMES,
+    attention_biased,
     llama_block,
     read_rms,
     read_shape,
@@ -35,7 +36,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
         **write_shape(model),
         "head_dim": model.kv_channels,
         "hidden_act": GATE_NAMES[model.activation],
-        "attention_bias": model.add_bias_linear,
+        "attention_bias": model.attention_bias,
         "mlp_bias": model.add_bias_linear,
         **write_rope(model),
     }
@@ -43,18 +44,18 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 
 def _read(given: Settings) -> dict[str, Any]:
     shape = read_shape(given, 4096, 11008, 32, 32, None, 2048)
-    biases = given.flag("mlp_bias", False)
-    given.only(
-        "attention_bias", (biases,), f"mlp_bias is {biases}; here all linear layers have biases or "
-        "none has",
-    )  # fmt: skip
+    in_attention, in_mlp = given.flag("attention_bias", False), given.flag("mlp_bias", False)
+    if in_mlp and not in_attention:
+        given.refuse("mlp_bias", in_mlp, "attention_bias is False; here the MLP has biases only "
+                     "where attention has them")  # fmt: skip
     # The order in which partial products are summed; what transformers does not read.
     given.unused("pretraining_tp", "max_sequence_length", "is_llama_config")
     return {
         **shape,
         **read_rms(given, 1e-6),
         **read_rope(given, shape["kv_channels"], shape["max_position_embeddings"], 10000.0),
-        "add_bias_linear": biases,
+        "add_bias_linear": in_mlp,
+        "add_attention_bias": in_attention and not in_mlp,
     }
 
 
@@ -62,14 +63,18 @@ LLAMA = Architecture(
     title="Llama",
     model_type="llama",
     causal_lm="LlamaForCausalLM",
-    entries=(*EMBEDDING, *llama_block(), *FINAL),
+    entries=(
+        *EMBEDDING,
+        *llama_block(qkv_bias=attention_biased, proj_bias=attention_biased),
+        *FINAL,
+    ),
     requirements=(
         ROPE,
         RMS_NORM,
         GATED,
         Requirement(divisible, "--num-attention-heads that divide --hidden-size"),
     ),
-    features=frozenset({"grouped", "head_dim", "rope_scaling"}),
+    features=frozenset({"attention_bias", "grouped", "head_dim", "rope_scaling"}),
     write=_write,
     read=_read,
     vocab_size=32000,

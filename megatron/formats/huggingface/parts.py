@@ -58,7 +58,12 @@ def biased(model: ModelConfig) -> bool:
 
 def qkv_biased(model: ModelConfig) -> bool:
     """Whether queries, keys and values have biases."""
-    return model.add_bias_linear or model.add_qkv_bias
+    return model.qkv_bias
+
+
+def attention_biased(model: ModelConfig) -> bool:
+    """Whether all of attention's linear layers have biases."""
+    return model.attention_bias
 
 
 def untied(model: ModelConfig) -> bool:
@@ -108,20 +113,22 @@ def block(prefix: str, *parts: Sequence[Entry]) -> tuple[Entry, ...]:
 
 
 def llama_block(*further: Sequence[Entry], mlp_norm: str = "post_attention_layernorm",
-                bias: Condition = biased) -> tuple[Entry, ...]:  # fmt: skip
+                qkv_bias: Condition = biased,
+                proj_bias: Condition = biased) -> tuple[Entry, ...]:  # fmt: skip
     """The block of Llama and those that name their tensors like it.
 
     Args:
         further: entries that Llama does not have.
         mlp_norm: what the norm in front of the MLP is called.
-        bias: whether queries, keys and values have biases.
+        qkv_bias: whether queries, keys and values have biases.
+        proj_bias: whether attention's output projection has a bias.
     """
     return block(
         "model.layers.{n}",
         norm("attention_norm", "input_layernorm"),
         linear("attention.qkv", "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
-               form=SEPARATE_QKV, bias=bias),
-        linear("attention.proj", "self_attn.o_proj"),
+               form=SEPARATE_QKV, bias=qkv_bias),
+        linear("attention.proj", "self_attn.o_proj", bias=proj_bias),
         *further,
         norm("mlp_norm", mlp_norm),
         linear("mlp.up", "mlp.gate_proj", "mlp.up_proj", form=GATE_AND_UP),

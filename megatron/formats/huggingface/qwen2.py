@@ -72,7 +72,7 @@ QWEN2 = Architecture(
     title="Qwen2",
     model_type="qwen2",
     causal_lm="Qwen2ForCausalLM",
-    entries=(*EMBEDDING, *llama_block(bias=qkv_biased), *FINAL),
+    entries=(*EMBEDDING, *llama_block(qkv_bias=qkv_biased), *FINAL),
     requirements=(
         ROPE,
         RMS_NORM,

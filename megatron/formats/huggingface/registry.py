@@ -41,11 +41,15 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
 
     Args:
         model: shape of the network.
-        wanted: a ``model_type`` to take; None for the plainest that fits.
+        wanted: a ``model_type`` to take; None for that which the weights were read from, or for
+            the plainest where it does not fit or there is no such.
 
     Raises:
         ValueError: it fits none, or not the wanted one; names what it would need.
     """
+    origin = _find(model.hf_architecture)
+    if wanted is None and origin is not None and not origin.misfits(model):
+        return origin
     known = ARCHITECTURES if wanted is None else (_named(wanted),)
     misfits = {architecture.title: architecture.misfits(model) for architecture in known}
     for architecture in known:
@@ -65,6 +69,19 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
     )
 
 
+def departure(model: ModelConfig) -> str | None:
+    """Why a model is not of the architecture that its weights were read from; None where it is."""
+    if model.hf_architecture is None:
+        return None
+    origin = _find(model.hf_architecture)
+    if origin is None:
+        return f"the weights were read from {model.hf_architecture}, which is not known here"
+    needs = origin.misfits(model)
+    if not needs:
+        return None
+    return f"the weights were read from {origin.title}, which needs {', '.join(needs)}"
+
+
 def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
     """The architecture that a config.json names.
 
@@ -76,9 +93,8 @@ def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
         CheckpointError: it names none that is known.
     """
     name = content.get("model_type")
-    for known in ARCHITECTURES:
-        if known.model_type == name:
-            return known
+    if known := _find(name):
+        return known
     reason = f" ({_REASONS[name]})" if name in _REASONS else ""
     raise CheckpointError(
         f"{path}: model_type is {name!r}{reason}; known are "
@@ -86,10 +102,13 @@ def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
     )
 
 
+def _find(model_type: str | None) -> Architecture | None:
+    return next((known for known in ARCHITECTURES if known.model_type == model_type), None)
+
+
 def _named(wanted: str) -> Architecture:
-    for known in ARCHITECTURES:
-        if known.model_type == wanted:
-            return known
+    if known := _find(wanted):
+        return known
     raise ValueError(
         f"--architecture {wanted} is unknown; it is one of "
         f"{', '.join(known.model_type for known in ARCHITECTURES)}"
@@ -121,8 +140,8 @@ def _shape(model: ModelConfig) -> str:
 
 
 _SWITCHES = (
-    "add_qkv_bias", "squared_relu", "relu", "qk_layernorm", "apply_layernorm_1p",
-    "embed_layernorm", "scale_embeddings", "post_norm", "parallel_residual",
+    "add_qkv_bias", "add_attention_bias", "squared_relu", "relu", "qk_layernorm",
+    "apply_layernorm_1p", "embed_layernorm", "scale_embeddings", "post_norm", "parallel_residual",
     "shared_parallel_norm",
 )  # fmt: skip
 _VALUES = (

@@ -134,7 +134,11 @@ class Architecture:
         tied = given.flag("tie_word_embeddings", self.tied)
         fields = self.read(given)
         given.refuse_the_rest()
-        model = ModelConfig(**fields, untie_embeddings_and_output_weights=not tied)
+        model = ModelConfig(
+            **fields,
+            untie_embeddings_and_output_weights=not tied,
+            hf_architecture=self.model_type,
+        )
         assert model.num_attention_heads and model.num_query_groups
         model = dataclasses.replace(
             model,

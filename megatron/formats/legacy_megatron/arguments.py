@@ -206,6 +206,7 @@ def _requirements(model: ModelConfig) -> dict[str, bool]:
         "--query-pre-attn-scalar": model.query_pre_attn_scalar in (None, model.kv_channels),
         "--attn-logit-softcapping": model.attn_logit_softcapping is None,
         "--final-logit-softcapping": model.final_logit_softcapping is None,
+        "--add-attention-bias": not model.add_attention_bias,
         "--qk-layernorm": not model.qk_layernorm,
         "--embed-layernorm": not model.embed_layernorm,
         "--scale-embeddings": not model.scale_embeddings,

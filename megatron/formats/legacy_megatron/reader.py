@@ -112,7 +112,7 @@ class MegatronCheckpoint(Source):
             elif kind != "weight":
                 raise CheckpointError(f"{self.folder} has no {kind} of {name}")
             shares.append(self._canonical(name, share.to(torch.float32), file.path))
-        return shard.join(shares)
+        return shard.join(shares, {"tensor": len(shares)})
 
     def set_vocabulary(self, size: int) -> None:
         """Says how many rows of the token table are tokens, where the checkpoint does not."""
@@ -212,10 +212,11 @@ class MegatronCheckpoint(Source):
                     f"{path}: the arguments describe a network with {name}, which no file has"
                 )
             file = self._files[Rank(place.pipeline, 0)]
-            if place.shape != shard.local_shape(self.tensor_size):
+            shape = shard.local_shape({"tensor": (0, self.tensor_size)})
+            if place.shape != shape:
                 raise CheckpointError(
                     f"{file}: {place.key[1]} has the shape {place.shape}; after the arguments it "
-                    f"is {shard.local_shape(self.tensor_size)} (num_attention_heads, kv_channels, "
+                    f"is {shape} (num_attention_heads, kv_channels, "
                     "ffn_hidden_size, swiglu, padded vocabulary)"
                 )
         surplus = [name for name in self._places if name not in self._shards]

@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.config import ModelConfig
 from megatron.formats.deepspeed_folders.parameters import whole_shards
-from megatron.parallel.shard import Shard
+from megatron.parallel.shard import Cut, Shard
 
 
 def shards_of(model: ModelConfig, present: Mapping[str, Any]) -> dict[str, Shard]:
@@ -41,7 +41,7 @@ def _bert(model: ModelConfig) -> dict[str, Shard]:
         "lm_head.dense.bias": vector,
         "lm_head.layernorm.weight": vector,
         "lm_head.layernorm.bias": vector,
-        "lm_head.bias": Shard((rows,), 0, unpadded=model.unpadded_vocab_size),
+        "lm_head.bias": Shard((rows,), (Cut(0, unpadded=model.unpadded_vocab_size),)),
         "binary_head.weight": Shard((2, hidden)),
         "binary_head.bias": Shard((2,)),
     }

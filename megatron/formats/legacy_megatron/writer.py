@@ -151,9 +151,10 @@ def _rank(
     shards = shards_of(model, {})
     assert model.num_layers is not None
     layers = model.num_layers // sizes.pipeline
+    coordinates = {"tensor": (rank.tensor, sizes.tensor)}
 
     def share(name: str) -> Tensor:
-        values = shards[name].cut(source.tensor(name), rank.tensor, sizes.tensor)
+        values = shards[name].cut(source.tensor(name), coordinates)
         return _megatron_order(name, values, model, sizes.tensor).to(dtype, copy=True)
 
     found = {}

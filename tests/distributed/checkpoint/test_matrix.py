@@ -105,14 +105,16 @@ def whole(states, tensor_size):
         for name, kind, shard, rank, start, values in rank_state:
             key = (name, kind, shard, rank)
             if key not in shares:
-                shares[key] = np.full(np.prod(shard.local_shape(tensor_size)), np.nan, np.float32)
+                shape = shard.local_shape({"tensor": (rank, tensor_size)})
+                shares[key] = np.full(np.prod(shape), np.nan, np.float32)
             shares[key][start : start + len(values)] = values
     for (name, kind, shard, rank), flat in shares.items():
         assert not np.isnan(flat).any(), (name, kind)
         if (name, kind) not in result:
             result[name, kind] = torch.full(shard.canonical_shape, torch.nan)
-        share = torch.from_numpy(flat).view(shard.local_shape(tensor_size))
-        shard.place(result[name, kind], share, rank, tensor_size)
+        place = {"tensor": (rank, tensor_size)}
+        share = torch.from_numpy(flat).view(shard.local_shape(place))
+        shard.place(result[name, kind], share, place)
     assert not any(values.isnan().any() for values in result.values())
     return result
 

@@ -1,6 +1,7 @@
 """Where a run starts: from its own checkpoint, from another's weights, from converted weights."""
 
 import contextlib
+import dataclasses
 import io
 from pathlib import Path
 
@@ -125,3 +126,28 @@ def test_a_model_with_more_rows_than_tokens(pool, tmp_path):
     rest = pool.run(1, train, [*argv, "--use-checkpoint-args", "--save", str(tmp_path / "b")])[0]
     assert len(rest.losses) == STEPS
     assert open_checkpoint(Path(tmp_path / "b")).model.unpadded_vocab_size == 121
+
+
+def test_the_architecture_of_the_weights_is_kept(pool, tmp_path, pretrained):
+    """``to-hf`` writes what ``from-hf`` read, also after training from it and after a restart."""
+    source = open_checkpoint(pretrained)
+    source.state, source.run = {}, None
+    source.model = dataclasses.replace(source.model, hf_architecture="phi3")
+    write_checkpoint(tmp_path / "weights", source, moments=False)
+
+    def origin(save):
+        return open_checkpoint(tmp_path / save).model.hf_architecture
+
+    weights = str(tmp_path / "weights")
+    starts = {
+        "loaded": ["--load", weights],
+        "finetuned": ["--pretrained-checkpoint", weights, "--use-checkpoint-args"],
+    }
+    for name, flags in starts.items():
+        save = ["--save", str(tmp_path / name)]
+        output = pool.run(2, printed, [*FLAGS, *flags, *save, "--exit-interval", "2"])[0]
+        assert origin(name) == "phi3"
+        assert "hf_architecture" not in output
+    save = ["--load", str(tmp_path / "loaded"), "--save", str(tmp_path / "loaded")]
+    pool.run(1, train, [*FLAGS, *save])
+    assert origin("loaded") == "phi3" and origin("pretrained") is None

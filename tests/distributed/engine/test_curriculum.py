@@ -62,20 +62,20 @@ def rows(save, kind):
 
 def lengths_used(argv):
     """The run's record, and the shape of every micro batch that its model saw; for the pool."""
-    from megatron.engine import program
+    from megatron.families import gpt
 
     shapes = []
-    inputs = program.ModelInputs.__init__
+    begin = gpt.begin
 
-    def noted(self, tokens_BS, *rest):
-        shapes.append(tuple(tokens_BS.shape))
-        inputs(self, tokens_BS, *rest)
+    def noted(batch):
+        shapes.append(tuple(batch.tokens_BS.shape))
+        return begin(batch)
 
-    program.ModelInputs.__init__ = noted
+    gpt.begin = noted
     try:
         return train(argv), shapes
     finally:
-        program.ModelInputs.__init__ = inputs
+        gpt.begin = begin
 
 
 def test_the_lengths_of_the_schedule_are_used(pool, tmp_path):

@@ -15,13 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import TINY
 
 from megatron.data.loader import MicroBatches
-from megatron.engine import train_engine
+from megatron.engine import build
 from megatron.engine.environment import distributed
 from megatron.engine.state import fragments, optimizer_step
 from megatron.parity.training import Record, watched_trainer
+from megatron.training.guard import NonFiniteGuard, TrainingStopped
 from megatron.training.run import parse_run
 from megatron.training.trainer import Trainer
-from megatron.training.watch import TrainingStopped
 
 FLAGS = [*TINY, "--train-iters", "5", "--lr-decay-style", "constant"]
 SUMS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
@@ -32,14 +32,14 @@ def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
     found = {"updates": np.array(optimizer_step(trainer.engine))}
     for part in fragments(trainer.engine):
         for kind, values in {"weight": part.weight, **part.moments}.items():
-            name = f"{part.name}{part.shard.held or ''}/{kind}/{part.start}"
+            name = f"{part.name}{part.shard.part}/{kind}/{part.start}"
             found[name] = values.detach().numpy().copy()
     return found
 
 
 def poison(trainer: Trainer, step: int) -> None:
     """Makes one gradient of that step NaN on the first rank; others get to know by the norm."""
-    if trainer.mesh.world.rank:
+    if trainer.engine.mesh.world.rank:
         return
     param = next(param for param, name in trainer.engine.names.items() if "norm" in name)
 
@@ -60,7 +60,7 @@ def as_deepspeed_does(stock: bool) -> Iterator[None]:
                 "take_out": lambda *_: None,
             }
             for name, instead in ours.items():
-                stack.enter_context(mock.patch.object(train_engine, name, instead))
+                stack.enter_context(mock.patch.object(build, name, instead))
         yield
 
 
@@ -69,7 +69,8 @@ def run(argv: list[str], stock: bool, bad: int | None = None, lag: int = 0) -> d
     config, record, stopped = parse_run(None, argv), Record(), ""
     with as_deepspeed_does(stock), distributed(config.config.parallel) as g:
         trainer = watched_trainer(config, g, record.add)
-        trainer.watch._reads._lag = lag
+        guard = next(c for c in trainer.callbacks if isinstance(c, NonFiniteGuard))
+        guard._reads._lag = lag
         if bad is not None:
             poison(trainer, bad)
         try:
@@ -217,7 +218,7 @@ def reads(argv: list[str]) -> int:
     with distributed(config.config.parallel) as groups:
         trainer = watched_trainer(config, groups, lambda result: None)
         batches = MicroBatches(
-            trainer.datasets.train, trainer.collate, micro_batch_size=1, num_workers=0
+            trainer.data.datasets.train, trainer.data.collate, micro_batch_size=1, num_workers=0
         )
         for _ in range(3):
             trainer._step(batches)

@@ -15,20 +15,20 @@ EOD = 99
 
 def tokens_used(argv):
     """The tokens of every micro batch that the model saw, and the loss mask; for the pool."""
-    from megatron.engine import program
+    from megatron.families import gpt
 
     tokens = []
-    inputs = program.ModelInputs.__init__
+    begin = gpt.begin
 
-    def noted(self, tokens_BS, *rest):
-        tokens.append(tokens_BS.tolist())
-        inputs(self, tokens_BS, *rest)
+    def noted(batch):
+        tokens.append(batch.tokens_BS.tolist())
+        return begin(batch)
 
-    program.ModelInputs.__init__ = noted
+    gpt.begin = noted
     try:
         train(argv)
     finally:
-        program.ModelInputs.__init__ = inputs
+        gpt.begin = begin
     return tokens
 
 

@@ -8,7 +8,8 @@ from torch._dynamo.utils import counters
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import LayerState, initialise
+from megatron.model.layer_list import initialise
+from megatron.model.state import LayerState
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
 
@@ -32,7 +33,7 @@ def job(sequence: bool) -> tuple[float, int]:
         for block in blocks:
             for name, param in block.named_parameters():
                 name = shard_of(param).whole or name
-                initialise(name, param, 1, region.group.rank, region.group.size)
+                initialise(name, param, 1, region.coordinates)
             if compiled:
                 block.compile(backend="aot_eager", dynamic=False)
         generator = torch.Generator().manual_seed(1)

@@ -9,7 +9,8 @@ from training_jobs import TINY, train
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import LayerState, initialise
+from megatron.model.layer_list import initialise
+from megatron.model.state import LayerState
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megatron.parallel.region import TensorParallel
@@ -33,7 +34,7 @@ def outcome(region: TensorParallel, kv_heads: int, float8: Float8 | None) -> dic
     group = region.group
     block = Block(ModelConfig(**SHAPE, num_query_groups=kv_heads), 0, region, False)
     for name, param in block.named_parameters():
-        initialise(shard_of(param).whole or name, param, 1, group.rank, group.size)
+        initialise(shard_of(param).whole or name, param, 1, region.coordinates)
     block = block.bfloat16()
     for module in block.modules():
         if isinstance(module, ColumnParallelLinear | QKVParallelLinear | RowParallelLinear):
@@ -54,8 +55,8 @@ def outcome(region: TensorParallel, kv_heads: int, float8: Float8 | None) -> dic
         parts = everywhere(value)
         found[name] = torch.cat(parts, 1) if region.split else parts[0]
     for name, param in block.named_parameters():
-        if shard_of(param).held is None:
-            found[name] = shard_of(param).join(everywhere(param.grad))
+        if not shard_of(param).part:
+            found[name] = shard_of(param).join(everywhere(param.grad), {"tensor": group.size})
     return found
 
 

@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from gpt_forward import forward
 from pool import tensor_group
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from megatron.engine.gradient_norm import gradient_norm
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, shard_of
 
@@ -53,6 +55,7 @@ MODELS: dict[str, dict] = {
     },
     "qwen3": LLAMA | {"qk_layernorm": True, "sliding_window": 4},
     "llama-half-rotary-qkv-bias": LLAMA | {"rotary_percent": 0.5, "add_qkv_bias": True},
+    "llama-attention-bias": LLAMA | {"add_attention_bias": True},
 }  # fmt: skip
 
 
@@ -103,7 +106,7 @@ def build(case: Case, region: TensorParallel) -> LayerStack:
     model = build_model(run.with_vocabulary(VOCAB).model, parallel, region).double()
     for name, param in model.canonical_parameters():
         param.init = Init(std=0.3)
-        initialise(name, param, 1234, region.group.rank, region.group.size)
+        initialise(name, param, 1234, region.coordinates)
     return model
 
 
@@ -119,7 +122,7 @@ def backward(case: Case, model: LayerStack, region: TensorParallel) -> Tensor:
         starts = torch.where(ids.diff(dim=1, prepend=ids[:, :1] - 1) != 0, places, 0)
         inputs += [places - starts.cummax(1).values, ids]
     targets = Targets(tokens[:, 1:], mask)
-    loss = model(*inputs, dropout_seed=5 if case.dropout else None, targets=targets)
+    loss = forward(model, *inputs, dropout_seed=5 if case.dropout else None, targets=targets)
     loss.backward()
     return loss.detach()
 
@@ -136,11 +139,13 @@ def join_gradients(model: LayerStack, region: TensorParallel) -> dict[str, Tenso
             dist.all_gather(shares, param.grad.contiguous(), group=group.handle)
         if name not in joined:
             joined[name] = torch.full(shard.canonical_shape, torch.nan, dtype=torch.float64)
+        cut = shard.over("tensor")
         for rank, share in enumerate(shares):
-            if shard.counted(rank, group.size):
-                shard.place(joined[name], share, rank, group.size)
+            place = {"tensor": (rank, group.size)}
+            if shard.counted(place):
+                shard.place(joined[name], share, place)
                 first = share
-            elif shard.copies > 1 or region.split:
+            elif cut is not None or region.split:
                 assert torch.equal(share, first), name
             else:
                 assert torch.allclose(share, first, rtol=1e-13, atol=0), name
@@ -150,8 +155,9 @@ def join_gradients(model: LayerStack, region: TensorParallel) -> dict[str, Tenso
 def compute(case: Case, region: TensorParallel) -> Result:
     model = build(case, region)
     loss = backward(case, model, region)
-    counted = [param for param in model.parameters() if param.tensor_model_parallel]
-    norm = gradient_norm(counted, region.group)
+    group = region.group
+    mesh = Mesh(group, {"tensor": group.size}, {("tensor",): group})
+    norm = gradient_norm(list(model.parameters()), mesh)
     return Result(float(loss), join_gradients(model, region), float(norm))
 
 
@@ -206,6 +212,7 @@ SAMPLE = [
     Case("qwen3", 4, False, 1),
     Case("llama-half-rotary-qkv-bias", 2, True, 1, "selective"),
     Case("llama-half-rotary-qkv-bias", 4, True, 4, None, True),
+    Case("llama-attention-bias", 2, True, 1),
 ]
 """Every value of every column, and the pairs that have collectives in common."""
 

@@ -13,15 +13,16 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.model.block import Block
-from megatron.model.layer_list import LayerState, initialise
+from megatron.model.layer_list import initialise
 from megatron.model.norm import build_norm
+from megatron.model.state import LayerState
 from megatron.parallel.collectives import (
     reduce_from_ranks,
     start_gather_sequence,
     start_scatter_sequence,
     start_sum_over_copies,
 )
-from megatron.parallel.column_linear import LinearMap
+from megatron.parallel.column_linear import LinearMap, column_linear
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -49,7 +50,7 @@ def prepare(module: nn.Module, group: Group) -> nn.Module:
     module = module.double()
     for name, param in module.named_parameters():
         param.init = Init(std=0.5)
-        initialise(shard_of(param).whole or name, param, 1, group.rank, group.size)
+        initialise(shard_of(param).whole or name, param, 1, {"tensor": (group.rank, group.size)})
     return module
 
 
@@ -70,8 +71,9 @@ def whole(params: Iterable[nn.Parameter], group: Group) -> tuple[Tensor, Tensor]
             shard, found = shard_of(param), on_all(getattr(param, part), group)
             full = found[0].new_full(shard.canonical_shape, torch.nan) if full is None else full
             for rank, share in enumerate(found):
-                if shard.counted(rank, group.size):
-                    shard.place(full, share, rank, group.size)
+                place = {"tensor": (rank, group.size)}
+                if shard.counted(place):
+                    shard.place(full, share, place)
                     first = share
                 else:
                     assert torch.equal(share, first)
@@ -113,12 +115,13 @@ def column(sequence: bool) -> None:
     x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, sum(OUTPUTS), seed=1)
     x, share = outside(x_whole, region), shard_of(layer.bias)
     y = layer(x)
-    of_rows = [share.cut(row, group.rank, group.size) for row in grad.flatten(0, 1)]
+    of_rows = [share.cut(row, region.coordinates) for row in grad.flatten(0, 1)]
     y.backward(torch.stack(of_rows).view_as(y))
     weight, weight_grad = whole([layer.weight], group)
     bias, bias_grad = whole([layer.bias], group)
     pieces = [each.flatten(0, 1) for each in on_all(y.detach(), group)]
-    rows = [share.join([piece[row] for piece in pieces]) for row in range(BATCH * LENGTH)]
+    sizes = {"tensor": group.size}
+    rows = [share.join([piece[row] for piece in pieces], sizes) for row in range(BATCH * LENGTH)]
     inputs = [t.requires_grad_() for t in (x_whole, weight, bias)]
     y_whole = torch.stack(rows).view_as(grad)
     found = [y_whole, gathered(x.grad, region), weight_grad, bias_grad]
@@ -162,7 +165,7 @@ def _heads(region: TensorParallel, kv_heads: int, bias: bool) -> None:
         )
         inputs, gradients = [*inputs, vector], [*gradients, vector_grad]
     inputs = [t.requires_grad_() for t in inputs]
-    q, k, v = F.linear(*inputs).split(list(shard_of(layer.weight).parts), dim=-1)
+    q, k, v = F.linear(*inputs).split(list(shard_of(layer.weight).cuts[0].parts), dim=-1)
     q = q.unflatten(-1, (-1, width))
     k, v = (
         y.unflatten(-1, (-1, width)).repeat_interleave(query_heads // kv_heads, dim=2)
@@ -384,14 +387,14 @@ def frozen() -> None:
         leaf.grad = other.grad = None
         leaf.requires_grad_(True), other.requires_grad_(False)
         for copies in (1, region.group.size):
-            (y,) = region.enter(x, LinearMap(weight, bias, copies))
+            (y,) = column_linear(x, (LinearMap(weight, bias, copies),), region.group, region.split)
             y.sum().backward()
         assert leaf.grad is not None and other.grad is None
 
 
 def groups() -> dict[str, tuple[int, ...]]:
     dist.init_process_group("gloo")
-    made = build_mesh(2, 1)
+    made = build_mesh({"tensor": 2})
     for group in (made.tensor, made.data, made.pipeline, made.model):
         assert group.ranks[group.rank] == dist.get_rank()
         total = torch.ones(())
@@ -402,14 +405,14 @@ def groups() -> dict[str, tuple[int, ...]]:
 
 def staged_groups() -> dict[str, tuple[int, ...]]:
     dist.init_process_group("gloo")
-    made = build_mesh(2, 2)
+    made = build_mesh({"pipeline": 2, "tensor": 2})
     return {name: getattr(made, name).ranks for name in ("tensor", "data", "pipeline", "model")}
 
 
 def shared_groups() -> tuple[int, set[str]]:
     """How many groups of torch's a rank has, and the names of those that are the world's."""
     dist.init_process_group("gloo")
-    made = build_mesh(1, 1)
+    made = build_mesh({})
     names = ("world", "tensor", "data", "pipeline", "model")
     handles = {name: getattr(made, name).handle for name in names}
     of_world = {name for name, handle in handles.items() if handle is dist.group.WORLD}

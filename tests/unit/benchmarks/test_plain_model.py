@@ -73,7 +73,7 @@ def test_against_the_trainers_layers(setting, run, batch):
 
     plain, ours = build(setting, CPU), build_model(run.config.model)
     for name, param in ours.canonical_parameters():
-        initialise(name, param, run.config.training.seed, 0, 1)
+        initialise(name, param, run.config.training.seed)
     loss = plain(*batch)
     logits_BSV = ours(batch[0])[..., : setting.vocab_size]
     expected = torch.nn.functional.cross_entropy(logits_BSV.flatten(0, 1), batch[1].flatten())

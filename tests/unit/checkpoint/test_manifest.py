@@ -106,7 +106,8 @@ def test_indices_that_are_none(folder, change, message):
 
 
 def piece(dim, ranges, start, end, shape=(8, 6)):
-    return Piece(shape, dim, tuple(ranges), start, end, {"weight": "file"})
+    cuts = () if dim is None else ((dim, tuple(ranges)),)
+    return Piece(shape, cuts, start, end, {"weight": "file"})
 
 
 TILINGS = {

@@ -14,18 +14,18 @@ from megatron.checkpoint.index import Piece, piece_of
 from megatron.checkpoint.reader import CheckpointReader, differences, tensor_key
 from megatron.checkpoint.region import Region, region_of
 from megatron.config import ModelConfig, RunConfig
-from megatron.parallel.shard import Shard
+from megatron.parallel.shard import Cut, Shard
 
 SHARDS = {
-    "embedding.word_embeddings.weight": Shard((16, 6), 0, unpadded=11),
-    "layers.0.attention.qkv.weight": Shard((24, 6), 0, parts=(8, 8, 8)),
-    "layers.0.attention.proj.weight": Shard((6, 8), 1),
+    "embedding.word_embeddings.weight": Shard((16, 6), (Cut(0, unpadded=11),)),
+    "layers.0.attention.qkv.weight": Shard((24, 6), (Cut(0, parts=(8, 8, 8)),)),
+    "layers.0.attention.proj.weight": Shard((6, 8), (Cut(1),)),
     "final_norm.norm.weight": Shard((6,)),
 }
 APART = {
     "layers.0.attention.qkv.weight": (
-        Shard((24, 6), 0, parts=(16, 4, 4), held=(0,)),
-        Shard((24, 6), 0, parts=(16, 4, 4), held=(1, 2), copies=2),
+        Shard((24, 6), (Cut(0, parts=(16, 4, 4), held=(0,)),)),
+        Shard((24, 6), (Cut(0, parts=(16, 4, 4), held=(1, 2), copies=2),)),
     )
 }
 """What is held in two parameters, at 4 ranks that share 2 key and value heads."""
@@ -49,19 +49,19 @@ def write_checkpoint(save, iteration, tensor_size, data_size, apart=False):
     index, facts, wholes = {}, {}, whole_tensors()
     for rank in range(tensor_size * data_size):
         data_rank, tensor_rank = divmod(rank, tensor_size)
-        stored = {}
+        stored, place = {}, {"tensor": (tensor_rank, tensor_size)}
         for name, shard in ((name, each) for name, several in shards.items() for each in several):
-            if not shard.counted(tensor_rank, tensor_size):
+            if not shard.counted(place):
                 continue
-            numel = math.prod(shard.local_shape(tensor_size))
+            numel = math.prod(shard.local_shape(place))
             step = -(-numel // data_size)
             start, end = data_rank * step, min((data_rank + 1) * step, numel)
             files = {kind: f"rank-{rank}.safetensors" for kind in KINDS}
-            piece = piece_of(shard, tensor_rank, tensor_size, start, end, files)
+            piece = piece_of(shard, place, start, end, files)
             if piece is None:
                 continue
             for kind in KINDS:
-                share = shard.cut(wholes[name, kind], tensor_rank, tensor_size).reshape(-1)
+                share = shard.cut(wholes[name, kind], place).reshape(-1)
                 values = share[piece.start : piece.end].clone()
                 if piece.is_whole_share:
                     values = values.view(piece.share_shape)
@@ -122,11 +122,12 @@ def test_a_region_needs_only_the_files_that_hold_it(tmp_path, cut):
     name = {0: "layers.0.attention.qkv.weight", 1: "layers.0.attention.proj.weight"}[cut]
     folder = write_checkpoint(tmp_path, 7, 2, 2)
     shard, whole = SHARDS[name], whole_tensors()[name, "exp_avg"]
-    region = region_of(shard, 1, 2, 3, math.prod(shard.local_shape(2)) // 2)
+    place = {"tensor": (1, 2)}
+    region = region_of(shard, place, 3, math.prod(shard.local_shape(place)) // 2)
     for rank in (0, 2, 3):  # of rank 1 are the first elements of tensor rank 1's share
         (folder / f"rank-{rank}.safetensors").unlink()
     found = CheckpointReader(folder).read(name, "exp_avg", region)
-    assert torch.equal(found, shard.cut(whole, 1, 2).reshape(-1)[region.start : region.end])
+    assert torch.equal(found, shard.cut(whole, place).reshape(-1)[region.start : region.end])
 
 
 def test_parts_of_a_matrix_that_is_stored_in_its_shape(tmp_path):
@@ -134,7 +135,7 @@ def test_parts_of_a_matrix_that_is_stored_in_its_shape(tmp_path):
     reader = CheckpointReader(write_checkpoint(tmp_path, 7, 1, 1))
     whole = whole_tensors()[name, "exp_avg"].reshape(-1)
     for start, end in ((0, 3), (7, 8), (10, 31), (5, 144)):
-        region = Region((24, 6), None, (), start, end)
+        region = Region((24, 6), (), start, end)
         assert torch.equal(reader.read(name, "exp_avg", region), whole[start:end])
 
 
@@ -163,7 +164,7 @@ def test_a_region_needs_only_the_rows_that_hold_it(tmp_path):
     for file, stored in reader._open.items():
         reader._open[file] = Recorded(stored, rows)
     for start, end in ((0, 3), (7, 8), (10, 31), (138, 144)):
-        reader.read(name, "weight", Region((24, 6), None, (), start, end))
+        reader.read(name, "weight", Region((24, 6), (), start, end))
     assert rows == [(0, 1), (1, 2), (1, 6), (23, 24)]
 
 
@@ -207,7 +208,7 @@ def test_ranks_divide_the_verification(tmp_path):
 
 
 def test_piece_round_trip():
-    piece = Piece((4, 6), 1, ((0, 2), (4, 1)), 3, 9, {"weight": "f"})
+    piece = Piece((4, 6), ((1, ((0, 2), (4, 1))),), 3, 9, {"weight": "f"})
     assert Piece.from_json(json.loads(json.dumps(piece.to_json()))) == piece
     older = {key: value for key, value in piece.to_json().items() if key != "part"}
     assert Piece.from_json(older) == piece

@@ -147,6 +147,12 @@ REFUSED = [
     ("--glu-activation geglu --relu", 1, ["--glu-activation geglu", "--relu"]),
     ("--relu --squared-relu", 1, ["--relu", "--squared-relu", "one activation"]),
     ("--shared-parallel-norm", 1, ["--shared-parallel-norm", "--parallel-residual"]),
+    ("--add-attention-bias", 1, ["--add-attention-bias needs --disable-bias-linear"]),
+    (
+        "--disable-bias-linear --add-attention-bias --add-qkv-bias",
+        1,
+        ["--add-attention-bias and --add-qkv-bias", "give one"],
+    ),
     ("--sliding-window 0", 1, ["--sliding-window 0", "positive"]),
     ("--window-attn-skip-freq 2", 1, ["--window-attn-skip-freq 2", "--sliding-window"]),
     ("--sliding-window 8 --window-attn-skip-freq 0", 1, ["--window-attn-skip-freq 0"]),
@@ -455,6 +461,7 @@ def test_config_imports_the_standard_library_only():
         "--swiglu", "--glu-activation geglu", f"{ROPE} --use-rope-scaling --rope-scaling-factor 4",
         "--use-rotary-position-embeddings --sliding-window 8 --rotary-base-local 100",
         "--parallel-residual --shared-parallel-norm", "--position-embedding-offset 2",
+        "--disable-bias-linear --add-attention-bias",
     ],
 )  # fmt: skip
 def test_a_complete_model_stays_as_it_is(extra):

@@ -14,8 +14,10 @@ from megatron.config import RunConfig
 from megatron.config.fast_paths import FastPathsConfig
 from megatron.engine import compile as compile_module
 from megatron.engine.compile import compile_blocks, runs_graphs
-from megatron.engine.plain_engine import PlainEngine
-from megatron.parallel.cross_entropy import Targets
+from megatron.engine.plain_backend import PlainBackend
+from megatron.model.embedding import LM_LOSS
+from megatron.model.spec import ModelSpec
+from megatron.model.state import LayerState
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -107,22 +109,20 @@ def test_each_pass_through_the_model_is_announced(monkeypatch, graphs):
     class Engine:
         set_gradient_accumulation_boundary = step = lambda *_: None
 
-        def __call__(self, *_, **__):
+        def __call__(self, state):
             told.append("forward")
-            return torch.zeros(())
+            return state.with_loss(LM_LOSS, torch.zeros(()))
 
         def backward(self, loss):
             told.append("backward")
 
-    engine = PlainEngine.__new__(PlainEngine)
     batch = SimpleNamespace(to=lambda *_, **__: batch)
-    inputs = SimpleNamespace(
-        tokens_BS=None, position_ids_BS=None, document_ids_BS=None, targets=Targets(None, None)
-    )
-    engine.program = SimpleNamespace(inputs=lambda batch: inputs)
-    engine.engine, engine.device, engine._graphs = Engine(), CPU, graphs
-    engine._accumulate(iter([batch, batch]), [None, None])
-    engine._evaluate(iter([batch, batch]), 2)
+    spec = ModelSpec(lambda _: [], lambda _: LayerState(torch.zeros(1, 1)), lambda *_: {})
+    backend = PlainBackend.__new__(PlainBackend)
+    backend._spec, backend._device = spec, CPU
+    backend._graphs, backend._engine = graphs, Engine()
+    backend.accumulate(iter([batch, batch]), [None, None])
+    backend.evaluate(iter([batch, batch]), 2, spec.loss_measure)
     forward = ["mark", "forward"] if graphs else ["forward"]
     assert told == [*forward, "backward"] * 2 + forward * 2
 

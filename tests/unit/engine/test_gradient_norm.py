@@ -5,7 +5,8 @@ import torch
 from torch import nn
 
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups
-from megatron.parallel.mesh import SINGLE
+from megatron.parallel.mesh import SINGLE, Mesh
+from megatron.parallel.shard import Shard
 
 CPU = torch.device("cpu")
 SHAPES = ((3, 5), (1024,), (1025,), (700, 3000), (1,))
@@ -16,6 +17,7 @@ def params(dtype: torch.dtype) -> list[nn.Parameter]:
     found = []
     for shape in SHAPES:
         param = nn.Parameter(torch.empty(shape, dtype=dtype))
+        param.shard = Shard(shape)
         param.grad = (1e-3 * torch.randn(shape, generator=made)).to(dtype)
         found.append(param)
     return found
@@ -30,7 +32,7 @@ def exact(given: list[nn.Parameter]) -> float:
 def test_against_float64(dtype):
     """Two million squares, one added after the other in float32, would be wrong by 2e-5."""
     given = params(dtype)
-    norm = gradient_norm(given, SINGLE)
+    norm = gradient_norm(given, Mesh())
     assert norm.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
     assert float(norm) == pytest.approx(
         exact(given), rel=1e-12 if norm.dtype.itemsize > 4 else 2e-7
@@ -50,13 +52,13 @@ def test_groups_and_empty_groups(sums):
 def test_one_bad_number_shows(bad, shape):
     given = params(torch.float32)
     given[shape].grad.view(-1)[-1] = bad
-    assert not gradient_norm(given, SINGLE).isfinite()
+    assert not gradient_norm(given, Mesh()).isfinite()
 
 
 def test_transposed_gradient():
     given = params(torch.float32)
     given[3].grad = given[3].grad.t().contiguous().t()
-    assert float(gradient_norm(given, SINGLE)) == pytest.approx(exact(given), rel=2e-7)
+    assert float(gradient_norm(given, Mesh())) == pytest.approx(exact(given), rel=2e-7)
 
 
 def test_clipping_factor():

@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 from megatron.config import OptimizerConfig
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.queued_update import QueuedUpdate
-from megatron.parallel.mesh import Group, Mesh
+from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, Shard, parameter
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -26,13 +26,11 @@ def params(monkeypatch) -> list[nn.Parameter]:
     module = sys.modules[Optimizer.__module__]
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["cpu", "meta"])
     with GPU:
-        return [parameter(Shard(shape), Init(), Group()) for shape in ((6, 4), (5,))]
+        return [parameter(Shard(shape), Init()) for shape in ((6, 4), (5,))]
 
 
 def queued(wrapper, optimizer: Optimizer, params: list[nn.Parameter]) -> QueuedUpdate:
-    return QueuedUpdate(
-        wrapper, optimizer, params, lambda _: True, Mesh(), GPU, clip_grad=1.0, hold=True
-    )
+    return QueuedUpdate(wrapper, optimizer, params, Mesh(), GPU, clip_grad=1.0, hold=True)
 
 
 def test_update_of_whole_parameters(params):
@@ -53,7 +51,8 @@ def test_update_of_whole_parameters(params):
 
 def test_update_of_flat_parts(params):
     """As DeepSpeed's ZeRO 1 and 2 call it, a group at a time."""
-    params = [nn.Parameter(param.to(torch.bfloat16)) for param in params]
+    for param in params:
+        param.data = param.data.to(torch.bfloat16)
     flat = [torch.zeros(param.numel() + 3, device=GPU) for param in params]
     optimizer = torch.optim.AdamW([{"params": [each]} for each in flat], lr=1e-3, fused=True)
     wrapper = SimpleNamespace(

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpt_forward import forward
 from torch import Tensor
 
 from megatron.config import OptimizerConfig
@@ -39,7 +40,7 @@ Outcome = tuple[Tensor, dict[str, Tensor]]
 def build(device: torch.device, dtype: torch.dtype, **changes) -> LayerStack:
     stack = small_gpt(device, dtype, **changes)
     for name, param in stack.canonical_parameters():
-        initialise(name, param, 1, 0, 1)
+        initialise(name, param, 1)
         with torch.no_grad():  # the initial weights are so small that layers hardly matter
             param.mul_(4.0 if param.dim() > 1 else 1.0)
     return stack
@@ -70,7 +71,7 @@ def run(stack: LayerStack, documents: bool = False, micro_batches: int = 1) -> O
     total = torch.zeros((), dtype=torch.float64, device=device)
     for number in range(micro_batches):
         torch.compiler.cudagraph_mark_step_begin()
-        loss = stack(**moved(micro_batch(number, documents), device))
+        loss = forward(stack, **moved(micro_batch(number, documents), device))
         loss.backward()
         total += loss.detach()
     grads = {name: param.grad for name, param in stack.canonical_parameters()}
@@ -172,7 +173,7 @@ def test_compiled_blocks_against_float64(kind, mode):
         assert_near(run(stack, micro_batches=2), reference, LIMITS[torch.bfloat16])
         with torch.no_grad():
             torch.compiler.cudagraph_mark_step_begin()
-            loss = stack(**moved(micro_batch(0, False), DEVICE))
+            loss = forward(stack, **moved(micro_batch(0, False), DEVICE))
         torch.testing.assert_close(loss.double().cpu(), expected(kind)[0], rtol=0.05, atol=0.0)
 
 
@@ -197,14 +198,12 @@ def test_a_step_waits_for_nothing_and_holds_back_what_is_not_finite(kind, docume
         stack = build(device, torch.float32, **KINDS[kind])
         params = dict.fromkeys(stack.parameters())
         optimizer = build_optimizer(params, OptimizerConfig(lr=1e-2))
-        update = QueuedUpdate(
-            optimizer, optimizer, params, lambda _: True, Mesh(), device, 1.0, hold=False
-        )
+        update = QueuedUpdate(optimizer, optimizer, params, Mesh(), device, 1.0, hold=False)
         batch = moved(micro_batch(0, documents), device)
         for number in range(3):  # the first makes what is made once
             with no_waiting() if number else contextlib.nullcontext():
                 stack.zero_grad()
-                loss = stack(**batch)
+                loss = forward(stack, **batch)
                 # The last gradients are infinite.
                 (loss * (float("inf") if number == 2 else 1.0)).backward()
                 before = [param.detach().clone() for param in params]

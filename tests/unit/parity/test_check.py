@@ -21,7 +21,7 @@ PLAIN = Plain(
     Drift(np.full(3, NOISE), np.full(3, NOISE)),
     {"norm.weight": WholeParameter(GRADIENT, WEIGHT, 1e-3)},
 )
-PARTS = [[Part("norm.weight", Shard((4,)), (0, 1), 0, GRADIENT, WEIGHT)]]
+PARTS = [[Part("norm.weight", Shard((4,)), {}, 0, GRADIENT, WEIGHT)]]
 
 
 def verdict(step=None, loss=0.0, norm=0.0, layout=None, parts=None, **record):

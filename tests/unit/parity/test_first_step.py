@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from megatron.parallel.shard import Shard
+from megatron.parallel.shard import Cut, Shard
 from megatron.parity.first_step import (
     Part,
     WholeParameter,
@@ -16,7 +16,7 @@ from megatron.parity.first_step import (
 
 VOCABULARY, NORM = "embedding.word_embeddings.weight", "final_norm.norm.weight"
 LR = 1e-3
-SHARDS = {VOCABULARY: Shard((8, 3), dim=0, unpadded=7), NORM: Shard((3,))}
+SHARDS = {VOCABULARY: Shard((8, 3), (Cut(0, unpadded=7),)), NORM: Shard((3,))}
 GRADIENTS = {
     VOCABULARY: torch.linspace(0.1, 1, 24).reshape(8, 3),
     NORM: torch.tensor([0.5, -1.0, 1e-9]),
@@ -35,10 +35,10 @@ def ranks() -> list[list[Part]]:
     found = []
     for tensor in range(2):
         for data in range(2):
-            parts = []
+            parts, place = [], {"tensor": (tensor, 2)}
             for name, shard in SHARDS.items():
-                whole = Part(name, shard, (tensor, 2), 0, None, torch.empty(0))
-                length = math.prod(shard.local_shape(2))
+                whole = Part(name, shard, place, 0, None, torch.empty(0))
+                length = math.prod(shard.local_shape(place))
                 start, end = (0, 2) if data == 0 else (2, length)
                 whole = dataclasses.replace(whole, start=start, weight=torch.empty(end - start))
                 expected = reference()[name]

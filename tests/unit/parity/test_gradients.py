@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatron.model.layer_list import LayerSpec
-from megatron.parallel.shard import Shard
+from megatron.parallel.shard import Cut, Shard
 from megatron.parity.gradients import Gradient, GradientRecord, first_difference
 
 LAYERS = [LayerSpec(name, torch.nn.Identity) for name in ("embedding", "layers.0", "head")]
 NORM, LINEAR = "layers.0.norm.weight", "layers.0.linear.weight"
-SHARDS = {LINEAR: Shard((4, 6), dim=0), NORM: Shard((6,))}
+SHARDS = {LINEAR: Shard((4, 6), (Cut(0),)), NORM: Shard((6,))}
 TENSORS = {
     "embedding": torch.arange(12.0).reshape(1, 2, 6).double(),
     "layers.0": torch.ones(1, 2, 6).double(),
@@ -24,8 +24,9 @@ TENSORS = {
 
 def record(rank: int = 0, size: int = 1) -> GradientRecord:
     """What a tensor-parallel rank should have: rows of the linear layer."""
+    place = {"tensor": (rank, size)}
     found = [
-        Gradient(name, shard, shard.counted(rank, size), shard.cut(TENSORS[name], rank, size))
+        Gradient(name, shard, shard.counted(place), shard.cut(TENSORS[name], place))
         for name, shard in SHARDS.items()
     ]
     outputs = {
@@ -33,7 +34,7 @@ def record(rank: int = 0, size: int = 1) -> GradientRecord:
         1: TENSORS["layers.0"],
         2: TENSORS["head"],
     }
-    return GradientRecord((rank, size), 2.0, 3.0, found, {n: t.clone() for n, t in outputs.items()})
+    return GradientRecord(place, 2.0, 3.0, found, {n: t.clone() for n, t in outputs.items()})
 
 
 def ranks() -> list[GradientRecord]:

@@ -42,6 +42,7 @@ KINDS = {
     "llama tied": LLAMA | {"untie_embeddings_and_output_weights": False},
     "one key head": {"num_query_groups": 1},
     "bias on qkv": LLAMA | {"add_qkv_bias": True, "num_query_groups": 1},
+    "bias in attention": LLAMA | {"add_attention_bias": True, "num_query_groups": 1},
     "bloom": BLOOM,
     "gemma2": GEMMA2,
     "gemma2 bounded": GEMMA2 | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 6.0},

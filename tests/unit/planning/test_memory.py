@@ -4,6 +4,7 @@ import dataclasses
 
 import pytest
 import torch
+from gpt_forward import forward
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.layouts import Layout
@@ -69,7 +70,8 @@ def model_bytes(model: ModelConfig, precision: str, recompute: str | None) -> in
             block.register_forward_pre_hook(add_input)
     ids_BS = torch.randint(61, (BATCH, model.seq_length + 1))
     with kept.hooks():
-        stack(ids_BS[:, :-1], targets=Targets(ids_BS[:, 1:], torch.ones(BATCH, model.seq_length)))
+        targets = Targets(ids_BS[:, 1:], torch.ones(BATCH, model.seq_length))
+        forward(stack, ids_BS[:, :-1], targets=targets)
     return kept.bytes
 
 

@@ -18,7 +18,8 @@ from megatron.planning.parameters import (
 )
 
 KINDS = (
-    "gpt2", "gpt2 untied", "llama", "llama tied", "one key head", "bias on qkv", "wide heads",
+    "gpt2", "gpt2 untied", "llama", "llama tied", "one key head", "bias on qkv",
+    "bias in attention", "wide heads",
     "bloom", "gemma2", "qwen3", "neox", "opt",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from megatron.training.run import run_of
 
 PROGRAM = """
 import atexit, sys
-from megatron.training.run import end_process_after
+from megatron.training.run import ending_process
 atexit.register(print, "handler")
 
 class Finalised:
@@ -25,7 +25,8 @@ def command():
     print("output")
     {end}
 
-end_process_after(command)
+with ending_process():
+    command()
 """
 
 

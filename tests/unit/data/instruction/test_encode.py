@@ -9,8 +9,7 @@ from transformers import AutoTokenizer
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.instruction import InstructionConfig
-from megatron.data.instruction import ExampleEncoder
-from megatron.data.instruction.encode import EncodedExample
+from megatron.data.instruction.encode import EncodedExample, ExampleEncoder
 from megatron.data.instruction.records import Example, parse_example
 from megatron.tokenizer import build_tokenizer
 

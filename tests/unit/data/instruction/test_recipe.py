@@ -16,9 +16,10 @@ from megatron.data.batch import GPTCollator
 from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
-from megatron.data.instruction import ExampleEncoder, InstructionExamples, InstructionRecipe
-from megatron.data.instruction.encode import EncodedExample
+from megatron.data.instruction.encode import EncodedExample, ExampleEncoder
+from megatron.data.instruction.examples import InstructionExamples
 from megatron.data.instruction.packing import best_fit, shuffled
+from megatron.data.instruction.recipe import InstructionRecipe
 from megatron.data.samples import PackedSample
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import build_tokenizer

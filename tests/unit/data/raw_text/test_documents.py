@@ -21,16 +21,10 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.preprocessing.config import PreprocessConfig
 from megatron.data.preprocessing.pipeline import preprocess
-from megatron.data.raw_text import (
-    RawTextDocuments,
-    TextEncoder,
-    TextSettings,
-    is_raw_text,
-    open_raw_text,
-    read_texts,
-)
-from megatron.data.raw_text.build import text_settings
-from megatron.data.raw_text.files import text_files
+from megatron.data.raw_text.build import open_raw_text, read_texts, text_settings
+from megatron.data.raw_text.documents import RawTextDocuments
+from megatron.data.raw_text.encode import TextEncoder, TextSettings
+from megatron.data.raw_text.files import is_raw_text, text_files
 from megatron.data.raw_text.records import JsonLines
 from megatron.data.raw_text.scan import scan
 from megatron.tokenizer.train import train_byte_level_bpe

@@ -73,6 +73,7 @@ CASES: dict[str, dict[str, Case]] = {
     "llama": _shared(
         _SIZES,
         biases={"attention_bias": True, "mlp_bias": True, "num_key_value_heads": 2},
+        attention_biases={"attention_bias": True, "num_key_value_heads": 2},
         head_dim={"head_dim": 12, "num_key_value_heads": 2},
         epsilon={"rms_norm_eps": 1e-2},
         geglu={"hidden_act": "gelu_pytorch_tanh"},

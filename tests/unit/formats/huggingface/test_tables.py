@@ -28,6 +28,7 @@ NEOX = {"position_embedding_type": "rope", "parallel_residual": True}
         ({}, "gpt2"),
         ({"llama": True}, "llama"),
         ({"llama": True, "add_bias_linear": True}, "llama"),
+        ({"llama": True, "add_attention_bias": True}, "llama"),
         ({"llama": True, "kv_channels": 12}, "llama"),
         ({"llama": True, "sliding_window": 9}, "mistral"),
         ({"llama": True, **QWEN2}, "qwen2"),
@@ -101,7 +102,7 @@ FREE = {
 """What any architecture can have at any value."""
 TRAINING = {
     "seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "padded_vocab_size",
-    "make_vocab_size_divisible_by", "attention_backend",
+    "make_vocab_size_divisible_by", "attention_backend", "hf_architecture",
 }  # fmt: skip
 """What makes no difference to logits."""
 OTHER_SPELLINGS = {
@@ -117,7 +118,7 @@ UNUSUAL = {
     "apply_layernorm_1p": True, "embed_layernorm": True, "scale_embeddings": True,
     "post_norm": True, "parallel_residual": True, "shared_parallel_norm": True,
     "glu_activation": "geglu", "relu": True, "squared_relu": True, "bias_gelu_fusion": False,
-    "add_bias_linear": False, "add_qkv_bias": True,
+    "add_bias_linear": False, "add_qkv_bias": True, "add_attention_bias": True,
 }  # fmt: skip
 """Another value of each field that changes the network."""
 BASES = {
@@ -175,13 +176,14 @@ def test_a_feature_is_written_or_refused(model_type, field, gpt_config):
 
 _ROTARY = {"rotary_percent", "rotary_base_local", "rope_scaling"}
 _WINDOWS = {"window_attn_skip_freq", "rotary_base_local"}
+_BIASES = {"add_qkv_bias", "add_attention_bias"}
 _GATED = {"relu", "squared_relu", "bias_gelu_fusion"}
 NO_EFFECT = {
-    "gpt2": _ROTARY | _WINDOWS | {"add_qkv_bias", "shared_parallel_norm"},
-    "opt": _ROTARY | _WINDOWS | {"add_qkv_bias"},
-    "bloom": _ROTARY | _WINDOWS | {"add_qkv_bias", "relu"},
-    "gpt_neox": _WINDOWS | {"add_qkv_bias"},
-    "falcon": _WINDOWS | {"add_qkv_bias"},
+    "gpt2": _ROTARY | _WINDOWS | _BIASES | {"shared_parallel_norm"},
+    "opt": _ROTARY | _WINDOWS | _BIASES,
+    "bloom": _ROTARY | _WINDOWS | _BIASES | {"relu"},
+    "gpt_neox": _WINDOWS | _BIASES,
+    "falcon": _WINDOWS | _BIASES,
     "llama": _GATED | _WINDOWS, "mistral": _GATED | {"rotary_base_local"},
     "qwen2": _GATED | _WINDOWS, "qwen3": _GATED | _WINDOWS, "phi3": _GATED | _WINDOWS,
     "gemma2": _GATED | {"rotary_base_local"}, "gemma3_text": _GATED,
@@ -205,7 +207,7 @@ REFUSED = [
     ("gpt2", {"n_layer": 12, "num_hidden_layers": 6}, "n_layer is 12, but num_hidden_layers is 6"),
     ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes' .*true or false"),
     ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config = .*'bits': 4.* not known"),
-    ("llama", SMALL | {"attention_bias": True}, "attention_bias is True .*mlp_bias is False"),
+    ("llama", SMALL | {"mlp_bias": True}, "mlp_bias is True .*attention_bias is False"),
     ("llama", SMALL | {"rope_scaling": {"rope_type": "proportional"}}, "'proportional'; it must"),
     ("llama", SMALL | {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs factor"),
     ("llama", SMALL | {"partial_rotary_factor": 0.5}, "partial_rotary_factor is 0.5 .*whole heads"),

@@ -46,7 +46,7 @@ def test_gpt2(version, tensor, pipeline, tmp_path, legacy_model, random_weights,
     assert_holds(source, weights)
     assert (source.tensor_size, source.pipeline_size) == (tensor, pipeline)
     assert list(source.names())[0] == "embedding.word_embeddings.weight"
-    region = Region((61, 16), 0, ((5, 20),), 7, 100)
+    region = Region((61, 16), ((0, ((5, 20),)),), 7, 100)
     whole = weights["embedding.word_embeddings.weight"]
     part = source.read("embedding.word_embeddings.weight", "weight", region)
     assert torch.equal(part, whole.reshape(-1)[5 * 16 + 7 : 5 * 16 + 100])

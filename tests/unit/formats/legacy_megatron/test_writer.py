@@ -155,6 +155,7 @@ def test_sizes_that_megatron_refuses(changes, sizes, message, ours, tmp_path):
         ({"parallel_residual": True}, "--parallel-residual"),
         ({"attn_logit_softcapping": 30.0}, "--attn-logit-softcapping"),
         ({"relu": True}, "--relu"),
+        ({"add_bias_linear": False, "add_attention_bias": True}, "--add-attention-bias"),
     ],
 )
 def test_networks_that_megatron_does_not_have(changes, flag, ours, tmp_path, legacy_model):

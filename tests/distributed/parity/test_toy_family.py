@@ -1,0 +1,140 @@
+"""A second family, from its batches to its checkpoints, by the same checks as GPT.
+
+An encoder with padding whose output travels between stages, an auxiliary loss on the way, a decoder
+that attends to it: two files of its own, and no other knows of it.
+"""
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import training_jobs
+from training_jobs import TINY
+
+from megatron import families
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.config.layouts import parse_layout
+from megatron.engine.environment import distributed
+from megatron.families import family_names, spec_of
+from megatron.model.spec import Measure
+from megatron.parallel.region import TensorParallel
+from megatron.parity.gradients import first_difference, reference_gradients
+from megatron.parity.training import Drift, rounding_noise, train_plainly
+from megatron.training.pretraining import build_trainer
+from megatron.training.run import parse_run
+
+FLAGS = [
+    *TINY, "--model-family", "toy", "--num-layers", "4", "--micro-batch-size", "2",
+    "--global-batch-size", "8", "--train-iters", "4", "--hidden-dropout", "0",
+    "--attention-dropout", "0", "--lr-decay-style", "constant",
+]  # fmt: skip
+ZERO_1 = ["--zero-stage", "1"]
+
+
+def known() -> None:
+    """Puts the toy's file among those of the families, in this process."""
+    folder = str(Path(__file__).parents[1] / "toy_families")
+    if folder not in families.__path__:
+        families.__path__.append(folder)
+        family_names.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def toy_is_known():
+    known()
+    yield
+    families.__path__.pop()
+    family_names.cache_clear()
+
+
+def gradients(argv):
+    """For the pool."""
+    known()
+    return training_jobs.gradients(argv)
+
+
+def train(argv):
+    """For the pool."""
+    known()
+    return training_jobs.train(argv)
+
+
+def squares(argv):
+    """The sum of a measure over seven samples, and what the run logs of a loss; for the pool."""
+    known()
+    run = parse_run(None, argv)
+    with distributed(run.config.parallel) as mesh:
+        trainer = build_trainer(run, mesh)
+        measure = Measure(("square", "counted"), of_samples)
+        samples = trainer.data.datasets.train
+        part = type(samples)(7, samples.vocab_size, samples.part)
+        return trainer.measure(part, measure)
+
+
+def of_samples(state, batch):
+    count = batch.encoded_BS.shape[0]
+    return {
+        "square": state.losses["square loss"] * count,
+        "counted": state.losses["lm loss"].new_tensor(count),
+    }
+
+
+@cache
+def reference():
+    return reference_gradients(FLAGS)
+
+
+@pytest.mark.parametrize(
+    "layout", ["tp2", "tp2-sp", "dp2", "pp2", "pp2-interleaved", "pp2-dualpipev", "tp2-pp2"]
+)
+def test_gradients_against_one_process(pool, layout):
+    parsed = parse_layout(layout)
+    records = pool.run(parsed.processes, gradients, [*FLAGS, *parsed.flags()])
+    config = parse_run(None, FLAGS).config
+    layers = spec_of(config.model, config.parallel).layers(TensorParallel())
+    assert first_difference(records, reference(), layers) is None
+
+
+@cache
+def plain():
+    reference = train_plainly(FLAGS)
+    return reference, rounding_noise(FLAGS, reference)
+
+
+@pytest.mark.parametrize("layout", ["dp2-zero1", "tp2-zero1", "pp2-zero1", "dp2-zero3"])
+def test_training_through_deepspeed_against_plain_torch(pool, layout):
+    parsed = parse_layout(layout)
+    record = pool.run(parsed.processes, train, [*FLAGS, *parsed.flags()])[0]
+    expected, noise = plain()
+    assert Drift.between([record], expected).within(noise, expected)
+
+
+def test_a_whole_data_set_counts_every_sample_once(pool):
+    """Seven samples: one micro batch on each of two ranks, a sample on each, one on both."""
+    alone = pool.run(1, squares, [*FLAGS, *ZERO_1])[0]
+    assert alone["counted"] == 7
+    for found in pool.run(2, squares, [*FLAGS, *ZERO_1]):
+        assert found == pytest.approx(alone, rel=1e-6)
+
+
+def test_a_checkpoint_says_its_family(pool, tmp_path):
+    save = ["--save", str(tmp_path), "--load", str(tmp_path)]
+    pool.run(1, train, [*FLAGS, *save])
+    assert CheckpointReader.newest(str(tmp_path)).model.family == "toy"
+    other = [word if word != "toy" else "gpt" for word in FLAGS]
+    with pytest.raises(CheckpointError, match="family 'toy', and this run trains 'gpt'; pretrain_"):
+        start(other + save)
+    families.__path__.pop()
+    family_names.cache_clear()
+    try:
+        with pytest.raises(CheckpointError, match="'toy'.* known here are bert, gpt, t5"):
+            start(other + save)
+    finally:
+        known()
+
+
+def start(argv):
+    run = parse_run(None, argv)
+    with distributed(run.config.parallel) as mesh:
+        build_trainer(run, mesh)

@@ -1,0 +1,32 @@
+"""A forward pass through a whole GPT in one call."""
+
+from torch import Tensor
+
+from megatron.model.attention_masks import AttentionMasks
+from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import LayerStack
+from megatron.model.state import LayerCache, LayerState
+from megatron.parallel.cross_entropy import Targets
+
+
+def forward(
+    stack: LayerStack,
+    tokens_BS: Tensor,
+    position_ids_BS: Tensor | None = None,
+    document_ids_BS: Tensor | None = None,
+    *,
+    cache: LayerCache | None = None,
+    dropout_seed: int | None = None,
+    targets: Targets | None = None,
+) -> Tensor:
+    """The loss; without targets this rank's logits [B, S, V / tensor size]."""
+    begin = LayerState(
+        tokens_BS,
+        position_ids=position_ids_BS,
+        masks=AttentionMasks(document_ids_BS),
+        cache=cache,
+        dropout_seed=dropout_seed,
+        targets=targets,
+    )
+    after = stack(begin)
+    return after.hidden if targets is None else after.losses[LM_LOSS]
