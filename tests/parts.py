@@ -110,7 +110,9 @@ def measured(files: Iterable[Path]) -> dict[str, float]:
             while path and not (ROOT / Path(*path)).with_suffix(".py").is_file():
                 rest.insert(0, path.pop())
             if path:
-                function = "::".join([*rest, case.get("name", "").partition("[")[0]])
+                # A piece's name comes after that of a test that was run in a part.
+                test = case.get("name", "").partition("[")[0].partition("@")[0]
+                function = "::".join([*rest, test])
                 name = Path(*path).with_suffix(".py").as_posix()
                 functions[name, function].append(float(case.get("time", 0)))
     found, others = {}, defaultdict(list)

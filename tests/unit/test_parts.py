@@ -68,7 +68,7 @@ def test_seconds_of_junit_files(tmp_path, monkeypatch):
     (tmp_path / "junit.xml").write_text(
         """<testsuites><testsuite>
         <testcase classname="tests.unit.test_parts" name="test_a[1]" time="0.5"/>
-        <testcase classname="tests.unit.test_parts" name="test_b" time="0.1"/>
+        <testcase classname="tests.unit.test_parts" name="test_b@tests/unit/x.py-1" time="0.1"/>
         <testcase classname="tests.unit.test_parts.TestC" name="test_c[x.y]" time="3"/>
         <testcase classname="tests.unit.test_parts.TestC" name="test_c[z]" time="5"/>
         </testsuite></testsuites>"""
