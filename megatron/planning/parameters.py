@@ -1,15 +1,24 @@
-"""Parameters of a GPT: how many each layer has, and how many each rank of a layout holds.
+"""How many parameters each layer of a model has, and how many each rank of a layout holds.
 
-The layer list is that of ``megatron.model.gpt``: token table, positions, blocks, final norm, head.
+The layers are those of the model's family, built on torch's meta device.
 """
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
 
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
+from megatron.families import build_model, spec_of
+from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
+from megatron.parallel.region import TensorParallel
+from megatron.parallel.shard import shard_of
 
 
 @dataclass(frozen=True)
@@ -42,44 +51,40 @@ def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
     )
 
 
-def layer_parameters(model: ModelConfig, tensor: int) -> list[int]:
-    """Parameters of each layer of the list on one tensor-parallel rank.
+@dataclass(frozen=True)
+class LayerShare:
+    """One tensor-parallel rank's share of a layer.
 
-    The head counts whole, also where it is the token table once more.
+    Attributes:
+        parameters: how many it has.
+        block: whether it is one of the repeated blocks.
+        tied_key: layers with the same key are one; None for a layer of its own.
     """
-    assert model.num_layers and model.hidden_size and model.max_position_embeddings
-    hidden, share = model.hidden_size, local_widths(model, tensor)
-    vectors = 2 if model.normalization == "LayerNorm" else 1
-    norm = hidden * vectors
-    learned = model.position_embedding_type == "learned_absolute"
-    table = share.vocab * hidden
-    rows = model.max_position_embeddings + model.position_embedding_offset if learned else 0
-    embedding = rows * hidden + norm * model.embed_layernorm
-    block = _block(model, share) + norms_of_block(model) * norm
-    if model.qk_layernorm:
-        assert model.kv_channels
-        block += 2 * model.kv_channels * vectors
-    return [table, embedding, *[block] * model.num_layers, norm, table]
+
+    parameters: int
+    block: bool
+    tied_key: str | None
+
+
+@lru_cache(maxsize=256)
+def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
+    """The layers of a model whose vocabulary sizes are filled in, as one of ``tensor`` ranks holds
+    them; a tied layer counts whole at each of its places."""
+    region = TensorParallel(Group(tuple(range(tensor))))
+    with torch.device("meta"):
+        return tuple(
+            LayerShare(
+                sum(param.numel() for param in layer.build().parameters()),
+                layer.block,
+                layer.tied_key,
+            )
+            for layer in spec_of(model).layers(region)
+        )
 
 
 def norms_of_block(model: ModelConfig) -> int:
     """Norms of hidden states in a block; those of heads are not among them."""
     return 2 - model.shared_parallel_norm + 2 * model.post_norm
-
-
-def _block(model: ModelConfig, share: LocalWidths) -> int:
-    """Matrices and biases of a block. Biases behind a sum over ranks are whole on each of them."""
-    assert model.hidden_size
-    hidden, bias = model.hidden_size, model.add_bias_linear
-    qkv = share.query + 2 * share.kv
-    up = share.ffn * (2 if model.gated else 1)
-    return (
-        qkv * (hidden + model.qkv_bias)
-        + share.query * hidden
-        + up * (hidden + bias)
-        + share.ffn * hidden
-        + hidden * (model.attention_bias + bias)
-    )
 
 
 @dataclass(frozen=True)
@@ -112,26 +117,30 @@ def rank_shares(model: ModelConfig, layout: Layout, partition: str = "blocks") -
     Raises:
         ValueError: there are more stages than blocks.
     """
-    weights = layer_parameters(model, layout.tensor)
-    is_block = [2 <= place < len(weights) - 2 for place in range(len(weights))]
+    layers = layer_shares(model, layout.tensor)
+    is_block = [layer.block for layer in layers]
     stages = layout.pipeline * layout.chunks
-    bounds = stage_bounds(is_block, weights, stages, partition)
+    bounds = stage_bounds(is_block, [layer.parameters for layer in layers], stages, partition)
     shares = []
     for rank in range(layout.pipeline):
         held = stages_of(layout, rank)
         places = [place for stage in held for place in range(bounds[stage], bounds[stage + 1])]
-        first, last = 0 in held, stages - 1 in held
-        twice = weights[-1] if model.tied and first and last else 0
         shares.append(
             RankShare(
                 rank,
-                sum(weights[place] for place in places) - twice,
+                _counted_once([layers[place] for place in places]),
                 tuple(sum(is_block[bounds[s] : bounds[s + 1]]) for s in held),
-                first,
-                last,
+                0 in held,
+                stages - 1 in held,
             )
         )
     return shares
+
+
+def _counted_once(layers: Sequence[LayerShare]) -> int:
+    """Parameters of layers, of tied ones once."""
+    tied = {layer.tied_key: layer.parameters for layer in layers if layer.tied_key is not None}
+    return sum(tied.values()) + sum(x.parameters for x in layers if x.tied_key is None)
 
 
 def stages_of(layout: Layout, rank: int) -> list[int]:
@@ -141,10 +150,10 @@ def stages_of(layout: Layout, rank: int) -> list[int]:
     return [rank + chunk * layout.pipeline for chunk in range(layout.chunks)]
 
 
+@lru_cache(maxsize=256)
 def model_parameters(model: ModelConfig, padded: bool = False) -> int:
     """Parameters of the whole model; by default without the padding of the vocabulary."""
-    assert model.hidden_size and model.padded_vocab_size and model.unpadded_vocab_size
-    weights = layer_parameters(model, 1)
-    tables = 1 if model.tied else 2
-    rows = model.padded_vocab_size if padded else model.unpadded_vocab_size
-    return sum(weights[1:-1]) + tables * rows * model.hidden_size
+    with torch.device("meta"):
+        params = build_model(model).parameters()
+    shards = map(shard_of, params)
+    return sum(math.prod(s.full_shape if padded else s.canonical_shape) for s in shards)

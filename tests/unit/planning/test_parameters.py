@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.config import ParallelConfig
+from megatron.config import ModelConfig, ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.families import build_model
 from megatron.model.gpt import gpt_layers
@@ -11,7 +11,7 @@ from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.region import TensorParallel
 from megatron.planning.parameters import (
-    layer_parameters,
+    layer_shares,
     model_parameters,
     rank_shares,
     stages_of,
@@ -38,14 +38,25 @@ def numel(module):
 def test_against_built_layers(small, kind, tensor):
     model = small(kind, tensor)
     with torch.device("meta"):
-        built = [
-            numel(recipe.build()) for recipe in gpt_layers(model, ParallelConfig(), ranks(tensor))
-        ]
         whole = numel(build_model(model, region=ranks(tensor)))
-    assert layer_parameters(model, tensor) == built
+    layers = layer_shares(model, tensor)
+    assert [layer.block for layer in layers] == [False, False, *[True] * 4, False, False]
     (share,) = rank_shares(model, Layout(tensor=tensor))
     assert share.parameters == whole
     assert share.blocks == (4,) and share.first and share.last
+
+
+def test_against_the_formula_of_narayanan():
+    """Narayanan et al. 2021 (arXiv:2104.04473), equation 2: 12 L h^2 (1 + 13/12h + (V + s)/12Lh);
+    it leaves out the final norm."""
+    layers, hidden, vocab, length = 96, 12288, 51200, 2048
+    model = ModelConfig(
+        num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=96,
+        num_query_groups=96, kv_channels=128, seq_length=length, max_position_embeddings=length,
+        unpadded_vocab_size=vocab, padded_vocab_size=vocab,
+    )  # fmt: skip
+    expected = layers * (12 * hidden**2 + 13 * hidden) + (vocab + length) * hidden
+    assert model_parameters(model) == expected + 2 * hidden
 
 
 @pytest.mark.parametrize("kind", KINDS)
