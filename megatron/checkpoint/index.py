@@ -27,6 +27,11 @@ class Piece(Region):
     files: dict[str, str]
     part: str = ""
 
+    @classmethod
+    def of(cls, region: Region, files: dict[str, str], part: str = "") -> Piece:
+        """The piece that is this region."""
+        return cls(region.shape, region.cuts, region.start, region.end, files, part)
+
     def to_json(self) -> dict[str, Any]:
         """As plain JSON values: ``cuts`` of a parameter that is cut along several dimensions; for
         one that is cut along one ``dim`` and ``ranges``, for one that is not null and none."""
@@ -77,4 +82,4 @@ def piece_of(
     region = region_of(shard, coordinates, start, end)
     if region is None:
         return None
-    return Piece(**vars(region), files=files, part=shard.part)
+    return Piece.of(region, files, shard.part)

@@ -10,7 +10,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import accumulate, product
+from operator import mul, sub
 from typing import NamedTuple
 
 import torch
@@ -90,7 +92,7 @@ class Region:
         """All of a parameter."""
         return cls(shape, (), 0, math.prod(shape))
 
-    @property
+    @cached_property
     def share_shape(self) -> tuple[int, ...]:
         """Shape of the share."""
         shape = list(self.shape)
@@ -98,10 +100,10 @@ class Region:
             shape[dim] = sum(length for _, length in ranges)
         return tuple(shape)
 
-    @property
+    @cached_property
     def strides(self) -> tuple[int, ...]:
         """Distance of neighbours along each dimension, in the share and in the region."""
-        inner = accumulate(reversed(self.share_shape[1:]), lambda a, b: a * b, initial=1)
+        inner = accumulate(self.share_shape[:0:-1], mul, initial=1)
         return tuple(inner)[::-1][: len(self.shape)]
 
     @property
@@ -114,34 +116,32 @@ class Region:
         """Whether it is all of its share."""
         return self.start == 0 and self.end == math.prod(self.share_shape)
 
-    def blocks(self) -> Iterator[Block]:
+    @cached_property
+    def blocks(self) -> list[Block]:
         """The region as boxes of the parameter."""
-        share, strides = self.share_shape, self.strides
-        cuts = dict(self.cuts)
-        ranges = [_joined(cuts.get(dim, ((0, n),))) for dim, n in enumerate(self.shape)]
-        for box in _boxes(share, self.start, self.end):
-            taken = [_within(r, *bounds) for r, bounds in zip(ranges, box, strict=True)]
+        ranges = {dim: _joined(of_dim) for dim, of_dim in self.cuts}
+        found = []
+        for box in _boxes(self.share_shape, self.start, self.end):
+            taken = [
+                _within(ranges[dim], *bounds) if dim in ranges else [(*bounds, bounds[0])]
+                for dim, bounds in enumerate(box)
+            ]
             for pieces in product(*taken):
-                places = (place for _, place, _ in pieces)
-                yield Block(
-                    tuple(start for start, _, _ in pieces),
-                    tuple(start + length for start, _, length in pieces),
-                    sum(map(math.prod, zip(places, strides, strict=True))) - self.start,
-                )
+                starts, ends, places = zip(*pieces, strict=True) if pieces else ((), (), ())
+                offset = sum(map(mul, places, self.strides)) - self.start
+                found.append(Block(starts, ends, offset))
+        return found
 
     def overlaps(self, other: Region) -> Iterator[Overlap]:
         """The boxes that this region has in common with another of the same parameter."""
         strides_here, strides_there = self.strides, other.strides
-        theirs = list(other.blocks())
-        for mine in self.blocks():
-            for their in theirs:
-                starts = tuple(map(max, mine.starts, their.starts))
-                ends = tuple(map(min, mine.ends, their.ends))
-                shape = tuple(end - start for start, end in zip(starts, ends, strict=True))
-                if all(length > 0 for length in shape):
-                    here = _place(mine, starts, strides_here)
-                    there = _place(their, starts, strides_there)
-                    yield Overlap(shape, here, there, strides_here, strides_there)
+        for mine, their in product(self.blocks, other.blocks):
+            starts = tuple(map(max, mine.starts, their.starts))
+            shape = tuple(map(sub, map(min, mine.ends, their.ends), starts))
+            if min(shape, default=1) > 0:
+                here = _place(mine, starts, strides_here)
+                there = _place(their, starts, strides_there)
+                yield Overlap(shape, here, there, strides_here, strides_there)
 
     def cut(self, whole: Tensor) -> Tensor:
         """The region's elements, flat, of a whole parameter."""
@@ -153,8 +153,7 @@ class Region:
 
 def _place(block: Block, starts: tuple[int, ...], strides: tuple[int, ...]) -> int:
     """Place in the region of an element of a block."""
-    distances = zip(starts, block.starts, strides, strict=True)
-    return block.offset + sum((start - first) * stride for start, first, stride in distances)
+    return block.offset + sum(map(mul, map(sub, starts, block.starts), strides))
 
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
@@ -191,13 +190,13 @@ def _joined(ranges: Ranges) -> Ranges:
 
 
 def _within(ranges: Ranges, start: int, end: int) -> list[tuple[int, int, int]]:
-    """What lies at places [start, end) of a share's dimension: (start in the whole, place in the
-    share, length) of each run."""
+    """What lies at places [start, end) of a share's dimension: (start in the whole, end in the
+    whole, place in the share) of each run."""
     found, place = [], 0
     for first, length in ranges:
         low, high = max(start, place), min(end, place + length)
         if low < high:
-            found.append((first + low - place, low, high - low))
+            found.append((first + low - place, first + high - place, low))
         place += length
     return found
 

@@ -64,8 +64,7 @@ def write_checkpoint(
                 )
                 for kind in kinds
             }
-            region = Region.whole(source.shape(name))
-            index[name] = [Piece(**vars(region), files=files).to_json()]
+            index[name] = [Piece.of(Region.whole(source.shape(name)), files).to_json()]
         weights.close()
         optimizer.close()
         write_json(folder / "index.json", index)

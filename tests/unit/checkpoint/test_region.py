@@ -98,4 +98,4 @@ def test_regions_of_shards_are_their_cuts_less_the_padding(size):
 def test_elements_that_lie_together_are_one_block():
     """Fused parts of which a process holds all are no more work than one."""
     parts = ((0, ((0, 8), (8, 8), (16, 8))),)
-    assert len(list(Region((24, 6), parts, 0, 144).blocks())) == 1
+    assert len(Region((24, 6), parts, 0, 144).blocks) == 1
