@@ -46,7 +46,7 @@ def compute(kv_heads: int, region: TensorParallel) -> dict[str, tuple[Tensor, ob
         param.init = Init(std=0.3)
         whole = shard_of(param).whole  # queries, keys and values are drawn as one
         drawn = name if whole is None else f"{name.rpartition('.')[0]}.{whole}"
-        initialise(drawn, param, 1, region.group.rank, region.group.size)
+        initialise(drawn, param, 1, region.coordinates)
     encoded, decoded, weights = (region.own(x, 1) for x in inputs())
     encoded.requires_grad_(), decoded.requires_grad_()
     masks = AttentionMasks(padding_BT=PADDING)
@@ -71,7 +71,8 @@ def on_rank(kv_heads: int, sequence: bool) -> dict[str, float]:
     expected = compute(kv_heads, TensorParallel())
     largest = max(float(values.abs().max()) for values, _ in expected.values())
     errors = {}
-    for name, (values, cut) in compute(kv_heads, TensorParallel(group, sequence)).items():
+    region = TensorParallel(group, sequence)
+    for name, (values, cut) in compute(kv_heads, region).items():
         kind = name.rpartition(".")[2]
         if kind in ("kv_weight", "kv_bias") and name not in expected:
             whole = expected[f"{name.rpartition('.')[0]}.{kind.removeprefix('kv_')}"][0]
@@ -80,7 +81,7 @@ def on_rank(kv_heads: int, sequence: bool) -> dict[str, float]:
         if isinstance(cut, bool):
             share = whole.chunk(group.size, 1)[group.rank] if cut else whole
         else:
-            share = cut.cut(whole, group.rank, group.size)
+            share = cut.cut(whole, region.coordinates)
         bound = max(float(share.abs().max()), 1e-3 * largest)
         errors[name] = float((values - share).abs().max()) / bound
     return errors
