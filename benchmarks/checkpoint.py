@@ -88,7 +88,7 @@ class Benchmark:
     def step(self) -> float:
         """One training step; its seconds."""
         began = time.perf_counter()
-        self.trainer._step(self.batches)
+        self.trainer.step(self.batches)
         self.steps += 1
         return time.perf_counter() - began
 

@@ -221,7 +221,7 @@ def reads(argv: list[str]) -> int:
             trainer.data.datasets.train, trainer.data.collate, micro_batch_size=1, num_workers=0
         )
         for _ in range(3):
-            trainer._step(batches)
+            trainer.step(batches)
         with Reads() as counted:
             result = trainer.engine.train_step(batches, 2, 12, 1e-3, 0.1)
         assert all(
