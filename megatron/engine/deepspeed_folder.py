@@ -119,9 +119,8 @@ def _all_stages_saved(module: Any) -> Iterator[None]:
 
     def save_state_dict(*args: Any, **options: Any) -> None:
         before = module._local_start, module._local_stop, module.forward_funcs
-        for run in module.runs.values():
-            module._set_bounds(run.first, run.first + len(run.steps))
-            layers: list[Any] = [getattr(step, "args", (step,))[0] for step in run.steps]
+        for first, layers in module.stage_modules.items():
+            module._set_bounds(first, first + len(layers))
             module.forward_funcs = layers
             PipelineModule.save_state_dict(module, *args, **options)
         module._local_start, module._local_stop, module.forward_funcs = before

@@ -29,6 +29,10 @@ class StageModule(PipelineModule):
         parallel: how the list is cut, and what is recomputed.
         placement: a schedule that says which process holds which stages.
         mesh: the layout's process groups.
+
+    Attributes:
+        sequences: each stage as it runs, by its number.
+        stage_modules: the modules of each stage, by the place of its first layer.
     """
 
     def __init__(
@@ -65,11 +69,13 @@ class StageModule(PipelineModule):
 
     def _build(self) -> None:
         self.sequences: dict[int, LayerSequence] = {}
+        self.stage_modules: dict[int, list[nn.Module]] = {}
         for stage in self._placement.stages_of(self._rank):
             begin, end = self._bounds[stage], self._bounds[stage + 1]
             self._set_bounds(begin, end)
             self.forward_funcs: list[nn.Module] = []
             super()._build()
+            self.stage_modules[begin] = self.forward_funcs
             self.sequences[stage] = layer_sequence(
                 self._layers[begin:end], begin, self.forward_funcs, self._parallel
             )
