@@ -9,7 +9,7 @@ import torch
 from megatron.checkpoint.source import Source
 from megatron.checkpoint.writer import run_of
 from megatron.config import ConfigError, RunConfig, TokenizerConfig
-from megatron.families import build_model
+from megatron.families import build_model, family_of
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.shard import shard_of
 from megatron.tokenizer import Tokenizer, build_tokenizer
@@ -29,8 +29,14 @@ def load_model(
 
     Raises:
         CheckpointError: it is damaged.
+        ConfigError: models of its family do not continue text.
     """
     config = run_of(source)
+    family = config.model.family
+    if not family_of(family).generates:
+        raise ConfigError(
+            f"{source.folder} holds a model of the family {family!r}, which does not continue text"
+        )
     device = device or torch.accelerator.current_accelerator(check_available=True)
     device = device or torch.device("cpu")
     if dtype is None:

@@ -111,3 +111,17 @@ def test_tokenizer_that_grew_is_refused(tmp_path, gpt_config):
     config = with_tokenizer(gpt_config(), tokenizer_type="NullTokenizer", vocab_size=61)
     with pytest.raises(ValueError, match="62 tokens, the model of .* has 61"):
         load_tokenizer(config, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "family, said",
+    [("bert", "'bert', which does not continue text"), ("bret", "'bret' is unknown")],
+)
+def test_a_family_that_does_not_generate_is_refused(
+    tmp_path, gpt_config, random_gpt, write_checkpoint, family, said
+):
+    config = gpt_config()
+    other = dataclasses.replace(config, model=dataclasses.replace(config.model, family=family))
+    write_checkpoint(tmp_path, other, random_gpt(config))
+    with pytest.raises(ConfigError, match=said):
+        load_model(open_checkpoint(tmp_path), device=CPU)
