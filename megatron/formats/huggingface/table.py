@@ -92,6 +92,7 @@ class Architecture:
         tied: likewise, whether the head shares the token embedding.
         base_prefix: start of the names of all tensors but the head; files that were saved without
             a head lack it.
+        family: of the models that it can hold.
     """
 
     title: str
@@ -105,6 +106,7 @@ class Architecture:
     vocab_size: int
     tied: bool
     base_prefix: str = "model."
+    family: str = ModelConfig.family
 
     def __post_init__(self) -> None:
         assert self.features <= set(FEATURES)
@@ -150,6 +152,8 @@ class Architecture:
 
     def misfits(self, model: ModelConfig) -> list[str]:
         """What the configuration would have to be to fit; empty when it fits."""
+        if model.family != self.family:
+            return [f"a model of the family {self.family}"]
         return [need.wanted for need in self.requirements if not need.holds(model)] + [
             absent.wanted
             for name, absent in FEATURES.items()

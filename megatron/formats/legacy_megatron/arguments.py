@@ -194,6 +194,7 @@ def _requirements(model: ModelConfig) -> dict[str, bool]:
         llama3_scaling(scaling["factor"]).to_json()
     )
     return {
+        f"--model-family {model.family}": model.family == ModelConfig.family,
         "--position-embedding-type other than learned_absolute and rope": (
             model.position_embedding_type in ("learned_absolute", "rope")
         ),

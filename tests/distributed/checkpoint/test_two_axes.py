@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from megatron.checkpoint.formats import locate_checkpoint
 
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.registry import locate_checkpoint
 from megatron.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron.engine.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.loading import load_checkpoint

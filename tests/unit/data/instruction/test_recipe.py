@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from gpt_forward import forward
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,7 +32,8 @@ PAD = 399
 
 def loss_of(model, batch):
     targets = Targets(batch.labels_BS, batch.loss_mask_BS)
-    return model(batch.tokens_BS, batch.position_ids_BS, batch.document_ids_BS, targets=targets)
+    positions, documents = batch.position_ids_BS, batch.document_ids_BS
+    return forward(model, batch.tokens_BS, positions, documents, targets=targets)
 
 
 def records(count: int, seed: int = 0) -> list[dict]:

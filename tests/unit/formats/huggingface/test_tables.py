@@ -110,7 +110,8 @@ OTHER_SPELLINGS = {
     "rope_scaling_factor", "swiglu", "openai_gelu",
 }  # fmt: skip
 UNUSUAL = {
-    "position_embedding_type": "none", "normalization": "LayerNorm", "num_query_groups": 2,
+    "family": "bert", "position_embedding_type": "none", "normalization": "LayerNorm",
+    "num_query_groups": 2,
     "kv_channels": 12, "position_embedding_offset": 1, "rotary_percent": 0.5,
     "rotary_base_local": 5.0, "rope_scaling": '{"rope_type": "linear", "factor": 2.0}',
     "sliding_window": 8, "window_attn_skip_freq": 2, "query_pre_attn_scalar": 3.0,
