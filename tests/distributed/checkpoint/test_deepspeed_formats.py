@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from gpt_forward import forward
 from stock_gpt import (
     DECAY,
     FLAGS,
@@ -318,7 +319,7 @@ def continue_same_module(folder, steps):
     losses = []
     for step in range(steps):
         batch = tokens(step).chunk(2)[dist.get_rank()]
-        logits = engine(batch[:, :-1])[..., :VOCABULARY]
+        logits = forward(engine, batch[:, :-1])[..., :VOCABULARY]
         loss = F.cross_entropy(logits.flatten(0, 1), batch[:, 1:].flatten())
         engine.backward(loss)
         engine.step()
