@@ -60,7 +60,7 @@ def test_groups_are_the_rows_of_an_array_of_ranks(built, sizes):
     for axes in SUBSETS:
         assert memberships(sizes, axes) == by_indexing(sizes, axes), axes
     meshes, made = built(sizes)
-    # A rank that makes other groups, or in another order, waits for ever.
+    # A rank that makes other groups, or in another order, hangs.
     assert all(mine == made[0] for mine in made) and len(set(made[0])) == len(made[0])
     for rank, mesh in enumerate(meshes):
         named = {
