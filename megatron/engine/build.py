@@ -14,6 +14,7 @@ from megatron.engine.compile import compile_blocks
 from megatron.engine.deepspeed_json import for_engine
 from megatron.engine.deepspeed_patches import (
     allow_fp16,
+    guard,
     keep_gradients_in_place,
     leave_norm_to_us,
     take_out,
@@ -64,6 +65,7 @@ def build_engine(
     queued = _fit_settings(settings, config, names, mesh)
     engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
+    guard(engine.optimizer)
     return TrainEngine(config, spec, mesh, device, backend, names, optimizer, engine, queued)
 
 
