@@ -90,8 +90,17 @@ class LayerStack(nn.Module):
 
     def forward(self, state: LayerState) -> LayerState:
         """The state of a micro batch, beginning with token ids, to that after the last layer: with
-        losses where it has targets, else with logits."""
-        return self.sequence(state)
+        losses where it has targets, else with logits.
+
+        Beside losses nothing has a gradient. DeepSpeed 0.19.0 divides the gradient of every tensor
+        that comes out by the number of micro batches, and what is below two of them is divided
+        twice.
+        """
+        state = self.sequence(state)
+        if not state.losses:
+            return state
+        encoder = None if state.encoder is None else state.encoder.detach()
+        return state._replace(hidden=state.hidden.detach(), encoder=encoder)
 
     def blocks(self) -> list[nn.Module]:
         """The repeated blocks, in order."""
