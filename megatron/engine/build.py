@@ -17,6 +17,7 @@ from megatron.engine.deepspeed_patches import (
     guard,
     keep_gradients_in_place,
     leave_norm_to_us,
+    refuse_what_is_wrong,
     take_out,
 )
 from megatron.engine.float8 import use_float8
@@ -75,12 +76,13 @@ def _fit_settings(
     """Has DeepSpeed leave out what this run does not need, or does itself; returns whether the
     update is queued."""
     stage = config.engine.zero_stage
+    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+    refuse_what_is_wrong(stage, in_fp32)
     _fit_buckets(settings, params, mesh)
     # It waits for the device before and after every micro batch; the trainer has a clock.
     settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
     queued = can_queue(config, settings)
     if queued:
-        in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
         leave_norm_to_us(settings, stage, in_fp32)
     if mesh.data.size == 1:
         keep_gradients_in_place(settings, stage)

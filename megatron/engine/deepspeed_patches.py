@@ -165,6 +165,20 @@ QUEUED_PARTITIONED_3 = Replacement(
         and _has(stage3, "combine_grad_norm_groups")
     ),
 )
+GUARD_OF_PARTITIONS = Replacement(
+    # DeepSpeed 0.19.0 updates whatever the gradients are; nothing of ours takes that over.
+    "a guard against infinities at ZeRO 3",
+    "gradients that are not finite would get into the weights: use --zero-stage 1 or 2",
+    f"{_TESTS}/test_precision.py::test_nan_stops_with_step_and_samples",
+    lambda: _has(stage3, "is_invalid_grad_norm", "combine_grad_norm_groups"),
+)
+SUMS_IN_FP32 = Replacement(
+    # DeepSpeed 0.19.0 adds up in half precision at stage 2, and checks no sums in fp16 at stage 1.
+    "sums of gradients in float32",
+    "the result would not be that: leave out --accumulate-allreduce-grads-in-fp32",
+    f"{_TESTS}/test_precision.py::test_sums_in_fp32_are_nearer_to_fp32",
+    lambda: "compute_grad_norm" in DeepSpeedZeroConfig.model_fields,
+)
 OWN_SCHEDULES = Replacement(
     # DeepSpeed's schedules know one stage a process, hidden states alone, and 1F1B.
     "this trainer's pipeline schedules on DeepSpeed's pipeline engine",
@@ -215,6 +229,18 @@ def _fault(replacement: Replacement) -> str | None:
 
 def _number(version: str) -> list[int]:
     return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+def refuse_what_is_wrong(stage: int, grads_in_fp32: bool) -> None:
+    """Refuses what DeepSpeed itself gets wrong in versions that nothing is replaced in for it.
+
+    Raises:
+        ConfigError: this run would need it.
+    """
+    if stage == 3:
+        require(GUARD_OF_PARTITIONS)
+    if grads_in_fp32:
+        require(SUMS_IN_FP32)
 
 
 def start_without_compiler() -> None:
