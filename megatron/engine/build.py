@@ -12,9 +12,9 @@ from megatron.config import RunConfig
 from megatron.engine.backend import Backend
 from megatron.engine.compile import compile_blocks
 from megatron.engine.deepspeed_json import for_engine
+from megatron.engine.deepspeed_patches import keep_gradients_in_place, take_out
 from megatron.engine.float8 import use_float8
 from megatron.engine.json_keys import Json
-from megatron.engine.lean_step import keep_gradients_in_place, take_out
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.pipeline_backend import PipelineBackend
 from megatron.engine.plain_backend import PlainBackend

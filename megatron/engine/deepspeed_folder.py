@@ -17,15 +17,16 @@ from deepspeed.runtime.pipe.module import PipelineModule
 from safetensors.torch import save_file
 
 from megatron.checkpoint.deepspeed_names import CONFIG, COUNTERS, RUN, STATE
-from megatron.checkpoint.files import sync_file, write_json
+from megatron.checkpoint.files import write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.engine.json_keys import Json
 from megatron.engine.pipeline_module import StageModule
-from megatron.engine.random_state import random_state
 from megatron.engine.saving import CheckpointWriter, SaveResult
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import universal_info
 from megatron.model.registration import registered_parameters
+from megatron.parallel.random import random_state
+from megatron.util.files import sync_path
 
 
 class EngineFolderWriter(CheckpointWriter):
@@ -59,7 +60,7 @@ class EngineFolderWriter(CheckpointWriter):
         self.save_tokenizer(folder / "tokenizer")
         files = [path for path in folder.rglob("*") if path.is_file()]
         for path in files:
-            sync_file(path)
+            sync_path(path)
         size = sum(path.stat().st_size for path in files)
         trackers = {MEGATRON_TRACKER: str(job.iteration), TRACKER: final.name}
         replace_folder(folder, final, trackers)

@@ -8,6 +8,7 @@ and 2 point every parameter at the place in the flat buffer that it points at al
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
@@ -45,3 +46,24 @@ def take_out(engine: Any, replicas: int) -> None:
 
 def _nothing(*_: Any, **__: Any) -> None:
     """Instead of a method whose work changes nothing."""
+
+
+def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
+    """Makes a ZeRO optimizer change its loss scale after a good step instead of within it.
+
+    DeepSpeed 0.19 doubles the dynamic scale before it divides the gradients by it, so that the
+    step at which the scale grows would use half the gradients.
+
+    Returns:
+        The update that is due after every step that was not skipped.
+    """
+    update = getattr(wrapper, "_update_scale", None)
+    if update is None:
+        return lambda: None
+
+    def on_overflow_only(overflow: bool = False) -> None:
+        if overflow:
+            update(True)
+
+    wrapper._update_scale = on_overflow_only
+    return lambda: update(False)
