@@ -70,7 +70,7 @@ class Benchmark:
         self.trainer, self.engine, self.folder = trainer, trainer.engine, folder
         self.clock = Clock()
         assert trainer.data.datasets.train is not None
-        self.batches = trainer.batches(trainer.data.datasets.train)
+        self.batches = trainer.data.batches(trainer.data.datasets.train, **trainer.reading())
         self.save = folder / "save"
         self.plain = folder / "plain"
         tokenizer = trainer.run.tokenizer.save_pretrained
