@@ -81,13 +81,14 @@ def _whole(engine: TrainEngine) -> _PlaceOf:
 
 def _flat_partition(engine: TrainEngine) -> _PlaceOf:
     wrapper = engine.optimizer_wrapper
-    if isinstance(wrapper, BF16_Optimizer):
-        groups = wrapper.bf16_groups
-        offsets = [accumulate((p.numel() for p in params), initial=0) for params in groups]
-    else:
-        # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order into
-        # which round_robin_gradients brings them.
-        groups, offsets = wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets
+    accumulated = isinstance(wrapper, BF16_Optimizer)
+    # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order into which
+    # round_robin_gradients brings them.
+    groups = wrapper.bf16_groups if accumulated else wrapper.round_robin_bit16_groups
+    # There, and in DeepSpeed 0.19.0, one lies right after the other.
+    offsets = getattr(wrapper, "round_robin_bit16_offsets", None) or [
+        list(accumulate((p.numel() for p in params), initial=0)) for params in groups
+    ]
     places = {
         param: (group, offset)
         for group, params in enumerate(groups)
