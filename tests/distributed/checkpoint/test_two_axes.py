@@ -18,7 +18,7 @@ from megatron.engine.loading import load_checkpoint
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.queued_update import QueuedUpdate
 from megatron.engine.saving import CheckpointWriter
-from megatron.engine.state import fragments
+from megatron.engine.state import owned_slices
 from megatron.model.layer_list import initialise
 from megatron.parallel.mesh import AXES, build_mesh, coordinates_of
 from megatron.parallel.random import generator
@@ -62,9 +62,9 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
 
 def state(engine: Any) -> dict[tuple[str, str], np.ndarray]:
     return {
-        (part.name, kind): values.view(part.param.shape).numpy().copy()
-        for part in fragments(engine)
-        for kind, values in {"weight": part.weight.detach(), **part.moments}.items()
+        (own.name, kind): values.view(own.param.shape).numpy().copy()
+        for own in owned_slices(engine)
+        for kind, values in {"weight": own.weight.detach(), **own.moments}.items()
     }
 
 

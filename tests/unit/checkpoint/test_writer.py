@@ -1,12 +1,13 @@
 """Any source becomes a checkpoint of this project: same tensors, same state, same configuration."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import verify
+from megatron.checkpoint.manifest import verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
 from megatron.checkpoint.source import Source
@@ -20,7 +21,7 @@ class InMemory(Source):
     title = "memory"
 
     def __init__(self, model, tensors, state):
-        self.folder, self.model, self.tensors, self.state = None, model, tensors, state
+        self.folder, self.model, self.tensors, self.state = Path("memory"), model, tensors, state
         self.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=60)
 
     @classmethod
