@@ -20,6 +20,7 @@ from megatron.checkpoint.files import (
     sync_file,
     sync_folder,
     write_bytes,
+    write_tensors,
 )
 from megatron.checkpoint.folder import (
     complete_tags,
@@ -32,7 +33,6 @@ from megatron.checkpoint.index import INDEX, IndexEntry, tensor_key
 from megatron.checkpoint.manifest import CONFIG, STATE, file_facts
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
-from megatron.checkpoint.tensor_file import write_tensors
 
 _PROCESS = "slices-{:05d}.json"
 """What a process leaves for :func:`complete`: its part of the index, and facts of its files."""
