@@ -65,18 +65,6 @@ class CheckpointReader(Source):
         """See :meth:`Source.verify`."""
         verify(folder, share, shares)
 
-    @classmethod
-    def newest(cls, load: str, wanted: str | None = None) -> CheckpointReader:
-        """Opens the checkpoint that :func:`find` finds.
-
-        Raises:
-            CheckpointError: there is none.
-        """
-        folder = find(load, wanted)
-        if folder is None:
-            raise CheckpointError(f"{load}: there is no complete checkpoint")
-        return cls(folder)
-
     def names(self) -> Sequence[str]:
         """See :meth:`Source.names`."""
         return list(self.index)
