@@ -161,7 +161,7 @@ def failing_once():
             raise error
         return real(*args)
 
-    return mock.patch.object(saving, "publish", publish)
+    return mock.patch.object(writer, "publish", publish)
 
 
 def test_retention_during_a_run(pool, tmp_path):
