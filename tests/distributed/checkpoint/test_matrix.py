@@ -64,10 +64,10 @@ RTOL = {"float32": 1e-6, "bf16": 1e-3}
 
 
 def pairs():
-    """Every pair; the sample has each layout once as the source and once as the target."""
+    """Every pair; the sample has each layout once, as the source or as the target."""
     for row, source in enumerate(NAMES):
         for column, target in enumerate(NAMES):
-            in_sample = (column - row) % len(NAMES) == 7
+            in_sample = row % 2 == 0 and (column - row) % len(NAMES) == 7
             marks = () if in_sample else (pytest.mark.proof,)
             yield pytest.param(source, target, marks=marks, id=f"{source}-to-{target}")
 
@@ -174,8 +174,8 @@ def markdown(cells):
         "Written by `MEGATRON_MATRIX=docs/checkpoint-matrix.md pytest -m '' "
         f"tests/distributed/checkpoint/test_matrix.py` on {time.strftime('%Y-%m-%d')}.",
         "",
-        "A row saved a checkpoint after three steps and went on, a column loaded it. In every cell with a "
-        "number all weights and moments were bitwise equal after loading; the number is the "
+        "A row saved a checkpoint after three steps and went on, a column loaded it. In every "
+        "cell with a number all weights and moments were bitwise equal after loading; the number is the "
         "largest relative difference of the next three losses from those that one process "
         "(float32) goes on with.",
         "",
