@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import locate_checkpoint
+from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
 from megatron.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig
 from megatron.engine.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.loading import load_checkpoint
@@ -133,7 +132,7 @@ def whole(ranks: list[dict[tuple[str, str], np.ndarray]], sizes: dict[str, int])
 def test_any_layout_goes_on_from_any(pool, tmp_path, written):
     saved = whole(pool.run(4, trained, written, str(tmp_path)), written)
     assert {kind for _, kind in saved} == {"weight", "exp_avg", "exp_avg_sq"}
-    reader = CheckpointReader.newest(str(tmp_path))
+    reader = open_checkpoint(tmp_path)
     for (name, kind), values in saved.items():
         assert torch.equal(reader.tensor(name, kind), values), (name, kind)
     for sizes in LAYOUTS:
