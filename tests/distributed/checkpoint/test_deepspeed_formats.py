@@ -23,6 +23,7 @@ from stock_gpt import (
 )
 from training_jobs import TINY, train
 
+from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.registry import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.families import build_model
