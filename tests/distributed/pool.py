@@ -246,7 +246,10 @@ class _Worker:
         if self.process.exitcode is not None:
             return f"died with exit code {self.process.exitcode}"
         os.kill(self.process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
-        time.sleep(0.2)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while not (stack := self.stack.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.05)  # for the rest of what it says
         stack = self.stack.read_text() or "it does not say where"
         return f"still running (the limit is {seconds:g} s), at\n{stack}"
 

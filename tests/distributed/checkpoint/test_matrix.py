@@ -177,8 +177,8 @@ def markdown(cells):
         f"tests/distributed/checkpoint/test_matrix.py` on {time.strftime('%Y-%m-%d')}.",
         "",
         "A row saved a checkpoint after three steps and went on, a column loaded it. In every "
-        "cell with a number all weights and moments were bitwise equal after loading; the number is the "
-        "largest relative difference of the next three losses from those that one process "
+        "cell with a number all weights and moments were bitwise equal after loading; the number "
+        "is the largest relative difference of the next three losses from those that one process "
         "(float32) goes on with.",
         "",
         "| from \\ to | " + " | ".join(NAMES) + " |",
