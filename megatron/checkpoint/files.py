@@ -19,6 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron.util.files import sync, sync_path, write_whole
+
 _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _BLOCK_BYTES = 2**22
 """Bytes that go through the checksum and into the file at a time, while the caches have them."""
@@ -33,8 +35,8 @@ class CheckpointError(ValueError):
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file atomically; after a crash it has its old or its new content."""
-    os.replace(stage_text(path, text), path)
-    sync_folder(path.parent)
+    write_whole(path, text.encode())
+    sync_path(path.parent)
 
 
 def stage_text(path: Path, text: str) -> Path:
@@ -114,7 +116,7 @@ def _write(path: Path, contents: Iterable[memoryview]) -> Facts:
                 while block:
                     block = block[file.write(block) :]
             size += len(content)
-        os.fsync(file.fileno())
+        sync(file)
     return {"bytes": size, "sha256": digest.hexdigest()}
 
 
@@ -161,27 +163,3 @@ def parse_json(path: Path, content: bytes) -> Any:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-
-
-def sync_file(path: Path) -> None:
-    """Makes sure that a written file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Makes sure that renames in a folder are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, as ``sha256sum`` prints it."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()

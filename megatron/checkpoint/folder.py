@@ -27,9 +27,10 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError, Facts, stage_text, sync_folder
+from megatron.checkpoint.files import CheckpointError, Facts, stage_text
 from megatron.checkpoint.index import INDEX
 from megatron.checkpoint.manifest import MANIFEST, write_manifest
+from megatron.util.files import sync_path
 
 TRACKER = "latest"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -160,7 +161,7 @@ def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> N
     try:
         for name, text in trackers.items():
             staged[save / name] = stage_text(save / name, text)
-        sync_folder(written)
+        sync_path(written)
         replaced = _make_room(final)
         try:
             os.rename(written, final)
@@ -168,10 +169,10 @@ def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> N
             if replaced is not None:
                 os.rename(replaced, final)
             raise
-        sync_folder(save)
+        sync_path(save)
         for path, text_file in staged.items():
             os.replace(text_file, path)
-        sync_folder(save)
+        sync_path(save)
     except OSError:
         for text_file in staged.values():
             text_file.unlink(missing_ok=True)

@@ -17,8 +17,6 @@ from megatron.checkpoint.files import (
     CheckpointError,
     Facts,
     json_text,
-    sync_file,
-    sync_folder,
     write_bytes,
     write_tensors,
 )
@@ -33,6 +31,7 @@ from megatron.checkpoint.index import INDEX, IndexEntry, tensor_key
 from megatron.checkpoint.manifest import CONFIG, STATE, file_facts
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
+from megatron.util.files import sync_path
 
 _PROCESS = "slices-{:05d}.json"
 """What a process leaves for :func:`complete`: its part of the index, and facts of its files."""
@@ -167,11 +166,10 @@ def complete(
     save_tokenizer(folder / TOKENIZER)
     for path in sorted(folder.rglob("*")):
         name = str(path.relative_to(folder))
-        if path.is_dir():
-            sync_folder(path)
-        elif name not in facts:
-            sync_file(path)
-            facts[name] = file_facts(path)
+        if name not in facts:
+            sync_path(path)
+            if path.is_file():
+                facts[name] = file_facts(path)
     publish(save, iteration, facts)
     return sum(int(entry["bytes"]) for entry in facts.values())
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import incomplete_folder, remove_incomplete, tag
-from megatron.checkpoint.lock import FolderLock
+from megatron.checkpoint.lock import lock_folder
 from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.registry import open_checkpoint, save_copy
 from megatron.checkpoint.retention import apply_retention
@@ -28,6 +28,7 @@ from megatron.engine.snapshot import HostBuffers, own_slices
 from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.mesh import Group
+from megatron.util.locks import Lock
 
 
 @dataclass(frozen=True)
@@ -244,7 +245,7 @@ class CheckpointWriter:
 
 def hold_folder(
     save: str | None, world: Group, device: torch.device, say: Callable[[str], None]
-) -> FolderLock | None:
+) -> Lock | None:
     """Takes the right to save into a folder, for the run, and clears what killed runs left half
     written or half deleted there; every rank must call it.
 
@@ -265,7 +266,7 @@ def hold_folder(
     lock, reason = None, None
     if world.rank == 0:
         try:
-            lock = FolderLock(Path(save), say)
+            lock = lock_folder(Path(save), say)
             remove_incomplete(Path(save))
         except CheckpointError as error:
             reason = str(error)

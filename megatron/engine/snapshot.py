@@ -10,10 +10,10 @@ from torch import Tensor
 
 from megatron.checkpoint.writer import SliceWriter
 from megatron.engine.gradient_norm import owned
-from megatron.engine.random_state import random_state
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.mesh import AXES, MODEL
+from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of
 
 
