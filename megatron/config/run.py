@@ -6,34 +6,37 @@ import dataclasses
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig
 from megatron.config.derive import Draft, derive
 from megatron.config.engine import EngineConfig, LegacyFlags
 from megatron.config.fast_paths import FastPathsConfig
-from megatron.config.fill_in_the_middle import FimConfig
 from megatron.config.flags import ConfigError, Settings, build, flag_of
-from megatron.config.instruction import InstructionConfig
+from megatron.config.kinds import KindConfig, kind_classes
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.logging import LoggingConfig
-from megatron.config.masked_data import MaskedDataConfig
 from megatron.config.model import ModelConfig
 from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.profiling import ProfilingConfig, check_profiling
-from megatron.config.raw_text import RawTextConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig
+
+Kind = TypeVar("Kind", bound=KindConfig)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run, one part per concern."""
+    """Everything that determines a run, one part per concern.
+
+    Attributes:
+        kinds: the flags of every kind of data, in the order of :func:`kind_classes`; those left out
+            have their defaults. :meth:`kind` gives one by its class.
+    """
 
     model: ModelConfig = field(default_factory=ModelConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -43,25 +46,41 @@ class RunConfig:
     fast_paths: FastPathsConfig = field(default_factory=FastPathsConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    raw_text: RawTextConfig = field(default_factory=RawTextConfig)
-    instruction: InstructionConfig = field(default_factory=InstructionConfig)
-    fill_in_the_middle: FimConfig = field(default_factory=FimConfig)
-    masked_data: MaskedDataConfig = field(default_factory=MaskedDataConfig)
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    kinds: tuple[KindConfig, ...] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
+    def __post_init__(self) -> None:
+        given = {type(kind): kind for kind in self.kinds}
+        kinds = tuple(given.pop(cls) if cls in given else cls() for cls in kind_classes().values())
+        assert not given, given
+        object.__setattr__(self, "kinds", kinds)
+
+    def kind(self, cls: type[Kind]) -> Kind:
+        """The flags of one kind of data."""
+        return next(kind for kind in self.kinds if type(kind) is cls)  # type: ignore[return-value]
+
+    def with_kind(self, kind: KindConfig) -> RunConfig:
+        """The same run with other flags of one kind of data."""
+        others = (other for other in self.kinds if type(other) is not type(kind))
+        return dataclasses.replace(self, kinds=(kind, *others))
+
+    def part(self, name: str) -> Any:
+        """A part by its name, that of its section in a saved configuration."""
+        cls = kind_classes().get(name)
+        return getattr(self, name) if cls is None else self.kind(cls)
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The configuration as plain JSON values, one object per part."""
-        return dataclasses.asdict(self)
+        return {name: dataclasses.asdict(self.part(name)) for name in PARTS}
 
     @classmethod
     def from_dict(cls, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         """The inverse of :meth:`to_dict`; fields that a part lacks keep their defaults."""
         built = {}
-        for part, part_class in _parts(cls).items():
+        for part, part_class in PARTS.items():
             hints = typing.get_type_hints(part_class)
             built[part] = part_class(
                 **{
@@ -70,7 +89,13 @@ class RunConfig:
                     if name in hints
                 }
             )
-        return cls(**built)
+        return cls.of(built)
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any]) -> RunConfig:
+        """The configuration that has these parts, by their names."""
+        kinds = tuple(parts[name] for name in kind_classes())
+        return cls(**{n: part for n, part in parts.items() if n not in kind_classes()}, kinds=kinds)
 
     def with_vocabulary(self, vocab_size: int) -> RunConfig:
         """Fills in the size of the token table, padded so that every rank holds equal shares."""
@@ -86,11 +111,15 @@ class RunConfig:
         )
 
 
-def _parts(cls: type[RunConfig]) -> dict[str, type]:
-    return typing.get_type_hints(cls)
+def _parts() -> Iterator[tuple[str, type]]:
+    for name, cls in typing.get_type_hints(RunConfig).items():
+        yield from kind_classes().items() if name == "kinds" else ((name, cls),)
 
 
-CONFIG_CLASSES: tuple[type, ...] = tuple(_parts(RunConfig).values())
+PARTS: Mapping[str, type] = types.MappingProxyType(dict(_parts()))
+"""The class of each part of a :class:`RunConfig` by the part's name."""
+
+CONFIG_CLASSES: tuple[type, ...] = tuple(PARTS.values())
 """The config classes of a training run, in the order in which --help shows their groups."""
 
 FLAG_CLASSES: tuple[type, ...] = (*CONFIG_CLASSES, LegacyFlags)
@@ -142,10 +171,10 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
     )
     derive(draft, world_size)
     check_profiling(draft, world_size)
-    config = RunConfig(
-        **{
+    config = RunConfig.of(
+        {
             part: part_class(**{f.name: draft[f.name] for f in dataclasses.fields(part_class)})
-            for part, part_class in _parts(RunConfig).items()
+            for part, part_class in PARTS.items()
         }
     )
     check_layout(Layout.of(config))
@@ -160,9 +189,9 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
 def explain(resolved: Resolved) -> str:
     """Every value with its origin, grouped like --help, one per line."""
     lines = []
-    for part, part_class in _parts(RunConfig).items():
+    for part, part_class in PARTS.items():
         lines.append(f"[{part}]")
-        values = getattr(resolved.config, part)
+        values = resolved.config.part(part)
         for f in dataclasses.fields(part_class):
             value = getattr(values, f.name)
             lines.append(f"  {f.name:<40} {json.dumps(value):<28} {resolved.origins[f.name]}")

@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 from megatron.config import OptimizerConfig
-from megatron.data.curriculum.truncation import cut
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
-from megatron.engine.state import fragments
+from megatron.engine.state import owned_slices
 from megatron.engine.step_result import StepResult
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
@@ -23,10 +22,9 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
-from megatron.training.data import run_data
 from megatron.training.plan import TrainingPlan
 from megatron.training.pretraining import build_trainer
-from megatron.training.run import Run, parse_run
+from megatron.training.run import Run, parse_run, run_data
 from megatron.training.trainer import Callback, Step, Trainer
 
 ORDERS = 5
@@ -42,7 +40,7 @@ class Record:
         norms: gradient norm of every step.
         scales: loss scale of every step.
         skipped: whether the step changed nothing.
-        state: fragments of weights and moments at the end, by ``name/kind/start``.
+        state: slices of weights and moments at the end, by ``name/kind/start``.
         iteration: steps done.
     """
 
@@ -69,11 +67,11 @@ def train(argv: Sequence[str]) -> Record:
         trainer = watched_trainer(run, mesh, record.add)
         trainer.fit()
         record.iteration = trainer.iteration
-        for part in fragments(trainer.engine):
-            name = f"{part.name}{part.shard.part}"
-            for kind, values in {"weight": part.weight, **part.moments}.items():
+        for own in owned_slices(trainer.engine):
+            name = f"{own.name}{shard_of(own.param).part}"
+            for kind, values in {"weight": own.weight, **own.moments}.items():
                 values = values.detach().cpu()
-                record.state[f"{name}/{kind}/{part.start}"] = values.numpy().copy()
+                record.state[f"{name}/{kind}/{own.slice.start}"] = values.numpy().copy()
     return record
 
 
@@ -141,8 +139,7 @@ class PlainTraining:
             group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
         self._optimizer.zero_grad()
         count = plan.batch_size.micro_batches(self._consumed)
-        length = plan.lengths.at(self._iteration)
-        batches = self._batches if length == plan.seq_length else cut(self._batches, length)
+        batches = plan.lengths.cut(self._batches, self._iteration)
         micro = [next(batches) for _ in range(count)]
         losses = []
         for place in self._order or range(count):

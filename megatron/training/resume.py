@@ -11,6 +11,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.registry import Located, locate_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
+from megatron.config.kinds import kind_classes
 from megatron.data.skip import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
@@ -171,12 +172,11 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
     """Values of the run that differ, those of checkpoints, logging and layout aside, a line each;
     of the model alone where no run of ours has trained it."""
     lines = []
-    parts = (
-        *("model", "training", "optimizer", "precision", "data", "raw_text", "instruction"),
-        *("fill_in_the_middle", "masked_data", "curriculum", "tokenizer"),
-    )
-    for part in parts if source.run and source.state else parts[:1]:
-        old, new = getattr(source.run or source, part), getattr(wanted, part)
+    names = ["model"]
+    if source.run and source.state:
+        names += ["training", "optimizer", "precision", "data", *kind_classes(), "tokenizer"]
+    for name in names:
+        old, new = source.run.part(name) if source.run else source.model, wanted.part(name)
         for field in dataclasses.fields(old):
             before, after = getattr(old, field.name), getattr(new, field.name)
             if before != after and field.name != "padded_vocab_size":
