@@ -82,13 +82,12 @@ def write_checkpoint(
 def run_of(source: Source, moments: bool = True) -> RunConfig:
     """The configuration that a converted checkpoint is saved with: that of its run, as far as the
     source knows it."""
-    vocab_size = source.model.unpadded_vocab_size
-    assert vocab_size is not None
     run = source.run
     if run is None:
         # What it is stored in is what it will be exported in.
         dtype = source.dtype(source.names()[0])
         run = RunConfig(
+            source.model,
             tokenizer=source.tokenizer or TokenizerConfig(),
             precision=PrecisionConfig(bf16=dtype == "bfloat16", fp16=dtype == "float16"),
         )
@@ -98,7 +97,7 @@ def run_of(source: Source, moments: bool = True) -> RunConfig:
     if source.run is None:
         checkpoint = CheckpointConfig(save_optim=moments)
     run = dataclasses.replace(run, model=source.model, checkpoint=checkpoint)
-    return run.with_vocabulary(vocab_size)
+    return run.with_vocabulary(source.model.vocabulary.size)
 
 
 class _FileSeries:

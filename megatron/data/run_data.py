@@ -90,7 +90,6 @@ class RunData(ABC):
     """What a sequence of the files is; sentences are split from raw text on the way."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        assert config.model.seq_length is not None
         self.config, self.tokenizer = config, tokenizer
         self.seq_length: int = config.model.seq_length
         self.seed = config.training.seed

@@ -37,7 +37,6 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
     if fast.fp8_format is None:
         return
     _check_device(device, fast.fp8_format)
-    assert config.model.num_layers is not None
     chosen = fast.float8_blocks(config.model.num_layers)
     float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe == "rowwise")
     for block in blocks:

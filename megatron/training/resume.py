@@ -170,15 +170,16 @@ def _check_position(plan: TrainingPlan, loaded: Start) -> None:
 def changes(source: Source, wanted: RunConfig) -> list[str]:
     """Values of the run that differ, those of checkpoints, logging and layout aside, a line each;
     of the model alone where no run of ours has trained it."""
-    lines = []
-    parts = (
-        *("model", "training", "optimizer", "precision", "data", "raw_text", "instruction"),
-        *("fill_in_the_middle", "masked_data", "curriculum", "tokenizer"),
-    )
-    for part in parts if source.run and source.state else parts[:1]:
-        old, new = getattr(source.run or source, part), getattr(wanted, part)
-        for field in dataclasses.fields(old):
-            before, after = getattr(old, field.name), getattr(new, field.name)
-            if before != after and field.name != "padded_vocab_size":
-                lines.append(f"{field.name}: {json.dumps(before)} -> {json.dumps(after)}")
-    return lines
+    trained = source.run if source.state else None
+    old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
+    new = wanted.to_dict()
+    return [
+        f"{name}: {json.dumps(before)} -> {json.dumps(new[part][name])}"
+        for part in old
+        if part not in _NOT_TOLD
+        for name, before in old[part].items()
+        if before != new[part][name] and name != "padded_vocab_size"
+    ]
+
+
+_NOT_TOLD = {"parallel", "fast_paths", "checkpoint", "logging", "profiling", "engine"}

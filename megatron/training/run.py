@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -101,11 +100,11 @@ def run_of(settings: Settings, processes: int) -> Run:
     resolved = resolve(settings, processes)
     tokenizer = build_tokenizer(resolved.config.tokenizer, training_texts(resolved.config))
     # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
-    rows = resolved.config.model.unpadded_vocab_size or 0
-    config = resolved.config.with_vocabulary(max(rows, tokenizer.vocab_size))
-    completed = deepspeed_json.complete(content, config)
+    rows = resolved.config.model.vocabulary.size
+    resolved = resolved.with_vocabulary(max(rows, tokenizer.vocab_size))
+    completed = deepspeed_json.complete(content, resolved.config)
     launched = "LOCAL_RANK" in os.environ
-    return Run(config, completed, tokenizer, dataclasses.replace(resolved, config=config), launched)
+    return Run(resolved.config, completed, tokenizer, resolved, launched)
 
 
 @contextlib.contextmanager

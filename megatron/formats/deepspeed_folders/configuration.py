@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.deepspeed_names import CONFIG, COUNTERS, RUN, STATE
 from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.config import ModelConfig, RunConfig, TokenizerConfig
+from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
 from megatron.formats.deepspeed_folders import megatron_deepspeed, neox
 from megatron.formats.legacy_megatron.arguments import tokenizer_of_arguments
 
@@ -55,7 +55,7 @@ def describe(folder: Path, states: Mapping[str, Any]) -> Description:
     if parts is not None:
         try:
             run = RunConfig.from_dict(parts)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, ConfigError) as error:
             raise CheckpointError(f"{own}: this is no configuration: {error}") from None
         file = folder / STATE
         state = read_json(file) if file.is_file() else states.get(COUNTERS, {})
