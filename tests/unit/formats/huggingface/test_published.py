@@ -76,4 +76,4 @@ def test_some_values():
     )
     assert not models["falcon-40b"].shared_parallel_norm
     assert models["opt-125m"].positions.position_embedding_offset == 2
-    assert models["bloom-560m"].max_position_embeddings == 2048
+    assert models["bloom-560m"].positions.max_position_embeddings == 2048
