@@ -39,7 +39,8 @@ lint: $(STAMP)  ## ruff and mypy
 
 # Tests of one file share a worker process, and with it the ranks that it has started. Those of two
 # files work beside each other, so that none may hold a core for itself.
-PYTEST = OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
+# Compiled modules are kept between the processes of a run, whatever the environment says.
+PYTEST = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 OMP_PROC_BIND=false $(BIN)/python -m pytest --numprocesses 2 --dist loadfile
 
 test: lint  ## the test suite, with a fixed sample of the long tables
 	$(PYTEST) -m 'not proof'

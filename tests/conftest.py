@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-# importlib mode puts no folder on the path.
+# importlib mode puts no folder on the path; what unit and distributed tests share is here.
 sys.path.insert(0, str(Path(__file__).parent))
 
+from cost import Cost  # noqa: E402
 from parts import parse_part, recorded, split  # noqa: E402
 
 # Tiny tensors on many threads spend their time waiting, above all where other tests run beside.
 torch.set_num_threads(1)
-sys.path.insert(0, str(Path(__file__).parent))  # what unit and distributed tests share
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -30,6 +30,7 @@ def pytest_configure(config: pytest.Config) -> None:
         parse_part(config.option.part or "1/1")
     except ValueError as error:
         raise pytest.UsageError(str(error)) from None
+    config.pluginmanager.register(Cost())
 
 
 @pytest.hookimpl(tryfirst=True)  # before xdist, which reads the groups

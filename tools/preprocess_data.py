@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 
 from megatron.config import TokenizerConfig, parse_configs
-from megatron.data.preprocessing.config import PreprocessConfig
-from megatron.data.preprocessing.pipeline import preprocess
-from megatron.data.preprocessing.summary import Summary
+from megatron.corpus.preprocessing.config import PreprocessConfig
+from megatron.corpus.preprocessing.pipeline import preprocess
+from megatron.corpus.preprocessing.summary import Summary
 
 
 def main(argv: Sequence[str] | None = None) -> None:

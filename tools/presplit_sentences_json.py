@@ -6,9 +6,9 @@ python tools/presplit_sentences_json.py corpus.jsonl corpus_sentences.jsonl
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.job import RunConfig
-from megatron.data.collection.presplit import PresplitConfig, presplit
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.presplit import PresplitConfig, presplit
 
 
 def main(argv: Sequence[str] | None = None) -> None:

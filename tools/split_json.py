@@ -6,9 +6,9 @@ python tools/split_json.py --input corpus.jsonl --output-dir parts --split 90,5,
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.job import RunConfig
-from megatron.data.collection.parts import SplitConfig, split_corpus
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.parts import SplitConfig, split_corpus
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -14,15 +14,15 @@ from pathlib import Path
 
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.data.preprocessing.inputs import (
+from megatron.corpus.preprocessing.inputs import (
     JSON_ENDINGS,
     LineBatch,
     expand_inputs,
     read_batches,
     total_bytes,
 )
-from megatron.data.preprocessing.progress import Progress
-from megatron.data.preprocessing.records import BadLine, texts_of_line
+from megatron.corpus.preprocessing.progress import Progress
+from megatron.data.json_lines import BadLine, texts_of_line
 from megatron.tokenizer.train import TRAINERS, TrainingOptions
 from megatron.tokenizer.train_sentence_piece import KINDS
 

@@ -6,9 +6,9 @@ python tools/wikiextractor_json.py --input extracted --output wikipedia.jsonl
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.job import RunConfig
-from megatron.data.collection.wikipedia import WikipediaConfig, read_wikipedia
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.model.state import LayerState
-from megatron.parallel.random import derive_seed
+from megatron.parallel.random import derive_seed, seed_devices
 
 Step = Callable[[LayerState], LayerState]
 """Takes the state through one layer, or through several."""
@@ -35,7 +35,7 @@ class LayerSequence:
             if state.dropout_seed is not None and place is not None:
                 # A layer's masks depend on its place alone, not on the layers before it on this
                 # process: they are the same however the list is cut into pipeline stages.
-                torch.manual_seed(derive_seed(state.dropout_seed, place))
+                seed_devices(derive_seed(state.dropout_seed, place))
             state = step(state)
         return state
 

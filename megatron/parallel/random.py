@@ -34,6 +34,18 @@ def dropout_seed(seed: int, first_sample: int) -> int:
     return derive_seed(seed, "dropout", first_sample)
 
 
+def seed_devices(seed: int) -> None:
+    """Seeds the generators of the CPU and of every GPU that this process uses.
+
+    ``torch.manual_seed`` gives the same numbers. For each kind of accelerator that is absent it
+    also formats the stack, for a later message: 0.3 ms a call, before every layer.
+    """
+    torch.default_generator.manual_seed(seed)
+    if torch.cuda.is_initialized():
+        for of_device in torch.cuda.default_generators:
+            of_device.manual_seed(seed)
+
+
 @contextlib.contextmanager
 def tensor_parallel_random(group: Group) -> Iterator[None]:
     """Random numbers inside differ over the ranks of ``group``; those after it agree again.
@@ -47,5 +59,5 @@ def tensor_parallel_random(group: Group) -> Iterator[None]:
     common = int(torch.randint(2**62, (), dtype=torch.int64))
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     with torch.random.fork_rng(devices=devices):
-        torch.manual_seed(derive_seed(common, group.rank))
+        seed_devices(derive_seed(common, group.rank))
         yield

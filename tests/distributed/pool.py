@@ -1,6 +1,7 @@
 """Worker processes that stay alive over a test session and run functions on several ranks.
 
-Starting torch and DeepSpeed takes seconds a process, so the workers are shared. A test gives the
+Importing torch and DeepSpeed takes seconds, so one process does it, workers are forked from it, and
+tests share them. A test gives the
 fixture ``pool`` a function of its own module, which runs on the first ``size`` workers:
 
     from pool import tensor_group
@@ -28,6 +29,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import importlib.util
 import multiprocessing as mp
@@ -41,6 +43,8 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
@@ -55,9 +59,15 @@ from megatron.parallel.mesh import Group
 GRACE_SECONDS = 1.0
 """How long the other ranks have to report after one failed."""
 
-MOST_THREADS = 100
+MOST_THREADS = 12
 """Of a worker that is used again. DeepSpeed's stage 3 never lets go of its engines, nor so of
-their groups, whose three threads each wake up all the time: some hundreds take half a core."""
+their groups, whose three threads each wake up all the time; a new worker costs less."""
+
+PRELOADED = ("torch._dynamo", "megatron.parity.training", "megatron.parity.gradients")
+"""What the process that workers are forked from imports: everything that takes long."""
+
+SETTINGS = {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+"""Environment of the workers."""
 
 _DONE = b"done"
 _LINEAR = F.linear
@@ -194,11 +204,24 @@ def _load(module: str, file: str) -> Any:
     return sys.modules[module]
 
 
+@functools.cache
+def _forking_context() -> ForkServerContext:
+    """Makes processes that have everything imported."""
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(list(PRELOADED))
+    before = dict(os.environ)
+    os.environ.update(SETTINGS)  # DeepSpeed chooses the device when it is imported
+    ensure_running()
+    os.environ.clear()
+    os.environ.update(before)
+    return context
+
+
 class _Worker:
     """One process, seen from the test session."""
 
     def __init__(self) -> None:
-        context = mp.get_context("spawn")
+        context = _forking_context()
         handle, name = tempfile.mkstemp(prefix="worker-stack-")
         os.close(handle)
         self.stack = Path(name)
@@ -223,7 +246,10 @@ class _Worker:
         if self.process.exitcode is not None:
             return f"died with exit code {self.process.exitcode}"
         os.kill(self.process.pid, signal.SIGUSR2)  # type: ignore[arg-type]
-        time.sleep(0.2)
+        deadline = time.monotonic() + GRACE_SECONDS
+        while not (stack := self.stack.read_text()) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.05)  # for the rest of what it says
         stack = self.stack.read_text() or "it does not say where"
         return f"still running (the limit is {seconds:g} s), at\n{stack}"
 
@@ -237,8 +263,9 @@ class _Worker:
 def serve(pipe: Connection, stack: str) -> None:
     """The life of a worker: calls what comes through the pipe until its other end closes."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    os.environ |= {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "DS_ACCELERATOR": "cpu"}
+    os.environ |= SETTINGS
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is not looked through after every job
     with open(stack, "w") as file:
         faulthandler.register(signal.SIGUSR2, file=file)
         with contextlib.suppress(EOFError):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
+
 from megatron.parity import gradients as parity_gradients
 from megatron.parity import training
 from megatron.parity.gradients import GradientRecord
-from megatron.parity.training import Record, train_plainly
+from megatron.parity.training import Record
 
 __all__ = ["LAYOUTS", "TINY", "gradients", "train", "train_plainly"]
 
@@ -30,6 +32,16 @@ LAYOUTS = (
 def train(argv: list[str]) -> Record:
     """Runs the trainer with these flags; for the pool."""
     return training.train(argv)
+
+
+def train_plainly(argv: list[str]) -> Record:
+    """The same training in plain torch; many tests of a file compare with the same one."""
+    return _trained_plainly(tuple(argv))
+
+
+@functools.cache
+def _trained_plainly(argv: tuple[str, ...]) -> Record:
+    return training.train_plainly(argv)
 
 
 def gradients(argv: list[str]) -> GradientRecord:

@@ -6,9 +6,9 @@ python tools/openwebtext/add_id.py --input-file a.jsonl --output-file b.jsonl --
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.job import RunConfig
-from megatron.data.collection.numbering import AddIdConfig, add_ids
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.numbering import AddIdConfig, add_ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:

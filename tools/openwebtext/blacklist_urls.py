@@ -6,9 +6,9 @@ python tools/openwebtext/blacklist_urls.py urls clean_urls.txt
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.job import RunConfig
-from megatron.data.collection.urls import UrlConfig, choose_urls
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.urls import UrlConfig, choose_urls
 
 
 def main(argv: Sequence[str] | None = None) -> None:

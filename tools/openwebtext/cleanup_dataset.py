@@ -7,9 +7,9 @@ python tools/openwebtext/cleanup_dataset.py pages.jsonl clean.jsonl
 from collections.abc import Sequence
 
 from megatron.config import TokenizerConfig
-from megatron.data.collection.cleanup import CleanupConfig, cleanup
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.job import RunConfig
+from megatron.corpus.collection.cleanup import CleanupConfig, cleanup
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.job import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

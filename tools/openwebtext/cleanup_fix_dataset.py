@@ -7,9 +7,9 @@ python tools/openwebtext/cleanup_fix_dataset.py --input-files clean.jsonl \
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.fixes import FixConfig, fix
-from megatron.data.collection.job import RunConfig
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.fixes import FixConfig, fix
+from megatron.corpus.collection.job import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

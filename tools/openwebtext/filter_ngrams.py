@@ -7,9 +7,9 @@ python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.decontamination import FilterConfig, filter_ngrams
-from megatron.data.collection.job import RunConfig
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.decontamination import FilterConfig, filter_ngrams
+from megatron.corpus.collection.job import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,9 +6,9 @@ python tools/openwebtext/find_duplicates.py --inputs clean.jsonl url --output du
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.duplicates import DuplicateConfig, find_duplicates
-from megatron.data.collection.job import RunConfig
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.duplicates import DuplicateConfig, find_duplicates
+from megatron.corpus.collection.job import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

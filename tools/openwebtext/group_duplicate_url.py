@@ -6,9 +6,9 @@ python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.groups import GroupConfig, group_duplicates
-from megatron.data.collection.job import RunConfig
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.groups import GroupConfig, group_duplicates
+from megatron.corpus.collection.job import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,9 +6,9 @@ python tools/openwebtext/merge_jsons.py --json-path folder --output-file merged.
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.job import RunConfig
-from megatron.data.collection.numbering import MergeConfig, merge
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.numbering import MergeConfig, merge
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -6,9 +6,9 @@ python tools/openwebtext/remove_group_duplicates.py groups.json clean.jsonl uniq
 
 from collections.abc import Sequence
 
-from megatron.data.collection.command import run_tool
-from megatron.data.collection.groups import RemoveConfig, remove_duplicates
-from megatron.data.collection.job import RunConfig
+from megatron.corpus.collection.command import run_tool
+from megatron.corpus.collection.groups import RemoveConfig, remove_duplicates
+from megatron.corpus.collection.job import RunConfig
 
 
 def main(argv: Sequence[str] | None = None) -> None:

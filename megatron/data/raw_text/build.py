@@ -10,13 +10,13 @@ from megatron.config import TokenizerConfig
 from megatron.config.raw_text import RawTextConfig
 from megatron.data.build import Kind
 from megatron.data.index_cache import IndexCache
-from megatron.data.preprocessing.sentences import available_splitter
 from megatron.data.raw_text.documents import RawTextDocuments
 from megatron.data.raw_text.encode import TextEncoder, TextSettings
 from megatron.data.raw_text.records import text_records
 from megatron.data.raw_text.scan import batches
 from megatron.data.run_data import RunData
 from megatron.data.samples import SampleRecipe
+from megatron.data.sentences import available_splitter
 from megatron.data.sources import Source
 
 

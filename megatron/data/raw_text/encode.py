@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.config import TokenizerConfig
 from megatron.data.indexed import best_dtype
-from megatron.data.preprocessing.sentences import SentenceSplitter, build_splitter
+from megatron.data.sentences import SentenceSplitter, build_splitter
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 

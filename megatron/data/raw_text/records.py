@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from functools import cached_property
 from typing import BinaryIO
 
-from megatron.data.preprocessing.records import BadLine, texts_of_line
+from megatron.data.json_lines import BadLine, texts_of_line
 from megatron.data.raw_text.files import TextFile, text_files
 
 _BOM = b"\xef\xbb\xbf"

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.preprocessing.records import BadLine
+from megatron.data.json_lines import BadLine
 from megatron.data.raw_text.encode import TextEncoder, TextSettings
 from megatron.data.raw_text.records import Records
 from megatron.data.worker import usable_processors

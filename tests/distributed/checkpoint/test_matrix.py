@@ -64,26 +64,33 @@ RTOL = {"float32": 1e-6, "bf16": 1e-3}
 
 
 def pairs():
-    """Every pair; the sample has each layout once as the source and once as the target."""
+    """Every pair; the sample has each layout once, as the source or as the target."""
     for row, source in enumerate(NAMES):
         for column, target in enumerate(NAMES):
-            in_sample = (column - row) % len(NAMES) == 7
+            in_sample = row % 2 == 0 and (column - row) % len(NAMES) == 7
             marks = () if in_sample else (pytest.mark.proof,)
             yield pytest.param(source, target, marks=marks, id=f"{source}-to-{target}")
 
 
 def run(argv):
-    """Trains; returns what this rank held at the start, and the record of the steps; for the pool.
+    """Trains; returns what this rank held at the start and after ``STOP`` steps, and the record of
+    all steps; for the pool.
 
     The state is a list of (name, kind, tensor rank, start in its share, values).
     """
-    record = Record()
+    record, states = Record(), []
     parsed = parse_run(None, argv)
+
+    def watch(result):
+        record.add(result)
+        if len(record.losses) == STOP:
+            states.append(state(trainer.engine))
+
     with distributed(parsed.config.parallel) as groups:
-        trainer = watched_trainer(parsed, groups, record.add)
-        before = state(trainer.engine)
+        trainer = watched_trainer(parsed, groups, watch)
+        states.append(state(trainer.engine))
         trainer.fit()
-        return before, state(trainer.engine), record
+        return *states, record
 
 
 def state(engine):
@@ -137,13 +144,13 @@ def saved(pool, tmp_path_factory):
     def make(name):
         if name not in made:
             size, flags = LAYOUTS[name]
-            save = tmp_path_factory.mktemp(name)
-            stop = ["--save", str(save), "--exit-interval", str(STOP)]
-            results = pool.run(size, run, [*FLAGS, *flags.split(), *stop])
-            tensors = whole([after for _, after, _ in results], tensor_size(name))
+            folder = tmp_path_factory.mktemp(name)
+            saving = ["--save", str(folder), "--save-interval", str(STOP)]
+            results = pool.run(size, run, [*FLAGS, *flags.split(), *saving])
+            tensors = whole([saved for _, saved, _ in results], tensor_size(name))
+            save = folder / f"global_step{STOP}"
             reference = pool.run(1, run, [*FLAGS, "--load", str(save)])[0][2]
-            unbroken = pool.run(size, run, [*FLAGS, *flags.split()])[0][2].losses
-            assert unbroken[:STOP] == results[0][2].losses
+            unbroken = results[0][2].losses
             np.testing.assert_allclose(reference.losses, unbroken[STOP:], rtol=rtol(name))
             made[name] = save, tensors, reference.losses
         return made[name]
@@ -167,9 +174,9 @@ def markdown(cells):
         "Written by `MEGATRON_MATRIX=docs/checkpoint-matrix.md pytest -m '' "
         f"tests/distributed/checkpoint/test_matrix.py` on {time.strftime('%Y-%m-%d')}.",
         "",
-        "A row saved a checkpoint after three steps, a column loaded it. In every cell with a "
-        "number all weights and moments were bitwise equal after loading; the number is the "
-        "largest relative difference of the next three losses from those that one process "
+        "A row saved a checkpoint after three steps and went on, a column loaded it. In every "
+        "cell with a number all weights and moments were bitwise equal after loading; the number "
+        "is the largest relative difference of the next three losses from those that one process "
         "(float32) goes on with.",
         "",
         "| from \\ to | " + " | ".join(NAMES) + " |",

@@ -97,9 +97,9 @@ LAYOUTS = {
     "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
 }
 SAMPLE = {
-    *(("dp2", stage, form) for stage in (0, 1, 2, 3) for form in ("fp32", "bf16")),
-    *(("one", stage, "bf16") for stage in (0, 1, 2)),
-    ("tp2", 1, "bf16"),
+    *(("dp2", stage, "bf16") for stage in (0, 1, 2, 3)),
+    ("dp2", 2, "fp32"),
+    ("one", 1, "bf16"),
     ("tp2", 3, "bf16"),
     ("pp2", 1, "bf16"),
 }
@@ -165,8 +165,14 @@ def test_skipped_step_changes_nothing(pool, stage, form):
     check_same(found, expected)
 
 
-@pytest.mark.parametrize(("stage", "form"), [*BAD, (1, SUMS_IN_FP32)])
-@pytest.mark.parametrize("lag", [0, 2])
+@pytest.mark.parametrize(
+    ("stage", "form", "lag"),
+    [
+        pytest.param(stage, form, lag, marks=() if lag else pytest.mark.proof)
+        for stage, form in [*BAD, (1, SUMS_IN_FP32)]
+        for lag in (0, 2)
+    ],
+)
 def test_stops_with_the_weights_from_before(pool, stage, form, lag):
     """However late the host looks, the steps after the bad one have changed nothing."""
     flags = [*FLAGS, "--zero-stage", str(stage)]

@@ -120,33 +120,6 @@ def test_resume_is_bitwise(pool, unbroken, tmp_path, name, stop):
     assert evaluations(tmp_path) == evaluations(save)
 
 
-LAYOUTS = {
-    "zero0": (1, ["--zero-stage", "0"]),
-    "zero1-dp4": (4, ["--zero-stage", "1"]),
-    "zero2-dp2": (2, ["--zero-stage", "2"]),
-    "zero3-dp2": (2, ["--zero-stage", "3"]),
-    "zero1-tp2": (2, ["--zero-stage", "1", "--tensor-model-parallel-size", "2"]),
-    "zero1-pp2": (2, ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]),
-    "zero1-tp2-sp-pp2": (
-        4,
-        "--zero-stage 1 --tensor-model-parallel-size 2 --sequence-parallel "
-        "--pipeline-model-parallel-size 2".split(),
-    ),
-}
-
-
-@pytest.mark.parametrize("target", LAYOUTS)
-@pytest.mark.parametrize("source", LAYOUTS)
-@pytest.mark.proof
-def test_any_layout_continues_any(pool, tmp_path, source, target):
-    check_continues(pool, tmp_path, LAYOUTS[source], LAYOUTS[target])
-
-
-def test_some_layouts_continue_others(pool, tmp_path):
-    check_continues(pool, tmp_path / "a", LAYOUTS["zero2-dp2"], LAYOUTS["zero1-pp2"])
-    check_continues(pool, tmp_path / "b", LAYOUTS["zero1-pp2"], LAYOUTS["zero3-dp2"])
-
-
 def test_shared_key_value_heads_continue_whole_ones(pool, tmp_path):
     """One key-value head on two ranks: two parameters there are one here."""
     heads = ["--num-query-groups", "1"]

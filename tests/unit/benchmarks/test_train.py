@@ -30,6 +30,7 @@ def found(tmp_path_factory) -> dict:
     return json.loads(file.read_text())
 
 
+@pytest.mark.proof
 def test_all_losses_are_those_of_the_plain_model(found):
     losses = {name: result.get("losses") for name, result in found["contestants"].items()}
     assert set(losses) == set(NAMES), found["contestants"]
@@ -40,6 +41,7 @@ def test_all_losses_are_those_of_the_plain_model(found):
         assert losses[name] == pytest.approx(losses["plain"], rel=1e-5), name
 
 
+@pytest.mark.proof
 def test_json_is_whole(found):
     assert found["warnings"] == []
     assert found["machine"]["peak_flops"] == 1e12

@@ -84,22 +84,22 @@ FIND = """
 import sys
 from pathlib import Path
 from megatron.checkpoint.registry import locate_checkpoint
-found = locate_checkpoint(sys.argv[1])
-loaded = {name for name in sys.modules if name.startswith(("megatron.formats", "deepspeed"))}
-print(found and found.form.__name__, sorted(loaded))
+for path in sys.argv[1:]:
+    found = locate_checkpoint(path)
+    loaded = {name for name in sys.modules if name.startswith(("megatron.formats", "deepspeed"))}
+    print(found and found.form.__name__, sorted(loaded))
 """
 
 
 def test_other_formats_are_imported_where_the_native_one_finds_nothing(save, tmp_path):
-    def find(path):
-        run = subprocess.run([sys.executable, "-c", FIND, path], capture_output=True, text=True)
+    def find(*paths):
+        run = subprocess.run([sys.executable, "-c", FIND, *paths], capture_output=True, text=True)
         assert run.returncode == 0, run.stderr
         return run.stdout
 
-    assert find(save) == "CheckpointReader []\n"
-    assert find(tmp_path / "absent") == "None []\n"
     (tmp_path / "empty").mkdir()
-    assert find(tmp_path / "empty") == "None []\n"
+    found = find(save, tmp_path / "absent", tmp_path / "empty")
+    assert found == "CheckpointReader []\nNone []\nNone []\n"
     other = tmp_path / "other"
     (other / "global_step2").mkdir(parents=True)
     (other / "global_step2" / "mp_rank_00_model_states.pt").touch()

@@ -1,5 +1,6 @@
 """Random numbers that do not depend on the layout."""
 
+import pytest
 import torch
 
 from megatron.parallel.mesh import SINGLE, Group
@@ -7,8 +8,11 @@ from megatron.parallel.random import (
     derive_seed,
     dropout_seed,
     generator,
+    seed_devices,
     tensor_parallel_random,
 )
+
+GPU = torch.cuda.is_available()
 
 
 def test_seeds_are_stable_over_versions():
@@ -34,6 +38,17 @@ def test_generators_are_independent_of_the_global_stream():
 def test_dropout_is_a_function_of_the_sample_number():
     assert dropout_seed(1234, 8) == dropout_seed(1234, 8)
     assert len({dropout_seed(1234, 8), dropout_seed(1234, 16), dropout_seed(1, 8)}) == 3
+
+
+@pytest.mark.parametrize(
+    "device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not GPU, reason="needs a GPU"))]
+)
+def test_seeding_devices_against_torch(device):
+    torch.rand(1, device=device)
+    torch.manual_seed(derive_seed("x"))
+    expected = torch.rand(4, device=device)
+    seed_devices(derive_seed("x"))
+    assert torch.equal(torch.rand(4, device=device), expected)
 
 
 def inside_and_after(rank, draws):

@@ -15,7 +15,7 @@ from megatron.data.masked.bert import BertRecipe
 from megatron.data.masked.t5 import T5Recipe
 from megatron.data.masked.tfrecord_bert import TFRecordRecipe
 from megatron.data.masked.tfrecord_documents import TFRecords
-from megatron.data.preprocessing.sentences import build_splitter
+from megatron.data.sentences import build_splitter
 from megatron.tokenizer.protocol import Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer

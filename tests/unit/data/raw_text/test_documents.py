@@ -16,11 +16,11 @@ from torch.utils.data import DataLoader
 
 from megatron.config import TokenizerConfig
 from megatron.config.raw_text import RawTextConfig
+from megatron.corpus.preprocessing.config import PreprocessConfig
+from megatron.corpus.preprocessing.pipeline import preprocess
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.preprocessing.config import PreprocessConfig
-from megatron.data.preprocessing.pipeline import preprocess
 from megatron.data.raw_text.build import open_raw_text, read_texts, text_settings
 from megatron.data.raw_text.documents import RawTextDocuments
 from megatron.data.raw_text.encode import TextEncoder, TextSettings

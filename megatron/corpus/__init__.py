@@ -1,0 +1,1 @@
+"""From text to indexed files: collected, cleaned, tokenized. Training imports none of it."""

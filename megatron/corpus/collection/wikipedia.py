@@ -1,0 +1,214 @@
+"""Articles as WikiExtractor writes them to one JSON object per article.
+
+WikiExtractor makes folders AA, AB ... of files wiki_00, wiki_01 ..., either JSON lines (--json)
+or articles between `<doc id="12" url="..." title="...">` and `</doc>` on lines of their own, with
+the title as first line. It writes &, < and > in the latter as HTML entities.
+"""
+
+from __future__ import annotations
+
+import html
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from megatron.config.flags import option
+from megatron.corpus.collection.command import required
+from megatron.corpus.collection.job import Job, Report, RunConfig, read_lines, run
+from megatron.corpus.collection.lines import (
+    BadRecord,
+    Emit,
+    Mapped,
+    Record,
+    json_line,
+    map_records,
+)
+from megatron.corpus.collection.workers import BatchStep
+from megatron.corpus.preprocessing.inputs import LineBatch
+from megatron.data.json_lines import BadLine
+
+_START = re.compile(r"<doc\s+(.*)>\s*$")
+_ATTRIBUTE = re.compile(r'(\w+)="([^"]*)"')
+_END = b"</doc>"
+_REDIRECT = re.compile(r"#\s*redirect", re.IGNORECASE)
+_MAX_ARTICLE = 1 << 28
+
+
+@dataclass(frozen=True)
+class WikipediaConfig:
+    """Reading WikiExtractor's output."""
+
+    input: tuple[str, ...] = option(())
+    """Folders that WikiExtractor wrote, or files of them (wiki_00), plain or packed by gzip or
+    zstd; both its formats."""
+    output: str | None = option(None)
+    """The JSON-lines file to write, with keys id, url, title and text; .gz or .zst packs it."""
+    title_in_text: bool = option(False)
+    """Begin each text with the title and an empty line."""
+    min_length: int = option(0)
+    """Leave out articles whose text has fewer characters than this."""
+
+
+@dataclass(frozen=True)
+class WikipediaStep:
+    """Drops empty and redirecting articles, and writes the others in one form."""
+
+    title_in_text: bool
+    min_length: int
+
+    def build(self) -> BatchStep:
+        return self
+
+    def __call__(self, batch: LineBatch) -> Mapped:
+        is_markup = any(line.startswith((b"<doc ", _END)) for line in batch.lines)
+        if not is_markup and any(line.startswith(b"{") for line in batch.lines):
+            return map_records(batch, ("text",), self._of_json, outputs=1)
+        return self._of_markup(batch)
+
+    def _of_json(self, record: Record, counts: Counter[str]) -> Iterator[Emit]:
+        fields = record.fields
+        if not isinstance(fields.get("title", ""), str):
+            raise BadRecord('"title" is not a string', f"found {fields['title']!r:.60}")
+        line = self._line(
+            fields.get("id"), fields.get("url"), fields.get("title", ""), fields, counts
+        )
+        if line:
+            yield 0, line
+
+    def _of_markup(self, batch: LineBatch) -> Mapped:
+        mapped = Mapped([b""])
+        attributes: dict[str, str] | None = None
+        lines: list[str] = []
+        written: list[bytes] = []
+        started = 0
+
+        def bad(number: int, reason: str, detail: str) -> None:
+            mapped.bad_lines.append(BadLine(number, reason, detail))
+
+        for number, raw in enumerate(batch.lines, batch.first_line):
+            try:
+                line = raw.decode().rstrip("\r\n")
+            except UnicodeDecodeError as error:
+                bad(number, "not UTF-8", str(error))
+                continue
+            start = _START.match(line)
+            if start:
+                if attributes is not None:
+                    bad(started, "an article without </doc>", f"the next starts in line {number}")
+                attributes, lines, started = dict(_ATTRIBUTE.findall(start[1])), [], number
+            elif line.strip() == _END.decode():
+                if attributes is None:
+                    bad(number, "</doc> without <doc ...>", "the article before has ended")
+                    continue
+                mapped.documents += 1
+                unescaped = {name: html.unescape(value) for name, value in attributes.items()}
+                fields = {"text": html.unescape("\n".join(lines))}
+                title = unescaped.get("title", "")
+                article = self._line(
+                    unescaped.get("id"), unescaped.get("url"), title, fields, mapped.counts
+                )
+                written += [article] if article else []
+                attributes = None
+            elif attributes is not None:
+                lines.append(line)
+            elif line.strip():
+                bad(number, "text outside of <doc> and </doc>", repr(line[:60]))
+        if attributes is not None:
+            bad(started, "an article without </doc>", "the file ends")
+        mapped.outputs = [b"".join(written)]
+        return mapped
+
+    def _line(
+        self, article: object, url: object, title: str, fields: dict[str, str], counts: Counter[str]
+    ) -> bytes | None:
+        text = fields["text"].strip()
+        if title and text.partition("\n")[0].strip() == title.strip():
+            text = text.partition("\n")[2].strip()
+        if not text:
+            counts["empty articles left out"] += 1
+        elif _REDIRECT.match(text):
+            counts["redirects left out"] += 1
+        elif len(text) < self.min_length:
+            counts["short articles left out"] += 1
+        else:
+            counts["articles written"] += 1
+            if self.title_in_text and title:
+                text = f"{title}\n\n{text}"
+            return json_line({"id": article, "url": url, "title": title, "text": text})
+        return None
+
+
+def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
+    """Lines in batches none of which ends inside an article.
+
+    Raises:
+        ValueError: an article is longer than 256 MiB, so that its end seems to be missing.
+    """
+    held: LineBatch | None = None
+    for batch in read_lines(paths):
+        if held is not None and held.path != batch.path:
+            yield held
+            held = None
+        if held is not None:
+            batch = replace(batch, first_line=held.first_line, lines=held.lines + batch.lines)
+        if any(line.startswith(b"<doc ") for line in batch.lines):
+            ends = (
+                i for i in range(len(batch.lines), 0, -1) if batch.lines[i - 1].startswith(_END)
+            )
+            whole = next(ends, 0)
+        else:
+            whole = len(batch.lines)
+        if whole:
+            yield replace(batch, lines=batch.lines[:whole])
+        rest = batch.lines[whole:]
+        if sum(map(len, rest)) > _MAX_ARTICLE:
+            raise ValueError(
+                f"{batch.path}, line {batch.first_line + whole}: an article without </doc> in the "
+                f"{_MAX_ARTICLE >> 20} MiB that follow"
+            )
+        held = replace(batch, first_line=batch.first_line + whole, lines=rest) if rest else None
+    if held is not None:
+        yield held
+
+
+def extracted_files(patterns: Iterable[str]) -> list[Path]:
+    """Files of WikiExtractor: those named wiki_* below a folder, or as given.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: one is packed by bzip2.
+    """
+    files: dict[Path, None] = {}
+    for pattern in map(Path, patterns):
+        found = sorted(pattern.rglob("wiki_*")) if pattern.is_dir() else [pattern]
+        if not found or not found[0].exists():
+            what = "has no files wiki_* in it" if pattern.is_dir() else "does not exist"
+            raise FileNotFoundError(f"--input {pattern} {what}")
+        files.update(dict.fromkeys(path for path in found if path.is_file()))
+    packed = next((path for path in files if path.suffix == ".bz2"), None)
+    if packed:
+        raise ValueError(f"--input {packed} is packed by bzip2: unpack it with bunzip2 first")
+    return list(files)
+
+
+def read_wikipedia(config: WikipediaConfig, running: RunConfig) -> Report:
+    """Writes the articles of WikiExtractor's files.
+
+    Raises:
+        ConfigError: a flag is missing.
+        ValueError, OSError: see `job.run`.
+    """
+    required(input=config.input, output=config.output)
+    assert config.output is not None
+    step = WikipediaStep(config.title_in_text, config.min_length)
+    job = Job(
+        "wikiextractor_json",
+        extracted_files(config.input),
+        [Path(config.output)],
+        step,
+        reader=article_batches,
+        settings=asdict(step),
+    )
+    return run(job, running)
