@@ -13,8 +13,11 @@ from megatron.config import (
     FLAG_CLASSES,
     ConfigError,
     FlagParser,
+    OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     Setting,
+    TrainingConfig,
     explain,
     resolve,
 )
@@ -402,6 +405,19 @@ def test_configurations_that_were_saved_with_every_flag_are_read():
     old = json.loads(OLD.read_text())
     config = resolved(base=old["flags"], world_size=old["world_size"]).config
     assert RunConfig.from_dict(old["config"]) == config.with_vocabulary(old["vocabulary"])
+
+
+def test_what_no_run_derived_is_read_as_its_default():
+    """Converted checkpoints of those versions: no run had filled it in."""
+    old = json.loads(OLD.read_text())["config"]
+    old |= {
+        "parallel": {"pipeline_schedule": None, "num_virtual_stages_per_pipeline_rank": None},
+        "training": {"micro_batch_size": None, "train_iters": None},
+        "optimizer": {"lr": None, "start_weight_decay": None},
+    }
+    config = RunConfig.from_dict(old)
+    assert (config.parallel, config.training) == (ParallelConfig(), TrainingConfig())
+    assert config.optimizer == OptimizerConfig()
 
 
 @pytest.mark.parametrize(
