@@ -13,7 +13,7 @@ import dataclasses
 import difflib
 import functools
 import inspect
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
@@ -120,15 +120,20 @@ def _dashed(name: str) -> str:
 
 
 @functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
 def field_help(cls: type) -> dict[str, str]:
     """Help text of each field of ``cls``: the string literal that follows it in the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
+    body = _class_bodies(cls.__module__)[cls.__name__]
     texts: dict[str, str] = {}
     for base in cls.__bases__:
         if dataclasses.is_dataclass(base):
             texts |= field_help(base)
-    for statement, following in zip(body.body, body.body[1:], strict=False):
+    for statement, following in zip(body, body[1:], strict=False):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)
