@@ -9,12 +9,12 @@
 torchrun starts it in the same way, and plain python runs it on one process.
 """
 
-from megatron import importing
+import megatron.util.collector
 from megatron.engine.environment import distributed
 from megatron.training.pretraining import build_trainer
 from megatron.training.run import ending_process, errors_for_users, parse_run
 
-importing.done()
+megatron.util.collector.resume()
 
 
 def train() -> None:

@@ -6,8 +6,8 @@ from setuptools import find_packages, setup
 # between minor releases.
 REQUIRES = [
     "torch>=2.11,<2.14",
-    "deepspeed>=0.19.8,<0.20",
-    "filelock",
+    "deepspeed>=0.19.0,<=0.19.8",
+    "filelock>=4",  # earlier ones truncate a file that another process holds, and hold on in forks
     "fsspec",
     "google-crc32c>=1.5",
     "jinja2>=3.1",

@@ -21,7 +21,7 @@ from gpu_suite.plan import PARTS, SCALES, jobs
 from gpu_suite.run import Results, run_all
 from gpu_suite.table import markdown
 
-from megatron.whole_file import write_whole
+from megatron.util.files import write_whole
 
 RESULTS = Path(__file__).resolve().parent / "results" / "gpu"
 

@@ -20,12 +20,12 @@ from megatron.config.flags import option
 from megatron.data.index_cache import IndexCache
 from megatron.data.prebuild import prebuild
 from megatron.data.run_data import parts_of
-from megatron.data.worker import usable_processors
 from megatron.families import family_names, family_of
 from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, run_of
 from megatron.training.run_flags import RunToolParser
+from megatron.util.processes import usable_processors
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,7 @@ from megatron.profiling.trace import read_trace
 from megatron.training.pretraining import build_trainer
 from megatron.training.run import ending_process, errors_for_users, run_of
 from megatron.training.run_flags import RunToolParser
-from megatron.whole_file import write_whole
+from megatron.util.files import write_whole
 
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
 _OUTPUTS = (

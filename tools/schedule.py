@@ -9,7 +9,6 @@ with 2 and the reason where there is no such schedule.
 """
 
 import math
-import os
 import shutil
 import sys
 from collections import defaultdict
@@ -25,6 +24,7 @@ from megatron.config.flags import option
 from megatron.parallel.pipeline_messages import transfer_of
 from megatron.parallel.pipeline_schedules import SCHEDULES, Action, PipelineSchedule
 from megatron.parallel.timeline import Timeline, simulate, theory
+from megatron.util.files import replacing
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -253,9 +253,8 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
         ncols=8,
         frameon=False,
     )
-    temporary = path.with_name(path.name + ".tmp")
-    figure.savefig(temporary, format="png")
-    os.replace(temporary, path)
+    with replacing(path) as part:
+        figure.savefig(part, format="png")
 
 
 def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:

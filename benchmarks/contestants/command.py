@@ -16,7 +16,7 @@ from contestants.process import ContestantError, environment, prepare
 from contestants.registry import DEFAULT, contestant
 from contestants.report import compared, markdown
 from contestants.setting import Setting
-from megatron.whole_file import write_whole
+from megatron.util.files import write_whole
 
 TOLERANCE = {"bf16": 0.02, "fp32": 1e-3}
 """Largest relative difference of two contestants' losses that is only rounding."""

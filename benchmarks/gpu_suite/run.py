@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from gpu_suite.plan import CONFIGS, Job
-from megatron.whole_file import write_whole
+from megatron.util.files import write_whole
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORTEST = 60.0

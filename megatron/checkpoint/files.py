@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
+
+from megatron.util.digests import sha256
+from megatron.util.files import sync, sync_path, write_whole
 
 Facts = dict[str, int | str]
 """What a manifest says of a file: ``bytes`` and ``sha256``."""
@@ -18,8 +20,8 @@ class CheckpointError(ValueError):
 
 def write_text(path: Path, text: str) -> None:
     """Replaces a file atomically; after a crash it has its old or its new content."""
-    os.replace(stage_text(path, text), path)
-    sync_folder(path.parent)
+    write_whole(path, text.encode())
+    sync_path(path.parent)
 
 
 def stage_text(path: Path, text: str) -> Path:
@@ -47,9 +49,8 @@ def write_bytes(path: Path, content: bytes) -> Facts:
     """
     with open(path, "xb") as file:
         file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+        sync(file)
+    return {"bytes": len(content), "sha256": sha256(content)}
 
 
 def json_text(content: Any) -> str:
@@ -95,27 +96,3 @@ def parse_json(path: Path, content: bytes) -> Any:
         return json.loads(content.decode("utf-8"))
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from None
-
-
-def sync_file(path: Path) -> None:
-    """Makes sure that a written file is on the disk."""
-    with open(path, "rb") as file:
-        os.fsync(file.fileno())
-
-
-def sync_folder(path: Path) -> None:
-    """Makes sure that renames in a folder are on the disk."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def checksum(path: Path) -> str:
-    """SHA-256 of a file, as ``sha256sum`` prints it."""
-    digest = hashlib.sha256()
-    with open(path, "rb", buffering=0) as file:
-        while block := file.read(2**22):
-            digest.update(block)
-    return digest.hexdigest()

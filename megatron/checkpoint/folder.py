@@ -27,8 +27,9 @@ import shutil
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError, Facts, stage_text, sync_folder
+from megatron.checkpoint.files import CheckpointError, Facts, stage_text
 from megatron.checkpoint.manifest import MANIFEST, file_facts, manifest, verify, write_manifest
+from megatron.util.files import sync_path
 
 __all__ = [
     "MANIFEST", "MEGATRON_TRACKER", "TRACKER", "complete_tags", "discard", "file_facts", "find",
@@ -165,7 +166,7 @@ def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> N
     try:
         for name, text in trackers.items():
             staged[save / name] = stage_text(save / name, text)
-        sync_folder(written)
+        sync_path(written)
         replaced = _make_room(final)
         try:
             os.rename(written, final)
@@ -173,10 +174,10 @@ def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> N
             if replaced is not None:
                 os.rename(replaced, final)
             raise
-        sync_folder(save)
+        sync_path(save)
         for path, text_file in staged.items():
             os.replace(text_file, path)
-        sync_folder(save)
+        sync_path(save)
     except OSError:
         for text_file in staged.values():
             text_file.unlink(missing_ok=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import re
 from pathlib import Path, PurePosixPath
 
@@ -10,12 +9,12 @@ from megatron.checkpoint.contents import check_index, check_state
 from megatron.checkpoint.files import (
     CheckpointError,
     Facts,
-    checksum,
     json_text,
     parse_json,
     read_bytes,
     write_bytes,
 )
+from megatron.util.digests import sha256, sha256_of_file
 
 MANIFEST = "manifest.json"
 _FORMAT = 2
@@ -27,7 +26,7 @@ _REQUIRED = ("config.json", "index.json", "state.json")
 
 def file_facts(path: Path) -> Facts:
     """What the manifest says of a file."""
-    return {"bytes": path.stat().st_size, "sha256": checksum(path)}
+    return {"bytes": path.stat().st_size, "sha256": sha256_of_file(path)}
 
 
 def write_manifest(folder: Path, facts: dict[str, Facts]) -> None:
@@ -39,11 +38,7 @@ def write_manifest(folder: Path, facts: dict[str, Facts]) -> None:
     """
     content = {"format": _FORMAT, "files": dict(sorted(facts.items())), "sha256": _BLANK}
     text = json_text(content)
-    write_bytes(folder / MANIFEST, text.replace(_BLANK, _digest(text)).encode())
-
-
-def _digest(text: str) -> str:
-    return hashlib.sha256(text.encode()).hexdigest()
+    write_bytes(folder / MANIFEST, text.replace(_BLANK, sha256(text)).encode())
 
 
 def manifest(folder: Path) -> dict[str, Facts]:
@@ -62,7 +57,7 @@ def manifest(folder: Path) -> dict[str, Facts]:
     if (
         not isinstance(own, str)
         or not _SHA256.fullmatch(own)
-        or _digest(text.replace(own, _BLANK)) != own
+        or sha256(text.replace(own, _BLANK)) != own
     ):
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that it names")
     if not isinstance(files, dict) or not all(map(_is_entry, files.items())):
@@ -118,7 +113,7 @@ def check_file(path: Path, facts: Facts) -> None:
             raise CheckpointError(f"{path} is missing")
         if size != facts["bytes"]:
             raise CheckpointError(f"{path} has {size} bytes, the manifest says {facts['bytes']}")
-        found = checksum(path)
+        found = sha256_of_file(path)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if found != facts["sha256"]:

@@ -10,13 +10,14 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, sync_file, write_json
+from megatron.checkpoint.files import CheckpointError, write_json
 from megatron.checkpoint.folder import complete_tags, file_facts, publish, tag, unfinished_folder
 from megatron.checkpoint.index import Piece
 from megatron.checkpoint.reader import tensor_key
 from megatron.checkpoint.region import Region
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, PrecisionConfig, RunConfig, TokenizerConfig
+from megatron.util.files import sync_path
 
 
 def write_checkpoint(
@@ -74,7 +75,7 @@ def write_checkpoint(
         source.copy_tokenizer(folder / "tokenizer")
         facts = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            sync_file(path)
+            sync_path(path)
             facts[str(path.relative_to(folder))] = file_facts(path)
         return publish(save, iteration, facts)
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import ast
 import dataclasses
-import difflib
 import functools
 import inspect
 import sys
@@ -18,6 +17,8 @@ import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
+
+from megatron.util.nearest import nearest
 
 C = TypeVar("C")
 
@@ -286,8 +287,8 @@ class FlagParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"'{word}' follows no flag that takes it")
         name = word.split("=", 1)[0]
-        near = difflib.get_close_matches(name, self._option_string_actions, n=1, cutoff=0.5)
-        hint = f"; the nearest known flag is {near[0]}" if near else ""
+        known = self._option_string_actions
+        hint = nearest(name, known, "; the nearest known flag is {}", cutoff=0.5)
         self.error(f"unknown flag {name}{hint} (--help lists all)")
 
 

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from megatron.config.flags import ConfigError
+from megatron.util.nearest import nearest
 
 
 class Section:
@@ -40,8 +40,7 @@ class Section:
         """Refuses other keys than these."""
         for key in self.values:
             if key not in keys:
-                near = difflib.get_close_matches(key, keys, n=1)
-                hint = f"; the nearest known key is {near[0]}" if near else ""
+                hint = nearest(key, keys, "; the nearest known key is {}")
                 raise ConfigError(f"{self.path} has no key {key}{hint}")
 
     def section(self, key: str) -> Section:

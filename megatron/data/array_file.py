@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
+
+from megatron.util.digests import digest_of_parts
+from megatron.util.files import sync
 
 _DIGEST_BLOCK = 1 << 20
 _DIGEST_BLOCKS = 64
@@ -85,17 +88,13 @@ def _read_header(stream: BinaryIO) -> tuple[np.dtype, tuple[int, ...], Any]:
 
 def digest_of(array: np.ndarray) -> str:
     """Of shape, dtype and content; of large arrays, evenly spaced blocks up to 64 MiB."""
-    digest = hashlib.blake2b(f"{array.dtype.str}{array.shape}".encode(), digest_size=16)
+    return digest_of_parts(chain((f"{array.dtype.str}{array.shape}",), _some_blocks(array)))
+
+
+def _some_blocks(array: np.ndarray) -> Iterator[memoryview]:
     raw = array.reshape(-1).view(np.uint8)
     blocks = -(-len(raw) // _DIGEST_BLOCK)
     looked_at = min(blocks, _DIGEST_BLOCKS)
     for i in range(looked_at):
         start = i * (blocks - 1) // max(looked_at - 1, 1) * _DIGEST_BLOCK
-        digest.update(np.ascontiguousarray(raw[start : start + _DIGEST_BLOCK]).data)
-    return digest.hexdigest()
-
-
-def sync(file: Any) -> None:
-    """Makes sure that what was written is on the disk."""
-    file.flush()
-    os.fsync(file.fileno())
+        yield np.ascontiguousarray(raw[start : start + _DIGEST_BLOCK]).data

@@ -13,7 +13,6 @@ corpus without a weight counts its tokens.
 
 from __future__ import annotations
 
-import difflib
 import glob
 import json
 from collections.abc import Iterator, Mapping
@@ -23,6 +22,7 @@ from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.data.split import parse_share
+from megatron.util.nearest import nearest
 
 _KEYS = ("files", "type", "weight", "range", "text_key", "tokenizer", "corpora")
 
@@ -95,8 +95,7 @@ class Corpora:
                 yield from self._expand(each, flag, (*within, name))
         else:
             known = [*self.corpora, *self.groups]
-            near = difflib.get_close_matches(name, known, n=1)
-            hint = f" Did you mean {near[0]}?" if near else ""
+            hint = nearest(name, known, " Did you mean {}?")
             raise ConfigError(
                 f"{flag}: {self.path} has no corpus {name}, but {', '.join(known) or 'none'}.{hint}"
             )

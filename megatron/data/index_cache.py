@@ -13,7 +13,6 @@ nothing that a run wrote itself looks like that.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
@@ -27,9 +26,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from filelock import FileLock, Timeout
 
-from megatron.data.array_file import Blocks, digest_of, map_array, sync, write_array
+from megatron.data.array_file import Blocks, digest_of, map_array, write_array
+from megatron.util.digests import digest
+from megatron.util.files import sync
+from megatron.util.locks import Lock, LockTakenError
 
 logger = logging.getLogger(__name__)
 
@@ -116,8 +117,8 @@ class IndexCache:
         if self.folder is None:
             return _in_memory(build)
         description = json.dumps(depends_on, sort_keys=True)
-        digest = hashlib.blake2b(description.encode(), digest_size=16).hexdigest()
-        entry = _Entry(self.folder / f"{name}-{digest}", json.loads(description), layout)
+        folder = self.folder / f"{name}-{digest(description)}"
+        entry = _Entry(folder, json.loads(description), layout)
         found = entry.open()
         if found is not None:
             return found
@@ -257,16 +258,11 @@ def _map_entry(entry: Path) -> StoredArrays:
 
 @contextmanager
 def _single_writer(entry: Path) -> Iterator[None]:
-    lock = FileLock(f"{entry}.lock")
+    path = f"{entry}.lock"
     try:
-        lock.acquire(timeout=_SECONDS_BEFORE_SAYING_SO)
-    except Timeout:
+        lock = Lock(path, _SECONDS_BEFORE_SAYING_SO)
+    except LockTakenError:
         logger.info("waiting for another process that builds %s", entry.name)
-        lock.acquire()
-    except NotImplementedError:  # a file system without locks; publishing stands races
+        lock = Lock(path, -1)
+    with lock:
         yield
-        return
-    try:
-        yield
-    finally:
-        lock.release()

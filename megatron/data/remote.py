@@ -12,11 +12,9 @@ its ETag, checksum or date: a file that was replaced is fetched anew.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import os
-import uuid
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -28,6 +26,8 @@ import numpy as np
 
 from megatron.data.indexed.index_file import IndexFile, map_file
 from megatron.data.indexed.reader import IndexedDataset
+from megatron.util.digests import digest
+from megatron.util.files import replacing, sync
 
 logger = logging.getLogger(__name__)
 
@@ -185,7 +185,7 @@ class RemoteFile:
         self.size: int = int(info["size"])
         self.version = _version(info)
         known = f"{url}\n{self.size}\n{self.version}"
-        self._folder = cache / hashlib.blake2b(known.encode(), digest_size=16).hexdigest()
+        self._folder = cache / digest(known)
 
     def _connect(self) -> None:
         # Connections do not survive a fork, such as that of a loader's worker.
@@ -224,19 +224,13 @@ class RemoteFile:
         self._folder.mkdir(parents=True, exist_ok=True)
         if new:  # for people who look into the cache
             (self._folder / "url").write_text(f"{self.url}\n{self.version}\n")
-        part = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}")
-        try:
-            with part.open("wb") as file:
-                for at in range(start, start + size, CHUNK_BYTES):
-                    end = min(at + CHUNK_BYTES, start + size)
-                    file.write(self._bytes(at, end))
-                file.flush()
-                os.fsync(file.fileno())
+        with replacing(path) as part, part.open("wb") as file:
+            for at in range(start, start + size, CHUNK_BYTES):
+                end = min(at + CHUNK_BYTES, start + size)
+                file.write(self._bytes(at, end))
+            sync(file)
             if _version(self._info()) != self.version:
                 raise OSError(f"{self.url} was replaced while it was read: start again")
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
 
     def _bytes(self, start: int, end: int) -> bytes:
         if os.getpid() != self._process:

@@ -12,13 +12,19 @@ from megatron.config import RunConfig
 from megatron.engine.backend import Backend
 from megatron.engine.compile import compile_blocks
 from megatron.engine.deepspeed_json import for_engine
+from megatron.engine.deepspeed_patches import (
+    allow_fp16,
+    guard,
+    keep_gradients_in_place,
+    leave_norm_to_us,
+    take_out,
+)
 from megatron.engine.float8 import use_float8
 from megatron.engine.json_keys import Json
-from megatron.engine.lean_step import keep_gradients_in_place, take_out
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.pipeline_backend import PipelineBackend
 from megatron.engine.plain_backend import PlainBackend
-from megatron.engine.queued_update import can_queue, leave_norm_to_us
+from megatron.engine.queued_update import can_queue
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
@@ -43,6 +49,8 @@ def build_engine(
         device: where the model runs.
     """
     settings = for_engine(content, config, device.type == "cpu")
+    if config.precision.fp16 and device.type == "cpu":
+        allow_fp16()
     pipelined = config.parallel.pipeline_model_parallel_size > 1
     make: type[PipelineBackend | PlainBackend] = PipelineBackend if pipelined else PlainBackend
     backend: Backend = make(config, settings, spec, mesh, device)
@@ -57,6 +65,7 @@ def build_engine(
     queued = _fit_settings(settings, config, names, mesh)
     engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
+    guard(engine.optimizer)
     return TrainEngine(config, spec, mesh, device, backend, names, optimizer, engine, queued)
 
 

@@ -7,25 +7,23 @@ and counters, which are also in the client state, so that they survive a convers
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from deepspeed.runtime.pipe.module import PipelineModule
 from safetensors.torch import save_file
 
 from megatron.checkpoint.deepspeed_names import CONFIG, COUNTERS, RUN, STATE
-from megatron.checkpoint.files import sync_file, write_json
+from megatron.checkpoint.files import write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.engine.json_keys import Json
-from megatron.engine.pipeline_module import StageModule
-from megatron.engine.random_state import random_state
 from megatron.engine.saving import CheckpointWriter, SaveResult
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import universal_info
 from megatron.model.registration import registered_parameters
+from megatron.parallel.random import random_state
+from megatron.util.files import sync_path
 
 
 class EngineFolderWriter(CheckpointWriter):
@@ -59,7 +57,7 @@ class EngineFolderWriter(CheckpointWriter):
         self.save_tokenizer(folder / "tokenizer")
         files = [path for path in folder.rglob("*") if path.is_file()]
         for path in files:
-            sync_file(path)
+            sync_path(path)
         size = sum(path.stat().st_size for path in files)
         trackers = {MEGATRON_TRACKER: str(job.iteration), TRACKER: final.name}
         replace_folder(folder, final, trackers)
@@ -102,31 +100,8 @@ def write_engine_folder(
         client["optimizer_parameters"] = [
             names[param] for group in engine.optimizer.param_groups for param in group["params"]
         ]
-    with _all_stages_saved(engine.engine.module):
-        engine.engine.save_checkpoint(
-            str(folder.parent), tag=folder.name, client_state=client, save_latest=False
-        )
+    engine.engine.save_checkpoint(
+        str(folder.parent), tag=folder.name, client_state=client, save_latest=False
+    )
     if engine.config.checkpoint.save_rng:
         save_file(random_state(), folder / f"random-{rank:05d}.safetensors")
-
-
-@contextlib.contextmanager
-def _all_stages_saved(module: Any) -> Iterator[None]:
-    """Has a pipeline module save all its stages' layers: DeepSpeed's knows one per process."""
-    if not isinstance(module, StageModule):
-        yield
-        return
-
-    def save_state_dict(*args: Any, **options: Any) -> None:
-        before = module._local_start, module._local_stop, module.forward_funcs
-        for first, layers in module.stage_modules.items():
-            module._set_bounds(first, first + len(layers))
-            module.forward_funcs = layers
-            PipelineModule.save_state_dict(module, *args, **options)
-        module._local_start, module._local_stop, module.forward_funcs = before
-
-    module.save_state_dict = save_state_dict  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        del module.save_state_dict

@@ -165,6 +165,9 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
     if config.precision.accumulate_allreduce_grads_in_fp32:
         # DeepSpeed would accumulate in float32 and then reduce in half precision.
         result.setdefault("communication_data_type", "fp32")
+    if config.precision.bf16:
+        # Some versions would let gradients that are not finite into the weights.
+        result["bf16"]["check_grad_overflow"] = True
     if config.engine.zero_stage == 0:
         result["gradient_clipping"] = 0.0
         if config.precision.bf16:

@@ -20,7 +20,6 @@ import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig
 from megatron.engine.cores import own_cores
-from megatron.engine.uncompiled import import_muon_uncompiled
 from megatron.parallel.mesh import Mesh, build_mesh
 
 STALE_LOCK_SECONDS = 600.0
@@ -41,11 +40,6 @@ def world_size() -> int:
                     "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
                 )
     return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_main_process() -> bool:
-    """Whether this is the process that speaks for all."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def training_device() -> torch.device:
@@ -150,18 +144,13 @@ def prepare_deepspeed() -> None:
     # Deprecations inside DeepSpeed and torch say nothing that a user could act on.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     _refuse_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
-    import deepspeed.ops
-    from deepspeed.accelerator import get_accelerator
     from deepspeed.utils import logger
+
+    from megatron.engine.deepspeed_patches import start_without_compiler
 
     if os.environ["DS_LOG_LEVEL"] == "warning":
         logger.setLevel(logging.WARNING)
-    # Whole: reading the old one looks through all operators for compilers and libraries.
-    vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
-    import_muon_uncompiled()
-    if get_accelerator().device_name() == "cpu":
-        # DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it on all.
-        get_accelerator().is_fp16_supported = lambda: True
+    start_without_compiler()
 
 
 def _refuse_stale_locks(folder: Path) -> None:

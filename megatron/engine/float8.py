@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from megatron.config import ConfigError, RunConfig
-from megatron.engine.environment import is_main_process
 from megatron.model.block import Block
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import (
@@ -17,6 +16,7 @@ from megatron.parallel.layers import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from megatron.util.processes import is_main_process
 
 _LINEAR = (ColumnParallelLinear, KVParallelLinear, QKVParallelLinear, RowParallelLinear)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import json
 from pathlib import Path
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 from megatron.config import ConfigError
 from megatron.config.curriculum import CurriculumConfig
 from megatron.engine.json_keys import CURRICULA, PAIRS, Json, get, section_text
+from megatron.util.nearest import nearest
 
 _FIXED_OPTIMIZER_PARAMS: Json = {
     "adam_w_mode": True,
@@ -92,8 +92,7 @@ def read_json(path: str) -> Json:
         if key in _REFUSED:
             raise ConfigError(f'{path}: "{key}": {_REFUSED[key]}')
         if key not in _KNOWN_KEYS:
-            near = difflib.get_close_matches(key, _KNOWN_KEYS, n=1)
-            hint = f'; the nearest known key is "{near[0]}"' if near else ""
+            hint = nearest(key, _KNOWN_KEYS, '; the nearest known key is "{}"')
             raise ConfigError(f'{path}: DeepSpeed knows no key "{key}"{hint}')
     _check_sections(content, path)
     _check_offload(content, path)
@@ -160,8 +159,7 @@ def _check_optimizer(content: Json, path: str) -> None:
     known = paired | _IMPLEMENTATIONS | set(_FIXED_OPTIMIZER_PARAMS)
     for key, value in params.items():
         if key not in known:
-            near = difflib.get_close_matches(key, known, n=1)
-            hint = f'; the nearest known one is "{near[0]}"' if near else ""
+            hint = nearest(key, known, '; the nearest known one is "{}"')
             raise ConfigError(f'{path}: optimizer.params has no "{key}" here{hint}')
         if key in _FIXED_OPTIMIZER_PARAMS and value is not _FIXED_OPTIMIZER_PARAMS[key]:
             raise ConfigError(

@@ -22,7 +22,6 @@ from megatron.checkpoint.region import region_of
 from megatron.checkpoint.registry import Located
 from megatron.checkpoint.source import Source
 from megatron.engine.agreement import any_rank
-from megatron.engine.random_state import set_random_state
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
@@ -31,6 +30,7 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import TrainEngine
+from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import Shard, shard_of
 
 T = TypeVar("T")

@@ -8,20 +8,20 @@ from collections.abc import Sequence
 
 import torch
 from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
-from deepspeed.pipe import PipelineModule, TiedLayerSpec
+from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
 from torch import nn
 
 from megatron.config import ParallelConfig
+from megatron.engine.deepspeed_patches import PlacedModule
 from megatron.model.layer_list import LayerSpec, layer_sequence
-from megatron.model.layer_sequence import LayerSequence
 from megatron.model.state import LayerState
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.pipeline_schedules import PipelineSchedule
 
 
-class StageModule(PipelineModule):
+class StageModule(PlacedModule):
     """The stages of a layer list that one process holds.
 
     Args:
@@ -32,7 +32,6 @@ class StageModule(PipelineModule):
 
     Attributes:
         sequences: each stage as it runs, by its number.
-        stage_modules: the modules of each stage, by the place of its first layer.
     """
 
     def __init__(
@@ -42,10 +41,8 @@ class StageModule(PipelineModule):
         placement: PipelineSchedule,
         mesh: Mesh,
     ) -> None:
-        # DeepSpeed's constructor calls the methods below, which need these.
-        self._layers, self._parallel, self._placement = layers, parallel, placement
-        self._rank = mesh.pipeline.rank
-        self._bounds = layer_bounds(layers, parallel)
+        bounds = layer_bounds(layers, parallel)
+        stages = placement.stages_of(mesh.pipeline.rank)
         topology = PipeModelDataParallelTopology(
             num_pp=mesh.pipeline.size, num_mp=mesh.tensor.size, num_dp=mesh.data.size
         )
@@ -53,36 +50,20 @@ class StageModule(PipelineModule):
             _PlainSpec(layer) if layer.tied_key is None else _TiedSpec(layer) for layer in layers
         ]
         with contextlib.redirect_stdout(io.StringIO()):  # it prints about layer seeds
-            super().__init__(specs, topology=topology)
+            super().__init__(specs, topology, bounds, stages, placement.rank_of)
         grid = self._grid
         assert tuple(grid.pp_group) == mesh.pipeline.ranks
         assert tuple(grid.dp_group) == mesh.data.ranks
         assert tuple(grid.slice_group) == mesh.tensor.ranks
-
-    def _partition_layers(self, method: str = "") -> None:
-        self.parts = self._bounds
-
-    def stage_owner(self, layer_idx: int) -> int:
-        """The pipeline rank that holds a layer."""
-        stage = max(s for s, start in enumerate(self._bounds[:-1]) if start <= layer_idx)
-        return self._placement.rank_of(stage)
-
-    def _build(self) -> None:
-        self.sequences: dict[int, LayerSequence] = {}
-        self.stage_modules: dict[int, list[nn.Module]] = {}
-        for stage in self._placement.stages_of(self._rank):
-            begin, end = self._bounds[stage], self._bounds[stage + 1]
-            self._set_bounds(begin, end)
-            self.forward_funcs: list[nn.Module] = []
-            super()._build()
-            self.stage_modules[begin] = self.forward_funcs
-            self.sequences[stage] = layer_sequence(
-                self._layers[begin:end], begin, self.forward_funcs, self._parallel
+        self.sequences = {
+            stage: layer_sequence(
+                layers[bounds[stage] : bounds[stage + 1]],
+                bounds[stage],
+                self.stage_modules[bounds[stage]],
+                parallel,
             )
-
-    def _synchronize_tied_weights(self) -> None:
-        """Nothing to do: copies of a tied layer have one canonical name, which their initial values
-        are drawn by."""
+            for stage in stages
+        }
 
     def forward(self, stage: int, state: LayerState) -> LayerState:
         """Takes the state of a micro batch through one of this process's stages."""

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.engine.compile import runs_graphs
+from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.json_keys import Json
 from megatron.engine.mpu import Mpu
-from megatron.engine.zero3 import partition_range, set_partition
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.model.layer_sequence import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec

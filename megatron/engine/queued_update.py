@@ -21,8 +21,9 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
+from megatron.engine.deepspeed_patches import queues, take_norm_over
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
-from megatron.engine.json_keys import Json, get, offloads
+from megatron.engine.json_keys import Json, offloads
 from megatron.parallel.mesh import MODEL, SHARDED, Mesh
 
 
@@ -30,16 +31,10 @@ def can_queue(config: RunConfig, settings: Json) -> bool:
     """Whether an update need not wait for the device."""
     offloaded = any(offloads(settings, key) for key in ("offload_optimizer", "offload_param"))
     adam = config.optimizer.optimizer == "adam"
-    return adam and not config.precision.fp16 and not offloaded
-
-
-def leave_norm_to_us(settings: Json, stage: int, grads_in_fp32: bool) -> None:
-    """DeepSpeed's keys for "neither norm nor clipping nor a look for infinities"."""
-    settings["gradient_clipping"] = 0.0
-    if get(settings, "bf16.enabled"):
-        settings["bf16"]["check_grad_overflow"] = False
-    if stage == 2 or (stage == 1 and not grads_in_fp32):
-        settings.setdefault("zero_optimization", {})["compute_grad_norm"] = False
+    if not adam or config.precision.fp16 or offloaded:
+        return False
+    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+    return queues(config.engine.zero_stage, in_fp32)
 
 
 class QueuedUpdate:
@@ -83,18 +78,12 @@ class QueuedUpdate:
             self._measure: Callable[[], Tensor] = self._whole_norm
         elif isinstance(wrapper, BF16_Optimizer):
             self._measure = self._accumulated_norm
-            wrapper.step = self._step_accumulated
         elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
             self._measure = self._partitioned_norm_3
-            # Its step reads whatever norms it is given: a number of the host's, which is at hand.
-            wrapper._get_norm_groups = lambda: [1.0]
-            wrapper.unscale_and_clip_grads = lambda group, norm: self._clip(
-                [wrapper.fp32_partitioned_groups_flat[group].grad]
-            )
         else:
             self._measure = self._partitioned_norm
-            wrapper._get_preflattened_grad_partition = self._flat_gradient
-            wrapper.unscale_and_clip_grads = lambda grads, norm: self._clip(grads)
+        if wrapper is not optimizer:
+            take_norm_over(wrapper, self._clip, self._flat_gradient, self._step_accumulated)
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -186,7 +175,7 @@ class QueuedUpdate:
         return norm
 
     @torch.no_grad()
-    def _step_accumulated(self, closure: None = None) -> None:
+    def _step_accumulated(self) -> None:
         """BF16_Optimizer.step less its reads; only the part that it updates is clipped."""
         wrapper = self._wrapper
         grads = wrapper.fp32_groups_gradient_flat_partition

@@ -16,14 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.files import (
-    CheckpointError,
-    Facts,
-    json_text,
-    sync_file,
-    sync_folder,
-    write_bytes,
-)
+from megatron.checkpoint.files import CheckpointError, Facts, json_text, write_bytes
 from megatron.checkpoint.folder import (
     file_facts,
     incomplete_folder,
@@ -31,7 +24,7 @@ from megatron.checkpoint.folder import (
     remove_incomplete,
     tag,
 )
-from megatron.checkpoint.lock import FolderLock
+from megatron.checkpoint.lock import lock_folder
 from megatron.checkpoint.registry import open_checkpoint, save_copy
 from megatron.checkpoint.retention import apply_retention
 from megatron.checkpoint.tensor_file import write_tensors
@@ -41,6 +34,8 @@ from megatron.engine.snapshot import HostBuffers, Part, own_part
 from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.mesh import Group
+from megatron.util.files import sync_path
+from megatron.util.locks import Lock
 
 _PIECES = "pieces-{rank:05d}.json"
 
@@ -250,9 +245,9 @@ class CheckpointWriter:
         for path in sorted(folder.rglob("*")):
             name = str(path.relative_to(folder))
             if path.is_dir():
-                sync_folder(path)
+                sync_path(path)
             elif name not in facts:
-                sync_file(path)
+                sync_path(path)
                 facts[name] = file_facts(path)
         publish(self.folder, job.iteration, facts)
         return sum(int(entry["bytes"]) for entry in facts.values())
@@ -273,7 +268,7 @@ class CheckpointWriter:
 
 def hold_folder(
     save: str | None, world: Group, device: torch.device, say: Callable[[str], None]
-) -> FolderLock | None:
+) -> Lock | None:
     """Takes the right to save into a folder, for the run, and clears what killed runs left half
     written or half deleted there; every rank must call it.
 
@@ -294,7 +289,7 @@ def hold_folder(
     lock, reason = None, None
     if world.rank == 0:
         try:
-            lock = FolderLock(Path(save), say)
+            lock = lock_folder(Path(save), say)
             remove_incomplete(Path(save))
         except CheckpointError as error:
             reason = str(error)

@@ -12,10 +12,10 @@ from torch import Tensor
 from megatron.checkpoint.index import piece_of
 from megatron.checkpoint.reader import tensor_key
 from megatron.engine.gradient_norm import owned
-from megatron.engine.random_state import random_state
 from megatron.engine.state import fragments
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.mesh import AXES, MODEL
+from megatron.parallel.random import random_state
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
+from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.zero3 import partition_range, set_partition
 from megatron.parallel.shard import Shard, shard_of
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}

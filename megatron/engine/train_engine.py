@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.engine.backend import Backend
+from megatron.engine.deepspeed_patches import defer_scale_growth
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm
-from megatron.engine.loss_scale import defer_scale_growth
 from megatron.engine.optimizer import set_rates
 from megatron.engine.queued_update import QueuedUpdate
 from megatron.engine.step_result import StepResult

@@ -10,18 +10,19 @@ resume.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 from collections.abc import Iterator
 
 import torch
+from torch import Tensor
 
 from megatron.parallel.mesh import Group
+from megatron.util.digests import hash64
 
 
 def derive_seed(*parts: object) -> int:
     """A 63-bit seed from anything printable, stable over processes and versions."""
     text = "\0".join(map(str, parts)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1
+    return hash64(text) >> 1
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -61,3 +62,18 @@ def tensor_parallel_random(group: Group) -> Iterator[None]:
     with torch.random.fork_rng(devices=devices):
         seed_devices(derive_seed(common, group.rank))
         yield
+
+
+def random_state() -> dict[str, Tensor]:
+    """The states of torch's generators on this process, as a checkpoint can hold them."""
+    state = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    return state
+
+
+def set_random_state(state: dict[str, Tensor]) -> None:
+    """The inverse of :func:`random_state`."""
+    torch.set_rng_state(state["cpu"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])

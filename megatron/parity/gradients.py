@@ -19,6 +19,7 @@ from megatron.config import PrecisionConfig, RunConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
+from megatron.engine.deepspeed_patches import average_by
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.gradient_norm import average_gradients, gradient_norm, owned
 from megatron.engine.train_engine import TrainEngine
@@ -106,7 +107,7 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     for param, name in engine.names.items():
         _widen(name, param, config, mesh.coordinates)
     outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
-    engine.engine.allreduce_gradients = lambda **_: average_gradients(engine.names, mesh)
+    average_by(engine.engine, lambda: average_gradients(engine.names, mesh))
     plan = TrainingPlan(config)
     count = plan.batch_size.micro_batches(0)
     engine.prepare(count)

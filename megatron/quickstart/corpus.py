@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
-import os
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.util.digests import sha256
+from megatron.util.files import write_whole
 
 LEFT_OUT = frozenset(
     (
@@ -63,14 +64,12 @@ def write_corpus(output: Path, root: Path | None = None) -> Corpus:
         )
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
-    temporary = output.with_name(output.name + ".tmp")
-    temporary.write_bytes(lines)
-    os.replace(temporary, output)
+    write_whole(output, lines)
     return Corpus(
         path=output,
         documents=len(texts),
         text_bytes=sum(len(text.encode()) for text in texts),
-        digest=hashlib.sha256(lines).hexdigest(),
+        digest=sha256(lines),
     )
 
 
@@ -78,11 +77,7 @@ def source_files(root: Path) -> list[Path]:
     """Python files below ``root`` outside of :data:`LEFT_OUT`, ordered by their hashed names."""
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
     kept = [name for name in names if LEFT_OUT.isdisjoint(name.split("/"))]
-    return [root / name for name in sorted(kept, key=_hashed)]
-
-
-def _hashed(name: str) -> bytes:
-    return hashlib.sha256(name.encode()).digest()
+    return [root / name for name in sorted(kept, key=sha256)]
 
 
 def read_source(path: Path) -> str | None:

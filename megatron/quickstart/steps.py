@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shlex
@@ -13,6 +12,9 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+from megatron.util.digests import sha256, sha256_of_file
+from megatron.util.files import write_whole
 
 FREE_PORT = "{free port}"
 """Word of a command that stands for a port that is free when the command starts."""
@@ -77,14 +79,12 @@ class Chain:
         for path in step.makes:
             if not path.exists():
                 raise StepFailed(f"{step.name}: the command left no {path}")
-        temporary = stamp.with_name(stamp.name + ".tmp")
-        temporary.write_text(digest)
-        os.replace(temporary, stamp)
+        write_whole(stamp, digest.encode())
         return True
 
     def _digest(self, step: Step) -> str:
-        read = [hashlib.sha256(path.read_bytes()).hexdigest() for path in step.reads]
-        return hashlib.sha256(json.dumps([self._previous, step.command, read]).encode()).hexdigest()
+        read = [sha256_of_file(path) for path in step.reads]
+        return sha256(json.dumps([self._previous, step.command, read]))
 
 
 def run_command(step: Step) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.whole_file import write_whole
+from megatron.util.files import write_whole
 
 
 def required(config: TokenizerConfig, field: str, what: str) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import difflib
 import pkgutil
 from collections.abc import Callable
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer.protocol import TextSource, Tokenizer
+from megatron.util.nearest import nearest
 
 TOKENIZERS = {
     "GPT2BPETokenizer": "gpt2_bpe:GPT2BPETokenizer.from_config",
@@ -49,8 +49,7 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     if config.tokenizer_type is None:
         raise ConfigError(f"--tokenizer-type is missing; it is one of {known}")
     if config.tokenizer_type not in TOKENIZERS:
-        near = difflib.get_close_matches(config.tokenizer_type, TOKENIZERS, n=1)
-        hint = f" Did you mean {near[0]}?" if near else ""
+        hint = nearest(config.tokenizer_type, TOKENIZERS, " Did you mean {}?")
         raise ConfigError(
             f"--tokenizer-type {config.tokenizer_type} is unknown; it is one of {known}.{hint}"
         )

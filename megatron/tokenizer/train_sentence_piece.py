@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import sentencepiece
-from filelock import FileLock
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer.files import write_bytes
 from megatron.tokenizer.protocol import TextSource
 from megatron.tokenizer.sentence_piece import model_path
+from megatron.util.locks import Lock
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
         )
     kind = _checked(config.tokenizer_model_type or "bpe")
     path.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(f"{path}.lock"):
+    with Lock(f"{path}.lock", wait_seconds=-1):
         if not path.exists():
             logger.warning("%s does not exist: training it (%s, %d)", path, kind, vocab_size)
             train_sentencepiece(texts(), path, kind, vocab_size)

@@ -9,7 +9,7 @@ import os
 from pathlib import Path
 from typing import Any
 
-from megatron.whole_file import write_whole
+from megatron.util.files import write_whole
 
 
 def plot_loss(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.checkpoint.lock import FolderLock
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.environment import training_device
@@ -22,6 +21,7 @@ from megatron.training.report import Reporter, say
 from megatron.training.run import Run
 from megatron.training.signals import Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
+from megatron.util.locks import Lock
 
 
 def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> Trainer:
@@ -74,7 +74,7 @@ class _Closing(Callback):
     Not after an error: that waits for the device, and the device perhaps for another rank.
     """
 
-    def __init__(self, engine: TrainEngine, lock: FolderLock | None) -> None:
+    def __init__(self, engine: TrainEngine, lock: Lock | None) -> None:
         self._engine, self._lock = engine, lock
 
     def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import uuid
 from pathlib import Path
 
 import torch
@@ -16,6 +14,7 @@ from megatron.profiling.table import split_text
 from megatron.profiling.trace import read_trace
 from megatron.training.flops import measure_matmul_peak
 from megatron.training.report import say
+from megatron.util.files import replacing
 
 
 class Recorder:
@@ -102,12 +101,8 @@ class TorchTrace(Recorder):
         self.begun = False
         self.profiler.stop()
         path = self.folder / f"rank{self.rank}-step{self.first}-{iteration}.json.gz"
-        part = path.with_name(f"{path.name}.partial-{uuid.uuid4().hex}.json.gz")
-        try:
+        with replacing(path, ".json.gz") as part:
             self.profiler.export_chrome_trace(str(part))
-            os.replace(part, path)
-        finally:
-            part.unlink(missing_ok=True)
         if self.rank == self.options.profile_ranks[0]:
             say(
                 f"--profile: {path}; https://ui.perfetto.dev shows it\n"
@@ -172,12 +167,10 @@ class MemoryHistory(Recorder):
         if not self.recording:
             return
         self.recording = False
-        part = self.path.with_name(f"{self.path.name}.partial-{uuid.uuid4().hex}")
         try:
-            torch.cuda.memory._dump_snapshot(str(part))
-            os.replace(part, self.path)
+            with replacing(self.path) as part:
+                torch.cuda.memory._dump_snapshot(str(part))
         finally:
-            part.unlink(missing_ok=True)
             torch.cuda.memory._record_memory_history(enabled=None)
         say(f"--record-memory-history: {self.path}; https://pytorch.org/memory_viz shows it")
 

@@ -26,13 +26,14 @@ from megatron.config import (
 )
 from megatron.data.run_data import training_texts
 from megatron.engine import deepspeed_json
-from megatron.engine.environment import is_main_process, world_size
+from megatron.engine.environment import world_size
 from megatron.engine.json_file import read_json
 from megatron.engine.json_keys import Json
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpoint_settings import with_checkpoint
 from megatron.training.data_settings import with_corpora
 from megatron.training.log import show_log
+from megatron.util.processes import is_main_process
 
 
 @dataclass(frozen=True)

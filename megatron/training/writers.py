@@ -10,12 +10,12 @@ from __future__ import annotations
 import json
 import logging as log
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
 from megatron.config.logging import LoggingConfig
+from megatron.util.files import replacing, sync
 
 Values = Mapping[str, float | None]
 """Values by the names of ``IntervalMetrics.row`` and ``Evaluation.row``."""
@@ -269,8 +269,7 @@ def _json_number(value: float | None) -> float | None:
 
 def _drop_rows_past(path: Path, iteration: int) -> None:
     """Rewrite ``path`` without rows past ``iteration`` and without lines that a kill tore."""
-    temporary = path.with_name(path.name + ".tmp")
-    with path.open("rb") as old, temporary.open("wb") as new:
+    with replacing(path) as part, path.open("rb") as old, part.open("wb") as new:
         for number, line in enumerate(old, start=1):
             try:
                 row = json.loads(line)
@@ -281,9 +280,7 @@ def _drop_rows_past(path: Path, iteration: int) -> None:
             # Resuming from the same step again replaces the note that it was resumed there.
             if at < iteration or (at == iteration and kind != "resume"):
                 new.write(line.rstrip(b"\n") + b"\n")
-        new.flush()
-        os.fsync(new.fileno())
-    os.replace(temporary, path)
+        sync(new)
 
 
 def _set_aside(path: Path) -> None:

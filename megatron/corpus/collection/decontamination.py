@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import sys
 from collections import Counter
@@ -17,9 +16,10 @@ from megatron.corpus.collection.command import json_inputs, required
 from megatron.corpus.collection.job import Job, Report, RunConfig, read_lines, run
 from megatron.corpus.collection.lines import BadLine, Emit, Mapped, Record, map_records, records_of
 from megatron.corpus.collection.ngrams import CutRule, Matcher, cuts, ngrams_of_task, pieces
-from megatron.corpus.collection.outputs import write_whole
+from megatron.corpus.collection.outputs import write_packed
 from megatron.corpus.collection.workers import BatchStep
 from megatron.corpus.preprocessing.inputs import LineBatch
+from megatron.util.digests import sha256
 
 
 @dataclass(frozen=True)
@@ -125,7 +125,7 @@ def filter_ngrams(config: FilterConfig, running: RunConfig) -> FilterReport:
     rare = {ngram: count for ngram, count in sorted(counts.items()) if 0 < count < limit}
     if config.save_dictionary:
         data = json.dumps({"ngrams": rare}, ensure_ascii=False, indent=0).encode()
-        write_whole(Path(config.save_dictionary), data)
+        write_packed(Path(config.save_dictionary), data)
     report = _cut(config, corpus, frozenset(rare), running) if config.output else None
     counted.unlink(missing_ok=True)
     common = sum(count >= limit for count in counts.values())
@@ -229,7 +229,7 @@ def count_ngrams(
         pass
     report = run(job, running)
     data = {"description": description, "counts": report.counts}
-    write_whole(counted, json.dumps(data, ensure_ascii=False).encode())
+    write_packed(counted, json.dumps(data, ensure_ascii=False).encode())
     return {n: report.counts.get(n, 0) for n in ngrams}
 
 
@@ -296,4 +296,4 @@ def _name_of(task_file: str) -> str:
 
 
 def _hash(ngrams: frozenset[str]) -> str:
-    return hashlib.sha256("\n".join(sorted(ngrams)).encode()).hexdigest()
+    return sha256("\n".join(sorted(ngrams)))

@@ -28,7 +28,7 @@ from megatron.corpus.collection.fingerprints import (
 )
 from megatron.corpus.collection.job import RunConfig
 from megatron.corpus.collection.lines import json_line
-from megatron.corpus.collection.outputs import write_whole
+from megatron.corpus.collection.outputs import write_packed
 from megatron.corpus.collection.shingles import similarity
 
 _ALL_PAIRS = 50
@@ -123,7 +123,7 @@ def find_duplicates(config: DuplicateConfig, running: RunConfig) -> DuplicateRep
         make_fingerprints(Path(name), step, folders[-1], running)
     search = Search(FingerprintedDocuments(folders), config)
     pairs = search.pairs()
-    write_whole(output, b"".join(lines_of(pairs, search.documents)))
+    write_packed(output, b"".join(lines_of(pairs, search.documents)))
     if config.save_fingerprints is None:
         shutil.rmtree(work, ignore_errors=True)
     return DuplicateReport(len(search.documents), search.candidates, search.verified, len(pairs))

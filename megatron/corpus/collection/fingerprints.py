@@ -12,7 +12,6 @@ A folder per input file, whole when about.json is there:
 from __future__ import annotations
 
 import functools
-import hashlib
 import json
 import sys
 from collections import Counter
@@ -28,11 +27,12 @@ from rensa import RMinHash
 
 from megatron.corpus.collection.job import Job, Report, RunConfig, run
 from megatron.corpus.collection.lines import BadRecord, Mapped, records_of, value_of
-from megatron.corpus.collection.outputs import write_whole
+from megatron.corpus.collection.outputs import write_packed
 from megatron.corpus.collection.shingles import CHARACTERS, shingle_hashes, signatures_DS
 from megatron.corpus.collection.workers import BatchStep
 from megatron.corpus.preprocessing.inputs import LineBatch
 from megatron.data.json_lines import BadLine
+from megatron.util.digests import hash64
 
 _FILES = ("signatures.u32", "ids.jsonl", "texts.bin", "sizes.i64")
 _LINE_FEED = 10
@@ -103,7 +103,7 @@ def make_fingerprints(path: Path, step: FingerprintStep, folder: Path, running: 
     report: Report = run(job, running)
     if report.bad:
         print(f"{path}: {report}", file=sys.stderr)
-    write_whole(folder / "about.json", json.dumps(about).encode())
+    write_packed(folder / "about.json", json.dumps(about).encode())
 
 
 class Fingerprints:
@@ -202,11 +202,7 @@ class FingerprintedDocuments:
 
     def _check_ids(self) -> None:
         hashes = np.fromiter(
-            (
-                int.from_bytes(hashlib.blake2b(part.id_line(i), digest_size=8).digest(), "little")
-                for part in self._parts
-                for i in range(len(part))
-            ),
+            (hash64(part.id_line(i)) for part in self._parts for i in range(len(part))),
             np.uint64,
             len(self),
         )

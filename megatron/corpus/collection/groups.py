@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator
@@ -21,9 +20,10 @@ from megatron.corpus.collection.lines import (
     records_of,
     value_of,
 )
-from megatron.corpus.collection.outputs import write_whole
+from megatron.corpus.collection.outputs import write_packed
 from megatron.corpus.collection.workers import BatchStep
 from megatron.corpus.preprocessing.inputs import LineBatch
+from megatron.util.digests import sha256
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def group_duplicates(config: GroupConfig, running: RunConfig) -> GroupReport:
     for name in list(parents):
         groups.setdefault(root_of(name), []).append(name)
     lines = [json_line({str(i): names}) for i, names in enumerate(groups.values())]
-    write_whole(Path(config.output), b"".join(lines))
+    write_packed(Path(config.output), b"".join(lines))
     return GroupReport(len(groups), len(parents))
 
 
@@ -173,7 +173,7 @@ def remove_duplicates(config: RemoveConfig, running: RunConfig) -> Report:
             ids.update(map(str, names[1:]))
     outputs = [Path(path) for path in (config.output, config.removed) if path]
     step = RemoveStep(frozenset(ids), config.id_key, config.text_key, bool(config.removed))
-    listed = hashlib.sha256(json.dumps(sorted(ids)).encode()).hexdigest()
+    listed = sha256(json.dumps(sorted(ids)))
     settings = {"ids": listed, "id_key": config.id_key}
     job = Job(
         "remove_group_duplicates", json_inputs(config.input), outputs, step, settings=settings

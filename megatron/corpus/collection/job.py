@@ -17,7 +17,7 @@ from typing import Any
 
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.corpus.collection.outputs import OutputFile, partial_path, publish, write_whole
+from megatron.corpus.collection.outputs import OutputFile, partial_path, publish, write_packed
 from megatron.corpus.collection.workers import Step, map_batches
 from megatron.corpus.preprocessing.inputs import LineBatch, read_batches, total_bytes
 from megatron.corpus.preprocessing.progress import Progress
@@ -219,12 +219,12 @@ def _work(job: Job, config: RunConfig, journal: _Journal, path: Path) -> None:
             since_checkpoint += size
             if since_checkpoint >= config.checkpoint_interval * 1e6:
                 outputs.checkpoint()
-                write_whole(path, json.dumps(asdict(journal)).encode())
+                write_packed(path, json.dumps(asdict(journal)).encode())
                 since_checkpoint = 0
         outputs.open_all()
         outputs.checkpoint()
         journal.finished = True
-        write_whole(path, json.dumps(asdict(journal)).encode())
+        write_packed(path, json.dumps(asdict(journal)).encode())
     finally:
         progress.close()
         outputs.close()

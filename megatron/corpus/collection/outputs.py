@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
 import os
 import zlib
 from collections.abc import Callable
@@ -10,6 +9,9 @@ from pathlib import Path
 from typing import BinaryIO
 
 import zstandard
+
+from megatron.util.files import sync, write_whole
+from megatron.util.locks import Lock, LockTakenError
 
 _PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]] = {
     ".gz": lambda: zlib.compressobj(6, zlib.DEFLATED, 31),  # 31: a gzip member, without a time
@@ -38,13 +40,11 @@ class OutputFile:
         self.path = path
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(path)
-        partial.touch()
-        self._file: BinaryIO = partial.open("r+b")
         try:
-            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:
-            self._file.close()
+            self._lock = Lock(partial)
+        except LockTakenError as error:
             raise OSError(f"{partial} is being written by another process") from error
+        self._file: BinaryIO = partial.open("r+b")
         assert self._file.seek(0, os.SEEK_END) >= size
         self._file.truncate(size)
         self._file.seek(size)
@@ -65,13 +65,13 @@ class OutputFile:
         if self._packer is not None:
             self._file.write(self._packer.flush())
             self._packer = None
-        self._file.flush()
-        os.fsync(self._file.fileno())
+        sync(self._file)
         return self._file.tell()
 
     def close(self) -> None:
         """Closes PATH.partial; what was written after the last checkpoint does not count."""
         self._file.close()
+        self._lock.release()
 
 
 def publish(path: Path) -> None:
@@ -81,12 +81,10 @@ def publish(path: Path) -> None:
         os.replace(partial, path)
 
 
-def write_whole(path: Path, data: bytes) -> None:
-    """Writes a small file at once: nobody sees half of it."""
-    output = OutputFile(path, 0)
-    try:
-        output.write(data)
-        output.checkpoint()
-    finally:
-        output.close()
-    publish(path)
+def write_packed(path: Path, data: bytes) -> None:
+    """Writes a file at once, packed as its name says."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if data and (pack := _PACKERS.get(path.suffix)):
+        packer = pack()
+        data = packer.compress(data) + packer.flush()
+    write_whole(path, data)

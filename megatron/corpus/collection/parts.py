@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from megatron.corpus.collection.lines import (
 )
 from megatron.corpus.collection.workers import BatchStep
 from megatron.corpus.preprocessing.inputs import LineBatch
+from megatron.util.digests import hash64
 
 PARTS = ("train", "valid", "test")
 _HASHES = 1 << 64
@@ -84,8 +84,7 @@ def hash_of(record: Record, key: str, seed: int) -> int:
     """
     value = value_of(record, key)
     data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
-    digest = hashlib.blake2b(data, digest_size=8, key=str(seed).encode()).digest()
-    return int.from_bytes(digest, "little")
+    return hash64(data, str(seed).encode())
 
 
 def cumulative_shares(split: str) -> tuple[float, ...]:

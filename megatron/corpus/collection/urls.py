@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import ipaddress
 import re
 from collections.abc import Callable
@@ -20,6 +19,7 @@ from megatron.corpus.collection.job import Job, Report, RunConfig, run
 from megatron.corpus.collection.lines import Mapped
 from megatron.corpus.collection.workers import BatchStep
 from megatron.corpus.preprocessing.inputs import LineBatch, expand_inputs
+from megatron.util.digests import hash64
 
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)", re.IGNORECASE)
 _TRACKING = re.compile(r"(utm_\w+|fbclid|gclid|mc_cid|mc_eid|igshid|ref_src)", re.IGNORECASE)
@@ -56,7 +56,7 @@ class UrlStep:
     def build(self) -> BatchStep:
         fault = self.fault_finder()
         # 8 bytes of a hash instead of the address: of 100 million, two collide at 0.03 %
-        seen: set[bytes] = set()
+        seen: set[int] = set()
 
         def step(batch: LineBatch) -> Mapped:
             kept: list[str] = []
@@ -69,7 +69,7 @@ class UrlStep:
                 mapped.documents += 1
                 reason = fault(url)
                 if reason is None:
-                    page = hashlib.blake2b(same_page(url).encode(), digest_size=8).digest()
+                    page = hash64(same_page(url).encode())
                     reason = "duplicate" if page in seen else None
                     seen.add(page)
                 if reason is None:

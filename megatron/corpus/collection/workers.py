@@ -11,7 +11,7 @@ from typing import Protocol
 
 from megatron.corpus.collection.lines import Mapped
 from megatron.corpus.preprocessing.inputs import LineBatch
-from megatron.data.worker import Worker
+from megatron.util.processes import Worker
 
 _BATCHES_PER_WORKER = 3
 

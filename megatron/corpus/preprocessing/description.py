@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import os
 from collections.abc import Sequence
@@ -12,6 +11,7 @@ from typing import Any
 
 from megatron.corpus.preprocessing.encode import EncodeConfig
 from megatron.corpus.preprocessing.sources import Source
+from megatron.util.digests import digest
 
 _FORMAT = 1
 """Of the working folder; a higher one does not go on with a lower one's."""
@@ -40,10 +40,9 @@ def describe(sources: Sequence[Source], config: EncodeConfig, rank: int, count: 
     return json.loads(json.dumps(described))  # tuples are lists, as they are when read back
 
 
-def digest(description: Description) -> str:
+def identity(description: Description) -> str:
     """Equal for equal descriptions."""
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+    return digest(json.dumps(description, sort_keys=True))
 
 
 def difference(old: Description, new: Description) -> str:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 
 from megatron.data.indexed.format import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
+from megatron.util.files import sync
 
 _ENTRIES = 1 << 20
 
@@ -39,8 +39,7 @@ def write_index(prefix: Path, dtype: np.dtype, sequences: int, documents: int) -
             file.write(np.zeros(1, "<i8").data)
             for _, bounds in _sums(counts, documents):
                 file.write(bounds.data)
-            file.flush()
-            os.fsync(file.fileno())
+            sync(file)
     except OSError as error:
         raise OSError(error.errno, error.strerror, str(path)) from error
 

@@ -15,9 +15,7 @@ is cut off when the job goes on.
 from __future__ import annotations
 
 import dataclasses
-import fcntl
 import json
-import os
 import re
 import shutil
 from collections.abc import Iterator, Sequence
@@ -28,11 +26,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.corpus.preprocessing.description import Description, difference, digest
+from megatron.corpus.preprocessing.description import Description, difference, identity
 from megatron.corpus.preprocessing.encode import BlockCounts
 from megatron.corpus.preprocessing.index import write_index
 from megatron.corpus.preprocessing.summary import KeySummary
-from megatron.whole_file import write_whole
+from megatron.data.indexed import writer
+from megatron.util.files import sync, sync_path, write_whole
+from megatron.util.locks import Lock, LockTakenError
 
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
 
@@ -89,7 +89,7 @@ class Job:
 
     def open(self, description: Description) -> None:
         """Goes on where the folder's journal ends, or starts anew."""
-        self._digest = digest(description)
+        self._digest = identity(description)
         self.state = self._found(description) or self._begun(description)
         if self.state.is_complete:
             return
@@ -119,10 +119,8 @@ class Job:
         with self._naming():
             for path, files in zip(self.token_paths, self._appended, strict=True):
                 for file in files:
-                    file.flush()
-                    os.fsync(file.fileno())
-                with path.open("rb") as tokens:
-                    os.fsync(tokens.fileno())
+                    sync(file)
+                sync_path(path)
             journal = {"description": self._digest, **dataclasses.asdict(self.state)}
             write_whole(self.folder / _JOURNAL, json.dumps(journal, indent=1).encode())
         self.has_journal = True
@@ -142,7 +140,7 @@ class Job:
                 with suppress(OSError):  # a full disk, which has been reported
                     file.close()
         self._appended = []
-        self._lock.close()
+        self._lock.release()
 
     def remove(self) -> None:
         """Ends the job and removes the folder."""
@@ -208,36 +206,24 @@ def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
 def publish(ours: Sequence[Path], finals: Sequence[str]) -> None:
     """Gives complete files their final names, for each key the tokens before the index."""
     for prefix, final in zip(ours, finals, strict=True):
-        index, tokens = _with_ending(prefix, ".idx"), _with_ending(prefix, ".bin")
-        if not index.exists():  # that was done when a run was killed after it
-            continue
-        if tokens.exists():
-            # An old index must never describe the new tokens, even if we die between the two.
-            Path(f"{final}.idx").unlink(missing_ok=True)
-            os.replace(tokens, f"{final}.bin")
-        os.replace(index, f"{final}.idx")
+        writer.publish(_with_ending(prefix, ".bin"), _with_ending(prefix, ".idx"), final)
 
 
-def lock_folder(folder: Path) -> BinaryIO:
-    """Makes a folder this process's own, until the result is closed or the process ends.
+def lock_folder(folder: Path) -> Lock:
+    """Makes a folder this process's own, until the result is released or the process ends.
 
     Raises:
         ValueError: it is another process's.
         OSError: it cannot be made.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    file = open(folder / _LOCK, "ab+")  # noqa: SIM115
     try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        file.close()
+        return Lock(folder / _LOCK)
+    except LockTakenError as error:
         raise ValueError(
             f"another process is at work in {folder}; wait for its end, or give another "
             "--output-prefix"
         ) from error
-    except OSError:
-        pass  # a file system without locks: nothing warns of a second run
-    return file
 
 
 def remove_folder(folder: Path) -> None:

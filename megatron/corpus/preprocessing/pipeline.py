@@ -26,11 +26,11 @@ from megatron.corpus.preprocessing.job import (
 )
 from megatron.corpus.preprocessing.progress import Progress
 from megatron.corpus.preprocessing.run import JobRun, open_job
+from megatron.corpus.preprocessing.sentences import available_splitter
 from megatron.corpus.preprocessing.sources import Source, find_sources, partition
 from megatron.corpus.preprocessing.summary import KeySummary, Summary
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.data.sentences import available_splitter
-from megatron.data.worker import usable_processors
+from megatron.util.processes import usable_processors
 
 MERGED = "merged"
 Made = TypeVar("Made")
@@ -108,7 +108,7 @@ class _Preprocessing:
         """Does what is left to do and publishes the output, if all of it is to be done here."""
         if self._config.partition_rank is not None:
             return self._summary(self._run_parts())
-        with closing(self._made(lambda: lock_folder(self._folder))):
+        with self._made(lambda: lock_folder(self._folder)):
             try:
                 self._remove_other_parts()
                 states = self._run_parts()
@@ -224,7 +224,7 @@ class _Preprocessing:
         ours = {part.folder for part in self._parts}
         for folder in self._folder.iterdir():
             if folder.is_dir() and folder not in ours:
-                with closing(lock_folder(folder)):
+                with lock_folder(folder):
                     shutil.rmtree(folder)
                 if folder.name != MERGED:
                     _say(f"{folder}: thrown away, the command has other --partitions now")

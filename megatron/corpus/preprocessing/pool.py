@@ -15,7 +15,7 @@ from pathlib import Path
 from megatron.corpus.preprocessing.blocks import Block
 from megatron.corpus.preprocessing.encode import BlockCounts, EncodeConfig, Encoder
 from megatron.corpus.preprocessing.token_file import TokenFiles
-from megatron.data.worker import Worker
+from megatron.util.processes import Worker
 
 _BLOCKS_PER_WORKER = 4
 """Blocks under way at a time, so that a worker need not wait for one that is slower."""

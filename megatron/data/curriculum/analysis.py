@@ -6,11 +6,7 @@ Shape suffixes: T the tokens of a sample, V vocabulary, N samples.
 from __future__ import annotations
 
 import json
-import multiprocessing
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,7 +18,8 @@ import numpy.typing as npt
 from megatron.data.curriculum.drawn import ANALYSED, fingerprint
 from megatron.data.curriculum.metric_files import write_rows
 from megatron.data.samples import PackedSample, SampleDataset
-from megatron.whole_file import write_whole
+from megatron.util.files import write_whole
+from megatron.util.processes import mapping_processes
 
 METRICS = ("seqlen", "vocab_rarity")
 VOCABULARY = "total_vocab_freq"
@@ -89,7 +86,11 @@ def analyse(
             progress(before + share.stop, passes * len(dataset))
             yield part
 
-    with _workers(processes) as each:
+    killed = (
+        f"one of the {processes} processes that read samples was killed, by the system if memory "
+        "ran out; the files are not complete: run it again with fewer"
+    )
+    with mapping_processes(processes, killed) as each:
         if "vocab_rarity" in metrics:
             counts = said(each(partial(_count_tokens, dataset, vocab_size), shares), 0)
             counts_V = sum(counts, np.zeros(vocab_size + 1, np.int64))
@@ -160,23 +161,6 @@ def _shares(count: int, processes: int) -> list[range]:
     shares = min(count, max(processes * _SHARES_PER_PROCESS, count // _LARGEST_SHARE))
     bounds = np.linspace(0, count, shares + 1, dtype=np.int64).tolist()
     return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
-
-
-@contextmanager
-def _workers(processes: int) -> Iterator[Callable[[Callable[[range], Any], list[range]], Any]]:
-    """What does a piece of work for each share, in order, in this process or in others."""
-    if processes == 1:
-        yield map
-        return
-    spawn = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(processes, mp_context=spawn) as pool:
-        try:
-            yield pool.map
-        except BrokenProcessPool:
-            raise OSError(
-                f"one of the {processes} processes that read samples was killed, by the system if "
-                "memory ran out; the files are not complete: run it again with fewer"
-            ) from None
 
 
 def _write_vocabulary(folder: Path, counts_V: npt.NDArray[np.int64]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import json
 import logging
 import operator
@@ -19,6 +18,7 @@ from megatron.data.curriculum.metric_files import Rows, read_rows
 from megatron.data.curriculum.order import MetricIndex, sample_order
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.samples import Piece, SampleDataset
+from megatron.util.digests import digest, digest_of_parts
 
 logger = logging.getLogger(__name__)
 
@@ -106,12 +106,10 @@ def draw_samples(
 def fingerprint(dataset: SampleDataset[Any]) -> str:
     """Identifies a dataset by its number of samples and by some of them, evenly spaced."""
     count = len(dataset)
-    digest = hashlib.blake2b(str(count).encode(), digest_size=16)
-    for probe in range(min(count, _PROBES)):
-        sample = dataset[probe * (count - 1) // max(min(count, _PROBES) - 1, 1)]
-        for part in sample if isinstance(sample, tuple) else (sample,):
-            digest.update(np.ascontiguousarray(part).tobytes())
-    return digest.hexdigest()
+    probes = min(count, _PROBES)
+    samples = (dataset[probe * (count - 1) // max(probes - 1, 1)] for probe in range(probes))
+    parts = (part for s in samples for part in (s if isinstance(s, tuple) else (s,)))
+    return digest_of_parts(chain((str(count),), (np.asarray(p).tobytes() for p in parts)))
 
 
 def _each(batches: Sequence[tuple[int, int]]) -> Iterator[int]:
@@ -168,8 +166,7 @@ _AGAIN = (
 
 def _identity(metric: Metric, index: MetricIndex) -> dict[str, Any]:
     """All that the order depends on; where the files lie is no part of it."""
-    digest = hashlib.blake2b(index.samples.ends.tobytes(), digest_size=16)
-    digest.update(np.ascontiguousarray(index.samples.values).data)
+    samples = (np.ascontiguousarray(a).data for a in (index.samples.ends, index.samples.values))
     values = None if index.values is None else index.values.tolist()
     schedule = dataclasses.asdict(metric.schedule)
     del schedule["name"]
@@ -177,6 +174,6 @@ def _identity(metric: Metric, index: MetricIndex) -> dict[str, Any]:
         "name": metric.name,
         "percentile": metric.percentile,
         "schedule": schedule,
-        "samples": digest.hexdigest(),
-        "values": hashlib.blake2b(repr(values).encode(), digest_size=16).hexdigest(),
+        "samples": digest_of_parts(samples),
+        "values": digest(repr(values)),
     }

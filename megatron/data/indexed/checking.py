@@ -13,7 +13,8 @@ import numpy as np
 
 from megatron.data.indexed.format import bin_path, idx_path
 from megatron.data.indexed.reader import IndexedDataset
-from megatron.whole_file import write_whole
+from megatron.util.digests import sha256_of_file
+from megatron.util.files import write_whole
 
 _BLOCK = 1 << 24
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
@@ -52,7 +53,7 @@ def check_dataset(prefix: str, vocab_size: int | None = None, *, write: bool = F
     """
     dataset = IndexedDataset(prefix)
     dataset.verify()
-    sums = {idx_path(prefix).name: _sha256(idx_path(prefix))}
+    sums = {idx_path(prefix).name: sha256_of_file(idx_path(prefix))}
     extremes, sums[bin_path(prefix).name] = _read_tokens(dataset)
     # Checksums first: of a damaged .bin, an id that is out of range says less.
     known = {} if write else read_checksums(prefix)
@@ -152,14 +153,6 @@ def read_checksums(prefix: str | os.PathLike[str]) -> Mapping[str, str]:
 def _write_checksums(prefix: str, sums: Mapping[str, str]) -> None:
     lines = "".join(f"{sums[name]}  {name}\n" for name in sorted(sums))
     write_whole(checksum_path(prefix), lines.encode())
-
-
-def _sha256(path: Path) -> str:
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(_BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
 
 
 def _read_tokens(dataset: IndexedDataset) -> tuple[np.ndarray | None, str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.indexed.format import DTYPE_OF_CODE, HEADER, MAGIC, VERSION
+from megatron.util.digests import digest_of_parts
 
 # Opening looks at up to this many blocks of entries, evenly spaced: all of them below 16 million.
 _BLOCK = 1 << 18
@@ -180,10 +180,8 @@ class IndexFile:
 
 def digest_of_lengths(lengths: np.ndarray) -> str:
     """Equal for equal lengths, int32[n]."""
-    digest = hashlib.blake2b(digest_size=16)
-    for start in range(0, len(lengths), _BLOCK):
-        digest.update(np.ascontiguousarray(lengths[start : start + _BLOCK]).data)
-    return digest.hexdigest()
+    blocks = (lengths[start : start + _BLOCK] for start in range(0, len(lengths), _BLOCK))
+    return digest_of_parts(np.ascontiguousarray(block).data for block in blocks)
 
 
 def map_file(path: Path, dtype: np.dtype) -> np.ndarray:

@@ -22,6 +22,7 @@ from megatron.data.indexed.format import (
     idx_path,
 )
 from megatron.data.indexed.reader import IndexedDataset
+from megatron.util.files import sync
 
 # Entries, or tokens, that are held in memory at once.
 _BLOCK = 1 << 20
@@ -151,15 +152,12 @@ class IndexedDatasetWriter:
                     "mode; give one for all or for none"
                 )
             with _naming(self._bin_part):
-                _sync(self._stream)
+                sync(self._stream)
                 self._stream.close()
             with _naming(self._idx_part), self._idx_part.open("wb") as file:
                 file.writelines(self._index_parts())
-                _sync(file)
-            # An old index must never describe the new tokens, not even if we die between the two.
-            self._idx.unlink(missing_ok=True)
-            os.replace(self._bin_part, self._bin)
-            os.replace(self._idx_part, self._idx)
+                sync(file)
+            publish(self._bin_part, self._idx_part, self.prefix)
             self._open = False
         finally:
             self.discard()
@@ -216,6 +214,17 @@ class IndexedDatasetWriter:
         yield from (block.data for block in self._modes.blocks())
 
 
+def publish(new_bin: Path, new_idx: Path, prefix: str) -> None:
+    """Gives two complete files the names of a dataset; goes on where that was interrupted."""
+    if not new_idx.exists():
+        return
+    if new_bin.exists():
+        # An old index must never describe the new tokens, not even if we die between the two.
+        idx_path(prefix).unlink(missing_ok=True)
+        os.replace(new_bin, bin_path(prefix))
+    os.replace(new_idx, idx_path(prefix))
+
+
 class _Spool:
     """A long array in a temporary file without a name: nothing of it stays if the process dies."""
 
@@ -252,11 +261,6 @@ def _counts(values: npt.ArrayLike, name: str, total: int, unit: str) -> np.ndarr
     if (counts < 0).any() or counts.sum() != total:
         raise ValueError(f"{name} must be counts that sum to the {total} {unit}, not {counts}")
     return counts
-
-
-def _sync(file: BinaryIO) -> None:
-    file.flush()
-    os.fsync(file.fileno())
 
 
 @contextmanager

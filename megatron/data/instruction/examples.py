@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import operator
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.instruction.encode import ExampleEncoder
 from megatron.data.instruction.records import Example, read_examples
 from megatron.data.raw_text.files import text_files
+from megatron.util.digests import digest
 
 logger = logging.getLogger(__name__)
 
@@ -77,12 +77,12 @@ class InstructionExamples:
     @cached_property
     def lengths_digest(self) -> str:
         """Identifies the lengths of the examples."""
-        return hashlib.blake2b(self.sequence_lengths.tobytes(), digest_size=16).hexdigest()
+        return digest(self.sequence_lengths.tobytes())
 
     @cached_property
     def counted_digest(self) -> str:
         """Identifies the first tokens that count."""
-        return hashlib.blake2b(self.first_counted.tobytes(), digest_size=16).hexdigest()
+        return digest(self.first_counted.tobytes())
 
     def __len__(self) -> int:
         return len(self._offsets) - 1

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import hashlib
-
 import numpy as np
 
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.masked.segments import SegmentRules, build_segments
 from megatron.data.masked.sentences import Sentences
 from megatron.data.samples import Documents
+from megatron.util.digests import digest
 
 # Part of every cache entry's name: raise it when the meaning of the arrays changes.
 INDEX_VERSION = 1
@@ -37,7 +36,7 @@ def segment_index(
         "version": INDEX_VERSION,
         "sequence lengths": documents.lengths_digest,
         "documents": [units.start, units.stop],
-        "document boundaries": hashlib.blake2b(boundaries.tobytes(), digest_size=16).hexdigest(),
+        "document boundaries": digest(boundaries.tobytes()),
         "tokens": rules.max_tokens,
         "short sequences": rules.short_seq_prob,
         "pairs": rules.pairs,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import operator
 from bisect import bisect_right
 from collections import OrderedDict
@@ -20,6 +19,7 @@ from megatron.data.raw_text.encode import TextEncoder
 from megatron.data.raw_text.files import TextFile
 from megatron.data.raw_text.records import Records, changed, text_records
 from megatron.data.raw_text.scan import say_what_changed, scan
+from megatron.util.digests import digest
 
 # Part of the cache entry's name: raise it when the meaning of the arrays changes.
 INDEX_VERSION = 1
@@ -97,7 +97,7 @@ class RawTextDocuments:
     @cached_property
     def lengths_digest(self) -> str:
         """Identifies the sequence lengths, as `IndexedDataset.lengths_digest` does."""
-        return hashlib.blake2b(self.sequence_lengths.tobytes(), digest_size=16).hexdigest()
+        return digest(self.sequence_lengths.tobytes())
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +16,7 @@ from megatron.config import TokenizerConfig
 from megatron.data.indexed import best_dtype
 from megatron.data.sentences import SentenceSplitter, build_splitter
 from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.util.digests import digest_of_parts
 
 
 @dataclass(frozen=True)
@@ -113,23 +113,23 @@ def tokenizer_identity(config: TokenizerConfig) -> dict[str, Any]:
     """The settings of a tokenizer as JSON values, with a digest of the content in place of the
     path of each of its files and folders."""
     return {
-        name: _content_digest(Path(value)) if isinstance(value, str) and _exists(value) else value
+        name: _with_content(value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(config).items()
     }
 
 
-def _exists(path: str) -> bool:
+def _with_content(text: str) -> str:
+    """The digest of the file or folder that a text names, or else the text."""
     try:
-        return Path(path).exists()
+        exists = Path(text).exists()
     except OSError:  # too long for a path, for example
-        return False
+        exists = False
+    return digest_of_parts(_contents(Path(text))) if exists else text
 
 
-def _content_digest(path: Path) -> str:
-    digest = hashlib.blake2b(digest_size=16)
+def _contents(path: Path) -> Iterator[bytes]:
     files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
     for file in files:
         content = file.read_bytes()
         name = "" if file == path else str(file.relative_to(path))
-        digest.update(f"{name}\0{len(content)}\0".encode() + content)
-    return digest.hexdigest()
+        yield f"{name}\0{len(content)}\0".encode() + content

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from megatron.config.raw_text import RawTextConfig
 from megatron.data.indexed import idx_path
 from megatron.data.paths import expand
+from megatron.util.digests import digest_of_parts
 
 ENDINGS = (".json", ".jsonl", ".csv", ".tsv")
 _PACKED = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet")
@@ -37,13 +38,14 @@ class TextFile(NamedTuple):
 
     def content_digest(self) -> str:
         """Of up to 64 blocks of 64 KiB, the first, the last and evenly between."""
-        digest = hashlib.blake2b(digest_size=16)
+        return digest_of_parts(self._some_blocks())
+
+    def _some_blocks(self) -> Iterator[bytes]:
         last = max(self.size - _BLOCK, 0)
         with open(self.path, "rb") as file:
             for i in range(min(_BLOCKS, -(-self.size // _BLOCK))):
                 file.seek(last * i // (_BLOCKS - 1) if self.size > _BLOCK * _BLOCKS else i * _BLOCK)
-                digest.update(file.read(_BLOCK))
-        return digest.hexdigest()
+                yield file.read(_BLOCK)
 
 
 def is_text_file_name(path: str) -> bool:

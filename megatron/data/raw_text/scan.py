@@ -4,11 +4,8 @@ from __future__ import annotations
 
 import json
 import logging
-import multiprocessing
 import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from functools import lru_cache
 from itertools import accumulate, repeat
 from pathlib import Path
@@ -19,7 +16,7 @@ import numpy as np
 from megatron.data.json_lines import BadLine
 from megatron.data.raw_text.encode import TextEncoder, TextSettings
 from megatron.data.raw_text.records import Records
-from megatron.data.worker import usable_processors
+from megatron.util.processes import mapping_processes, usable_processors
 
 logger = logging.getLogger(__name__)
 
@@ -85,16 +82,10 @@ def _scanned(tasks: list[Task], encoder: TextEncoder, workers: int) -> Iterator[
     if workers == 1 or len(tasks) < 2:
         yield from (scan_range(records, span, encoder) for records, _, span in tasks)
         return
-    # A forked child of a process with threads (Rust's, in tokenizers) may hang.
-    context = multiprocessing.get_context("spawn")
     sources, _, spans = zip(*tasks, strict=True)
-    try:
-        with ProcessPoolExecutor(min(workers, len(tasks)), context) as pool:
-            yield from pool.map(_scan_in_process, sources, spans, repeat(encoder.settings))
-    except BrokenProcessPool as error:
-        raise ChildProcessError(
-            "a process that counts tokens died, most often because memory ran out"
-        ) from error
+    died = "a process that counts tokens died, most often because memory ran out"
+    with mapping_processes(min(workers, len(tasks)), died) as each:
+        yield from each(_scan_in_process, sources, spans, repeat(encoder.settings))
 
 
 @lru_cache(maxsize=1)

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.deepspeed_names import CONFIG, STATE, UNIVERSAL_VERSION
-from megatron.checkpoint.files import sync_file, sync_folder, write_json
+from megatron.checkpoint.files import write_json
 from megatron.checkpoint.folder import file_facts, replace_folder, tag, unfinished_folder
 from megatron.checkpoint.source import Source
 from megatron.checkpoint.writer import run_of
@@ -33,6 +33,7 @@ from megatron.config import RunConfig
 from megatron.formats.deepspeed_folders.layout import UNIVERSAL_SUFFIX, UNIVERSAL_TRACKER
 from megatron.formats.deepspeed_folders.parameters import whole_shards
 from megatron.parallel.shard import Shard
+from megatron.util.files import sync_path
 
 DEEPSPEED_VERSION = "0.19.8"
 """The release whose format this is; loaders refuse folders without a version."""
@@ -93,7 +94,7 @@ def _write_files(
     facts: dict[str, dict[str, int | str]] = {}
 
     def note(path: Path) -> None:
-        sync_file(path)
+        sync_path(path)
         facts[str(path.relative_to(written))] = file_facts(path)
 
     def save(content: Any, path: Path) -> None:
@@ -114,10 +115,10 @@ def _write_files(
             save({"param": values.contiguous(), **how_to_cut(shards[name])}, file)
         if step is not None and len(kinds) > 1:
             save(step, place / "step.pt")
-        sync_folder(place)
+        sync_path(place)
         progress(f"{name}: {', '.join(kinds)}")
     save(_optimizer_state(run, step, stage), written / "zero" / "optimizer_state.pt")
-    sync_folder(written / "zero")
+    sync_path(written / "zero")
     prefix = "zero_pp_rank_0_" if stage == 3 else ""
     state = {key: value for key, value in source.state.items() if key != "world_size"}
     save(_model_states(state, step), written / f"{prefix}mp_rank_00_model_states.pt")

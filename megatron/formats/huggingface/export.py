@@ -14,16 +14,11 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import (
-    CheckpointError,
-    read_json,
-    sync_file,
-    sync_folder,
-    write_json,
-)
+from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface.registry import architecture_of, departure
 from megatron.formats.huggingface.table import Parameter
+from megatron.util.files import sync_path
 
 
 def write_model(
@@ -64,7 +59,7 @@ def write_model(
     write_json(folder / "config.json", content)
     if not (folder / "generation_config.json").exists():
         write_json(folder / "generation_config.json", tokens)
-    sync_folder(folder)
+    sync_path(folder)
     if sample is not None:
         name, now = _sample(folder)
         if now != sample:
@@ -140,7 +135,7 @@ def plan_shards(
 def _save(tensors: dict[str, Tensor], path: Path) -> None:
     try:
         save_file(tensors, path, metadata={"format": "pt"})
-        sync_file(path)
+        sync_path(path)
     except (SafetensorError, OSError) as error:
         raise CheckpointError(f"{path} cannot be written: {error}") from None
 
@@ -157,7 +152,7 @@ def _copy_tokenizer(
     names = sorted(path.name for path in copied.iterdir() if path.is_file())
     for name in names:
         os.replace(copied / name, folder / name)
-        sync_file(folder / name)
+        sync_path(folder / name)
     shutil.rmtree(copied)
     progress(f"tokenizer: {', '.join(names)}")
     tokens = special_tokens(folder)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, sync_folder
+from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.config import ModelConfig, TokenizerConfig
@@ -28,6 +27,7 @@ from megatron.formats.legacy_megatron.locations import (
 )
 from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_to_megatron, to_megatron
 from megatron.formats.legacy_megatron.shards import shards_of
+from megatron.util.files import sync, sync_path
 
 VERSION = 3.0
 """What ``checkpoint_version`` is written."""
@@ -225,6 +225,5 @@ def _save(content: dict[str, Any], path: Path) -> None:
     path.parent.mkdir()
     with open(path, "wb") as file:
         torch.save(content, file)
-        file.flush()
-        os.fsync(file.fileno())
-    sync_folder(path.parent)
+        sync(file)
+    sync_path(path.parent)

@@ -1,8 +1,12 @@
 """Half precision at ZeRO 1-3, autocast at stage 0, loss scaling, and steps that are not finite."""
 
+from unittest import mock
+
 import numpy as np
 import pytest
 from training_jobs import TINY, train, train_plainly
+
+from megatron.engine import train_engine
 
 FLAGS = [*TINY, "--train-iters", "6", "--zero-stage"]
 
@@ -110,7 +114,7 @@ def test_fp16_follows_fp32(pool, plain, stage):
 def test_growing_loss_scale_changes_nothing(pool, stage):
     """The scale doubles every other step; losses and norms stay those of a scale that does not.
 
-    DeepSpeed itself divides by the doubled scale on such a step.
+    DeepSpeed itself divides by the doubled scale on such a step, which is why it is not left to it.
     """
     flags = [*FLAGS, str(stage), "--fp16", "--initial-loss-scale", "256", "--optimizer", "sgd"]
     steady = pool.run(2, train, flags)[0]
@@ -118,6 +122,14 @@ def test_growing_loss_scale_changes_nothing(pool, stage):
     assert growing.scales[-1] > growing.scales[0]
     np.testing.assert_allclose(growing.losses, steady.losses, rtol=1e-4)
     np.testing.assert_allclose(growing.norms, steady.norms, rtol=1e-3)
+    own = pool.run(2, train_as_deepspeed_scales, [*flags, "--loss-scale-window", "2"])[0]
+    assert max(abs(a / b - 1) for a, b in zip(own.losses, steady.losses, strict=True)) > 1e-3
+
+
+def train_as_deepspeed_scales(argv):
+    """Trains with DeepSpeed's own growth of the loss scale; for the pool."""
+    with mock.patch.object(train_engine, "defer_scale_growth", lambda wrapper: lambda: None):
+        return train(argv)
 
 
 def test_overflow_skips_and_halves(pool):

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import TINY
 
 from megatron.data.loader import MicroBatches
-from megatron.engine import build
+from megatron.engine import deepspeed_patches
 from megatron.engine.environment import distributed
 from megatron.engine.state import fragments, optimizer_step
 from megatron.parity.training import Record, watched_trainer
@@ -51,16 +51,10 @@ def poison(trainer: Trainer, step: int) -> None:
 
 @contextlib.contextmanager
 def as_deepspeed_does(stock: bool) -> Iterator[None]:
-    """Leaves DeepSpeed as it is, where ``stock``."""
-    with contextlib.ExitStack() as stack:
-        if stock:
-            ours = {
-                "can_queue": lambda *_: False,
-                "keep_gradients_in_place": lambda *_: None,
-                "take_out": lambda *_: None,
-            }
-            for name, instead in ours.items():
-                stack.enter_context(mock.patch.object(build, name, instead))
+    """Leaves DeepSpeed as it is, where ``stock``, but for how it starts."""
+    at_start = (deepspeed_patches.NO_OPERATORS, deepspeed_patches.NO_COMPILER)
+    made = at_start.__contains__ if stock else deepspeed_patches.made
+    with mock.patch.object(deepspeed_patches, "made", made):
         yield
 
 

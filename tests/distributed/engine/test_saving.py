@@ -198,7 +198,7 @@ def test_no_save_optim_is_weights_only(pool, tmp_path):
 
 def test_two_runs_do_not_save_into_one_folder(pool, tmp_path):
     """The second is refused on all its ranks, before it has done anything."""
-    lock = saving.FolderLock(tmp_path)
+    lock = saving.lock_folder(tmp_path)
     try:
         results = pool.run(2, run, [*FLAGS, *DP2, "--save", str(tmp_path)])
         assert f"process {os.getpid()} on" in results[0][1] and "another --save" in results[0][1]

@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from megatron.checkpoint import tensor_file
 from megatron.checkpoint.files import (
     CheckpointError,
-    checksum,
     read_json,
     write_bytes,
     write_json,
     write_text,
 )
 from megatron.checkpoint.tensor_file import write_tensors
+from megatron.util.digests import sha256_of_file
 
 
 def test_text_is_replaced_or_kept(tmp_path, monkeypatch):
@@ -40,7 +40,7 @@ def test_facts_against_sha256sum(tmp_path):
     # FIPS 180-2, appendix B.1.
     digest = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
     assert facts == {"bytes": 3, "sha256": digest}
-    assert checksum(tmp_path / "a") == digest
+    assert sha256_of_file(tmp_path / "a") == digest
     with pytest.raises(FileExistsError):
         write_bytes(tmp_path / "a", b"another")
 
@@ -121,7 +121,7 @@ def test_a_short_write_is_continued_and_a_failed_one_raised(tmp_path, tensors, m
         tensor_file._HashingWriter, "write", lambda self, content: write(self, content, 10**9)
     )
     facts = write_tensors(tmp_path / "a", tensors)
-    assert checksum(tmp_path / "a") == facts["sha256"]
+    assert sha256_of_file(tmp_path / "a") == facts["sha256"]
     assert torch.equal(load_file(tmp_path / "a")["matrix"], tensors["matrix"])
     monkeypatch.setattr(
         tensor_file._HashingWriter, "write", lambda self, content: write(self, content, 200)

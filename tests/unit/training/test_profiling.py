@@ -236,7 +236,7 @@ def test_a_failed_export_leaves_no_file(config, tmp_path, monkeypatch):
     def fail(*_):
         raise OSError("no space left")
 
-    monkeypatch.setattr(profile_recorders.os, "replace", fail)
+    monkeypatch.setattr("os.replace", fail)
     with pytest.raises(OSError, match="no space"):
         trained(config)
     assert list((tmp_path / "p").iterdir()) == []

@@ -4,13 +4,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 SOURCE = """
 import gc
-from megatron import importing
+from megatron.util import collector
 between = gc.isenabled()
-importing.done()
+collector.resume()
 print(between, gc.isenabled(), gc.get_freeze_count() > 1000)
 import pretrain_gpt
 print(gc.isenabled())

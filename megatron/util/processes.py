@@ -1,19 +1,28 @@
-"""A process that answers requests, behind a pipe.
-
-It ends when the pipe is closed, also by the death of its parent.
-"""
+"""Which process speaks for all of a run, and processes that work for this one: a map over several,
+and one that answers requests."""
 
 from __future__ import annotations
 
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from multiprocessing.connection import Connection
 from typing import Any, Generic, TypeVar
 
 Request = TypeVar("Request")
 Answer = TypeVar("Answer")
+
+_SPAWN = multiprocessing.get_context("spawn")
+"""A forked child of a process with threads (Rust's, in tokenizers) may hang."""
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def usable_processors() -> int:
@@ -23,8 +32,34 @@ def usable_processors() -> int:
     return os.cpu_count() or 1
 
 
+@contextmanager
+def mapping_processes(processes: int, died: str) -> Iterator[Callable[..., Iterator[Any]]]:
+    """``map`` that works in several processes; results come in the order of the arguments.
+
+    Functions, arguments and results are pickled. One process is this one.
+
+    Args:
+        processes: how many.
+        died: says to the user that one of them was killed.
+
+    Raises:
+        ChildProcessError: one of them was killed; the message is ``died``.
+    """
+    if processes == 1:
+        yield map
+        return
+    with ProcessPoolExecutor(processes, _SPAWN) as pool:
+        try:
+            yield pool.map
+        except BrokenProcessPool as error:
+            raise ChildProcessError(died) from error
+
+
 class Worker(Generic[Request, Answer]):
-    """One worker process. Parent and worker take turns, so none waits for a pipe that nobody reads.
+    """A process that answers requests, at the other end of a pipe.
+
+    Parent and worker take turns, so none waits for a pipe that nobody reads. The process ends when
+    the pipe is closed, also by the death of its parent.
 
     Args:
         prepare: makes, in the process and at the first request, what answers requests. It is
@@ -32,10 +67,8 @@ class Worker(Generic[Request, Answer]):
     """
 
     def __init__(self, prepare: Callable[[], Callable[[Request], Answer]]) -> None:
-        # A forked child of a process with threads (Rust's, in tokenizers) may hang.
-        context = multiprocessing.get_context("spawn")
-        self.pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, prepare), daemon=True)
+        self.pipe, theirs = _SPAWN.Pipe()
+        self._process = _SPAWN.Process(target=_serve, args=(theirs, prepare), daemon=True)
         self._process.start()
         theirs.close()
 

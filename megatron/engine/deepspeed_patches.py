@@ -1,0 +1,430 @@
+"""What is replaced inside DeepSpeed, each with its reason and the versions it was held to.
+
+A replacement is made for these versions only, and where what it replaces still looks as expected.
+Elsewhere DeepSpeed's own path runs, which a line says; where that would be wrong, the run is
+refused. The test that each names compares it with DeepSpeed's own path, or with the numbers that
+are right where DeepSpeed has none.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache
+from typing import Any, NamedTuple
+
+import deepspeed
+from deepspeed.accelerator import get_accelerator
+from deepspeed.pipe import PipelineModule
+from deepspeed.runtime import compiler
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.runtime.pipe.engine import PipelineEngine
+from deepspeed.runtime.zero import stage3
+from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor, nn
+
+from megatron.config import ConfigError
+from megatron.engine.json_keys import Json, get, offloads
+from megatron.parallel.mesh import Group
+from megatron.util.processes import is_main_process
+
+FIRST, LAST = "0.19.0", "0.19.8"
+"""Versions of DeepSpeed, both included, that the replacements were held to."""
+
+
+class Replacement(NamedTuple):
+    """Something that is not done as DeepSpeed does it.
+
+    Attributes:
+        what: names it; "without ..." is said to the user.
+        otherwise: what a user has without it.
+        test: holds it to what it replaces.
+        looks: whether that, and what is used of it, is as it was when this was written.
+    """
+
+    what: str
+    otherwise: str
+    test: str
+    looks: Callable[[], bool]
+
+
+def _takes(owner: Any, name: str, *parameters: str) -> bool:
+    function = getattr(owner, name, None)
+    if function is None:
+        return False
+    return tuple(inspect.signature(function).parameters) == parameters
+
+
+def _has(owner: Any, *names: str) -> bool:
+    return all(hasattr(owner, name) for name in names)
+
+
+_TESTS = "tests/distributed/engine"
+_MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+
+NO_OPERATORS = Replacement(
+    # Built when torch.distributed starts: half a minute, and an error without a compiler.
+    "leaving out DeepSpeed's operator for collectives on CPUs",
+    "it is compiled when a run starts, which needs a C++ compiler and ninja",
+    f"{_TESTS}/test_deepspeed_patches.py::test_against_collectives_that_are_compiled",
+    # Newer versions make the list when it is first asked for.
+    lambda: "__compatible_ops__" in vars(deepspeed.ops) or _has(deepspeed.ops, "__getattr__"),
+)
+NO_COMPILER = Replacement(
+    # ZeRO imports Muon to see whether it is the optimizer, which here it never is, and hands it to
+    # torch.compile, whose import takes as much CPU time as that of torch.
+    "keeping torch's compiler out when DeepSpeed's Muon is imported",
+    "runs start more slowly",
+    "tests/unit/engine/test_optimizer.py::test_a_run_imports_nothing_heavy",
+    lambda: (
+        _has(compiler, "compile", "dummy_decorator")
+        and importlib.util.find_spec(_MUON) is not None
+        and _MUON not in sys.modules
+    ),
+)
+FP16_ON_CPUS = Replacement(
+    # DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it on all.
+    "fp16 on every CPU",
+    "DeepSpeed refuses --fp16 on CPUs without instructions for it",
+    f"{_TESTS}/test_precision.py::test_fp16_follows_fp32",
+    lambda: _takes(get_accelerator(), "is_fp16_supported"),
+)
+NO_COPIES = Replacement(
+    # With one data-parallel rank there is nothing to average. Still ZeRO 1 and 2 copy every
+    # gradient into a bucket, divide it by one, reduce it among one, copy it back and into a
+    # partition; stage 0 flattens, reduces and copies back. All of that is the identity.
+    "leaving out copies and reductions of gradients among one data-parallel rank",
+    "steps are slower and take more memory",
+    f"{_TESTS}/test_queued_update.py::test_against_deepspeed",
+    lambda: (
+        _takes(
+            DeepSpeedEngine, "buffered_allreduce_fallback", "self", "grads", "elements_per_buffer"
+        )
+        and _has(DeepSpeedZeroOptimizer, "buffered_reduce_fallback")
+    ),
+)
+NO_SECOND_VIEWS = Replacement(
+    # After every step ZeRO 1 and 2 point every parameter at the place that it points at already.
+    "leaving parameters at the places that they have after a step (ZeRO 1 and 2)",
+    "steps are slower",
+    f"{_TESTS}/test_queued_update.py::test_against_deepspeed",
+    lambda: _takes(DeepSpeedZeroOptimizer, "_update_model_bit16_weights", "self", "group_index"),
+)
+SCALE_GROWS_LATER = Replacement(
+    # DeepSpeed doubles the dynamic scale before it divides the gradients by it, so that the step
+    # at which the scale grows would use half the gradients.
+    "growth of the dynamic loss scale after a step instead of within it",
+    "the step at which it grows would use half the gradients: give a --loss-scale, or use --bf16",
+    f"{_TESTS}/test_precision.py::test_growing_loss_scale_changes_nothing",
+    lambda: all(
+        _takes(kind, "_update_scale", "self", "has_overflow")
+        for kind in (DeepSpeedZeroOptimizer, DeepSpeedZeroOptimizer_Stage3)
+    ),
+)
+_QUEUED = "norm, clipping and the guard against infinities on the device"
+_WAITS = "the host waits for the device in every step"
+_AGAINST_DEEPSPEED = f"{_TESTS}/test_queued_update.py::test_against_deepspeed"
+QUEUED_UNPARTITIONED = Replacement(f"{_QUEUED} (stage 0)", _WAITS, _AGAINST_DEEPSPEED, lambda: True)
+QUEUED_PARTITIONED = Replacement(
+    f"{_QUEUED} (ZeRO 1 and 2)",
+    _WAITS,
+    _AGAINST_DEEPSPEED,
+    lambda: (
+        "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
+        and _takes(DeepSpeedZeroOptimizer, "_get_preflattened_grad_partition", "self", "group_idx")
+        and _takes(
+            DeepSpeedZeroOptimizer, "unscale_and_clip_grads", "self", "grad_groups_flat",
+            "total_norm",
+        )
+    ),
+)  # fmt: skip
+QUEUED_ACCUMULATED = Replacement(
+    f"{_QUEUED} (ZeRO 1 with sums in fp32)",
+    _WAITS,
+    f"{_AGAINST_DEEPSPEED}_with_sums_in_fp32",
+    lambda: (
+        _takes(BF16_Optimizer, "step", "self", "closure")
+        and _takes(BF16_Optimizer, "update_lp_params", "self")
+        and _takes(BF16_Optimizer, "clear_hp_grads", "self")
+        and _takes(BF16_Optimizer, "_lazy_init_hp_params_optimizer_state", "self")
+    ),
+)
+QUEUED_PARTITIONED_3 = Replacement(
+    f"{_QUEUED} (ZeRO 3)",
+    _WAITS,
+    _AGAINST_DEEPSPEED,
+    # A decorator hides their parameters. Norms of groups have to be numbers of the host.
+    lambda: (
+        _has(DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", "unscale_and_clip_grads")
+        and _has(stage3, "combine_grad_norm_groups")
+    ),
+)
+OWN_SCHEDULES = Replacement(
+    # DeepSpeed's schedules know one stage a process, hidden states alone, and 1F1B.
+    "this trainer's pipeline schedules on DeepSpeed's pipeline engine",
+    "no schedule runs: leave out --pipeline-model-parallel-size",
+    f"{_TESTS}/test_pipeline.py::test_uneven_stages",
+    lambda: (
+        _takes(PipelineModule, "_partition_layers", "self", "method")
+        and _takes(PipelineModule, "stage_owner", "self", "layer_idx")
+        and _takes(PipelineModule, "_set_bounds", "self", "start", "stop")
+        and _takes(PipelineModule, "_build", "self")
+        and _takes(PipelineModule, "_synchronize_tied_weights", "self")
+        and _takes(PipelineEngine, "_exec_reduce_grads", "self")
+        and _takes(PipelineEngine, "_exec_optimizer_step", "self", "lr_kwargs")
+        and _has(DeepSpeedEngine, "_backward_prologue", "_backward_epilogue")
+    ),
+)
+
+
+@cache
+def made(replacement: Replacement) -> bool:
+    """Whether a replacement is made; where it is not, the first process says so, once."""
+    fault = _fault(replacement)
+    if fault and is_main_process():
+        print(f"{fault}. Without {replacement.what} {replacement.otherwise}", flush=True)
+    return fault is None
+
+
+def require(replacement: Replacement) -> None:
+    """Refuses a run in which DeepSpeed's own path would be wrong.
+
+    Raises:
+        ConfigError: the replacement was not held to this DeepSpeed.
+    """
+    fault = _fault(replacement)
+    if fault:
+        raise ConfigError(
+            f"{fault}. Without {replacement.what} {replacement.otherwise}; or install "
+            f"deepspeed=={LAST}"
+        )
+
+
+def _fault(replacement: Replacement) -> str | None:
+    version = deepspeed.__version__
+    if not _number(FIRST) <= _number(version) <= _number(LAST):
+        return f"DeepSpeed {version} is none of {FIRST} to {LAST}, which this was tried with"
+    return None if replacement.looks() else f"DeepSpeed {version} is made in another way"
+
+
+def _number(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+def start_without_compiler() -> None:
+    """Has DeepSpeed start without compiling anything, and without torch's compiler."""
+    if made(NO_OPERATORS):
+        # Whole: reading the old one looks through all operators for compilers and libraries.
+        vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
+    if made(NO_COMPILER):
+        # DeepSpeed's own decorator for a torch without a compiler stands in for torch.compile.
+        decorator = compiler.compile
+        compiler.compile = lambda: compiler.dummy_decorator
+        try:
+            importlib.import_module(_MUON)
+        finally:
+            compiler.compile = decorator
+
+
+def allow_fp16() -> None:
+    """Has DeepSpeed take fp16 on every CPU."""
+    if made(FP16_ON_CPUS):
+        get_accelerator().is_fp16_supported = lambda: True
+
+
+def keep_gradients_in_place(settings: Json, stage: int) -> None:
+    """DeepSpeed's keys for gradients that stay where the backward pass has put them; for one
+    data-parallel rank. Optimizer state on the host needs DeepSpeed's copies."""
+    zero = settings.setdefault("zero_optimization", {})
+    if stage in (1, 2) and not offloads(settings, "offload_optimizer") and made(NO_COPIES):
+        zero["contiguous_gradients"] = False
+        zero["overlap_comm"] = False
+
+
+def take_out(engine: Any, replicas: int) -> None:
+    """Takes out of DeepSpeed's engine what changes nothing.
+
+    Args:
+        engine: DeepSpeed's engine.
+        replicas: number of data-parallel ranks.
+    """
+    wrapper = engine.optimizer
+    partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
+    if partitioned and made(NO_SECOND_VIEWS):
+        wrapper._update_model_bit16_weights = _nothing
+    if replicas > 1 or not made(NO_COPIES):
+        return
+    if not partitioned:
+        engine.buffered_allreduce_fallback = _nothing
+    elif not wrapper.contiguous_gradients:
+        wrapper.buffered_reduce_fallback = _nothing
+
+
+def guard(wrapper: Any) -> None:
+    """Has ZeRO 1 and 2 skip a step of gradients that are not finite, in every dtype: DeepSpeed
+    0.19.0 does so only in half precision, later ones by the norm."""
+    looks_at_norm = "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
+    if isinstance(wrapper, DeepSpeedZeroOptimizer) and not looks_at_norm:
+        wrapper.check_grad_overflow = True
+
+
+def _nothing(*_: Any, **__: Any) -> None:
+    """Instead of a method whose work changes nothing."""
+
+
+def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
+    """Makes a ZeRO optimizer change its dynamic loss scale after a good step instead of within it.
+
+    Returns:
+        The update that is due after every step that was not skipped.
+
+    Raises:
+        ConfigError: DeepSpeed's own way is wrong, and it has to be left as it is.
+    """
+    update = getattr(wrapper, "_update_scale", None)
+    if update is None or not wrapper.dynamic_loss_scale:
+        return lambda: None
+    require(SCALE_GROWS_LATER)
+
+    def on_overflow_only(has_overflow: bool = False) -> None:
+        if has_overflow:
+            update(True)
+
+    wrapper._update_scale = on_overflow_only
+    return lambda: update(False)
+
+
+def queues(stage: int, grads_in_fp32: bool) -> bool:
+    """Whether norm and clipping of a ZeRO stage can be taken over from DeepSpeed.
+
+    Args:
+        stage: the stage.
+        grads_in_fp32: whether gradients in bf16 are added up in float32.
+    """
+    partitioned = QUEUED_ACCUMULATED if stage == 1 and grads_in_fp32 else QUEUED_PARTITIONED
+    return made((QUEUED_UNPARTITIONED, partitioned, partitioned, QUEUED_PARTITIONED_3)[stage])
+
+
+def leave_norm_to_us(settings: Json, stage: int, grads_in_fp32: bool) -> None:
+    """DeepSpeed's keys for "neither norm nor clipping nor a look for infinities"."""
+    settings["gradient_clipping"] = 0.0
+    if get(settings, "bf16.enabled"):
+        settings["bf16"]["check_grad_overflow"] = False
+    if stage == 2 or (stage == 1 and not grads_in_fp32):
+        settings.setdefault("zero_optimization", {})["compute_grad_norm"] = False
+
+
+def take_norm_over(
+    wrapper: Any,
+    clip: Callable[[Sequence[Tensor]], None],
+    flat_gradient: Callable[[int], Tensor],
+    step: Callable[[], None],
+) -> None:
+    """Puts our clipping in the place of DeepSpeed's in a ZeRO optimizer.
+
+    Args:
+        wrapper: DeepSpeed's optimizer, of any stage from 1 on.
+        clip: scales flat gradients.
+        flat_gradient: the gradient of a group of parameters at stages 1 and 2.
+        step: the whole step, at stage 1 with sums in float32.
+    """
+    if isinstance(wrapper, BF16_Optimizer):
+        wrapper.step = lambda closure=None: step()
+    elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+        # Its step reads whatever norms it is given: a number of the host's, which is at hand.
+        wrapper._get_norm_groups = lambda: [1.0]
+        wrapper.unscale_and_clip_grads = lambda group, norm: clip(
+            [wrapper.fp32_partitioned_groups_flat[group].grad]
+        )
+    else:
+        wrapper._get_preflattened_grad_partition = flat_gradient
+        wrapper.unscale_and_clip_grads = lambda grads, norm: clip(grads)
+
+
+def average_by(engine: Any, average: Callable[[], None]) -> None:
+    """Has an engine at stage 0 average its gradients in another way: DeepSpeed's refuses float64,
+    in which the layouts are compared."""
+    assert _has(engine, "allreduce_gradients")
+    engine.allreduce_gradients = lambda **_: average()
+
+
+class PlacedModule(PipelineModule):
+    """DeepSpeed's pipeline module with any cut, and several stages in a process.
+
+    Args:
+        layers: DeepSpeed's descriptions of all layers.
+        topology: of the processes.
+        bounds: where each stage starts in the layers, and their number.
+        stages: those of this process.
+        owner: the pipeline rank that holds a stage.
+
+    Attributes:
+        stage_modules: the modules of each stage, by the place of its first layer.
+
+    Raises:
+        ConfigError: DeepSpeed's engine was not tried with this.
+    """
+
+    def __init__(
+        self,
+        layers: Sequence[Any],
+        topology: Any,
+        bounds: list[int],
+        stages: Iterable[int],
+        owner: Callable[[int], int],
+    ) -> None:
+        require(OWN_SCHEDULES)
+        # DeepSpeed's constructor calls the methods below, which need these.
+        self._bounds, self._stages, self._owner = bounds, stages, owner
+        super().__init__(layers, topology=topology)
+
+    def _partition_layers(self, method: str = "") -> None:
+        self.parts = self._bounds
+
+    def stage_owner(self, layer_idx: int) -> int:
+        """The pipeline rank that holds a layer."""
+        stage = max(s for s, start in enumerate(self._bounds[:-1]) if start <= layer_idx)
+        return self._owner(stage)
+
+    def _build(self) -> None:
+        self.stage_modules: dict[int, list[nn.Module]] = {}
+        for stage in self._stages:
+            begin, end = self._bounds[stage], self._bounds[stage + 1]
+            self._set_bounds(begin, end)
+            self.forward_funcs: list[nn.Module] = []
+            super()._build()
+            self.stage_modules[begin] = self.forward_funcs
+
+    def _synchronize_tied_weights(self) -> None:
+        """Nothing to do: copies of a tied layer have one canonical name, which their initial values
+        are drawn by."""
+
+    def save_state_dict(self, *args: Any, **options: Any) -> None:
+        """Saves all stages' layers, each under its place; DeepSpeed's knows one stage."""
+        before = self.forward_funcs
+        for first, layers in self.stage_modules.items():
+            self._set_bounds(first, first + len(layers))
+            self.forward_funcs = layers
+            super().save_state_dict(*args, **options)
+        # As _build has left them: the last stage's.
+        assert self.forward_funcs is before
+
+
+def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
+    """Where this rank's partition lies in a flattened parameter at ZeRO stage 3: [start, end)."""
+    size = param.ds_tensor.ds_numel  # type: ignore[attr-defined]
+    start = min(data.rank * size, param.ds_numel)  # type: ignore[attr-defined]
+    return start, min(start + size, param.ds_numel)  # type: ignore[attr-defined]
+
+
+def set_partition(param: nn.Parameter, values: Tensor) -> None:
+    """Fills this rank's partition of a parameter at ZeRO stage 3."""
+    param.ds_tensor.data[: values.numel()].copy_(values)  # type: ignore[attr-defined]
+    # hpZ keeps a second copy from an earlier partitioning; without it DeepSpeed makes a new one.
+    param.ds_secondary_tensor = None  # type: ignore[attr-defined]

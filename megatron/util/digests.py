@@ -1,0 +1,45 @@
+"""Digests of texts, arrays and files. Names of cached files and checkpoints hold them: the same
+content has the same digest in every version."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+
+Content = str | bytes | memoryview
+"""A text is its UTF-8; the memory of an array (``array.data``) has to be contiguous."""
+_BLOCK_BYTES = 2**22
+
+
+def digest(content: Content) -> str:
+    """128 bits of BLAKE2b, as 32 hex digits."""
+    return digest_of_parts((content,))
+
+
+def digest_of_parts(parts: Iterable[Content]) -> str:
+    """:func:`digest` of the parts put together, which need not be in memory at the same time."""
+    found = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        found.update(part.encode() if isinstance(part, str) else part)
+    return found.hexdigest()
+
+
+def hash64(content: bytes, key: bytes = b"") -> int:
+    """64 bits of BLAKE2b, as a number."""
+    found = hashlib.blake2b(content, digest_size=8, key=key).digest()
+    return int.from_bytes(found, "little")
+
+
+def sha256(content: Content) -> str:
+    """SHA-256, as 64 hex digits."""
+    return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
+
+
+def sha256_of_file(path: Path) -> str:
+    """SHA-256 of a file, as ``sha256sum`` prints it."""
+    found = hashlib.sha256()
+    with open(path, "rb", buffering=0) as file:
+        while block := file.read(_BLOCK_BYTES):
+            found.update(block)
+    return found.hexdigest()
