@@ -23,12 +23,12 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from megatron.config.masked_data import PAIR_TASKS, MaskedDataConfig
+from megatron.config.kinds.masked_data import PAIR_TASKS, MaskedDataConfig
 from megatron.data.index_cache import IndexCache
-from megatron.data.masked.bert import BertRecipe
-from megatron.data.masked.segments import SegmentRules, build_segments
-from megatron.data.masked.sentences import Sentences
-from megatron.data.masked.t5 import T5Recipe
+from megatron.data.kinds.masked_data.bert import BertRecipe
+from megatron.data.kinds.masked_data.segments import SegmentRules, build_segments
+from megatron.data.kinds.masked_data.sentences import Sentences
+from megatron.data.kinds.masked_data.t5 import T5Recipe
 
 SEQ_LENGTH = 512
 MEAN_TOKENS, MEAN_SENTENCES = 25, 30

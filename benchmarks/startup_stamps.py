@@ -26,9 +26,8 @@ IMPORTS = {
 """Packages and the phases that importing them is."""
 
 FUNCTIONS = {
-    "megatron.training.run": {"parse_run": "configuration"},
+    "megatron.training.run": {"parse_run": "configuration", "run_data": "data index"},
     "megatron.tokenizer.registry": {"build_tokenizer": "tokenizer"},
-    "megatron.training.data": {"run_data": "data index"},
     "megatron.engine.environment": {"prepare_deepspeed": "torch.distributed"},
     "megatron.parallel.mesh": {"build_mesh": "torch.distributed"},
     "megatron.engine.build": {"build_engine": "model"},

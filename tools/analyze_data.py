@@ -18,11 +18,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from megatron.config.curriculum import without_sampling
 from megatron.config.flags import ConfigError, option
-from megatron.data.curriculum.analysis import METRICS, MetricSummary, analyse
-from megatron.training.data import run_data
-from megatron.training.run import Run, run_of
+from megatron.config.kinds.curriculum import CurriculumConfig, without_sampling
+from megatron.data.kinds.curriculum.analysis import METRICS, MetricSummary, analyse
+from megatron.training.run import Run, run_data, run_of
 from megatron.training.run_flags import RunToolParser
 
 
@@ -77,7 +76,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     folder = run.config.checkpoint.save
     if folder is None:
         raise ConfigError("missing --save, the folder for the results")
-    plain = dataclasses.replace(run.config, curriculum=without_sampling(run.config.curriculum))
+    plain = run.config.with_kind(without_sampling(run.config.kind(CurriculumConfig)))
     datasets, _ = run_data(dataclasses.replace(run, config=plain))
     if datasets.train is None:
         raise ConfigError("--skip-train: there are no training samples to measure")

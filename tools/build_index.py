@@ -19,9 +19,8 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import option
 from megatron.data.index_cache import IndexCache
 from megatron.data.prebuild import prebuild
-from megatron.data.run_data import parts_of
+from megatron.data.sources import parts_of
 from megatron.families import family_names, family_of
-from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, run_of
 from megatron.training.run_flags import RunToolParser
@@ -84,7 +83,8 @@ def build_all(config: BuildConfig, run: Run) -> None:
     plan = TrainingPlan(run.config)
     data = family_of(config.samples).data(run.config, run.tokenizer)
     prebuild(data, plan.sample_counts, config.workers or usable_processors())
-    datasets = run_datasets(data, plan)  # blends, and a curriculum's order
+    # Blends, and the order of a curriculum.
+    datasets = data.datasets(plan.sample_counts, plan.batch_sizes)
     named = {"train": datasets.train, **datasets.valid, **datasets.test}
     for name, samples in named.items():
         if samples is not None:

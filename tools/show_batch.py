@@ -23,7 +23,6 @@ from megatron.config.flags import option
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import MODEL, memberships
 from megatron.training.batch_view import SeenSample, seen_samples
-from megatron.training.data import run_datasets
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, run_of
 from megatron.training.run_flags import RunToolParser
@@ -71,7 +70,7 @@ def show(config: ShowConfig, run: Run) -> Iterator[str]:
             f"--iteration {config.iteration}: the run has steps 1 to {plan.train_iters}"
         )
     data = family_of(config.samples).data(run.config, run.tokenizer)
-    train = run_datasets(data, plan).train
+    train = data.datasets(plan.sample_counts, plan.batch_sizes).train
     if train is None:
         raise ConfigError("the flags give no training data")
     parallel = run.config.parallel

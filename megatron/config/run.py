@@ -3,26 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.curriculum import CurriculumConfig
 from megatron.config.data import DataConfig
 from megatron.config.draft import Draft
 from megatron.config.engine import EngineConfig, LegacyFlags
 from megatron.config.fast_paths import FastPathsConfig, check_fast_paths
-from megatron.config.fill_in_the_middle import FimConfig
 from megatron.config.flags import Settings, build, flag_of
-from megatron.config.instruction import InstructionConfig
+from megatron.config.kinds import KindConfig, kind_classes
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.logging import LoggingConfig, resolve_logging
-from megatron.config.masked_data import MaskedDataConfig
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
 from megatron.config.optimizer import (
     OptimizerConfig,
@@ -32,14 +28,20 @@ from megatron.config.optimizer import (
 )
 from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
 from megatron.config.profiling import ProfilingConfig, resolve_profiling
-from megatron.config.raw_text import RawTextConfig
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig, TrainingFlags, resolve_training
+
+Kind = TypeVar("Kind", bound=KindConfig)
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that determines a run, one part per concern."""
+    """Everything that determines a run, one part per concern.
+
+    Attributes:
+        kinds: the flags of every kind of data, in the order of :func:`kind_classes`; those left out
+            have their defaults. :meth:`kind` gives one by its class.
+    """
 
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -49,19 +51,35 @@ class RunConfig:
     fast_paths: FastPathsConfig = field(default_factory=FastPathsConfig)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     data: DataConfig = field(default_factory=DataConfig)
-    raw_text: RawTextConfig = field(default_factory=RawTextConfig)
-    instruction: InstructionConfig = field(default_factory=InstructionConfig)
-    fill_in_the_middle: FimConfig = field(default_factory=FimConfig)
-    masked_data: MaskedDataConfig = field(default_factory=MaskedDataConfig)
-    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    kinds: tuple[KindConfig, ...] = ()
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logging: LoggingConfig = field(default_factory=LoggingConfig)
     profiling: ProfilingConfig = field(default_factory=ProfilingConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
 
+    def __post_init__(self) -> None:
+        given = {type(kind): kind for kind in self.kinds}
+        kinds = tuple(given.pop(cls) if cls in given else cls() for cls in kind_classes().values())
+        assert not given, given
+        object.__setattr__(self, "kinds", kinds)
+
+    def kind(self, cls: type[Kind]) -> Kind:
+        """The flags of one kind of data."""
+        return next(kind for kind in self.kinds if type(kind) is cls)  # type: ignore[return-value]
+
+    def with_kind(self, kind: KindConfig) -> RunConfig:
+        """The same run with other flags of one kind of data."""
+        others = (other for other in self.kinds if type(other) is not type(kind))
+        return dataclasses.replace(self, kinds=(kind, *others))
+
+    def part(self, name: str) -> Any:
+        """A part by its name, that of its section in a saved configuration."""
+        cls = kind_classes().get(name)
+        return getattr(self, name) if cls is None else self.kind(cls)
+
     def to_dict(self) -> dict[str, dict[str, Any]]:
         """The configuration as plain JSON values, one object per part; of the model its flags."""
-        parts = {name: getattr(self, name) for name in _parts()} | {"model": self.model.flags()}
+        parts = {name: self.part(name) for name in PARTS} | {"model": self.model.flags()}
         return {name: dataclasses.asdict(part) for name, part in parts.items()}
 
     @classmethod
@@ -72,11 +90,15 @@ class RunConfig:
         Raises:
             ConfigError: there is no such model.
         """
-        built = {
-            name: _from_json(part, parts.get(name, {}))
-            for name, part in (_parts() | {"model": ModelFlags}).items()
-        }
-        return cls(**built | {"model": built["model"].resolve()})
+        classes = {**PARTS, "model": ModelFlags}
+        built = {name: _from_json(part, parts.get(name, {})) for name, part in classes.items()}
+        return cls.of(built | {"model": built["model"].resolve()})
+
+    @classmethod
+    def of(cls, parts: Mapping[str, Any]) -> RunConfig:
+        """The configuration that has these parts, by their names."""
+        kinds = tuple(parts[name] for name in kind_classes())
+        return cls(**{n: part for n, part in parts.items() if n not in kind_classes()}, kinds=kinds)
 
     def with_vocabulary(self, vocab_size: int) -> RunConfig:
         """Fills in the size of the token table, padded so that every rank holds equal shares."""
@@ -139,9 +161,13 @@ def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
     )
 
 
-@functools.cache
-def _parts() -> dict[str, type]:
-    return typing.get_type_hints(RunConfig)
+def _parts() -> Iterator[tuple[str, type]]:
+    for name, cls in typing.get_type_hints(RunConfig).items():
+        yield from kind_classes().items() if name == "kinds" else ((name, cls),)
+
+
+PARTS: Mapping[str, type] = types.MappingProxyType(dict(_parts()))
+"""The class of each part of a :class:`RunConfig` by the part's name."""
 
 
 _FLAGS: dict[type, type] = {
@@ -152,7 +178,7 @@ _FLAGS: dict[type, type] = {
 }
 """What people give of the parts that are resolved to something else."""
 
-PART_FLAGS: dict[str, type] = {name: _FLAGS.get(part, part) for name, part in _parts().items()}
+PART_FLAGS: dict[str, type] = {name: _FLAGS.get(part, part) for name, part in PARTS.items()}
 """The flag class of each part, in the order in which --help shows their groups."""
 
 FLAG_CLASSES: tuple[type, ...] = (*PART_FLAGS.values(), LegacyFlags)
@@ -213,7 +239,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
     given: dict[str, Any] = {
         name: build(cls, settings) for name, cls in PART_FLAGS.items() if name not in resolved
     }
-    config = RunConfig(**given | resolved)
+    config = RunConfig.of(given | resolved)
     config.precision.check(config.engine.zero_stage, draft)
     config.data.check(draft)
     config.checkpoint.check(draft)

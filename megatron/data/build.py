@@ -28,7 +28,7 @@ class Datasets(NamedTuple):
     test: Mapping[str, SampleDataset[Any]]
 
 
-class Kind(NamedTuple):
+class SourceReader(NamedTuple):
     """How files of one kind become samples."""
 
     open: Callable[[str, Source], Documents]
@@ -47,14 +47,14 @@ class DatasetBuilder:
     """Builds datasets; needs neither a GPU nor a process group, so it can be run beforehand.
 
     Args:
-        kinds: what makes a reader of each of the sources' kinds, when the first one is met: it may
+        readers: what makes a reader of each of the sources' kinds, when the first one is met; may
             raise ValueError for flags that contradict that kind only.
         cache_path: folder of the index arrays; None: beside the data.
     """
 
-    kinds: Mapping[str, Callable[[], Kind]]
+    readers: Mapping[str, Callable[[], SourceReader]]
     cache_path: str | None = None
-    _kinds: dict[str, Kind] = field(default_factory=dict)
+    _made: dict[str, SourceReader] = field(default_factory=dict)
     _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
 
     def datasets(self, parts: Parts, sample_counts: tuple[int, int, int]) -> Datasets:
@@ -131,25 +131,25 @@ class DatasetBuilder:
         self, source: Source, path: str, units: range, num_samples: int, name: str
     ) -> SampleDataset[Any]:
         cache = IndexCache.beside(path, self.cache_path)
-        recipe = self._kind(source).recipe
+        recipe = self._reader(source).recipe
         return recipe.build(self._documents(source, path), units, num_samples, name, cache)
 
-    def _kind(self, source: Source) -> Kind:
+    def _reader(self, source: Source) -> SourceReader:
         name = source.kind
-        if name not in self.kinds:
+        if name not in self.readers:
             raise ValueError(
                 f"{source.paths[0]}: this model has no use for data of the type {name} (TFRecords "
                 "are for BERT, instructions for a GPT); what it can be trained on is "
-                f"{', '.join(self.kinds)}"
+                f"{', '.join(self.readers)}"
             )
-        if name not in self._kinds:
-            self._kinds[name] = self.kinds[name]()
-        return self._kinds[name]
+        if name not in self._made:
+            self._made[name] = self.readers[name]()
+        return self._made[name]
 
     def _documents(self, source: Source, path: str) -> Documents:
         key = (source.kind, path, source.text_key)
         if key not in self._opened:
-            self._opened[key] = self._kind(source).open(path, source)
+            self._opened[key] = self._reader(source).open(path, source)
         return self._opened[key]
 
     def _units(self, blend: Blend, source: Source, path: str) -> range:
@@ -158,7 +158,7 @@ class DatasetBuilder:
             documents = self._documents(source, path)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{blend.flag} {path}: {error}") from None
-        total = self._kind(source).recipe.units(documents)
+        total = self._reader(source).recipe.units(documents)
         chosen = share_documents(source.share, total)
         if blend.split is None:
             return chosen
@@ -171,7 +171,7 @@ class DatasetBuilder:
             for path, units in paths:
                 if units:
                     continue
-                total = self._kind(source).recipe.units(self._documents(source, path))
+                total = self._reader(source).recipe.units(self._documents(source, path))
                 if not total:
                     yield f"{blend.flag}: {path} holds no documents"
                 elif blend.split is None:
@@ -219,5 +219,5 @@ class DatasetBuilder:
     def _tokens(self, source: Source, path: str, units: range) -> float:
         """Tokens of some of the documents of a file, as if all were of one length."""
         documents = self._documents(source, path)
-        total = self._kind(source).recipe.units(documents)
+        total = self._reader(source).recipe.units(documents)
         return int(documents.sequence_lengths.sum(dtype="int64")) * len(units) / total

@@ -9,12 +9,13 @@ import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
+from megatron.data.build import Datasets
 from megatron.data.prefetch import AsArrays, Prefetcher, on_device
 from megatron.data.sampler import MicroBatchSampler
 from megatron.data.samples import SampleDataset
@@ -99,6 +100,22 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._batches, self._prefetcher = iter(()), None
+
+
+class TrainingData(NamedTuple):
+    """What a model is trained and measured on.
+
+    Attributes:
+        datasets: samples of training, validation and test.
+        collate: makes a micro batch of samples.
+    """
+
+    datasets: Datasets
+    collate: Callable[[Sequence[Any]], Any]
+
+    def batches(self, dataset: SampleDataset[Any], **options: Any) -> MicroBatches[Any]:
+        """Micro batches of one of the datasets; the options are those of :class:`MicroBatches`."""
+        return MicroBatches(dataset, self.collate, **options)
 
 
 def _leave_signals_to_the_trainer(ending: Any, worker_id: int) -> None:

@@ -14,16 +14,16 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.build import DatasetBuilder, Kind
+from megatron.data.build import DatasetBuilder, SourceReader
 from megatron.data.index_cache import IndexCache
-from megatron.data.run_data import RunData, parts_of
+from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import Documents, Piece, SampleRecipe
 from megatron.data.sources import Source
 
 Job = Callable[[], object]
 
 
-def prebuild(data: RunData, sample_counts: tuple[int, int, int], workers: int) -> None:
+def prebuild(data: DataPipeline, sample_counts: tuple[int, int, int], workers: int) -> None:
     """Open all files of a run and build the datasets made of each, `workers` at a time.
 
     Args:
@@ -32,8 +32,8 @@ def prebuild(data: RunData, sample_counts: tuple[int, int, int], workers: int) -
     Raises:
         ValueError, OSError: files that cannot be used; the message names flag and file.
     """
-    parts = parts_of(data.config)
-    kinds = {name: _made_once(make) for name, make in data.kinds().items()}
+    parts = data.parts
+    readers = {name: _made_once(make) for name, make in data.readers().items()}
     train, valid, test = sample_counts
     blends = [
         *([parts.train] if parts.train and train else []),
@@ -45,21 +45,21 @@ def prebuild(data: RunData, sample_counts: tuple[int, int, int], workers: int) -
         for blend in blends
         for source in blend.sources
         for path in source.paths
-        if source.kind in kinds
+        if source.kind in readers
     }
-    opening = [_opening(kinds[kind], path, source) for (kind, path, _), source in files.items()]
+    opening = [_opening(readers[kind], path, source) for (kind, path, _), source in files.items()]
     in_processes(opening, workers)
     jobs: list[Job] = []
-    recording = {name: _recording(make, jobs) for name, make in kinds.items()}
+    recording = {name: _recording(make, jobs) for name, make in readers.items()}
     DatasetBuilder(recording, data.config.data.data_cache_path).datasets(parts, sample_counts)
     in_processes(jobs, workers)
 
 
-def _made_once(make: Callable[[], Kind]) -> Callable[[], Kind]:
+def _made_once(make: Callable[[], SourceReader]) -> Callable[[], SourceReader]:
     """The same reader whenever it is asked for."""
-    made: list[Kind] = []
+    made: list[SourceReader] = []
 
-    def get() -> Kind:
+    def get() -> SourceReader:
         if not made:
             made.append(make())
         return made[0]
@@ -67,18 +67,18 @@ def _made_once(make: Callable[[], Kind]) -> Callable[[], Kind]:
     return get
 
 
-def _opening(kind: Callable[[], Kind], path: str, source: Source) -> Job:
+def _opening(reader: Callable[[], SourceReader], path: str, source: Source) -> Job:
     def job() -> None:
         with suppress(FileNotFoundError):  # left to the builder, which knows the flag
-            kind().open(path, source)
+            reader().open(path, source)
 
     return job
 
 
-def _recording(make: Callable[[], Kind], jobs: list[Job]) -> Callable[[], Kind]:
-    def get() -> Kind:
-        kind = make()
-        return Kind(kind.open, _Recording(kind.recipe, jobs))
+def _recording(make: Callable[[], SourceReader], jobs: list[Job]) -> Callable[[], SourceReader]:
+    def get() -> SourceReader:
+        reader = make()
+        return SourceReader(reader.open, _Recording(reader.recipe, jobs))
 
     return get
 

@@ -10,12 +10,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import NamedTuple
 
-from megatron.config import ConfigError, DataConfig
-from megatron.data.corpora import Corpora
+from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
+from megatron.config.kinds import file_kinds
+from megatron.data.corpora import Corpora, read_corpora
 from megatron.data.split import parse_share, parse_split
 
 PARTS = ("train", "valid", "test")
 INDEXED = "indexed"
+_NAMED = ("train_data", "valid_data", "test_data")
 
 _SHARE = re.compile(r"(?P<path>.+)@(?P<first>[\d.eE+-]*):(?P<last>[\d.eE+-]*)")
 _PAIRS = (
@@ -30,7 +32,7 @@ class Source:
 
     paths: tuple[str, ...]
     kind: str = INDEXED
-    """What reads them; see `megatron.data.build.Kind`."""
+    """What reads them; see `megatron.data.build.SourceReader`."""
     weight: float | None = None
     """Share of the blend, in proportion to the other weights; None: its tokens."""
     share: tuple[float, float] = (0.0, 1.0)
@@ -64,6 +66,57 @@ class Parts(NamedTuple):
     train: Blend | None = None
     valid: Mapping[str, Blend] = {}
     test: Mapping[str, Blend] = {}
+
+
+def with_corpora(settings: Settings) -> Settings:
+    """Adds the tokenizer that the corpora of --train-data and the like were tokenized with.
+
+    Raises:
+        ConfigError: the flags, or two corpora, contradict each other.
+    """
+    given = {name: settings[name].value for name in _NAMED if name in settings}
+    if not any(given.values()):
+        return settings
+    file = settings["corpora_file"].value if "corpora_file" in settings else DataConfig.corpora_file
+    corpora = read_corpora(file, _types())
+    found = dict(settings)
+    for name, words in given.items():
+        flag = "--" + name.replace("_", "-")
+        names = [word for word in words if not is_weight(word)]
+        for corpus, tokenizer in corpora.tokenizers(names, flag):
+            origin = f"{file}: {corpus}"
+            for key, value in tokenizer.items():
+                before = found.setdefault(key, Setting(value, origin))
+                if before.value != value:
+                    raise ConfigError(
+                        f"{before.origin} has {key} {before.value}, but {origin} was tokenized "
+                        f"with {value}: data of one run have one tokenizer"
+                    )
+    return found
+
+
+def parts_of(config: RunConfig) -> Parts:
+    """Which files a run is made of.
+
+    Raises:
+        ConfigError: flags contradict each other or cannot be read.
+    """
+    data, kinds = config.data, [kind for kind in config.kinds if kind.files is not None]
+
+    def kind_of(path: str) -> str:
+        for kind in (*(k for k in kinds if k.reads_all), *(k for k in kinds if k.reads(path))):
+            return kind.files or INDEXED
+        return INDEXED
+
+    corpora = Corpora()
+    if data.train_data or data.valid_data or data.test_data:
+        corpora = read_corpora(data.corpora_file, _types())
+    eval_text_key = next(filter(None, (kind.eval_text_key for kind in kinds)), None)
+    return Reader(kind_of, eval_text_key, corpora).parts(data)
+
+
+def _types() -> tuple[str, ...]:
+    return INDEXED, *file_kinds()
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.config.curriculum import CurriculumConfig
+from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.engine.json_keys import CURRICULA, PAIRS, Json, get, section_text
 from megatron.util.nearest import nearest
 

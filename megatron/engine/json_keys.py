@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.config.curriculum import CurriculumConfig
+from megatron.config.kinds.curriculum import CurriculumConfig
 
 Json = dict[str, Any]
 

@@ -2,11 +2,55 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from itertools import groupby
+
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
-from megatron.data.masked.data import BertData
+from megatron.config.kinds import DOCUMENTS
+from megatron.config.kinds.masked_data import MaskedDataConfig
+from megatron.data.kinds.masked_data.batch import BertBatch, BertSample, collate_bert
+from megatron.data.kinds.masked_data.bert import BertRecipe
+from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
+
+
+class BertData(DataPipeline):
+    """The data of a BERT's run: sentences, or TFRecords that are masked already."""
+
+    takes = frozenset({DOCUMENTS, "masked"})
+    flags = frozenset({"masked_data"})
+    unit = "sentence"
+
+    def recipe(self) -> BertRecipe:
+        """See `DataPipeline.recipe`."""
+        config = self.config.kind(MaskedDataConfig)
+        return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed)
+
+    def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
+        """See `DataPipeline.collator`."""
+        return collate_bert
+
+    def view(self, sample: BertSample, length: int) -> SampleView:
+        """See `DataPipeline.view`; what the model gets stands before what it is to predict."""
+        batch = self.collator()([sample])
+        tokens_S, labels_S, loss_mask_S, padding_mask_S = (
+            values[0, :length].numpy()
+            for values in (
+                batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, batch.padding_mask_BS
+            )
+        )  # fmt: skip
+        words = []
+        for predicted, group in groupby(
+            range(int(padding_mask_S.sum())), key=lambda place: bool(loss_mask_S[place])
+        ):
+            places = list(group)
+            text = self.tokenizer.detokenize(tokens_S[places].tolist())
+            label = self.tokenizer.detokenize(labels_S[places].tolist()) if predicted else ""
+            words.append(f"{text} -> {label}" if predicted else f"[[{text}]]")
+        kind = "random" if int(batch.is_random_B[0]) else "in order"
+        return SampleView(tokens_S, loss_mask_S, f"({kind}) " + " ".join(words))
 
 
 class BERT(Family):

@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from typing import ClassVar
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
-from megatron.data.run_data import RunData
+from megatron.data.pipeline import DataPipeline
 from megatron.model.flops import TransformerShape
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
@@ -33,7 +33,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def data(self, config: RunConfig, tokenizer: Tokenizer) -> RunData:
+    def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:
         """The samples and batches of a run.
 
         Raises:

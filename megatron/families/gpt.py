@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import partial
+from typing import Any
+
+import numpy as np
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
-from megatron.data.batch import GPTBatch
-from megatron.data.gpt_data import GPTData
+from megatron.config.kinds import DOCUMENTS
+from megatron.data.batch import GPTBatch, GPTCollator
+from megatron.data.gpt_dataset import GPTRecipe
+from megatron.data.mock import MockGPTDataset
+from megatron.data.pipeline import DataPipeline, SampleView, SpecialTokens
+from megatron.data.samples import SampleRecipe
 from megatron.families.family import Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.gpt import gpt_layers
@@ -24,6 +32,73 @@ def begin(batch: GPTBatch) -> LayerState:
         masks=AttentionMasks(batch.document_ids_BS),
         targets=Targets(batch.labels_BS, batch.loss_mask_BS),
     )
+
+
+class GPTData(DataPipeline):
+    """The data of a GPT: streams of text, instructions and answers, text to be filled in."""
+
+    takes = frozenset({DOCUMENTS, "packed"})
+
+    def recipe(self) -> SampleRecipe[Any]:
+        """See `DataPipeline.recipe`."""
+        recipe: SampleRecipe[Any] = GPTRecipe(self.seq_length, self.seed)
+        for kind in self.acting:
+            recipe = kind.recipe(self, recipe)
+        return recipe
+
+    def collator(self) -> GPTCollator:
+        """See `DataPipeline.collator`."""
+        data, special = self.config.data, self._special
+        return GPTCollator(
+            self._eod(),
+            data.reset_position_ids,
+            data.reset_attention_mask,
+            data.eod_mask_loss,
+            pad_token=None if special is None else special.pad,
+        )
+
+    def mock(self, num_samples: int, part: int) -> MockGPTDataset:
+        """See `DataPipeline.mock`."""
+        vocab_size = self.tokenizer.vocab_size
+        return MockGPTDataset(
+            num_samples, self.seq_length, vocab_size, self.seed, part, self._eod()
+        )
+
+    def view(self, sample: Any, length: int) -> SampleView:
+        """See `DataPipeline.view`; documents that attention keeps apart are on separate lines."""
+        batch: GPTBatch = self.collator()([sample])
+        tokens_S = batch.tokens_BS[0, :length].numpy()
+        loss_mask_S = batch.loss_mask_BS[0, :length].numpy()
+        starts = np.empty(0, np.int64)
+        if batch.document_ids_BS is not None:
+            starts = np.flatnonzero(np.diff(batch.document_ids_BS[0, :length].numpy())) + 1
+        # Position i of the mask is about token i + 1; the first token ends the previous sample.
+        predicted_S = np.concatenate((loss_mask_S[:1], loss_mask_S[:-1])) > 0
+        text = "\n".join(
+            "".join(self._marked(tokens, predicted))
+            for tokens, predicted in zip(
+                np.split(tokens_S, starts), np.split(predicted_S, starts), strict=True
+            )
+        )
+        return SampleView(tokens_S, loss_mask_S, text)
+
+    def _marked(self, tokens: np.ndarray, predicted: np.ndarray) -> Iterator[str]:
+        """Stretches of tokens that the loss asks for, or not, as text."""
+        changes = np.flatnonzero(np.diff(predicted)) + 1
+        for part in np.split(np.arange(len(tokens)), changes):
+            text = self.tokenizer.detokenize(tokens[part].tolist())
+            yield text if predicted[part[0]] else f"[[{text}]]"
+
+    @property
+    def _special(self) -> SpecialTokens | None:
+        """Those of the samples, where a kind of data has its own."""
+        return next(filter(None, (kind.special_tokens(self) for kind in self.acting)), None)
+
+    def _eod(self) -> int | None:
+        data, special = self.config.data, self._special
+        if not (data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss):
+            return None
+        return self.tokenizer.eod if special is None else special.eod
 
 
 class GPT(Family):

@@ -32,9 +32,8 @@ from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, shard_of
-from megatron.training.data import run_data
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, parse_run
+from megatron.training.run import Run, parse_run, run_data
 
 INIT = Init(std=0.3)
 """Wider than at the start of a training, biases too, so that every gradient is large."""

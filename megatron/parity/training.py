@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from megatron.config import OptimizerConfig
-from megatron.data.curriculum.truncation import cut
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
 from megatron.engine.state import fragments
@@ -23,10 +22,9 @@ from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
-from megatron.training.data import run_data
 from megatron.training.plan import TrainingPlan
 from megatron.training.pretraining import build_trainer
-from megatron.training.run import Run, parse_run
+from megatron.training.run import Run, parse_run, run_data
 from megatron.training.trainer import Callback, Step, Trainer
 
 ORDERS = 5
@@ -141,8 +139,7 @@ class PlainTraining:
             group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
         self._optimizer.zero_grad()
         count = plan.batch_size.micro_batches(self._consumed)
-        length = plan.lengths.at(self._iteration)
-        batches = self._batches if length == plan.seq_length else cut(self._batches, length)
+        batches = plan.lengths.cut(self._batches, self._iteration)
         micro = [next(batches) for _ in range(count)]
         losses = []
         for place in self._order or range(count):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.data.run_data import RunData, SampleView
+from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.sampler import micro_batch_samples
 from megatron.data.samples import Piece, SampleDataset
 from megatron.training.plan import TrainingPlan
@@ -44,7 +44,11 @@ class SeenSample:
 
 
 def seen_samples(
-    dataset: SampleDataset[Any], data: RunData, plan: TrainingPlan, data_size: int, iteration: int
+    dataset: SampleDataset[Any],
+    data: DataPipeline,
+    plan: TrainingPlan,
+    data_size: int,
+    iteration: int,
 ) -> Iterator[SeenSample]:
     """The samples of a step, rank by rank.
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import groupby
 
 from megatron.config import ConfigError, RunConfig
-from megatron.config.curriculum import sequence_lengths
+from megatron.data.pipeline import sequence_lengths
 from megatron.training.batch_size import batch_size_schedule
 from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedule
-from megatron.training.sequence_length import SequenceLengths
 
 
 @dataclass(frozen=True)
@@ -61,10 +61,7 @@ class TrainingPlan:
             training.rampup_batch_size,
         )
         self._replicas = config.parallel.data_parallel_size
-        growth = sequence_lengths(config.curriculum)
-        self.lengths = SequenceLengths(self.seq_length, growth, self.batch_size)
-        if growth is not None:
-            self.lengths.check(self.seq_length, config.parallel, growth.name)
+        self.lengths = sequence_lengths(config, self.batch_size.samples)
         if epochs is not None:
             self.unit, length = "samples", epochs.count * epochs.samples
             self.train_iters = self.batch_size.iterations(length)
@@ -124,6 +121,14 @@ class TrainingPlan:
             for steps in (iteration - 1, iteration)
         )
         return range(before + 1, after + 1)
+
+    def batch_sizes(self) -> list[tuple[int, int]]:
+        """The batch sizes of the run in turn: (size, number of steps)."""
+        sizes, consumed = [], 0
+        for _ in range(max(1, self.train_iters)):
+            sizes.append(self.batch_size.batch_size(consumed))
+            consumed += sizes[-1]
+        return [(size, len(list(steps))) for size, steps in groupby(sizes)]
 
     @property
     def eval_micro_batches(self) -> int:

@@ -13,12 +13,11 @@ from megatron.families import spec_of
 from megatron.parallel.mesh import Mesh
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
-from megatron.training.data import run_data
 from megatron.training.guard import NonFiniteGuard
 from megatron.training.plan import TrainingPlan
 from megatron.training.profiling import profiling
 from megatron.training.report import Reporter, say
-from megatron.training.run import Run
+from megatron.training.run import Run, run_data
 from megatron.training.signals import Stopping, StopRequest
 from megatron.training.trainer import Callback, Position, Trainer
 from megatron.util.locks import Lock

@@ -24,15 +24,18 @@ from megatron.config import (
     explain,
     resolve,
 )
-from megatron.data.run_data import training_texts
+from megatron.data.loader import TrainingData
+from megatron.data.pipeline import training_texts
+from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
 from megatron.engine.environment import world_size
 from megatron.engine.json_file import read_json
 from megatron.engine.json_keys import Json
+from megatron.families import family_of
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpoint_settings import with_checkpoint
-from megatron.training.data_settings import with_corpora
 from megatron.training.log import show_log
+from megatron.training.plan import TrainingPlan
 from megatron.util.processes import is_main_process
 
 
@@ -106,6 +109,17 @@ def run_of(settings: Settings, processes: int) -> Run:
     completed = deepspeed_json.complete(content, resolved.config)
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
+
+
+def run_data(run: Run) -> TrainingData:
+    """Datasets of all parts, and what makes batches of their samples.
+
+    Raises:
+        ValueError, OSError: data that cannot be used; the message names flag and file.
+    """
+    plan = TrainingPlan(run.config)
+    data = family_of(run.config.model.family).data(run.config, run.tokenizer)
+    return data.training_data(plan.sample_counts, plan.batch_sizes)
 
 
 @contextlib.contextmanager

@@ -3,31 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
-from megatron.data.build import Datasets
-from megatron.data.curriculum.truncation import cut
-from megatron.data.loader import MicroBatches
+from megatron.data.loader import MicroBatches, TrainingData
 from megatron.data.samples import Piece, SampleDataset
 from megatron.engine.step_result import StepResult
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.spec import Measure
 from megatron.training.metrics import Evaluation
 from megatron.training.plan import TrainingPlan
-
-
-class TrainingData(NamedTuple):
-    """What a model is trained and measured on.
-
-    Attributes:
-        datasets: samples of training, validation and test.
-        collate: makes a micro batch of samples.
-    """
-
-    datasets: Datasets
-    collate: Callable[[Sequence[Any]], Any]
 
 
 @dataclass(frozen=True)
@@ -185,8 +171,7 @@ class Trainer:
         progress = plan.progress(self.iteration, first_sample)
         rate, decay = plan.learning_rate(progress), plan.weight_decay(progress)
         length = plan.lengths.at(self.iteration)
-        if length < plan.seq_length:
-            batches = cut(batches, length)
+        batches = plan.lengths.cut(batches, self.iteration)
         micro_batches = plan.batch_size.micro_batches(first_sample)
         result = self.engine.train_step(batches, micro_batches, first_sample, rate, decay)
         samples = plan.batch_size.batch_size(first_sample)
@@ -272,9 +257,8 @@ class Trainer:
         self, dataset: SampleDataset[Any], size: int, shared: bool = False, **options: Any
     ) -> MicroBatches:
         data = self.engine.mesh.data
-        return MicroBatches(
+        return self.data.batches(
             dataset,
-            self.data.collate,
             micro_batch_size=size,
             data_rank=0 if shared else data.rank,
             data_size=1 if shared else data.size,

@@ -26,10 +26,10 @@ from megatron.corpus.preprocessing.job import (
 )
 from megatron.corpus.preprocessing.progress import Progress
 from megatron.corpus.preprocessing.run import JobRun, open_job
-from megatron.corpus.preprocessing.sentences import available_splitter
 from megatron.corpus.preprocessing.sources import Source, find_sources, partition
 from megatron.corpus.preprocessing.summary import KeySummary, Summary
 from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.sentences import available_splitter
 from megatron.util.processes import usable_processors
 
 MERGED = "merged"

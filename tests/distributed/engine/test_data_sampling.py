@@ -6,14 +6,13 @@ import numpy as np
 import pytest
 from training_jobs import TINY
 
-from megatron.data.curriculum.metric_files import read_rows
+from megatron.data.kinds.curriculum.metric_files import read_rows
+from megatron.data.loader import TrainingData
 from megatron.engine.environment import distributed
 from megatron.parity import training
 from megatron.parity.training import Record
 from megatron.training import pretraining
-from megatron.training.data import run_data
-from megatron.training.run import parse_run
-from megatron.training.trainer import TrainingData
+from megatron.training.run import parse_run, run_data
 from tools import analyze_data
 
 STEPS, BATCH = 8, 8

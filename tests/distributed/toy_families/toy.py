@@ -13,8 +13,7 @@ from torch import Tensor
 from toy_encoder_decoder import DECODED, ENCODED, PairBatch, toy_spec
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
-from megatron.data.build import Kind
-from megatron.data.run_data import RunData, SampleView
+from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families import Family
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
@@ -43,9 +42,9 @@ def collate(samples: Sequence[tuple[Tensor, ...]]) -> PairBatch:
     return PairBatch(*map(torch.stack, zip(*samples, strict=True)))
 
 
-class ToyData(RunData):
-    def kinds(self) -> dict[str, Callable[[], Kind]]:
-        return {}
+class ToyData(DataPipeline):
+    def recipe(self) -> Any:
+        raise AssertionError("its samples are drawn, not read")
 
     def collator(self) -> Callable[[Sequence[Any]], PairBatch]:
         return collate

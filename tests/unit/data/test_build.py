@@ -7,7 +7,7 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data.blended_dataset import BlendedDataset
-from megatron.data.build import DatasetBuilder, Datasets, Kind
+from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.gpt_dataset import GPTDataset, GPTRecipe
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.sources import INDEXED, Blend, Reader, Source
@@ -22,8 +22,12 @@ def write(prefix: Path, documents: int, first_token: int = 0) -> str:
 
 
 def builder(cache_path: Path | None = None) -> DatasetBuilder:
-    kind = Kind(lambda path, source: IndexedDataset(path), GPTRecipe(seq_length=8, seed=1234))
-    return DatasetBuilder({INDEXED: lambda: kind}, None if cache_path is None else str(cache_path))
+    reader = SourceReader(
+        lambda path, source: IndexedDataset(path), GPTRecipe(seq_length=8, seed=1234)
+    )
+    return DatasetBuilder(
+        {INDEXED: lambda: reader}, None if cache_path is None else str(cache_path)
+    )
 
 
 def build(data: DataConfig, counts: tuple[int, int, int] = (20, 5, 2)) -> Datasets:

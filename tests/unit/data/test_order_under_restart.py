@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.build import DatasetBuilder, Kind
+from megatron.data.build import DatasetBuilder, SourceReader
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import MicroBatches
@@ -50,7 +50,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def samples(folder: Path) -> Numbered:
     """A blend of two files, several epochs of the first, some of it skipped; as a process makes it
     out of the files and the index cache."""
-    kind = Kind(lambda path, source: IndexedDataset(path), GPTRecipe(seq_length=8, seed=5))
+    kind = SourceReader(lambda path, source: IndexedDataset(path), GPTRecipe(seq_length=8, seed=5))
     sources = tuple(Source((str(folder / name),), weight=w) for name, w in (("a", 2.0), ("b", 1.0)))
     blend = DatasetBuilder({INDEXED: lambda: kind}).samples(
         Blend("--data-path", sources), "train", 400

@@ -13,7 +13,7 @@ import pytest
 
 from megatron.config import DataConfig
 from megatron.data import gpt_index
-from megatron.data.build import DatasetBuilder, Datasets, Kind
+from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.sources import INDEXED, Reader
@@ -136,7 +136,7 @@ def build(c: Configuration, folder: Path) -> Datasets:
     for f, prefix in enumerate(prefixes):
         paths += [prefix] if c.weights is None else [repr(c.weights[f]), prefix]
     parts = Reader().parts(DataConfig(data_path=tuple(paths), split=c.split))
-    kind = Kind(lambda path, _: IndexedDataset(path), GPTRecipe(c.seq_length, c.seed))
+    kind = SourceReader(lambda path, _: IndexedDataset(path), GPTRecipe(c.seq_length, c.seed))
     return DatasetBuilder({INDEXED: lambda: kind}, str(folder / "cache")).datasets(parts, c.wanted)
 
 

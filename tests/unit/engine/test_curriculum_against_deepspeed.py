@@ -13,12 +13,12 @@ from deepspeed.runtime.data_pipeline.data_sampling import data_sampler
 from deepspeed.runtime.data_pipeline.data_sampling.data_analyzer import DataAnalyzer
 from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIndexedDataset
 
-from megatron.config.curriculum import CurriculumConfig, data_sampling, sequence_lengths
-from megatron.data.curriculum.analysis import analyse
-from megatron.data.curriculum.drawn import draw_samples
-from megatron.data.curriculum.metric_files import read_rows, write_rows
-from megatron.data.curriculum.schedule import difficulty, stages
+from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling, sequence_lengths
 from megatron.data.index_cache import IndexCache
+from megatron.data.kinds.curriculum.analysis import analyse
+from megatron.data.kinds.curriculum.drawn import draw_samples
+from megatron.data.kinds.curriculum.metric_files import read_rows, write_rows
+from megatron.data.kinds.curriculum.schedule import difficulty, stages
 from megatron.data.sampler import MicroBatchSampler
 from megatron.engine.json_keys import section_text
 

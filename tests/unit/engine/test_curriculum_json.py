@@ -6,7 +6,7 @@ import pytest
 from deepspeed.runtime.config import DeepSpeedConfig
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, RunConfig, resolve
-from megatron.config.curriculum import sequence_lengths
+from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
 from megatron.engine.deepspeed_json import complete, for_engine, merge
 from megatron.engine.json_file import read_json
 
@@ -39,16 +39,16 @@ def run(path, *flags):
 
 def test_the_section_is_part_of_the_configuration(tmp_path):
     config, content = run(write(tmp_path, {"curriculum_learning": LENGTHS}))
-    assert sequence_lengths(config.curriculum).highest == 64
+    assert sequence_lengths(config.kind(CurriculumConfig)).highest == 64
     assert content["curriculum_learning"] == LENGTHS
     again = RunConfig.from_dict(json.loads(json.dumps(config.to_dict())))
-    assert again.curriculum == config.curriculum
+    assert again.kind(CurriculumConfig) == config.kind(CurriculumConfig)
 
 
 def test_flags_say_the_same(tmp_path):
     text = json.dumps(LENGTHS, sort_keys=True)
     config, content = run(write(tmp_path, {}), "--curriculum-learning", text)
-    assert sequence_lengths(config.curriculum).highest == 64
+    assert sequence_lengths(config.kind(CurriculumConfig)).highest == 64
     assert content["curriculum_learning"] == LENGTHS
     other = json.dumps(LENGTHS | {"max_difficulty": 32}, sort_keys=True)
     with pytest.raises(
@@ -85,5 +85,5 @@ def test_automatic_and_disabled_sections(tmp_path):
     config, content = run(
         write(tmp_path, {"curriculum_learning": "auto", "data_efficiency": {"enabled": False}})
     )
-    assert sequence_lengths(config.curriculum) is None
+    assert sequence_lengths(config.kind(CurriculumConfig)) is None
     assert "curriculum_learning" not in content

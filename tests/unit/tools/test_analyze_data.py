@@ -4,9 +4,8 @@ import json
 
 import pytest
 
-from megatron.data.curriculum.metric_files import read_rows
-from megatron.training.data import run_data
-from megatron.training.run import parse_run
+from megatron.data.kinds.curriculum.metric_files import read_rows
+from megatron.training.run import parse_run, run_data
 from tools import analyze_data
 
 FLAGS = (

@@ -10,8 +10,7 @@ import pytest
 from megatron.data import index_cache
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.data.prebuild import in_processes
-from megatron.training.data import run_data
-from megatron.training.run import parse_run
+from megatron.training.run import parse_run, run_data
 from tools import build_index
 
 FLAGS = (

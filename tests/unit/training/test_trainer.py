@@ -12,10 +12,11 @@ from configs import model_config, run_config
 
 from megatron.config import OptimizerConfig, TrainingConfig
 from megatron.data.build import Datasets
+from megatron.data.loader import TrainingData
 from megatron.engine.step_result import StepResult
 from megatron.parallel.mesh import Mesh
 from megatron.training.plan import Epochs, TrainingPlan
-from megatron.training.trainer import Callback, Position, Trainer, TrainingData
+from megatron.training.trainer import Callback, Position, Trainer
 
 
 class Samples:

@@ -1,0 +1,292 @@
+"""Curricula, in the words of DeepSpeed's JSON: how difficulty grows, and what is drawn by it.
+
+Two of DeepSpeed's sections describe a curriculum: ``curriculum_learning`` (the length of sequences)
+and ``data_efficiency`` (which samples are drawn). The configuration keeps their text;
+:func:`sequence_lengths` and :func:`data_sampling` read it.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, replace
+
+from megatron.config.flags import ConfigError, option
+from megatron.config.json_section import Section
+from megatron.config.kinds import KindConfig
+
+SEQUENCE_METRIC = "seqlen_truncate"
+"""The metric of ``data_efficiency`` that is a length to cut samples to, in Megatron-DeepSpeed."""
+
+_SCHEDULE_KEYS = ("min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
+_METRIC_KEYS = (
+    "index_to_sample_path", "index_to_metric_path", "difficulty_type", "clustering_type",
+    *_SCHEDULE_KEYS,
+)  # fmt: skip
+_TENSOR_CORES = 8
+
+
+@dataclass(frozen=True)
+class CurriculumConfig(KindConfig):
+    """Curriculum: sequences that grow longer, samples that grow harder."""
+
+    curriculum_learning: str | None = option(None)
+    """How the sequence length grows: the "curriculum_learning" section of DeepSpeed's JSON."""
+    data_efficiency: str | None = option(None)
+    """How samples are drawn by their difficulty: the "data_efficiency" section of DeepSpeed's JSON,
+    with the files that tools/analyze_data.py writes."""
+
+    @property
+    def acts(self) -> bool:
+        """See `KindConfig.acts`."""
+        return self.curriculum_learning is not None or self.data_efficiency is not None
+
+    def __post_init__(self) -> None:
+        sampling = data_sampling(self)
+        sequence_lengths(self)
+        both = _enabled(self.curriculum_learning, "curriculum_learning") and sampling
+        if both and sampling and sampling.lengths:
+            raise ConfigError(
+                f"curriculum_learning and the metric {SEQUENCE_METRIC} of data_efficiency both set "
+                "the sequence length; give one of them"
+            )
+
+
+@dataclass(frozen=True)
+class DifficultySchedule:
+    """How a difficulty grows over the steps of a run.
+
+    Attributes:
+        name: where it stands in the JSON, for messages.
+        kind: ``fixed_linear``, ``fixed_root`` or ``fixed_discrete``.
+        lowest: difficulty of the first step, rounded up to a multiple of ``increment``.
+        highest: difficulty in the end.
+        steps: steps until then; for ``fixed_discrete`` 0.
+        increment: what difficulties are multiples of; for ``fixed_discrete`` 1.
+        root: degree of the root of the share of the steps; 1 grows linearly.
+        difficulties: ``fixed_discrete``: the difficulties in turn.
+        last_steps: ``fixed_discrete``: the last step, counted from 1, of each but the last.
+    """
+
+    name: str
+    kind: str
+    lowest: int
+    highest: int
+    steps: int = 0
+    increment: int = 1
+    root: float = 1.0
+    difficulties: tuple[int, ...] = ()
+    last_steps: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A difficulty of samples, and how far it may go.
+
+    Attributes:
+        name: the user's name for it.
+        schedule: the highest difficulty at a step.
+        percentile: whether difficulties count percentiles of the samples, not values.
+        index_to_sample_path: prefix of the file with the samples of each value, in rising order.
+        index_to_metric_path: prefix of the file with these values; not used with percentiles.
+    """
+
+    name: str
+    schedule: DifficultySchedule
+    percentile: bool
+    index_to_sample_path: str
+    index_to_metric_path: str | None
+
+
+@dataclass(frozen=True)
+class DataSampling:
+    """Drawing of samples by difficulty.
+
+    Attributes:
+        seed: of all draws.
+        num_epochs: how often the samples may be gone through.
+        metrics: what samples are chosen by; a sample must be within all of them.
+        lengths: the sequence length, where it grows too.
+    """
+
+    seed: int
+    num_epochs: int
+    metrics: tuple[Metric, ...]
+    lengths: DifficultySchedule | None
+
+
+def sequence_lengths(config: CurriculumConfig) -> DifficultySchedule | None:
+    """How the length of sequences grows; None when all have ``--seq-length``.
+
+    Raises:
+        ConfigError: a section is wrong; the message names the key.
+    """
+    section = _enabled(config.curriculum_learning, "curriculum_learning")
+    if section is None:
+        sampling = data_sampling(config)
+        return None if sampling is None else sampling.lengths
+    section.only("enabled", "curriculum_type", *_SCHEDULE_KEYS)
+    section.choice("curriculum_type", "seqlen", default="seqlen")
+    return _lengths(section)
+
+
+def data_sampling(config: CurriculumConfig) -> DataSampling | None:
+    """What draws samples by difficulty; None where they come in Megatron's order.
+
+    Raises:
+        ConfigError: the section is wrong, or asks for what there is not; the message names the key.
+    """
+    section = _enabled(config.data_efficiency, "data_efficiency")
+    if section is None:
+        return None
+    section.only("enabled", "seed", "data_sampling", "data_routing")
+    _refuse_routing(section.section("data_routing"))
+    sampling = section.section("data_sampling")
+    # The number of workers and page-locked memory change nothing but speed: --num-workers rules.
+    sampling.only(
+        "enabled", "num_epochs", "num_workers", "pin_memory", "curriculum_learning",
+        "dynamic_batching",
+    )  # fmt: skip
+    if sampling.section("dynamic_batching").enabled:
+        raise ConfigError(
+            f"{sampling.path}.dynamic_batching: a batch has --global-batch-size samples here; "
+            "remove the key, or let batches grow by --rampup-batch-size"
+        )
+    learning = sampling.section("curriculum_learning")
+    if not sampling.enabled or not learning.enabled:
+        return None
+    learning.only("enabled", "data_cluster_path", "curriculum_metrics")
+    metrics = learning.section("curriculum_metrics")
+    if not metrics.values:
+        raise ConfigError(f"{metrics.path}: name at least one metric")
+    read = {name: metrics.section(name) for name in metrics.values}
+    lengths = read.pop(SEQUENCE_METRIC, None)
+    found = [_metric(name, metric) for name, metric in read.items()]
+    return DataSampling(
+        seed=section.whole("seed", least=0, default=1234),
+        num_epochs=sampling.whole("num_epochs", default=1000),
+        metrics=tuple(metric for metric in found if metric is not None),
+        lengths=None if lengths is None else _length_metric(lengths),
+    )
+
+
+def without_sampling(config: CurriculumConfig) -> CurriculumConfig:
+    """The same course of a run, with samples in their usual order."""
+    sampling = data_sampling(config)
+    if sampling is None or sampling.lengths is None:
+        return replace(config, data_efficiency=None)
+    section = json.loads(config.data_efficiency or "")
+    learning = section["data_sampling"]["curriculum_learning"]
+    metric = learning["curriculum_metrics"][SEQUENCE_METRIC]
+    lengths = {"enabled": True} | {key: metric[key] for key in _SCHEDULE_KEYS}
+    return CurriculumConfig(curriculum_learning=json.dumps(lengths, sort_keys=True))
+
+
+def _enabled(text: str | None, path: str) -> Section | None:
+    if text is None:
+        return None
+    section = Section.parse(text, path)
+    return section if section.enabled else None
+
+
+def _refuse_routing(routing: Section) -> None:
+    if routing.enabled or routing.section("random_ltd").enabled:
+        raise ConfigError(
+            f"{routing.path}: random layerwise token dropping (random-LTD) puts layers that leave "
+            "tokens out in the place of the model's, and no model here has them; remove the key"
+        )
+
+
+def _metric(name: str, metric: Section) -> Metric | None:
+    """A metric; None where no sample is chosen by it."""
+    if name == "seqlen_reshape":
+        raise ConfigError(
+            f"{metric.path}: samples are cut to the current length, not folded into several; use "
+            f"{SEQUENCE_METRIC}"
+        )
+    metric.only(*_METRIC_KEYS)
+    schedule = _schedule(metric)
+    percentile = metric.choice("difficulty_type", "value", "percentile") == "percentile"
+    if metric.choice("clustering_type", "schedule_based", "single_cluster") == "single_cluster":
+        return None
+    file = "the path of a file of tools/analyze_data.py, without .bin or .idx"
+    values = None if percentile else metric.text("index_to_metric_path", file)
+    return Metric(name, schedule, percentile, metric.text("index_to_sample_path", file), values)
+
+
+def _length_metric(metric: Section) -> DifficultySchedule:
+    metric.only(*_METRIC_KEYS)
+    # What samples are cut to chooses none of them.
+    metric.choice("clustering_type", "single_cluster", default="single_cluster")
+    metric.choice("difficulty_type", "value", default="value")
+    return _lengths(metric)
+
+
+def _lengths(section: Section) -> DifficultySchedule:
+    """A schedule whose difficulties are lengths."""
+    schedule = _schedule(section)
+    section.whole("min_difficulty")  # a length of 0 is none
+    if schedule.kind == "fixed_discrete":
+        used = {f"schedule_config.difficulty {n}": n for n in schedule.difficulties}
+    else:
+        used = {
+            f"schedule_config.difficulty_step {schedule.increment}": schedule.increment,
+            f"max_difficulty {schedule.highest}": schedule.highest,
+        }
+    for key, length in used.items():
+        if length % _TENSOR_CORES:
+            raise ConfigError(
+                f"{section.path}.{key} must be a multiple of {_TENSOR_CORES}, as tensor cores want "
+                "every length to be"
+            )
+    return schedule
+
+
+def _schedule(section: Section) -> DifficultySchedule:
+    kinds = ("fixed_linear", "fixed_root", "fixed_discrete")
+    if section.values.get("schedule_type") == "custom":
+        raise ConfigError(
+            f"{section.path}.schedule_type custom is a function that a program hands to "
+            f"DeepSpeed's engine; use {' or '.join(kinds)}"
+        )
+    kind = section.choice("schedule_type", *kinds)
+    lowest, highest = section.whole("min_difficulty", least=0), section.whole("max_difficulty")
+    if lowest > highest:
+        raise section.wrong("min_difficulty", f"at most max_difficulty {highest}")
+    values = section.section("schedule_config")
+    if kind == "fixed_discrete":
+        return _discrete(section, values, lowest, highest)
+    root = ("root_degree",) * (kind == "fixed_root")
+    values.only("total_curriculum_step", "difficulty_step", *root)
+    increment = values.whole("difficulty_step")
+    if highest % increment:
+        raise section.wrong("max_difficulty", f"a multiple of difficulty_step {increment}")
+    return DifficultySchedule(
+        section.path,
+        kind,
+        lowest,
+        highest,
+        steps=values.whole("total_curriculum_step"),
+        increment=increment,
+        root=values.positive("root_degree") if root else 1.0,
+    )
+
+
+def _discrete(section: Section, values: Section, lowest: int, highest: int) -> DifficultySchedule:
+    values.only("difficulty", "max_step")
+    difficulties, last_steps = values.rising("difficulty"), values.rising("max_step")
+    if len(difficulties) != len(last_steps) + 1:
+        raise values.wrong(
+            "max_step", f"the last step of each of the {len(difficulties)} difficulties but one"
+        )
+    if difficulties[0] < lowest or difficulties[-1] > highest:
+        raise values.wrong(
+            "difficulty", f"within min_difficulty {lowest}, max_difficulty {highest}"
+        )
+    return DifficultySchedule(
+        section.path,
+        "fixed_discrete",
+        lowest,
+        highest,
+        difficulties=difficulties,
+        last_steps=last_steps,
+    )

@@ -1,1 +1,0 @@
-"""Curricula: sequences that grow longer, and samples drawn by their difficulty."""

@@ -1,1 +1,0 @@
-"""Instructions and answers as packed samples with a loss on the answers."""

@@ -1,0 +1,44 @@
+"""Instructions and answers as packed samples with a loss on the answers."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from megatron.config import ConfigError
+from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
+from megatron.config.kinds.instruction import InstructionConfig
+from megatron.data.build import SourceReader
+from megatron.data.indexed import idx_path
+from megatron.data.kinds.instruction.encode import ExampleEncoder
+from megatron.data.kinds.instruction.examples import InstructionExamples
+from megatron.data.kinds.instruction.recipe import InstructionRecipe
+from megatron.data.pipeline import DataKind, DataPipeline
+from megatron.data.sources import Source
+
+
+class Instruction(DataKind):
+    """See :class:`DataKind`."""
+
+    def reader(self, data: DataPipeline) -> SourceReader:
+        """See :meth:`DataKind.reader`; examples have a recipe of their own."""
+        config = data.config.kind(InstructionConfig)
+        if sequence_lengths(data.config.kind(CurriculumConfig)) is not None:
+            raise ConfigError(
+                "a curriculum of sequence lengths cuts samples, and so the answers off instruction "
+                "data: give one or the other"
+            )
+        recipe = InstructionRecipe.from_config(config, data.seq_length, data.seed, data.tokenizer)
+
+        def open_examples(path: str, source: Source) -> InstructionExamples:
+            if idx_path(path).is_file() and not Path(path).exists():
+                raise ConfigError(
+                    f"{path} is the prefix of a .bin and an .idx; --sft, and the type instruction, "
+                    "read files of instructions and answers (JSON or JSON lines)"
+                )
+            encoder = ExampleEncoder(config, data.tokenizer, data.config.tokenizer)
+            return InstructionExamples.open(path, encoder, data.cache(path))
+
+        return SourceReader(open_examples, recipe)
+
+
+KIND = Instruction()

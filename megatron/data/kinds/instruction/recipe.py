@@ -1,0 +1,194 @@
+"""Samples out of examples: one each or packed, epoch after epoch.
+
+Shape suffixes: S sequence, T the S + 1 tokens of a sample.
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from megatron.config.kinds.instruction import InstructionConfig
+from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.kinds.instruction.examples import InstructionExamples
+from megatron.data.kinds.instruction.packing import best_fit, one_each, shuffled
+from megatron.data.samples import Documents, PackedSample, Piece, checked_index
+from megatron.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
+
+# Part of the cache entry's name: raise it when the meaning of the arrays changes.
+INDEX_VERSION = 1
+
+
+@dataclass(frozen=True)
+class InstructionRecipe:
+    """Samples of seq_length + 1 tokens, whole examples and padding.
+
+    Every epoch shuffles the examples, packs them in that order, and shuffles the samples; it is a
+    function of seed, part and the epoch's number.
+    """
+
+    seq_length: int
+    """Tokens a sample feeds to the model."""
+    seed: int
+    pad_token: int
+    """Fills samples up; it never counts in the loss."""
+    packing: bool = False
+    skip_long: bool = False
+    """Leave out examples of more than seq_length + 1 tokens, instead of cutting their end off."""
+
+    @classmethod
+    def from_config(
+        cls, config: InstructionConfig, seq_length: int, seed: int, tokenizer: Tokenizer
+    ) -> InstructionRecipe:
+        """Pads with the tokenizer's padding token, or the end of document where it has none."""
+        try:
+            pad = tokenizer.pad
+        except ValueError:
+            pad = tokenizer.eod
+        return cls(seq_length, seed, pad, config.packing, config.on_long_example == "skip")
+
+    def units(self, documents: Documents) -> int:
+        """What --split shares out: the number of examples."""
+        return len(documents)
+
+    def build(
+        self,
+        documents: Documents,
+        units: range,
+        num_samples: int,
+        name: str,
+        cache: IndexCache,
+    ) -> InstructionDataset:
+        """At least `num_samples` samples of the examples `units`, or their order from the cache.
+
+        Raises:
+            ValueError: the documents are no examples, or none of them has an answer within
+                seq_length + 1 tokens.
+        """
+        if not isinstance(documents, InstructionExamples):
+            raise ValueError(
+                f"{documents.prefix} holds documents without a loss mask; --sft needs files of "
+                "instructions and answers (JSON or JSON lines)"
+            )
+        depends_on = {
+            "version": INDEX_VERSION,
+            "lengths": documents.lengths_digest,
+            "counted": documents.counted_digest,
+            "examples": [units.start, units.stop],
+            "part": name,
+            "seq length": self.seq_length,
+            "samples": num_samples,
+            "seed": self.seed,
+            "packing": self.packing,
+            "skip long": self.skip_long,
+        }
+
+        def arrays() -> dict[str, np.ndarray]:
+            documents.verify()
+            usable = self._usable(documents, units, name)
+            return self._order(documents, usable, num_samples, name)
+
+        index = cache.arrays(f"instruction-{name}", depends_on, arrays)
+        return InstructionDataset(documents, self, index)
+
+    def _usable(self, documents: InstructionExamples, units: range, name: str) -> np.ndarray:
+        capacity = self.seq_length + 1
+        lengths = documents.sequence_lengths[units.start : units.stop]
+        answered = documents.first_counted[units.start : units.stop] < np.minimum(lengths, capacity)
+        is_long = lengths > capacity
+        usable = units.start + np.flatnonzero(answered & ~is_long if self.skip_long else answered)
+        if not len(usable):
+            raise ValueError(
+                f"{documents.prefix}: none of the {len(units)} examples for {name} has an answer "
+                f"within --seq-length {self.seq_length}"
+            )
+        if is_long.any() or not answered.all():
+            logger.warning(
+                "%s, %s: of %d examples %d are longer than --seq-length %d; %d are cut off there, "
+                "%d left out (%d of them without an answer before that)",
+                documents.prefix,
+                name,
+                len(units),
+                is_long.sum(),
+                self.seq_length,
+                0 if self.skip_long else (is_long & answered).sum(),
+                len(units) - len(usable),
+                (~answered).sum(),
+            )
+        return usable
+
+    def _order(
+        self, documents: InstructionExamples, usable: np.ndarray, num_samples: int, name: str
+    ) -> dict[str, np.ndarray]:
+        capacity = self.seq_length + 1
+        lengths = np.minimum(documents.sequence_lengths, capacity)
+        examples, bounds = [], [np.zeros(1, np.int64)]
+        samples = epoch = 0
+        while samples < num_samples:
+            rng = np.random.default_rng([self.seed, zlib.crc32(name.encode()), epoch])
+            order = rng.permutation(usable)
+            packed = one_each(order)
+            if self.packing:
+                packed = shuffled(best_fit(lengths, order, capacity), rng)
+            examples.append(packed.examples)
+            bounds.append(bounds[-1][-1] + packed.bounds[1:])
+            samples += len(packed.bounds) - 1
+            epoch += 1
+        logger.info(
+            "%s, %s: %d examples in %d samples an epoch, %.1f %% of their tokens padding",
+            documents.prefix,
+            name,
+            len(usable),
+            len(bounds[1]),
+            100 * (1 - lengths[usable].sum() / (len(bounds[1]) * capacity)),
+        )
+        return {"examples": np.concatenate(examples), "bounds": np.concatenate(bounds)}
+
+
+class InstructionDataset:
+    """Packed samples of instruction data; an `InstructionRecipe` makes it."""
+
+    def __init__(
+        self, examples: InstructionExamples, recipe: InstructionRecipe, index: StoredArrays
+    ) -> None:
+        self.examples, self.recipe, self._index = examples, recipe, index
+
+    def __len__(self) -> int:
+        return len(self._index["bounds"]) - 1
+
+    def __getitem__(self, index: int, /) -> PackedSample:
+        """Examples one after the other, each a document of its own, then padding."""
+        capacity = self.recipe.seq_length + 1
+        tokens_T = np.full(capacity, self.recipe.pad_token, np.int64)
+        counted_T = np.zeros(capacity, np.float32)
+        pieces = self.origin(index)
+        documents_T = np.full(capacity, len(pieces), np.int64)
+        start = 0
+        for number, piece in enumerate(pieces):
+            stop = start + piece.stop
+            tokens_T[start:stop] = self.examples.get(piece.sequence, 0, piece.stop)
+            # The first token never counts, so no document predicts the one behind it.
+            counted_T[start:stop] = self.examples.counted(piece.sequence, 0, piece.stop)
+            documents_T[start:stop] = number
+            start = stop
+        return PackedSample(tokens_T, counted_T[1:].copy(), documents_T[:-1].copy())
+
+    def origin(self, index: int, /) -> list[Piece]:
+        """The examples of a sample, in the order of its tokens."""
+        index = checked_index(index, len(self))
+        capacity = self.recipe.seq_length + 1
+        first, last = self._index["bounds"][index : index + 2].tolist()
+        return [
+            Piece(
+                self.examples.prefix,
+                example,
+                0,
+                min(int(self.examples.sequence_lengths[example]), capacity),
+            )
+            for example in self._index["examples"][first:last].tolist()
+        ]

@@ -1,0 +1,168 @@
+"""Documents of text files: places and lengths are indexed once, tokens made when asked for."""
+
+from __future__ import annotations
+
+import operator
+from bisect import bisect_right
+from collections import OrderedDict
+from collections.abc import Sequence
+from functools import cached_property
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.kinds.raw_text.encode import TextEncoder
+from megatron.data.kinds.raw_text.files import TextFile
+from megatron.data.kinds.raw_text.records import Records, changed, text_records
+from megatron.data.kinds.raw_text.scan import say_what_changed, scan
+from megatron.util.digests import digest
+
+# Part of the cache entry's name: raise it when the meaning of the arrays changes.
+INDEX_VERSION = 1
+_KEPT_TOKENS = 1 << 22
+
+
+class RawTextDocuments:
+    """The documents of text files; `Documents` of megatron/data/samples.py.
+
+    Sequence i has the tokens that sequence i of the .bin/.idx would have which
+    tools/preprocess_data.py makes of the same files. Memory: the index is mapped from its cache
+    entry, the text stays on disk, and the last documents read are kept up to 4 million tokens.
+
+    Pickling (loader workers) opens the files again and loads the tokenizer again.
+    """
+
+    def __init__(
+        self, prefix: str, records: Sequence[Records], encoder: TextEncoder, index: StoredArrays
+    ) -> None:
+        """Use `RawTextDocuments.open`."""
+        self.prefix = prefix
+        self._records, self._encoder, self._index = list(records), encoder, index
+        self.sequence_lengths: npt.NDArray[np.int32] = index["sequence_lengths"]
+        self.document_indices: npt.NDArray[np.int64] = index["document_indices"]
+        self._offsets = index["record_offsets"]
+        self._bases = list(accumulate((r.file.size for r in records), initial=0))
+        self._kept: OrderedDict[int, list[np.ndarray]] = OrderedDict()
+        self._kept_tokens = 0
+
+    @classmethod
+    def open(
+        cls,
+        path: str,
+        encoder: TextEncoder,
+        *,
+        text_key: str = "text",
+        delim: str | None = None,
+        cache: IndexCache | None = None,
+        workers: int | None = None,
+    ) -> RawTextDocuments:
+        """Index the documents of a file, folder or glob, or take the index from the cache.
+
+        Args:
+            text_key: key or column of the text.
+            delim: between the columns of a table; a comma in .csv and a tab in .tsv without it.
+            cache: where the index is kept; `index-cache/` beside the data without it.
+            workers: processes that count tokens; see `scan`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: a record is malformed, or there is no document; names file and line.
+        """
+        records = text_records(path, text_key, delim)
+        files = [r.file for r in records]
+        depends_on: dict[str, Any] = {
+            "version": INDEX_VERSION,
+            "files": [
+                [Path(f.path).name, f.size, f.modified_ns, f.content_digest()] for f in files
+            ],
+            "key": text_key,
+            "delim": delim,
+            "text": encoder.identity,
+        }
+        cache = cache or IndexCache.beside(files[0].path, None)
+
+        def arrays() -> dict[str, np.ndarray]:
+            say_what_changed(cache.folder, depends_on, "raw-text")
+            return scan(records, encoder, workers)
+
+        documents = cls(path, records, encoder, cache.arrays("raw-text", depends_on, arrays))
+        if not len(documents):
+            raise ValueError(f"{path} holds no document with a token in it")
+        return documents
+
+    @cached_property
+    def lengths_digest(self) -> str:
+        """Identifies the sequence lengths, as `IndexedDataset.lengths_digest` does."""
+        return digest(self.sequence_lengths.tobytes())
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
+        """`length` tokens (default: the rest) of sequence `index`, from token `offset` on.
+
+        Raises:
+            IndexError: there is no such sequence, or the range leaves it.
+            ValueError: a file has changed since it was indexed; the message names it.
+        """
+        index = operator.index(index)
+        if not 0 <= index < len(self):
+            raise IndexError(f"sequence {index} of {self.prefix}, which holds {len(self)}")
+        available = int(self.sequence_lengths[index])
+        length = available - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > available:
+            raise IndexError(
+                f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, "
+                f"which has {available} tokens"
+            )
+        document = int(np.searchsorted(self.document_indices, index, side="right")) - 1
+        sequence = self._document(document)[index - int(self.document_indices[document])]
+        return sequence[offset : offset + length]
+
+    def verify(self) -> None:
+        """Check that the files are still those that were indexed.
+
+        Raises:
+            ValueError: one has changed; the message names it.
+        """
+        for records in self._records:
+            if TextFile.of(records.file.path) != records.file:
+                raise changed(records.file, 0)
+
+    def text(self, document: int) -> str:
+        """The text of a document."""
+        start = int(self._offsets[document])
+        number = bisect_right(self._bases, start) - 1
+        end = self._bases[number + 1]
+        if document + 1 < len(self._offsets):
+            end = min(end, int(self._offsets[document + 1]))
+        base = self._bases[number]
+        return self._records[number].text_at(start - base, end - base)
+
+    def __getstate__(self) -> tuple[Any, ...]:
+        return self.prefix, self._records, self._encoder, self._index
+
+    def __setstate__(self, state: tuple[Any, ...]) -> None:
+        self.__init__(*state)  # type: ignore[misc]
+        self.verify()
+
+    def _document(self, number: int) -> list[np.ndarray]:
+        if number in self._kept:
+            self._kept.move_to_end(number)
+            return self._kept[number]
+        (sequences,) = self._encoder([self.text(number)])
+        first, last = self.document_indices[number : number + 2].tolist()
+        if list(map(len, sequences)) != self.sequence_lengths[first:last].tolist():
+            start = int(self._offsets[number])
+            place = bisect_right(self._bases, start) - 1
+            raise changed(self._records[place].file, start - self._bases[place])
+        self._kept[number] = sequences
+        self._kept_tokens += sum(map(len, sequences))
+        while self._kept_tokens > _KEPT_TOKENS and len(self._kept) > 1:
+            _, dropped = self._kept.popitem(last=False)
+            self._kept_tokens -= sum(map(len, dropped))
+        return sequences

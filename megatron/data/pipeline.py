@@ -1,0 +1,273 @@
+"""The data of a run: from what its flags name to the batches that it trains on.
+
+flags -> sources -> datasets of a family's samples -> their order in the run -> micro batches. What
+is not the same for all data is asked of two: the family (a subclass of :class:`DataPipeline`), and
+the kinds of data that the flags ask for (a :class:`DataKind` each, in ``megatron/data/kinds/``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property, partial
+from importlib import import_module
+from typing import Any, ClassVar, NamedTuple
+
+import numpy as np
+
+from megatron.config import ConfigError, RunConfig
+from megatron.config.flags import flag_of
+from megatron.config.kinds import DOCUMENTS, file_kinds, kind_classes
+from megatron.data.build import DatasetBuilder, Datasets, SourceReader
+from megatron.data.index_cache import IndexCache
+from megatron.data.indexed import IndexedDataset
+from megatron.data.lengths import SequenceLengths
+from megatron.data.loader import TrainingData
+from megatron.data.remote import open_indexed
+from megatron.data.samples import SampleDataset, SampleRecipe
+from megatron.data.skip import SkippedSamples, parse_skipped
+from megatron.data.sources import INDEXED, PARTS, Parts, Source, parts_of
+from megatron.data.vocabulary import check_vocabulary
+from megatron.tokenizer import Tokenizer
+
+BatchSizes = Callable[[], Sequence[tuple[int, int]]]
+"""Gives the batch sizes of a run in turn: (size, number of steps)."""
+
+
+class SampleView(NamedTuple):
+    """One sample as the model gets it, for people."""
+
+    tokens_S: np.ndarray
+    loss_mask_S: np.ndarray
+    text: str
+    """Its text; what the loss does not ask for is in [[double brackets]]."""
+
+
+class SpecialTokens(NamedTuple):
+    """Ids of tokens that samples are masked by."""
+
+    pad: int
+    eod: int
+
+
+class DataKind:
+    """What a kind of data does; ``KIND`` of ``megatron.data.kinds.<name>`` is one.
+
+    Its flags are in ``megatron/config/kinds/<name>.py`` and say which of these methods are asked.
+    """
+
+    def reader(self, data: DataPipeline) -> SourceReader:
+        """What makes samples of files of this kind.
+
+        Raises:
+            ValueError: flags contradict each other or the tokenizer.
+        """
+        raise AssertionError(f"{self} reads no files")
+
+    def texts(self, config: RunConfig, sources: Sequence[Source]) -> Iterator[str]:
+        """The texts of all files, for a tokenizer that has to be learned."""
+        raise AssertionError(f"{self} holds no text")
+
+    def recipe(self, data: DataPipeline, recipe: SampleRecipe[Any]) -> SampleRecipe[Any]:
+        """What makes samples of a GPT in place of `recipe`."""
+        return recipe
+
+    def special_tokens(self, data: DataPipeline) -> SpecialTokens | None:
+        """Those of a GPT's samples; None: they are the tokenizer's."""
+        return None
+
+    def order(
+        self,
+        data: DataPipeline,
+        train: SampleDataset[Any],
+        num_samples: int,
+        batch_sizes: BatchSizes,
+    ) -> SampleDataset[Any]:
+        """The training samples in the order in which a run may consume `num_samples` of them."""
+        return train
+
+    def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
+        """How long the samples of each step are; None: as long as ``--seq-length`` says.
+
+        Args:
+            samples: consumed in so many steps.
+        """
+        return None
+
+
+def kind_named(name: str) -> DataKind:
+    """The kind of data of that name, imported."""
+    return import_module(f"megatron.data.kinds.{name}").KIND
+
+
+def acting_kinds(config: RunConfig) -> list[DataKind]:
+    """The kinds that flags of a run ask to change its samples."""
+    names = kind_classes()
+    return [kind_named(name) for name in names if config.part(name).acts]
+
+
+def sequence_lengths(config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths:
+    """How long the samples of each step of a run are.
+
+    Args:
+        samples: consumed in so many steps.
+
+    Raises:
+        ConfigError: a length does not fit the run.
+    """
+    found = (kind.lengths(config, samples) for kind in acting_kinds(config))
+    return next(filter(None, found), None) or SequenceLengths(config.model.seq_length)
+
+
+def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
+    """The texts that a run trains on, if any, for a tokenizer that has to be learned."""
+    train = parts_of(config).train
+    for kind, name in file_kinds().items():
+        if train is None or not kind_classes()[name].holds_text:
+            continue
+        sources = [source for source in train.sources if source.kind == kind]
+        if sources:
+            return partial(kind_named(name).texts, config, sources)
+    return None
+
+
+class DataPipeline(ABC):
+    """The data of a run; a subclass says what a family's samples are.
+
+    Args:
+        config: the run.
+        tokenizer: of the run.
+
+    Attributes:
+        takes: the forms of samples that the model can be trained on; see `KindConfig.samples`.
+        flags: kinds whose flags say how the family's own samples are made.
+        unit: what a sequence of the files is; sentences are split from raw text on the way.
+    """
+
+    takes: ClassVar[frozenset[str]] = frozenset({DOCUMENTS})
+    flags: ClassVar[frozenset[str]] = frozenset()
+    unit: ClassVar[str] = "document"
+
+    def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
+        self.config, self.tokenizer = config, tokenizer
+        self.seq_length: int = config.model.seq_length
+        self.seed = config.training.seed
+
+    @abstractmethod
+    def recipe(self) -> SampleRecipe[Any]:
+        """What makes samples of documents.
+
+        Raises:
+            ValueError: flags contradict each other or the tokenizer.
+        """
+
+    @abstractmethod
+    def collator(self) -> Callable[[Sequence[Any]], Any]:
+        """What makes a batch of samples.
+
+        Raises:
+            ValueError: flags contradict each other or the tokenizer.
+        """
+
+    @abstractmethod
+    def view(self, sample: Any, length: int) -> SampleView:
+        """A sample for people, of which the model sees `length` tokens."""
+
+    def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
+        """Synthetic samples for --mock-data.
+
+        Raises:
+            ConfigError: there are none for this family.
+        """
+        raise ConfigError("--mock-data makes samples of a GPT; give --data-path")
+
+    def training_data(
+        self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes
+    ) -> TrainingData:
+        """Datasets of all parts, and what makes batches of their samples; see :meth:`datasets`."""
+        return TrainingData(self.datasets(sample_counts, batch_sizes), self.collator())
+
+    def datasets(
+        self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list
+    ) -> Datasets:
+        """The samples of training, validation and test; those of training in the order of the run.
+
+        Args:
+            sample_counts: samples wanted of each.
+            batch_sizes: of the run, for an order that depends on them.
+
+        Raises:
+            ValueError, OSError: flags or files that cannot be used; the message names them.
+        """
+        found = self._found(sample_counts)
+        train = found.train
+        if train is None:
+            return found
+        skipped = parse_skipped(self.config.data.skip_samples)
+        wanted = sample_counts[0] + sum(map(len, skipped))
+        for kind in self.acting:
+            train = kind.order(self, train, wanted, batch_sizes)
+        return found._replace(train=SkippedSamples(train, skipped) if skipped else train)
+
+    def _found(self, sample_counts: tuple[int, int, int]) -> Datasets:
+        """All samples, those of training in the order of the family's recipe."""
+        if not self.config.data.mock_data:
+            self._refuse_unused()
+            builder = DatasetBuilder(self.readers(), self.config.data.data_cache_path)
+            return builder.datasets(self.parts, sample_counts)
+        train, *held_out = (
+            {name: self.mock(count, part)} if count else {}
+            for part, (name, count) in enumerate(zip(PARTS, sample_counts, strict=True))
+        )
+        return Datasets(train.get("train"), *held_out)
+
+    @cached_property
+    def parts(self) -> Parts:
+        """Which files the run is made of."""
+        return parts_of(self.config)
+
+    @cached_property
+    def acting(self) -> list[DataKind]:
+        """The kinds of data that flags ask to change samples."""
+        return acting_kinds(self.config)
+
+    def readers(self) -> dict[str, Callable[[], SourceReader]]:
+        """What makes a reader of each kind of file that the model can be trained on, by what a
+        corpora file calls it."""
+        readers = {INDEXED: lambda: SourceReader(self.open_indexed, self.recipe())}
+        for kind, name in file_kinds().items():
+            if kind_classes()[name].samples in self.takes:
+                readers[kind] = partial(self._reader, name)
+        return readers
+
+    def _reader(self, name: str) -> SourceReader:
+        return kind_named(name).reader(self)
+
+    def _refuse_unused(self) -> None:
+        """Flags that nothing in this run would follow are a mistake.
+
+        Raises:
+            ConfigError: there is one.
+        """
+        blends = [*self.parts.valid.values(), *self.parts.test.values()]
+        blends += [self.parts.train] if self.parts.train else []
+        read = {source.kind for blend in blends for source in blend.sources}
+        for name in kind_classes():
+            kind = self.config.part(name)
+            reads = kind.files in read and kind.samples in self.takes
+            if reads or kind.acts or name in self.flags:
+                continue
+            for field in dataclasses.fields(kind):
+                if getattr(kind, field.name) != field.default:
+                    raise ConfigError(f"{flag_of(field)} would change nothing: {kind.idle}")
+
+    def cache(self, path: str) -> IndexCache:
+        """Where the index arrays of a path are kept."""
+        return IndexCache.beside(path, self.config.data.data_cache_path)
+
+    def open_indexed(self, path: str, source: Source) -> IndexedDataset:
+        """Opens indexed files whose ids are all in the vocabulary; see `SourceReader.open`."""
+        indexed = open_indexed(path, self.config.data.object_storage_cache_path)
+        check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
+        return indexed

@@ -1,1 +1,0 @@
-"""Documents read from text files and tokenized when they are needed."""
