@@ -37,7 +37,7 @@ from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import CheckpointWriter, SaveResult
-from megatron.engine.snapshot import own_part
+from megatron.engine.snapshot import own_slices
 from megatron.training.pretraining import build_trainer
 from megatron.training.run import parse_run
 from megatron.training.trainer import Trainer
@@ -70,7 +70,7 @@ class Benchmark:
         self.trainer, self.engine, self.folder = trainer, trainer.engine, folder
         self.clock = Clock()
         assert trainer.data.datasets.train is not None
-        self.batches = trainer.batches(trainer.data.datasets.train)
+        self.batches = trainer.data.batches(trainer.data.datasets.train, **trainer.reading())
         self.save = folder / "save"
         self.plain = folder / "plain"
         tokenizer = trainer.run.tokenizer.save_pretrained
@@ -114,8 +114,8 @@ class Benchmark:
         new.rename(self.plain)
 
     def _tensors(self) -> list[list[torch.Tensor]]:
-        part = own_part(self.engine).tensors
-        return [[t.cpu().contiguous() for t in tensors.values()] for tensors in part.values()]
+        files = own_slices(self.engine, self.folder).tensors
+        return [[t.cpu().contiguous() for t in tensors.values()] for tensors in files.values()]
 
     def save_in_foreground(self) -> None:
         os.sync()

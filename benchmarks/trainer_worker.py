@@ -109,7 +109,7 @@ class Worker:
 
     def __init__(self, trainer: Any, before: int) -> None:
         self.trainer, self.before = trainer, before
-        self.batches = trainer.batches(trainer.data.datasets.train)
+        self.batches = trainer.data.batches(trainer.data.datasets.train, **trainer.reading())
         self.consumed, self.loss = 0, math.nan
 
     def parameters(self, _: None = None) -> int:

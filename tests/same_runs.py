@@ -169,7 +169,7 @@ def print_digests() -> None:
     the command line, as JSON; it runs with the packages of one tree."""
     from safetensors.torch import load_file
 
-    from megatron.checkpoint.reader import CheckpointReader
+    from megatron.checkpoint.registry import open_checkpoint
 
     found: dict[str, dict[str, str]] = {}
     for folder in map(Path, sys.argv[1:]):
@@ -178,7 +178,7 @@ def print_digests() -> None:
         for name, tensor in (item for file in files for item in load_file(file).items()):
             digests[name] = f"{tuple(tensor.shape)} {tensor.dtype} {sha256(tensor)}"
         if not files:
-            reader = CheckpointReader.newest(str(folder))
+            reader = open_checkpoint(folder, verify=False)
             for name in reader.names():
                 for kind in reader.kinds(name):
                     tensor = reader.tensor(name, kind)

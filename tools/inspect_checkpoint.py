@@ -18,7 +18,7 @@ from typing import Any
 
 from megatron.checkpoint.registry import open_checkpoint
 from megatron.checkpoint.source import Source
-from megatron.checkpoint.summary import (
+from megatron.formats.summary import (
     TensorFacts,
     bytes_on_disk,
     model_differences,

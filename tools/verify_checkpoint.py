@@ -6,7 +6,7 @@
     python tools/verify_checkpoint.py checkpoints/global_step100 elsewhere/global_step200
 
 Of a folder of checkpoints it takes the one that --load would take, or all. Of this project's it
-compares size and SHA-256 of every file with the manifest, and that with itself; the pieces of every
+compares size and SHA-256 of every file with the manifest, and that with itself; the slices of every
 parameter must be all of it, and their tensors there. Of other formats it reads every tensor. The
 exit status is 1 when anything is damaged; the file is named.
 """
@@ -17,7 +17,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from megatron.checkpoint.verification import Verdict, verify_all
+from megatron.formats.verification import Verdict, verify_all
 
 TITLES = ("checkpoint", "files", "MB", "tensors", "seconds", "")
 

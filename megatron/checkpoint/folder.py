@@ -6,7 +6,7 @@
     <save>/latest_checkpointed_iteration.txt  its iteration, as Megatron writes it
     <save>/global_step<N>/                    appears by a rename, when it is complete
         manifest.json                         size and SHA-256 of every file, and of itself
-        index.json                            which part of which parameter each file holds
+        index.json                            which slice of which parameter each file holds
         config.json, deepspeed.json           the resolved configuration
         state.json                            counters, loss scaler, layout
         weights-<rank>.safetensors            float32 weights
@@ -28,14 +28,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError, Facts, stage_text
-from megatron.checkpoint.manifest import MANIFEST, file_facts, manifest, verify, write_manifest
+from megatron.checkpoint.index import INDEX
+from megatron.checkpoint.manifest import MANIFEST, write_manifest
 from megatron.util.files import sync_path
-
-__all__ = [
-    "MANIFEST", "MEGATRON_TRACKER", "TRACKER", "complete_tags", "discard", "file_facts", "find",
-    "incomplete_folder", "manifest", "publish", "remove_incomplete", "replace_folder",
-    "standing_in", "tag", "unfinished_folder", "verify",
-]  # fmt: skip
 
 TRACKER = "latest"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
@@ -75,7 +70,7 @@ def standing_in(final: Path) -> Path | None:
     if not replaced.is_dir():
         return None
     if final.is_dir() and any(final.iterdir()):
-        half = (final / "index.json").is_file() and not (final / MANIFEST).is_file()
+        half = (final / INDEX).is_file() and not (final / MANIFEST).is_file()
         return replaced if half else None
     return replaced
 
@@ -258,7 +253,7 @@ def find(load: str, wanted: str | None = None) -> Path | None:
     if tracker.is_file():
         named = tracker.read_text(errors="replace").strip(" \t\r\n")
         if named not in known:
-            if named and (root / named).is_dir() and not (root / named / "index.json").is_file():
+            if named and (root / named).is_dir() and not (root / named / INDEX).is_file():
                 return None  # of another format
             raise CheckpointError(
                 f"{tracker} names {named!r}, which is not a complete checkpoint in {root}; it has "

@@ -1,27 +1,30 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file, and of the manifest itself."""
+"""The manifest of a checkpoint: size and SHA-256 of every file, and of the manifest itself. By it
+and by what the JSON files say a checkpoint is verified."""
 
 from __future__ import annotations
 
 import re
 from pathlib import Path, PurePosixPath
 
-from megatron.checkpoint.contents import check_index, check_state
 from megatron.checkpoint.files import (
     CheckpointError,
     Facts,
     json_text,
     parse_json,
     read_bytes,
+    read_json,
     write_bytes,
 )
+from megatron.checkpoint.index import INDEX, read_index
 from megatron.util.digests import sha256, sha256_of_file
 
-MANIFEST = "manifest.json"
+MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
 _FORMAT = 2
 _BLANK = "0" * 64
 """Stands in place of the manifest's own SHA-256 while that is computed."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
-_REQUIRED = ("config.json", "index.json", "state.json")
+_REQUIRED = (CONFIG, INDEX, STATE)
+_COUNTERS = ("iteration", "consumed_samples", "optimizer_step")
 
 
 def file_facts(path: Path) -> Facts:
@@ -91,14 +94,14 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
 
     Raises:
         CheckpointError: a file is missing, too short or long, or its checksum differs, or the
-            index's pieces are not all of each parameter; the message names the file.
+            index's slices are not all of each parameter; the message names the file.
     """
     files = manifest(folder)
     for name, facts in list(files.items())[share::shares]:
         check_file(folder / name, facts)
     if share == 0:
-        check_index(folder, files)
-        check_state(folder)
+        read_index(folder, files)
+        _check_counters(folder / STATE)
 
 
 def check_file(path: Path, facts: Facts) -> None:
@@ -118,3 +121,15 @@ def check_file(path: Path, facts: Facts) -> None:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if found != facts["sha256"]:
         raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")
+
+
+def _check_counters(path: Path) -> None:
+    """Refuses counters that are no numbers, and a training run (which says its world size) that
+    lacks one."""
+    state = read_json(path)
+    if not isinstance(state, dict):
+        raise CheckpointError(f"{path} is not a JSON object")
+    for name in _COUNTERS:
+        value = state.get(name)
+        if (name in state or "world_size" in state) and (type(value) is not int or value < 0):
+            raise CheckpointError(f"{path}: {name} is {value!r}; expected a non-negative integer")

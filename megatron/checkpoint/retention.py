@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from megatron.checkpoint.folder import MANIFEST, discard, iteration_of, tag
+from megatron.checkpoint.folder import discard, iteration_of, tag
+from megatron.checkpoint.manifest import MANIFEST
 
 _TWIN = "_universal"
 """What ``--save-universal`` puts behind a checkpoint's name."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,11 +13,19 @@ import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.region import Region
-from megatron.config import ModelConfig, RunConfig, TokenizerConfig
+from megatron.checkpoint.slices import Slice
+from megatron.config import (
+    CheckpointConfig,
+    ModelConfig,
+    PrecisionConfig,
+    RunConfig,
+    TokenizerConfig,
+)
 
+TOKENIZER = "tokenizer"
+"""Folder of the tokenizer's files in checkpoints that this project writes."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Number formats in which other programs keep weights, as torch and config.json call them."""
+"""Dtypes in which other programs keep weights, as torch and config.json call them."""
 
 
 class Source(ABC):
@@ -24,7 +34,7 @@ class Source(ABC):
     Attributes:
         title: what the format is called in messages.
         folder: where it is (or the file, for formats of one file).
-        model: the network, with ``unpadded_vocab_size`` filled in.
+        model: the network, with its vocabulary.
         tokenizer: how to get its tokenizer; None when the checkpoint does not say.
         run: configuration of the run that wrote it; None when the checkpoint does not say.
         state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``; empty when
@@ -111,7 +121,7 @@ class Source(ABC):
         """``weight`` and the moments (``exp_avg``, ...) that there are of a parameter."""
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        """Number format in which a tensor is stored, as torch calls it."""
+        """Dtype in which a tensor is stored, as torch calls it."""
         return "float32"
 
     @abstractmethod
@@ -122,24 +132,58 @@ class Source(ABC):
             CheckpointError: it is missing or malformed; the message names the file.
         """
 
-    def read(self, name: str, kind: str, region: Region) -> Tensor:
-        """A flat part of a parameter, float32; formats that can read a part alone override this.
+    def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
+        """A slice of a parameter, flat, float32; formats that can read it alone override this.
 
         Raises:
             CheckpointError: it is missing or malformed; the message names the file.
         """
         whole = self.tensor(name, kind)
-        if tuple(whole.shape) != region.shape:
+        if tuple(whole.shape) != wanted.shape:
             raise CheckpointError(
                 f"{self.folder}: {kind} of {name} has the shape {tuple(whole.shape)}, the model "
-                f"needs {region.shape}"
+                f"needs {wanted.shape}"
             )
-        return region.cut(whole)
+        return wanted.cut(whole)
+
+    def check_tensors(self) -> None:
+        """Makes sure that every tensor can be read, by reading it.
+
+        Raises:
+            CheckpointError: one is missing or malformed.
+        """
+        for name in self.names():
+            for kind in self.kinds(name):
+                self.tensor(name, kind)
 
     def copy_tokenizer(self, target: Path) -> bool:
         """Copies the tokenizer's files, in Hugging Face's form, to a folder that is not there yet.
 
         Returns:
-            Whether the checkpoint has them.
+            Whether the checkpoint has them, in its folder ``tokenizer``.
         """
-        return False
+        own = self.folder / TOKENIZER
+        if own.is_dir():
+            shutil.copytree(own, target)
+        return own.is_dir()
+
+
+def run_of(source: Source, moments: bool = True) -> RunConfig:
+    """The configuration that a converted checkpoint is saved with: that of its run, as far as the
+    source knows it."""
+    run = source.run
+    if run is None:
+        # What it is stored in is what it will be exported in.
+        dtype = source.dtype(source.names()[0])
+        run = RunConfig(
+            source.model,
+            tokenizer=source.tokenizer or TokenizerConfig(),
+            precision=PrecisionConfig(bf16=dtype == "bfloat16", fp16=dtype == "float16"),
+        )
+    checkpoint = dataclasses.replace(
+        run.checkpoint, save_optim=run.checkpoint.save_optim and moments
+    )
+    if source.run is None:
+        checkpoint = CheckpointConfig(save_optim=moments)
+    run = dataclasses.replace(run, model=source.model, checkpoint=checkpoint)
+    return run.with_vocabulary(source.model.vocabulary.size)

@@ -1,23 +1,177 @@
-"""Writes any checkpoint in this project's own format, on one process, a parameter at a time."""
+"""Writes checkpoints: every process its slices, then one of them the index and the manifest.
+
+A run has a :class:`SliceWriter` on every rank; a conversion (:func:`write_checkpoint`) has one,
+which holds a file's tensors at a time.
+"""
 
 from __future__ import annotations
 
-import dataclasses
-import math
-from collections.abc import Callable
+import json
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, write_json
-from megatron.checkpoint.folder import complete_tags, file_facts, publish, tag, unfinished_folder
-from megatron.checkpoint.index import Piece
-from megatron.checkpoint.reader import tensor_key
-from megatron.checkpoint.region import Region
-from megatron.checkpoint.source import Source
-from megatron.config import CheckpointConfig, PrecisionConfig, RunConfig, TokenizerConfig
+from megatron.checkpoint.files import (
+    CheckpointError,
+    Facts,
+    json_text,
+    write_bytes,
+    write_tensors,
+)
+from megatron.checkpoint.folder import (
+    complete_tags,
+    incomplete_folder,
+    publish,
+    tag,
+    unfinished_folder,
+)
+from megatron.checkpoint.index import INDEX, IndexEntry, tensor_key
+from megatron.checkpoint.manifest import CONFIG, STATE, file_facts
+from megatron.checkpoint.slices import Slice
+from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.util.files import sync_path
+
+_PROCESS = "slices-{:05d}.json"
+"""What a process leaves for :func:`complete`: its part of the index, and facts of its files."""
+
+
+class SliceWriter:
+    """Writes what one process holds into a checkpoint that is not yet complete.
+
+    Args:
+        folder: where.
+        process: the process's number, which is in the names of its files.
+        max_file_bytes: no file's tensors are larger, unless there is only one; the next file then
+            has the next number, so that only a process that writes alone may have a limit. None to
+            hold everything until :meth:`finish`. Files of limited size are sorted by name.
+        progress: called with a line about each file.
+
+    Attributes:
+        tensors: what is not yet written, float32 (random state: uint8), by file and key.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        process: int = 0,
+        max_file_bytes: int | None = None,
+        progress: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self.tensors: dict[str, dict[str, Tensor]] = {}
+        self._folder, self._process, self._max_file_bytes = folder, process, max_file_bytes
+        self._progress = progress
+        self._numbers: dict[str, int] = {}
+        self._index: dict[str, list[dict[str, Any]]] = {}
+        self._facts: dict[str, Facts] = {}
+
+    def add(
+        self, name: str, held: Slice, tensors: Iterable[tuple[str, Tensor]], part: str = ""
+    ) -> None:
+        """Takes a slice of a parameter.
+
+        Args:
+            name: canonical name of the parameter.
+            held: the slice, which is not empty.
+            tensors: (kind, elements) of ``weight`` and of each moment.
+            part: see :class:`IndexEntry`.
+        """
+        shape = held.share_shape if held.is_whole_share else (held.numel,)
+        files = {
+            kind: self.put(
+                "weights" if kind == "weight" else "optimizer",
+                tensor_key(name, kind, part),
+                values.contiguous().view(shape),
+            )
+            for kind, values in tensors
+        }
+        self._index.setdefault(name, []).append(IndexEntry(held, files, part).to_json())
+
+    def put(self, series: str, key: str, values: Tensor) -> str:
+        """Takes a tensor; returns the name of the file that will hold it.
+
+        Args:
+            series: what the names of such files begin with.
+            key: the tensor's name in the file.
+            values: the tensor.
+        """
+        number = self._numbers.setdefault(series, self._process)
+        file = f"{series}-{number:05d}.safetensors"
+        waiting, limit = self.tensors.setdefault(file, {}), self._max_file_bytes
+        if waiting and limit is not None and _bytes(waiting) + values.nbytes > limit:
+            self._write(file)
+            self._numbers[series] += 1
+            return self.put(series, key, values)
+        waiting[key] = values
+        return file
+
+    def finish(self) -> None:
+        """Writes what is left, to the disk.
+
+        Raises:
+            OSError: a file cannot be written.
+        """
+        for file in sorted(self.tensors, reverse=True):
+            self._write(file)
+        path = self._folder / _PROCESS.format(self._process)
+        path.write_text(json.dumps({"index": self._index, "files": self._facts}))
+
+    def _write(self, file: str) -> None:
+        tensors = self.tensors.pop(file)
+        if self._max_file_bytes is not None:
+            tensors = dict(sorted(tensors.items()))
+        self._facts[file] = write_tensors(self._folder / file, tensors)
+        self._progress(f"{file}: {_bytes(tensors) / 1e6:,.1f} MB")
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(values.nbytes for values in tensors.values())
+
+
+def complete(
+    save: Path,
+    iteration: int,
+    processes: int,
+    contents: Mapping[str, Any],
+    save_tokenizer: Callable[[Path], object],
+) -> int:
+    """Makes a checkpoint of what all processes have written, and makes it visible.
+
+    Args:
+        save: folder of checkpoints, which has the incomplete one.
+        iteration: its iteration.
+        processes: how many have written; they have finished.
+        contents: of the other JSON files, by name.
+        save_tokenizer: writes the tokenizer's files into a folder, if there are any.
+
+    Returns:
+        Bytes of its files.
+
+    Raises:
+        OSError: a file cannot be written; the other checkpoints are as they were.
+    """
+    folder = incomplete_folder(save, iteration)
+    index: dict[str, list[Any]] = {}
+    facts: dict[str, Facts] = {}
+    for process in range(processes):
+        path = folder / _PROCESS.format(process)
+        written = json.loads(path.read_text())
+        for name, entries in written["index"].items():
+            index.setdefault(name, []).extend(entries)
+        facts |= written["files"]
+        path.unlink()
+    for name, content in {INDEX: index, **contents}.items():
+        facts[name] = write_bytes(folder / name, json_text(content).encode())
+    save_tokenizer(folder / TOKENIZER)
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        if name not in facts:
+            sync_path(path)
+            if path.is_file():
+                facts[name] = file_facts(path)
+    publish(save, iteration, facts)
+    return sum(int(entry["bytes"]) for entry in facts.values())
 
 
 def write_checkpoint(
@@ -28,7 +182,8 @@ def write_checkpoint(
     max_file_bytes: int = 5 * 10**9,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Writes a checkpoint that any layout loads.
+    """Writes any checkpoint in this project's own format, a parameter at a time; any layout loads
+    it.
 
     Args:
         save: folder of checkpoints.
@@ -54,80 +209,16 @@ def write_checkpoint(
     if iteration is None:
         iteration = source.state.get("iteration", 0)
     with unfinished_folder(save / tag(iteration)) as folder:
-        weights = _FileSeries(folder, "weights", max_file_bytes, progress)
-        optimizer = _FileSeries(folder, "optimizer", max_file_bytes, progress)
-        index = {}
+        writer = SliceWriter(folder, 0, max_file_bytes, progress)
         for name in source.names():
             kinds = [kind for kind in source.kinds(name) if moments or kind == "weight"]
-            files = {
-                kind: (weights if kind == "weight" else optimizer).add(
-                    tensor_key(name, kind), source.tensor(name, kind)
-                )
-                for kind in kinds
-            }
-            index[name] = [Piece.of(Region.whole(source.shape(name)), files).to_json()]
-        weights.close()
-        optimizer.close()
-        write_json(folder / "index.json", index)
-        write_json(folder / "config.json", run_of(source, moments).to_dict())
+            tensors = ((kind, source.tensor(name, kind)) for kind in kinds)
+            writer.add(name, Slice.whole(source.shape(name)), tensors)
+        writer.finish()
         state = {key: value for key, value in source.state.items() if key != "world_size"}
-        write_json(folder / "state.json", state | ({"iteration": iteration} if state else {}))
-        source.copy_tokenizer(folder / "tokenizer")
-        facts = {}
-        for path in sorted(path for path in folder.rglob("*") if path.is_file()):
-            sync_path(path)
-            facts[str(path.relative_to(folder))] = file_facts(path)
-        return publish(save, iteration, facts)
-
-
-def run_of(source: Source, moments: bool = True) -> RunConfig:
-    """The configuration that a converted checkpoint is saved with: that of its run, as far as the
-    source knows it."""
-    run = source.run
-    if run is None:
-        # What it is stored in is what it will be exported in.
-        dtype = source.dtype(source.names()[0])
-        run = RunConfig(
-            source.model,
-            tokenizer=source.tokenizer or TokenizerConfig(),
-            precision=PrecisionConfig(bf16=dtype == "bfloat16", fp16=dtype == "float16"),
-        )
-    checkpoint = dataclasses.replace(
-        run.checkpoint, save_optim=run.checkpoint.save_optim and moments
-    )
-    if source.run is None:
-        checkpoint = CheckpointConfig(save_optim=moments)
-    run = dataclasses.replace(run, model=source.model, checkpoint=checkpoint)
-    return run.with_vocabulary(source.model.vocabulary.size)
-
-
-class _FileSeries:
-    """Safetensors files of limited size, one behind the other."""
-
-    def __init__(
-        self, folder: Path, prefix: str, max_bytes: int, progress: Callable[[str], None]
-    ) -> None:
-        self.folder, self.prefix, self.max_bytes = folder, prefix, max_bytes
-        self.progress = progress
-        self.tensors: dict[str, Tensor] = {}
-        self.bytes = self.number = 0
-
-    def add(self, key: str, values: Tensor) -> str:
-        """Takes a tensor; returns the name of the file that will hold it."""
-        size = math.prod(values.shape) * values.itemsize
-        if self.tensors and self.bytes + size > self.max_bytes:
-            self.close()
-            self.number += 1
-        self.tensors[key] = values.contiguous()
-        self.bytes += size
-        return self._name()
-
-    def close(self) -> None:
-        """Writes what is collected."""
-        if self.tensors:
-            save_file(self.tensors, self.folder / self._name())
-            self.progress(f"{self._name()}: {self.bytes / 1e6:,.1f} MB")
-        self.tensors, self.bytes = {}, 0
-
-    def _name(self) -> str:
-        return f"{self.prefix}-{self.number:05d}.safetensors"
+        contents = {
+            CONFIG: run_of(source, moments).to_dict(),
+            STATE: state | ({"iteration": iteration} if state else {}),
+        }
+        complete(save, iteration, 1, contents, source.copy_tokenizer)
+    return save / tag(iteration)

@@ -8,8 +8,9 @@ the kinds of data that the flags ask for (a :class:`DataKind` each, in ``megatro
 from __future__ import annotations
 
 import dataclasses
+import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
 from typing import Any, ClassVar, NamedTuple
@@ -22,14 +23,16 @@ from megatron.config.kinds import DOCUMENTS, file_kinds, kind_classes
 from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
+from megatron.data.indexed.checking import Extremes
 from megatron.data.lengths import SequenceLengths
 from megatron.data.loader import TrainingData
-from megatron.data.remote import open_indexed
+from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
 from megatron.data.samples import SampleDataset, SampleRecipe
 from megatron.data.skip import SkippedSamples, parse_skipped
 from megatron.data.sources import INDEXED, PARTS, Parts, Source, parts_of
-from megatron.data.vocabulary import check_vocabulary
 from megatron.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 BatchSizes = Callable[[], Sequence[tuple[int, int]]]
 """Gives the batch sizes of a run in turn: (size, number of steps)."""
@@ -271,3 +274,52 @@ class DataPipeline(ABC):
         indexed = open_indexed(path, self.config.data.object_storage_cache_path)
         check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
         return indexed
+
+
+def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
+    """The indexed dataset of a path or URL.
+
+    Args:
+        cache_path: folder that keeps what was fetched (--object-storage-cache-path).
+
+    Raises:
+        FileNotFoundError, ValueError, OSError: see `IndexedDataset` and `RemoteDataset`.
+    """
+    if "://" in prefix:
+        return RemoteDataset(prefix, cache_path or DEFAULT_CACHE)
+    return IndexedDataset(prefix)
+
+
+def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
+    """Check that all token ids are below `vocab_size`.
+
+    Reads the whole .bin once; the result is cached under the file's size, date and lengths. A
+    remote file is checked as it is read.
+
+    Raises:
+        ValueError: naming the file, the sequence, the id and the vocabulary size.
+    """
+    if indexed.dtype.kind not in "iu":
+        raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} values, not token ids")
+    limits = np.iinfo(indexed.dtype)
+    if limits.min >= 0 and limits.max < vocab_size:
+        return  # every value the dtype can hold is in the vocabulary
+    if indexed.limit_ids(vocab_size):
+        return
+    depends_on = {
+        **indexed.bin_identity(),
+        "dtype": indexed.dtype.name,
+        "sequence lengths": indexed.lengths_digest,
+    }
+    layout = {"tokens_and_positions": (np.dtype(np.int64), (2, 2))}
+    extremes = cache.arrays("token-range", depends_on, lambda: _extremes(indexed), layout)
+    indexed.check_ids(extremes["tokens_and_positions"], vocab_size)
+
+
+def _extremes(indexed: IndexedDataset) -> Mapping[str, np.ndarray]:
+    """Smallest and largest token id, each with its position in the .bin: int64[2, 2]."""
+    logger.info("checking the token ids of %s.bin, once", indexed.prefix)
+    extremes = Extremes()
+    for start, tokens in indexed.token_blocks():
+        extremes.add(start, tokens)
+    return {"tokens_and_positions": extremes.array()}

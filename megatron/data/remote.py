@@ -24,8 +24,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from megatron.data.indexed.index_file import IndexFile, map_file
-from megatron.data.indexed.reader import IndexedDataset
+from megatron.data.indexed.reader import IndexedDataset, IndexFile, map_file
 from megatron.util.digests import digest
 from megatron.util.files import replacing, sync
 
@@ -45,25 +44,6 @@ _INSTALL = {
     **dict.fromkeys(("http", "https"), "aiohttp"),
     **dict.fromkeys(("abfs", "az"), "adlfs"),
 }
-
-
-def is_remote(prefix: str) -> bool:
-    """Whether a data path is a URL."""
-    return "://" in prefix
-
-
-def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
-    """The indexed dataset of a path or URL.
-
-    Args:
-        cache_path: folder that keeps what was fetched (--object-storage-cache-path).
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: see `IndexedDataset` and `RemoteDataset`.
-    """
-    if is_remote(prefix):
-        return RemoteDataset(prefix, cache_path or DEFAULT_CACHE)
-    return IndexedDataset(prefix)
 
 
 class RemoteDataset(IndexedDataset):
@@ -92,9 +72,10 @@ class RemoteDataset(IndexedDataset):
         self._chunks = ChunkedTokens(self._bin, index.dtype)
         self._read_from(index, self._chunks)
 
-    def limit_ids(self, vocab_size: int) -> None:
+    def limit_ids(self, vocab_size: int) -> bool:
         """Refuse, from now on, chunks that hold a token id outside a vocabulary."""
         self._chunks.limit_ids(vocab_size)
+        return True
 
     def bin_identity(self) -> dict[str, int | str]:
         """Tells this .bin from another one, and from itself after a change."""

@@ -104,9 +104,10 @@ def parts_of(config: RunConfig) -> Parts:
     data, kinds = config.data, [kind for kind in config.kinds if kind.files is not None]
 
     def kind_of(path: str) -> str:
-        for kind in (*(k for k in kinds if k.reads_all), *(k for k in kinds if k.reads(path))):
-            return kind.files or INDEXED
-        return INDEXED
+        named = [kind for kind in kinds if kind.reads_all]
+        if not named and not Path(f"{path}.idx").is_file():
+            named = [kind for kind in kinds if path.endswith(kind.endings)]
+        return named[0].files or INDEXED if named else INDEXED
 
     corpora = Corpora()
     if data.train_data or data.valid_data or data.test_data:

@@ -14,13 +14,14 @@ from typing import Any
 
 from safetensors.torch import save_file
 
-from megatron.checkpoint.deepspeed_names import CONFIG, COUNTERS, RUN, STATE
 from megatron.checkpoint.files import write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
+from megatron.checkpoint.manifest import CONFIG, STATE
+from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.json_keys import Json
-from megatron.engine.saving import CheckpointWriter, SaveResult
+from megatron.engine.saving import CheckpointWriter, SaveJob
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.universal_info import universal_info
+from megatron.engine.universal_info import COUNTERS, RUN, universal_info
 from megatron.model.registration import registered_parameters
 from megatron.parallel.random import random_state
 from megatron.util.files import sync_path
@@ -33,14 +34,9 @@ class EngineFolderWriter(CheckpointWriter):
     others there until their time limit, and the launcher ends the run. Earlier checkpoints stay.
     """
 
-    _job: Any = None
-
-    def _write(self, job: Any, began: float, stall: float = 0.0) -> SaveResult:
-        self._job = job
-        return super()._write(job, began, stall)
-
-    def _write_own_part(self, folder: Path, part: Any) -> None:
-        write_engine_folder(self.engine, folder, self._job.state, self._universal_info)
+    def write_own(self, job: SaveJob) -> None:
+        """See :meth:`CheckpointWriter.write_own`."""
+        write_engine_folder(self.engine, job.folder, job.state, self._universal_info)
 
     @cached_property
     def _universal_info(self) -> Json:
@@ -49,12 +45,13 @@ class EngineFolderWriter(CheckpointWriter):
         parts = [part for parts in found for part in parts]
         return universal_info(parts, engine.config.model, engine.mesh.tensor.size)
 
-    def _finish(self, folder: Path, job: Any) -> int:
-        final = self.folder / tag(job.iteration)
+    def complete(self, job: SaveJob) -> int:
+        """See :meth:`CheckpointWriter.complete`."""
+        folder, final = job.folder, self.folder / tag(job.iteration)
         write_json(folder / CONFIG, self.engine.config.to_dict())
         write_json(folder / "deepspeed.json", self.content)
         write_json(folder / STATE, job.state)
-        self.save_tokenizer(folder / "tokenizer")
+        self.save_tokenizer(folder / TOKENIZER)
         files = [path for path in folder.rglob("*") if path.is_file()]
         for path in files:
             sync_path(path)

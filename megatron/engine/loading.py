@@ -18,20 +18,20 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import differences
-from megatron.checkpoint.region import region_of
 from megatron.checkpoint.registry import Located
+from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import Source
 from megatron.engine.agreement import any_rank
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
-    fragments,
+    owned_slices,
     set_loss_scaler_state,
     set_working_weights,
 )
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.random import set_random_state
-from megatron.parallel.shard import Shard, shard_of
+from megatron.parallel.shard import shard_of
 
 T = TypeVar("T")
 
@@ -104,14 +104,15 @@ def together(engine: TrainEngine, step: Callable[[], T]) -> T:
 @torch.no_grad()
 def load_weights(engine: TrainEngine, source: Source) -> None:
     """Fills the float32 weights that this rank owns, and the model's working weights."""
-    held = {part.param: part for part in fragments(engine)}
+    owned = {own.param: own for own in owned_slices(engine)}
 
     def values(param: nn.Parameter, start: int, end: int) -> Tensor:
-        flat = _read(engine, source, engine.names[param], "weight", shard_of(param), start, end)
-        part = held.get(param)
-        if part is not None:
-            first = part.start - start
-            part.weight.copy_(flat[first : first + part.weight.numel()])
+        wanted = Slice.of(shard_of(param), engine.mesh.coordinates, start, end)
+        flat = _read(source, engine.names[param], "weight", wanted, end - start)
+        own = owned.get(param)
+        if own is not None:
+            first = own.slice.start - start
+            own.weight.copy_(flat[first : first + own.weight.numel()])
         return flat
 
     set_working_weights(engine, values)
@@ -139,20 +140,16 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
     if stored == {"weight"}:
         return  # saved before the first update, or by SGD without momentum
     create_moments(engine, source.state["optimizer_step"])
-    for part in fragments(engine):
-        for kind, target in part.moments.items():
-            end = part.start + target.numel()
-            target.copy_(_read(engine, source, part.name, kind, part.shard, part.start, end))
+    for own in owned_slices(engine):
+        for kind, target in own.moments.items():
+            target.copy_(_read(source, own.name, kind, own.slice, target.numel()))
 
 
-def _read(
-    engine: TrainEngine, source: Source, name: str, kind: str, shard: Shard, start: int, end: int
-) -> Tensor:
-    """Elements [start, end) of this rank's share of a parameter, padding included, which is 0."""
-    region = region_of(shard, engine.mesh.coordinates, start, end)
-    if region is None:
-        return torch.zeros(end - start)
-    values = source.read(name, kind, region)
-    if region.numel == end - start:
-        return values
-    return torch.cat([values, values.new_zeros(end - start - region.numel)])
+def _read(source: Source, name: str, kind: str, wanted: Slice, numel: int) -> Tensor:
+    """A slice of a parameter and what follows it to ``numel`` elements: padding, which is 0."""
+    if wanted.numel == numel:
+        return source.read(name, kind, wanted)
+    values = torch.zeros(numel)
+    if wanted.numel:
+        values[: wanted.numel] = source.read(name, kind, wanted)
+    return values

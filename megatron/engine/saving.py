@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import tempfile
 import time
@@ -16,28 +15,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from megatron.checkpoint.files import CheckpointError, Facts, json_text, write_bytes
-from megatron.checkpoint.folder import (
-    file_facts,
-    incomplete_folder,
-    publish,
-    remove_incomplete,
-    tag,
-)
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import incomplete_folder, remove_incomplete, tag
 from megatron.checkpoint.lock import lock_folder
+from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.registry import open_checkpoint, save_copy
 from megatron.checkpoint.retention import apply_retention
-from megatron.checkpoint.tensor_file import write_tensors
+from megatron.checkpoint.writer import SliceWriter, complete
 from megatron.engine.agreement import first_reason
 from megatron.engine.json_keys import Json
-from megatron.engine.snapshot import HostBuffers, Part, own_part
+from megatron.engine.snapshot import HostBuffers, own_slices
 from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.mesh import Group
-from megatron.util.files import sync_path
 from megatron.util.locks import Lock
-
-_PIECES = "pieces-{rank:05d}.json"
 
 
 @dataclass(frozen=True)
@@ -63,11 +54,19 @@ class SaveResult:
 
 
 @dataclass(frozen=True)
-class _Job:
-    """A save under way: nothing in it changes while training goes on."""
+class SaveJob:
+    """A save under way: nothing in it changes while training goes on.
 
+    Attributes:
+        folder: the incomplete folder that is written.
+        iteration: number of steps taken.
+        slices: what this rank writes; in the background, of copies.
+        state: counters; see :class:`megatron.checkpoint.source.Source`.
+    """
+
+    folder: Path
     iteration: int
-    part: Part
+    slices: SliceWriter
     state: dict[str, Any]
 
 
@@ -160,7 +159,7 @@ class CheckpointWriter:
             self._results.append(self._running.result())
             self._running = None
 
-    def _begin(self, iteration: int, counters: dict[str, Any]) -> _Job:
+    def _begin(self, iteration: int, counters: dict[str, Any]) -> SaveJob:
         engine, folder = self.engine, incomplete_folder(self.folder, iteration)
         jobs = []
 
@@ -176,26 +175,24 @@ class CheckpointWriter:
                 "loss_scaler": loss_scaler_state(engine),
                 "world_size": engine.mesh.world.size,
             }
-            part = own_part(engine)
-            jobs.append(_Job(iteration, part if self._thread is None else self._copy(part), state))
+            slices = own_slices(engine, folder)
+            if self._thread is not None:
+                slices.tensors = self._buffers.copy(slices.tensors)
+            jobs.append(SaveJob(folder, iteration, slices, state))
 
         self._together(begin)
         return jobs[0]
 
-    def _copy(self, part: Part) -> Part:
-        return self._buffers.copy(part)
-
-    def _write(self, job: _Job, began: float, stall: float = 0.0) -> SaveResult:
+    def _write(self, job: SaveJob, began: float, stall: float = 0.0) -> SaveResult:
         """All of a save that needs nothing of the engine; the background thread's work."""
-        folder = incomplete_folder(self.folder, job.iteration)
         error, size, notes = None, [0], list[str]()
         try:
-            self._together(lambda: self._write_own_part(folder, job.part))
-            self._together(lambda: size.append(self._finish(folder, job) if self.main else 0))
+            self._together(lambda: self.write_own(job))
+            self._together(lambda: size.append(self.complete(job) if self.main else 0))
         except CheckpointError as caught:
             error = caught
             if self.main:
-                shutil.rmtree(folder, ignore_errors=True)
+                shutil.rmtree(job.folder, ignore_errors=True)
         seconds = time.perf_counter() - began
         if error is None and self.main:
             notes = self._afterwards(job.iteration)
@@ -218,39 +215,19 @@ class CheckpointWriter:
                 f"saving to {self.folder} failed: {found}; earlier checkpoints are untouched"
             ) from error
 
-    def _write_own_part(self, folder: Path, part: Part) -> None:
-        facts = {name: write_tensors(folder / name, found) for name, found in part.tensors.items()}
-        path = folder / _PIECES.format(rank=self.engine.mesh.world.rank)
-        path.write_text(json.dumps({"pieces": part.pieces, "files": facts}))
+    def write_own(self, job: SaveJob) -> None:
+        """Writes what this rank holds; the formats' own part, as is :meth:`complete`."""
+        job.slices.finish()
 
-    def _finish(self, folder: Path, job: _Job) -> int:
-        """Puts the ranks' parts together and makes the checkpoint visible; returns its bytes."""
-        index: dict[str, list[Any]] = {}
-        facts: dict[str, Facts] = {}
-        for rank in range(self.engine.mesh.world.size):
-            path = folder / _PIECES.format(rank=rank)
-            part = json.loads(path.read_text())
-            for name, found in part["pieces"].items():
-                index.setdefault(name, []).extend(found)
-            facts |= part["files"]
-            path.unlink()
-        for name, content in {
-            "index.json": index,
-            "config.json": self.engine.config.to_dict(),
+    def complete(self, job: SaveJob) -> int:
+        """Makes the checkpoint visible once all ranks have written, on the first one; its bytes."""
+        contents = {
+            CONFIG: self.engine.config.to_dict(),
             "deepspeed.json": self.content,
-            "state.json": job.state,
-        }.items():
-            facts[name] = write_bytes(folder / name, json_text(content).encode())
-        self.save_tokenizer(folder / "tokenizer")
-        for path in sorted(folder.rglob("*")):
-            name = str(path.relative_to(folder))
-            if path.is_dir():
-                sync_path(path)
-            elif name not in facts:
-                sync_path(path)
-                facts[name] = file_facts(path)
-        publish(self.folder, job.iteration, facts)
-        return sum(int(entry["bytes"]) for entry in facts.values())
+            STATE: job.state,
+        }
+        world = self.engine.mesh.world.size
+        return complete(self.folder, job.iteration, world, contents, self.save_tokenizer)
 
     def _afterwards(self, iteration: int) -> list[str]:
         """What follows a save and cannot undo it: the universal copy, and older ones' deletion."""

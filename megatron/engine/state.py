@@ -1,7 +1,7 @@
-"""The engine's state as fragments: which part of which parameter and moment this rank owns.
+"""The engine's state as slices: which elements of which parameter and moment this rank owns.
 
 DeepSpeed keeps float32 weights and moments differently at every ZeRO stage; everything above this
-file sees only flat ranges of canonical parameters.
+file sees only slices of canonical parameters.
 """
 
 from __future__ import annotations
@@ -15,9 +15,10 @@ import torch
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from torch import Tensor, nn
 
+from megatron.checkpoint.slices import Slice
 from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.train_engine import TrainEngine
-from megatron.parallel.shard import Shard, shard_of
+from megatron.parallel.shard import shard_of
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 """Names of the optimizer's state tensors, as torch.optim calls them."""
@@ -26,28 +27,27 @@ _SCALER_NUMBERS = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresi
 
 
 @dataclass(frozen=True)
-class Fragment:
-    """A flat range of one parameter's local share, with its float32 weights and moments.
+class OwnedSlice:
+    """A slice of a parameter that this rank's optimizer updates.
 
     Attributes:
         param: the parameter.
         name: its canonical name.
-        shard: how the parameter is cut over tensor-parallel ranks.
-        start: where the range starts in the flattened local share.
-        weight: float32 values, flat; writing to it changes the engine's state.
-        moments: optimizer state, flat, by name; empty before the first step.
+        slice: the elements.
+        weight: their float32 values, flat, and after them the padding's; writing to it changes the
+            engine's state.
+        moments: optimizer state of the same elements, by name; empty before the first step.
     """
 
     param: nn.Parameter
     name: str
-    shard: Shard
-    start: int
+    slice: Slice
     weight: Tensor
     moments: dict[str, Tensor]
 
 
-def fragments(engine: TrainEngine) -> Iterator[Fragment]:
-    """The fragments that this rank owns, in parameter order.
+def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
+    """The slices that this rank owns, in parameter order.
 
     At stage 0 every data-parallel rank owns whole parameters, all of them equal.
     """
@@ -58,7 +58,8 @@ def fragments(engine: TrainEngine) -> Iterator[Fragment]:
         if count > 0:
             weight = holder.data.view(-1).narrow(0, offset, count)
             moments = _moments(engine, holder, offset, count)
-            yield Fragment(param, name, shard_of(param), start, weight, moments)
+            held = Slice.of(shard_of(param), engine.mesh.coordinates, start, start + count)
+            yield OwnedSlice(param, name, held, weight, moments)
 
 
 _PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
@@ -81,13 +82,14 @@ def _whole(engine: TrainEngine) -> _PlaceOf:
 
 def _flat_partition(engine: TrainEngine) -> _PlaceOf:
     wrapper = engine.optimizer_wrapper
-    if isinstance(wrapper, BF16_Optimizer):
-        groups = wrapper.bf16_groups
-        offsets = [accumulate((p.numel() for p in params), initial=0) for params in groups]
-    else:
-        # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order into
-        # which round_robin_gradients brings them.
-        groups, offsets = wrapper.round_robin_bit16_groups, wrapper.round_robin_bit16_offsets
+    accumulated = isinstance(wrapper, BF16_Optimizer)
+    # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order into which
+    # round_robin_gradients brings them.
+    groups = wrapper.bf16_groups if accumulated else wrapper.round_robin_bit16_groups
+    # There, and in DeepSpeed 0.19.0, one lies right after the other.
+    offsets = getattr(wrapper, "round_robin_bit16_offsets", None) or [
+        list(accumulate((p.numel() for p in params), initial=0)) for params in groups
+    ]
     places = {
         param: (group, offset)
         for group, params in enumerate(groups)
@@ -153,7 +155,7 @@ def create_moments(engine: TrainEngine, step: int) -> None:
 def set_working_weights(
     engine: TrainEngine, values: Callable[[nn.Parameter, int, int], Tensor]
 ) -> None:
-    """Sets the weights that the model computes with, in their own number format.
+    """Sets the weights that the model computes with, in their own dtype.
 
     Args:
         values: gives elements [start, end) of this tensor-parallel rank's share of a parameter,
@@ -183,6 +185,6 @@ def set_loss_scaler_state(engine: TrainEngine, state: dict[str, Any]) -> None:
 
 
 def _dynamic_scaler(engine: TrainEngine) -> Any:
-    """DeepSpeed has a scaler of scale 1 in the other number formats too; that is no state."""
+    """DeepSpeed has a scaler of scale 1 in the other dtypes too; that is no state."""
     scaler = getattr(engine.optimizer_wrapper, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None

@@ -1,4 +1,5 @@
-"""What ``ds_to_universal`` has to know of an engine's parameters, from their shard descriptions.
+"""What this project adds to DeepSpeed's own checkpoints: names, on which saving and reading agree,
+and what ``ds_to_universal`` has to know of the parameters, from their shard descriptions.
 
 DeepSpeed calls it ``universal_checkpoint_info``: lists of regular expressions for parameter names.
 It matches them at the beginning of a name (``re.match``), wants at most one of a list to match, and
@@ -12,11 +13,15 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from megatron.checkpoint.deepspeed_names import UNIVERSAL_VERSION
 from megatron.config import ModelConfig
 from megatron.model.registration import Registered
 from megatron.parallel.shard import Cut, Shard
 
+RUN, COUNTERS = "run_config", "run_state"
+"""Content of config.json and state.json in the client state, which a conversion by DeepSpeed
+keeps."""
+UNIVERSAL_VERSION = 0.4
+"""DeepSpeed's number of the universal format."""
 _AFFINE_VERSION = 1
 
 

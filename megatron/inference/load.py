@@ -6,8 +6,7 @@ from pathlib import Path
 
 import torch
 
-from megatron.checkpoint.source import Source
-from megatron.checkpoint.writer import run_of
+from megatron.checkpoint.source import Source, run_of
 from megatron.config import ConfigError, RunConfig, TokenizerConfig
 from megatron.families import build_model, family_of
 from megatron.model.layer_list import LayerStack

@@ -18,12 +18,12 @@ from megatron.engine.step_result import StepResult
 from megatron.families import spec_of
 from megatron.parallel.region import TensorParallel
 from megatron.parity.first_step import (
-    Part,
+    SteppedSlice,
     WholeParameter,
     first_step_difference,
     first_step_of,
     gradient_difference,
-    parts_of,
+    stepped_slices,
 )
 from megatron.parity.flags import CheckFlags
 from megatron.parity.gradients import (
@@ -197,21 +197,23 @@ def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         yield gradients_in(run, mesh)
-        record, parts = Record(), []
+        record, slices = Record(), []
 
         def watch(result: StepResult) -> None:
             record.add(result)
             if len(record.losses) == 1:
-                parts.extend(parts_of(trainer.engine, float(result.grad_norm)))
+                slices.extend(stepped_slices(trainer.engine, float(result.grad_norm)))
 
         trainer = watched_trainer(run, mesh, watch)
         trainer.fit()
-        yield record, parts
+        yield record, slices
 
 
-def _joined(found: Sequence[tuple[Record, list[Part]]]) -> tuple[Record, list[list[Part]]]:
-    """The record, which every rank has, and the parts of each."""
-    return found[0][0], [parts for _, parts in found]
+def _joined(
+    found: Sequence[tuple[Record, list[SteppedSlice]]],
+) -> tuple[Record, list[list[SteppedSlice]]]:
+    """The record, which every rank has, and the slices of each."""
+    return found[0][0], [slices for _, slices in found]
 
 
 def _plain_gradients(argv: Sequence[str]) -> GradientRecord:
@@ -254,7 +256,7 @@ def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
 
 
 def _training_difference(
-    layout: Layout, record: Record, ranks: Sequence[Sequence[Part]], plain: Plain
+    layout: Layout, record: Record, ranks: Sequence[Sequence[SteppedSlice]], plain: Plain
 ) -> str:
     """What differs first in training, nothing if nothing does."""
     if any(record.skipped):

@@ -10,13 +10,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from megatron.checkpoint.slices import Slice
 from megatron.config import OptimizerConfig
-from megatron.engine.state import fragments
+from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.parallel.mesh import Coordinates
-from megatron.parallel.shard import Shard
 from megatron.parity.gradients import Difference
 from megatron.parity.training import PlainTraining
 
@@ -29,30 +29,25 @@ gradient is above 1e-3 x the parameter's largest are compared."""
 
 
 @dataclass(frozen=True)
-class Part:
+class SteppedSlice:
     """What one rank's optimizer holds of a parameter after the first step.
 
     Attributes:
         name: canonical name of the parameter.
-        shard: how it is cut.
-        coordinates: the rank's place in the mesh.
-        start: where the part starts in the flattened local share.
-        gradient: before clipping; None where the optimizer keeps none.
-        weight: after the step.
+        slice: the elements; padding, which has zeros, follows them in both tensors.
+        gradient: before clipping, flat; None where the optimizer keeps none.
+        weight: after the step, flat.
     """
 
     name: str
-    shard: Shard
-    coordinates: Coordinates
-    start: int
+    slice: Slice
     gradient: Tensor | None
     weight: Tensor
 
     def of(self, whole: Tensor) -> Tensor:
-        """The same part of a whole parameter with the padding of one process."""
-        canonical = whole.narrow(0, 0, self.shard.canonical_shape[0])
-        share = self.shard.cut(canonical, self.coordinates).reshape(-1)
-        return share[self.start : self.start + self.weight.numel()]
+        """The same elements of a whole parameter with the padding of one process."""
+        elements = self.slice.cut(whole.narrow(0, 0, self.slice.shape[0]))
+        return F.pad(elements, (0, self.weight.numel() - elements.numel()))
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,8 @@ class WholeParameter:
     change: float
 
 
-def parts_of(engine: TrainEngine, norm: float) -> list[Part]:
-    """This rank's parts, right after the first step.
+def stepped_slices(engine: TrainEngine, norm: float) -> list[SteppedSlice]:
+    """What this rank holds right after the first step.
 
     Args:
         engine: the engine.
@@ -80,12 +75,11 @@ def parts_of(engine: TrainEngine, norm: float) -> list[Part]:
     options = engine.config.optimizer
     unclip = _clipping(options, norm) / (1 - options.adam_beta1)
     found = []
-    for part in fragments(engine):
-        moment = part.moments.get("exp_avg")
+    for own in owned_slices(engine):
+        moment = own.moments.get("exp_avg")
         gradient = None if moment is None else moment.detach().cpu() * unclip
-        place = engine.mesh.coordinates
-        weight = part.weight.detach().cpu().clone()
-        found.append(Part(part.name, part.shard, place, part.start, gradient, weight))
+        weight = own.weight.detach().cpu().clone()
+        found.append(SteppedSlice(own.name, own.slice, gradient, weight))
     return found
 
 
@@ -110,7 +104,7 @@ def _clipping(options: OptimizerConfig, norm: float) -> float:
 
 
 def first_step_difference(
-    ranks: Sequence[Sequence[Part]], reference: dict[str, WholeParameter]
+    ranks: Sequence[Sequence[SteppedSlice]], reference: dict[str, WholeParameter]
 ) -> Difference | None:
     """The first parameter, in the order of the backward pass, whose gradient differs on a rank;
     where none does, whose new weights do."""
@@ -118,7 +112,7 @@ def first_step_difference(
 
 
 def gradient_difference(
-    ranks: Sequence[Sequence[Part]],
+    ranks: Sequence[Sequence[SteppedSlice]],
     reference: dict[str, WholeParameter],
     bound: float = GRADIENT_BOUND,
     floor: float = 1e-3,
@@ -128,27 +122,27 @@ def gradient_difference(
     largest = max(float(whole.gradient.abs().max()) for whole in reference.values())
     for name, whole in reversed(reference.items()):
         allowed = bound * max(float(whole.gradient.abs().max()), floor * largest)
-        for rank, parts in enumerate(ranks):
-            for part in parts:
-                if part.name == name and part.gradient is not None:
-                    found = float((part.gradient - part.of(whole.gradient)).abs().max())
+        for rank, held in enumerate(ranks):
+            for own in held:
+                if own.name == name and own.gradient is not None:
+                    found = float((own.gradient - own.of(whole.gradient)).abs().max())
                     if not found <= allowed:
                         return Difference(f"gradient of {name}", rank, found, allowed)
     return None
 
 
 def _weight_difference(
-    ranks: Sequence[Sequence[Part]], reference: dict[str, WholeParameter]
+    ranks: Sequence[Sequence[SteppedSlice]], reference: dict[str, WholeParameter]
 ) -> Difference | None:
     for name, whole in reversed(reference.items()):
         rounding = torch.finfo(torch.float32).eps * float(whole.weight.abs().max())
         allowed = UPDATE_BOUND * whole.change + 4 * rounding
         threshold = 1e-3 * float(whole.gradient.abs().max())
-        for rank, parts in enumerate(ranks):
-            for part in parts:
-                if part.name == name:
-                    compared = part.of(whole.gradient).abs() > threshold
-                    off = ((part.weight - part.of(whole.weight)).abs() * compared).max()
+        for rank, held in enumerate(ranks):
+            for own in held:
+                if own.name == name:
+                    compared = own.of(whole.gradient).abs() > threshold
+                    off = ((own.weight - own.of(whole.weight)).abs() * compared).max()
                     if not float(off) <= allowed:
                         return Difference(f"new weights of {name}", rank, float(off), allowed)
     return None

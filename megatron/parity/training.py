@@ -14,7 +14,7 @@ from torch import nn
 from megatron.config import OptimizerConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
-from megatron.engine.state import fragments
+from megatron.engine.state import owned_slices
 from megatron.engine.step_result import StepResult
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
@@ -40,7 +40,7 @@ class Record:
         norms: gradient norm of every step.
         scales: loss scale of every step.
         skipped: whether the step changed nothing.
-        state: fragments of weights and moments at the end, by ``name/kind/start``.
+        state: slices of weights and moments at the end, by ``name/kind/start``.
         iteration: steps done.
     """
 
@@ -67,11 +67,11 @@ def train(argv: Sequence[str]) -> Record:
         trainer = watched_trainer(run, mesh, record.add)
         trainer.fit()
         record.iteration = trainer.iteration
-        for part in fragments(trainer.engine):
-            name = f"{part.name}{part.shard.part}"
-            for kind, values in {"weight": part.weight, **part.moments}.items():
+        for own in owned_slices(trainer.engine):
+            name = f"{own.name}{shard_of(own.param).part}"
+            for kind, values in {"weight": own.weight, **own.moments}.items():
                 values = values.detach().cpu()
-                record.state[f"{name}/{kind}/{part.start}"] = values.numpy().copy()
+                record.state[f"{name}/{kind}/{own.slice.start}"] = values.numpy().copy()
     return record
 
 

@@ -156,7 +156,8 @@ class Trainer:
     def _train(self) -> str | None:
         train = self.data.datasets.train
         assert train is not None
-        batches = self.batches(train, self.consumed_samples, self.num_workers)
+        options = self.reading(consumed_samples=self.consumed_samples, num_workers=self.num_workers)
+        batches = self.data.batches(train, **options)
         with contextlib.closing(batches):
             reason = None
             while self.iteration < self.plan.train_iters and reason is None:
@@ -212,13 +213,14 @@ class Trainer:
         for name, dataset in self.data.datasets.valid.items():
             if name not in self._valid:
                 consumed = self.plan.valid_samples_before(self.iteration)
-                self._valid[name] = self.batches(dataset, consumed)
+                options = self.reading(consumed_samples=consumed)
+                self._valid[name] = self.data.batches(dataset, **options)
             self._evaluate(self._valid[name], name)
 
     def test(self) -> None:
         """Evaluates on each test set."""
         for name, dataset in self.data.datasets.test.items():
-            self._evaluate(self.batches(dataset), name, test=True)
+            self._evaluate(self.data.batches(dataset, **self.reading()), name, test=True)
 
     def _evaluate(self, batches: MicroBatches, name: str, test: bool = False) -> None:
         if self.plan.eval_micro_batches == 0:
@@ -246,36 +248,31 @@ class Trainer:
             rounds = (count - first) // per_round
             if rounds:
                 part = _Part(dataset, range(first, first + rounds * per_round))
-                batches = self._micro_batches(part, samples, shared)
+                batches = self.data.batches(part, **self.reading(samples, shared))
                 means = self.engine.evaluate(batches, rounds, measure)
                 for name, mean in means.items():
                     totals[name] += mean * rounds * (1 if shared else ranks)
                 first += rounds * per_round
         return totals
 
-    def _micro_batches(
-        self, dataset: SampleDataset[Any], size: int, shared: bool = False, **options: Any
-    ) -> MicroBatches:
-        data = self.engine.mesh.data
-        return self.data.batches(
-            dataset,
-            micro_batch_size=size,
-            data_rank=0 if shared else data.rank,
-            data_size=1 if shared else data.size,
-            device=self.engine.device,
-            **options,
-        )
+    def reading(
+        self, size: int | None = None, shared: bool = False, **options: Any
+    ) -> dict[str, Any]:
+        """How this rank reads a data set: options of ``TrainingData.batches``.
 
-    def batches(
-        self, dataset: SampleDataset[Any], consumed: int = 0, num_workers: int = 0
-    ) -> MicroBatches:
-        """This rank's micro batches of a data set, after the first ``consumed`` samples of it."""
-        return self._micro_batches(
-            dataset,
-            self.plan.micro_batch_size,
-            consumed_samples=consumed,
-            num_workers=num_workers,
-        )
+        Args:
+            size: samples of a micro batch, in place of the plan's.
+            shared: whether all ranks read the same samples.
+            options: more of them.
+        """
+        data = self.engine.mesh.data
+        return {
+            "micro_batch_size": size or self.plan.micro_batch_size,
+            "data_rank": 0 if shared else data.rank,
+            "data_size": 1 if shared else data.size,
+            "device": self.engine.device,
+            **options,
+        }
 
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self.callbacks:

@@ -6,12 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 from configs import model_config, run_config
-from safetensors.torch import save_file
 from torch import Tensor
 
-from megatron.checkpoint.files import write_json
-from megatron.checkpoint.folder import file_facts, incomplete_folder, publish
-from megatron.checkpoint.index import piece_of
+from megatron.checkpoint.folder import incomplete_folder
+from megatron.checkpoint.slices import Slice
+from megatron.checkpoint.writer import SliceWriter, complete
 from megatron.config import RunConfig
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack
@@ -88,21 +87,15 @@ def write_checkpoint() -> Callable[..., Path]:
     def write(save: Path, config: RunConfig, model: LayerStack, tokenizer=None, step=10) -> Path:
         folder = incomplete_folder(save, step)
         folder.mkdir(parents=True)
-        index, stored = {}, {}
+        writer = SliceWriter(folder)
         for name, param in model.canonical_parameters():
-            files = {"weight": "weights-00000.safetensors"}
-            piece = piece_of(shard_of(param), {}, 0, param.numel(), files)
-            index[name] = [piece.to_json()]
+            held = Slice.of(shard_of(param), {}, 0, param.numel())
             flat = param.detach().reshape(-1)
-            stored[name] = flat[piece.start : piece.end].view(piece.share_shape).clone()
-        save_file(stored, folder / "weights-00000.safetensors")
-        write_json(folder / "index.json", index)
-        write_json(folder / "config.json", config.to_dict())
-        write_json(folder / "state.json", {"iteration": step})
-        if tokenizer is not None:
-            tokenizer.save_pretrained(folder / "tokenizer")
-        files = [path for path in folder.rglob("*") if path.is_file()]
-        facts = {str(path.relative_to(folder)): file_facts(path) for path in files}
-        return publish(save, step, facts)
+            writer.add(name, held, [("weight", flat[: held.numel])])
+        writer.finish()
+        contents = {"config.json": config.to_dict(), "state.json": {"iteration": step}}
+        save_tokenizer = (lambda folder: None) if tokenizer is None else tokenizer.save_pretrained
+        complete(save, step, 1, contents, save_tokenizer)
+        return save / f"global_step{step}"
 
     return write

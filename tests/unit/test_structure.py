@@ -16,6 +16,10 @@ MOST_FILES = 190
 MOST_FRAMES = 14
 """Of ours, from ``main`` to the first matrix product of a step, both ends included."""
 
+MOST_STATIONS = 8
+"""Files of ours that get hold of a path from --data-path, or of what was opened there, up to the
+loader; it goes from the configuration to the data and to no other package."""
+
 FAMILIES = ROOT / "megatron" / "families"
 
 
@@ -53,16 +57,18 @@ with UntilTheFirstProduct():
 """
 
 
-def frames_to_first_product() -> list[str]:
-    """Our frames of the first training step that lead to a matrix product, outermost first."""
-    flags = (
-        "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 "
-        "--micro-batch-size 1 --global-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 9 "
-        "--mock-data --num-workers 0 --eval-iters 0 --peak-tflops 1 --train-iters 1"
-    ).split()
+SMALL_RUN = (
+    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 "
+    "--micro-batch-size 1 --global-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 9 "
+    "--num-workers 0 --eval-iters 0 --peak-tflops 1 --train-iters 1"
+).split()
+
+
+def ours_of(program: str, flags: list[str], folder: Path) -> list[str]:
+    """The lines "FILE: ..." that a program prints of files of ours, run in a folder."""
     done = subprocess.run(
-        [sys.executable, "-c", FIRST_PRODUCT, *flags],
-        cwd=ROOT,
+        [sys.executable, "-c", program, *flags],
+        cwd=folder,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
@@ -72,11 +78,64 @@ def frames_to_first_product() -> list[str]:
     return [line for line in done.stdout.splitlines() if line.partition(":")[0] in ours]
 
 
+def frames_to_first_product() -> list[str]:
+    """Our frames of the first training step that lead to a matrix product, outermost first."""
+    return ours_of(FIRST_PRODUCT, [*SMALL_RUN, "--mock-data"], ROOT)
+
+
 def test_few_frames_lead_to_the_first_matrix_product():
     frames = frames_to_first_product()
     assert frames[0].endswith(" main")
     assert any(str(ROOT / "megatron" / "parallel") in frame for frame in frames[-3:])
     assert len(frames) <= MOST_FRAMES, f"{len(frames)} frames:\n" + "\n".join(frames)
+
+
+THE_WAY_OF_A_PATH = """
+import os, sys
+import numpy as np
+import pretrain_gpt
+from megatron.data.indexed import IndexedDatasetWriter
+
+ROOT, PREFIX = os.path.dirname(pretrain_gpt.__file__), "the-books"
+with IndexedDatasetWriter(PREFIX, "uint16") as writer:
+    for number in range(50):
+        writer.add_document([np.full(20, number % 9)])
+
+def holds(value, depth=3):
+    if isinstance(value, str):
+        return PREFIX in value
+    if depth and isinstance(value, tuple | list):
+        return any(holds(each, depth - 1) for each in value)
+    own = type(value).__module__.startswith("megatron.data") or type(value).__name__ == "DataConfig"
+    return depth > 0 and own and holds(list(vars(value).values()), depth)
+
+found = {}
+
+def watch(frame, event, _):
+    code = frame.f_code
+    if event != "call" or not code.co_filename.startswith(os.path.join(ROOT, "megatron")):
+        return
+    names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+    if any(holds(frame.f_locals[name]) for name in names if name not in ("self", "cls")):
+        found.setdefault(code.co_filename, {})[code.co_name] = True
+    if code.co_qualname == "MicroBatches.__init__":
+        print(*(f"{file}: {', '.join(names)}" for file, names in found.items()), sep="\\n")
+        sys.stdout.flush()
+        os._exit(0)
+
+sys.setprofile(watch)
+pretrain_gpt.main()
+"""
+
+
+def test_a_data_path_passes_few_files(tmp_path):
+    """From the command line to the loader: who parses, opens, indexes, reads."""
+    flags = [*SMALL_RUN, "--data-path", "the-books", "--split", "1,0,0"]
+    lines = ours_of(THE_WAY_OF_A_PATH, flags, tmp_path)
+    assert "loader.py" in lines[-1]
+    packages = [line.removeprefix(f"{ROOT}/megatron/").partition("/")[0] for line in lines]
+    assert packages == ["config"] + ["data"] * (len(lines) - 1)
+    assert len(lines) <= MOST_STATIONS, f"{len(lines)} files:\n" + "\n".join(lines)
 
 
 def family_files() -> list[Path]:

@@ -39,9 +39,10 @@ class KindConfig:
         """Whether flags say that all data paths name files of this kind."""
         return False
 
-    def reads(self, path: str) -> bool:
-        """Whether a data path names files of this kind, by its name."""
-        return False
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """Ends of data paths that name files of this kind, unless they are prefixes of a .bin."""
+        return ()
 
     @property
     def acts(self) -> bool:

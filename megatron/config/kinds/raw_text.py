@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import ClassVar
 
 from megatron.config.flags import option
@@ -37,10 +36,10 @@ class RawTextConfig(KindConfig):
     holds_text: ClassVar[bool] = True
     idle: ClassVar[str] = "no data of this run is raw text"
 
-    def reads(self, path: str) -> bool:
-        """See `KindConfig.reads`; text that is packed is text, too: its reader says what to do."""
-        name = path
-        for ending in PACKED_ENDINGS[:-1]:
-            name = name.removesuffix(ending)
-        is_text = self.lazy_loader or name.endswith(TEXT_ENDINGS)
-        return is_text and not Path(f"{path}.idx").is_file()
+    @property
+    def endings(self) -> tuple[str, ...]:
+        """See `KindConfig.endings`; packed text counts: its reader says what to do."""
+        if self.lazy_loader:
+            return ("",)
+        packed = ("", *PACKED_ENDINGS[:-1])
+        return tuple(ending + end for ending in TEXT_ENDINGS for end in packed)

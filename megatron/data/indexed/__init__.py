@@ -10,8 +10,7 @@
 A document is one or more sequences; a GPT corpus has one sequence per document.
 """
 
-from megatron.data.indexed.format import best_dtype, bin_path, idx_path
-from megatron.data.indexed.reader import IndexedDataset
+from megatron.data.indexed.reader import IndexedDataset, best_dtype, bin_path, idx_path
 from megatron.data.indexed.writer import IndexedDatasetWriter
 
 __all__ = ["IndexedDataset", "IndexedDatasetWriter", "best_dtype", "bin_path", "idx_path"]

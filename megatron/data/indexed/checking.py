@@ -11,8 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed.format import bin_path, idx_path
-from megatron.data.indexed.reader import IndexedDataset
+from megatron.data.indexed.reader import IndexedDataset, bin_path, idx_path
 from megatron.util.digests import sha256_of_file
 from megatron.util.files import write_whole
 
@@ -66,7 +65,7 @@ def check_dataset(prefix: str, vocab_size: int | None = None, *, write: bool = F
                 "content is right"
             )
     if extremes is not None:
-        check_ids(dataset, extremes, vocab_size)
+        dataset.check_ids(extremes, vocab_size)
     if write:
         _write_checksums(prefix, sums)
     return Checked(
@@ -78,31 +77,6 @@ def check_dataset(prefix: str, vocab_size: int | None = None, *, write: bool = F
         None if extremes is None else int(extremes[1, 0]),
         "written" if write else "equal" if known else "none",
     )
-
-
-def check_ids(dataset: IndexedDataset, extremes: np.ndarray, vocab_size: int | None) -> None:
-    """Check that token ids are in a vocabulary.
-
-    Args:
-        extremes: the smallest and the largest id, each with its position in the .bin, int64[2, 2].
-
-    Raises:
-        ValueError: naming the file, the sequence, the id and the vocabulary size.
-    """
-    for token, position in extremes.tolist():
-        if token >= 0 and (vocab_size is None or token < vocab_size):
-            continue
-        byte = position * dataset.dtype.itemsize
-        sequence = int(np.searchsorted(dataset.sequence_offsets, byte, side="right")) - 1
-        where = f"{dataset.prefix}.bin: sequence {sequence} holds the token id {token}"
-        if vocab_size is None:
-            raise ValueError(f"{where}; ids count from 0: the file is damaged")
-        raise ValueError(
-            f"{where}, but the vocabulary has "
-            f"{vocab_size} ids (0 to {vocab_size - 1}). The file was preprocessed with another "
-            "tokenizer: compare --tokenizer-type, --vocab-file, --tokenizer-model and "
-            "--vocab-size with those of the preprocessing"
-        )
 
 
 class Extremes:

@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed.format import CODE_OF_DTYPE, bin_path, idx_path
-from megatron.data.indexed.reader import IndexedDataset
+from megatron.data.indexed.reader import CODE_OF_DTYPE, IndexedDataset, bin_path, idx_path
 from megatron.data.indexed.writer import IndexedDatasetWriter
 
 

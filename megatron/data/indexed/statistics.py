@@ -7,8 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.indexed.format import bin_path, idx_path
-from megatron.data.indexed.reader import IndexedDataset
+from megatron.data.indexed.reader import IndexedDataset, bin_path, idx_path
 
 _BLOCK = 1 << 20
 # Quantiles of longer arrays are those of this many entries, evenly spaced.

@@ -13,15 +13,15 @@ from typing import BinaryIO
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed.format import (
+from megatron.data.indexed.reader import (
     CODE_OF_DTYPE,
     HEADER,
     MAGIC,
     VERSION,
+    IndexedDataset,
     bin_path,
     idx_path,
 )
-from megatron.data.indexed.reader import IndexedDataset
 from megatron.util.files import sync
 
 # Entries, or tokens, that are held in memory at once.

@@ -5,8 +5,7 @@ from __future__ import annotations
 import importlib.util
 from typing import Any
 
-from megatron.checkpoint.source import Source
-from megatron.checkpoint.writer import run_of
+from megatron.checkpoint.source import Source, run_of
 from megatron.config import ConfigError
 from megatron.inference.load import training_dtype
 

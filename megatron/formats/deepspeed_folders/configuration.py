@@ -11,9 +11,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megatron.checkpoint.deepspeed_names import CONFIG, COUNTERS, RUN, STATE
 from megatron.checkpoint.files import CheckpointError, read_json
+from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
+from megatron.engine.universal_info import COUNTERS, RUN
 from megatron.formats.deepspeed_folders import megatron_deepspeed, neox
 from megatron.formats.legacy_megatron.arguments import tokenizer_of_arguments
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -80,10 +79,3 @@ class DeepSpeedFolder(Source):
             return naming.join(name, kind, found).float()
         except CheckpointError as error:
             raise CheckpointError(f"{self.folder}: {kind} of {error}") from None
-
-    def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`."""
-        source = self.folder / "tokenizer"
-        if source.is_dir():
-            shutil.copytree(source, target)
-        return source.is_dir()

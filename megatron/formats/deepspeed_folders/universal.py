@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -130,13 +129,6 @@ class UniversalFolder(Source):
             if path.is_file():
                 return int(load_pickle(path))
         return 0
-
-    def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`."""
-        source = self.folder / "tokenizer"
-        if source.is_dir():
-            shutil.copytree(source, target)
-        return source.is_dir()
 
 
 def _parameters(zero: Path) -> dict[str, list[str]]:

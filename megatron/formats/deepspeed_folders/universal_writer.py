@@ -24,12 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.deepspeed_names import CONFIG, STATE, UNIVERSAL_VERSION
 from megatron.checkpoint.files import write_json
-from megatron.checkpoint.folder import file_facts, replace_folder, tag, unfinished_folder
-from megatron.checkpoint.source import Source
-from megatron.checkpoint.writer import run_of
+from megatron.checkpoint.folder import replace_folder, tag, unfinished_folder
+from megatron.checkpoint.manifest import CONFIG, STATE, file_facts
+from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.config import RunConfig
+from megatron.engine.universal_info import UNIVERSAL_VERSION
 from megatron.formats.deepspeed_folders.layout import UNIVERSAL_SUFFIX, UNIVERSAL_TRACKER
 from megatron.formats.deepspeed_folders.parameters import whole_shards
 from megatron.parallel.shard import Shard
@@ -124,8 +124,8 @@ def _write_files(
     save(_model_states(state, step), written / f"{prefix}mp_rank_00_model_states.pt")
     write_json(written / CONFIG, run.to_dict())
     write_json(written / STATE, state)
-    source.copy_tokenizer(written / "tokenizer")
-    own = [written / CONFIG, written / STATE, *(written / "tokenizer").rglob("*")]
+    source.copy_tokenizer(written / TOKENIZER)
+    own = [written / CONFIG, written / STATE, *(written / TOKENIZER).rglob("*")]
     for path in own:
         if path.is_file():
             note(path)

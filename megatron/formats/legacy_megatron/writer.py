@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
-from megatron.checkpoint.source import DTYPES, Source
+from megatron.checkpoint.source import DTYPES, TOKENIZER, Source
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.legacy_megatron.arguments import (
     arguments_of_model,
@@ -33,7 +33,6 @@ VERSION = 3.0
 """What ``checkpoint_version`` is written."""
 
 _TABLE = "embedding.word_embeddings.weight"
-_TOKENIZER = "tokenizer"
 
 
 def write_megatron(
@@ -208,8 +207,8 @@ def _copied_tokenizer(source: Source, folder: Path, partial: Path) -> dict[str, 
     hugging_face = config.tokenizer_type in (None, "HFTokenizer", "HuggingFaceTokenizer")
     if not hugging_face:
         return named
-    if source.copy_tokenizer(partial / _TOKENIZER):
-        place = str((folder / _TOKENIZER).resolve())
+    if source.copy_tokenizer(partial / TOKENIZER):
+        place = str((folder / TOKENIZER).resolve())
     elif config.tokenizer_model:
         place = config.tokenizer_model
     else:

@@ -17,11 +17,10 @@ from safetensors.torch import load_file, save_file
 from training_jobs import TINY, train
 
 from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.checkpoint.folder import file_facts, manifest
-from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.manifest import file_facts, manifest, write_manifest
 from megatron.config import CheckpointConfig, TokenizerConfig
 from megatron.engine.environment import distributed
-from megatron.engine.state import fragments
+from megatron.engine.state import owned_slices
 from megatron.parity.training import watched_trainer
 from megatron.tokenizer import build_tokenizer
 from megatron.training import resume
@@ -186,32 +185,32 @@ def signed_index(folder, chance):
     path = folder / "index.json"
     index = read_json(path)
     name = chance.choice(sorted(index))
-    pieces = index[name]
-    piece = chance.choice(pieces)
+    entries = index[name]
+    entry = chance.choice(entries)
     change = chance.randrange(9)
     if change == 0:
-        pieces.remove(piece)
+        entries.remove(entry)
     elif change == 1:
-        pieces.append(piece)
+        entries.append(entry)
     elif change == 2:
-        piece["end"] -= 1
+        entry["end"] -= 1
     elif change == 3:
-        piece["start"] += 1
-        piece["end"] += 1
+        entry["start"] += 1
+        entry["end"] += 1
     elif change == 4:
-        piece["shape"][0] += 1
+        entry["shape"][0] += 1
     elif change == 5:
-        piece["files"]["weight"] = "../" + piece["files"]["weight"]
+        entry["files"]["weight"] = "../" + entry["files"]["weight"]
     elif change == 6:
-        del piece[chance.choice(["shape", "start", "files", "ranges"])]
+        del entry[chance.choice(["shape", "start", "files", "ranges"])]
     elif change == 7:
         del index[name]
     else:
-        piece["files"]["weight"] = chance.choice(["state.json", "random-00000.safetensors"])
+        entry["files"]["weight"] = chance.choice(["state.json", "random-00000.safetensors"])
     path.write_text(json.dumps(index))
     sign(folder)
     # What the index asks of a file is told of that file; a parameter that it lacks, of the folder.
-    return path, Path(piece["files"]["weight"]) if change == 8 else folder if change == 7 else path
+    return path, Path(entry["files"]["weight"]) if change == 8 else folder if change == 7 else path
 
 
 def signed_shard(folder, chance):
@@ -247,8 +246,8 @@ KINDS = [*ACCIDENTS, *ACCIDENTS, *SIGNED]
 def state_of(engine):
     return [
         values.detach().clone()
-        for part in fragments(engine)
-        for values in (part.weight, *part.moments.values())
+        for own in owned_slices(engine)
+        for values in (own.weight, *own.moments.values())
     ]
 
 

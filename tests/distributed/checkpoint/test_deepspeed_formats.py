@@ -24,6 +24,7 @@ from stock_gpt import (
 from training_jobs import TINY, train
 
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.registry import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.families import build_model
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
@@ -55,7 +56,7 @@ def saved(pool, tmp_path_factory):
     """A checkpoint of the stock network, trained here."""
     save = tmp_path_factory.mktemp("saved")
     pool.run(2, train, [*RUN, "--zero-stage", "1", "--save", str(save)])
-    return CheckpointReader.newest(str(save))
+    return open_checkpoint(save)
 
 
 @pytest.mark.parametrize(
@@ -167,7 +168,7 @@ def both(pool, tmp_path_factory):
             size, flags = LAYOUTS[layout]
             save = tmp_path_factory.mktemp(layout)
             pool.run(size, train_and_save, [*RUN, *flags], str(save))
-            made[layout] = CheckpointReader.newest(str(save)), save / "deepspeed" / "global_step4"
+            made[layout] = open_checkpoint(save), save / "deepspeed" / "global_step4"
         return made[layout]
 
     return make
@@ -279,7 +280,7 @@ def test_save_universal_and_resume_from_it(pool, tmp_path):
     pool.run(2, train, [*argv, "--exit-interval", "2"])
     folder = UniversalFolder.locate(tmp_path, None)
     assert folder.name == "global_step2_universal"
-    own = CheckpointReader.newest(str(tmp_path))
+    own = open_checkpoint(tmp_path)
     assert_same(tensors(UniversalFolder(folder)), tensors(own))
     load = ["--zero-stage", "3", "--load", str(tmp_path)]
     there = pool.run(2, train, [*RUN, *load])

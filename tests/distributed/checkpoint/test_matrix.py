@@ -16,7 +16,8 @@ import torch
 from training_jobs import TINY
 
 from megatron.engine.environment import distributed
-from megatron.engine.state import fragments
+from megatron.engine.state import owned_slices
+from megatron.parallel.shard import shard_of
 from megatron.parity.training import Record, watched_trainer
 from megatron.training.run import parse_run
 
@@ -94,10 +95,11 @@ def run(argv):
 
 
 def state(engine):
+    rank = engine.mesh.tensor.rank
     return [
-        (part.name, kind, part.shard, engine.mesh.tensor.rank, part.start, array(values))
-        for part in fragments(engine)
-        for kind, values in {"weight": part.weight, **part.moments}.items()
+        (own.name, kind, shard_of(own.param), rank, own.slice.start, array(values))
+        for own in owned_slices(engine)
+        for kind, values in {"weight": own.weight, **own.moments}.items()
     ]
 
 

@@ -17,8 +17,8 @@ def reads(argv):
     found: dict[str, list[int]] = {}
     stored = CheckpointReader._stored
 
-    def counted(self, name, kind, piece, first, end):
-        values = stored(self, name, kind, piece, first, end)
+    def counted(self, name, kind, entry, first, end):
+        values = stored(self, name, kind, entry, first, end)
         assert values.numel() == end - first
         found.setdefault(kind, []).append(values.numel())
         return values

@@ -11,15 +11,14 @@ import torch
 import torch.distributed as dist
 from configs import model_config, run_config
 
-from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import locate_checkpoint
+from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
 from megatron.config import CheckpointConfig, OptimizerConfig
 from megatron.engine.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.queued_update import QueuedUpdate
 from megatron.engine.saving import CheckpointWriter
-from megatron.engine.state import fragments
+from megatron.engine.state import owned_slices
 from megatron.model.layer_list import initialise
 from megatron.parallel.mesh import AXES, build_mesh, coordinates_of
 from megatron.parallel.random import generator
@@ -63,9 +62,9 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
 
 def state(engine: Any) -> dict[tuple[str, str], np.ndarray]:
     return {
-        (part.name, kind): values.view(part.param.shape).numpy().copy()
-        for part in fragments(engine)
-        for kind, values in {"weight": part.weight.detach(), **part.moments}.items()
+        (own.name, kind): values.view(own.param.shape).numpy().copy()
+        for own in owned_slices(engine)
+        for kind, values in {"weight": own.weight.detach(), **own.moments}.items()
     }
 
 
@@ -134,7 +133,7 @@ def whole(ranks: list[dict[tuple[str, str], np.ndarray]], sizes: dict[str, int])
 def test_any_layout_goes_on_from_any(pool, tmp_path, written):
     saved = whole(pool.run(4, trained, written, str(tmp_path)), written)
     assert {kind for _, kind in saved} == {"weight", "exp_avg", "exp_avg_sq"}
-    reader = CheckpointReader.newest(str(tmp_path))
+    reader = open_checkpoint(tmp_path)
     for (name, kind), values in saved.items():
         assert torch.equal(reader.tensor(name, kind), values), (name, kind)
     for sizes in LAYOUTS:

@@ -17,7 +17,8 @@ from training_jobs import TINY
 from megatron.data.loader import MicroBatches
 from megatron.engine import deepspeed_patches
 from megatron.engine.environment import distributed
-from megatron.engine.state import fragments, optimizer_step
+from megatron.engine.state import optimizer_step, owned_slices
+from megatron.parallel.shard import shard_of
 from megatron.parity.training import Record, watched_trainer
 from megatron.training.guard import NonFiniteGuard, TrainingStopped
 from megatron.training.run import parse_run
@@ -30,9 +31,9 @@ SUMS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
 def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
     """Weights, moments and number of updates of this rank."""
     found = {"updates": np.array(optimizer_step(trainer.engine))}
-    for part in fragments(trainer.engine):
-        for kind, values in {"weight": part.weight, **part.moments}.items():
-            name = f"{part.name}{part.shard.part}/{kind}/{part.start}"
+    for own in owned_slices(trainer.engine):
+        for kind, values in {"weight": own.weight, **own.moments}.items():
+            name = f"{own.name}{shard_of(own.param).part}/{kind}/{own.slice.start}"
             found[name] = values.detach().numpy().copy()
     return found
 

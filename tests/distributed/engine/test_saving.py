@@ -13,7 +13,9 @@ import pytest
 from safetensors.numpy import load_file
 from training_jobs import TINY, train
 
-from megatron.checkpoint.folder import complete_tags, verify
+from megatron.checkpoint import writer
+from megatron.checkpoint.folder import complete_tags
+from megatron.checkpoint.manifest import verify
 from megatron.engine import saving
 
 STEPS = 6
@@ -33,18 +35,18 @@ SAMPLE = {"zero0", "zero1-dp2-fp16", "zero3-dp2"}
 
 def slowly(seconds=0.15):
     """Writing takes longer than steps do, so that a background save sees the next ones."""
-    real = saving.write_tensors
+    real = writer.write_tensors
 
     def write(path, tensors):
         time.sleep(seconds)
         return real(path, tensors)
 
-    return mock.patch.object(saving, "write_tensors", write)
+    return mock.patch.object(writer, "write_tensors", write)
 
 
 def full(rank, iterations=None):
     """One rank finds no room, at the given iterations or at all."""
-    real = saving.write_tensors
+    real = writer.write_tensors
 
     def write(path, tensors):
         at = int(re.search(r"global_step(\d+)", str(path))[1])
@@ -52,7 +54,7 @@ def full(rank, iterations=None):
             raise OSError(28, "No space left on device")
         return real(path, tensors)
 
-    return mock.patch.object(saving, "write_tensors", write)
+    return mock.patch.object(writer, "write_tensors", write)
 
 
 def run(argv, disk=contextlib.nullcontext, *args):
@@ -152,14 +154,14 @@ def test_a_run_that_is_stopped_tries_once_more(pool, tmp_path):
 
 
 def failing_once():
-    real, failures = saving.publish, iter([OSError(5, "Input/output error")])
+    real, failures = writer.publish, iter([OSError(5, "Input/output error")])
 
     def publish(*args):
         for error in failures:
             raise error
         return real(*args)
 
-    return mock.patch.object(saving, "publish", publish)
+    return mock.patch.object(writer, "publish", publish)
 
 
 def test_retention_during_a_run(pool, tmp_path):

@@ -13,7 +13,7 @@ from training_jobs import TINY
 
 from megatron import families
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.registry import open_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.families import family_names, spec_of
@@ -121,7 +121,7 @@ def test_a_whole_data_set_counts_every_sample_once(pool):
 def test_a_checkpoint_says_its_family(pool, tmp_path):
     save = ["--save", str(tmp_path), "--load", str(tmp_path)]
     pool.run(1, train, [*FLAGS, *save])
-    assert CheckpointReader.newest(str(tmp_path)).model.family == "toy"
+    assert open_checkpoint(tmp_path).model.family == "toy"
     other = [word if word != "toy" else "gpt" for word in FLAGS]
     with pytest.raises(CheckpointError, match="family 'toy', and this run trains 'gpt'; pretrain_"):
         start(other + save)

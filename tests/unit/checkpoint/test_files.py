@@ -1,6 +1,7 @@
 """Files of checkpoints: replaced or kept, and safetensors as the package itself reads them."""
 
 import hashlib
+import io
 import os
 
 import numpy as np
@@ -9,15 +10,15 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
 
-from megatron.checkpoint import tensor_file
+from megatron.checkpoint import files
 from megatron.checkpoint.files import (
     CheckpointError,
     read_json,
     write_bytes,
     write_json,
+    write_tensors,
     write_text,
 )
-from megatron.checkpoint.tensor_file import write_tensors
 from megatron.util.digests import sha256_of_file
 
 
@@ -80,7 +81,7 @@ def tensors():
 
 @pytest.mark.parametrize("block", [16, 2**24])
 def test_tensors_against_the_safetensors_package(tmp_path, tensors, monkeypatch, block):
-    monkeypatch.setattr(tensor_file, "_BLOCK_BYTES", block)
+    monkeypatch.setattr(files, "_BLOCK_BYTES", block)
     path = tmp_path / "a.safetensors"
     facts = write_tensors(path, tensors)
     content = path.read_bytes()
@@ -96,36 +97,25 @@ def test_tensors_against_the_safetensors_package(tmp_path, tensors, monkeypatch,
 
 def test_a_short_write_is_continued_and_a_failed_one_raised(tmp_path, tensors, monkeypatch):
     """A raw write may take less than it was given, as it does before a disk is full."""
-    real = tensor_file._HashingWriter.write
 
-    class Grudging:
-        def __init__(self, file, room):
-            self.file, self.room = file, room
+    class Grudging(io.FileIO):
+        def __init__(self, path, mode, buffering):
+            super().__init__(path, mode)
+            self.room = room
 
         def write(self, block):
             if not self.room:
                 raise OSError(28, "No space left on device")
-            count = self.file.write(block[: min(5, self.room)])
+            count = super().write(block[: min(5, self.room)])
             self.room -= count
             return count
 
-        def __getattr__(self, name):
-            return getattr(self.file, name)
-
-    def write(self, content, room=0):
-        if not isinstance(self._file, Grudging):
-            self._file = Grudging(self._file, room)
-        real(self, content)
-
-    monkeypatch.setattr(
-        tensor_file._HashingWriter, "write", lambda self, content: write(self, content, 10**9)
-    )
+    monkeypatch.setattr(files, "open", Grudging, raising=False)
+    room = 10**9
     facts = write_tensors(tmp_path / "a", tensors)
     assert sha256_of_file(tmp_path / "a") == facts["sha256"]
     assert torch.equal(load_file(tmp_path / "a")["matrix"], tensors["matrix"])
-    monkeypatch.setattr(
-        tensor_file._HashingWriter, "write", lambda self, content: write(self, content, 200)
-    )
+    room = 200
     with pytest.raises(OSError, match="No space"):
         write_tensors(tmp_path / "b", tensors)
     assert os.path.getsize(tmp_path / "b") == 200

@@ -9,14 +9,12 @@ from megatron.checkpoint.files import CheckpointError, write_text
 from megatron.checkpoint.folder import (
     complete_tags,
     discard,
-    file_facts,
     find,
     incomplete_folder,
-    manifest,
     publish,
     remove_incomplete,
 )
-from megatron.checkpoint.manifest import check_file
+from megatron.checkpoint.manifest import check_file, file_facts, manifest
 
 NEEDED = ("config.json", "index.json", "state.json")
 

@@ -1,16 +1,12 @@
-"""The manifest protects the files, itself, and what it must list; the index tiles parameters."""
+"""The manifest protects the files, itself, and what it must list; an index tiles parameters."""
 
-import dataclasses
 import json
 import random
 
 import pytest
 
-from megatron.checkpoint.contents import tiles
 from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.checkpoint.folder import file_facts, manifest, verify
-from megatron.checkpoint.index import Piece
-from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.manifest import file_facts, manifest, verify, write_manifest
 
 
 @pytest.fixture
@@ -81,7 +77,7 @@ NORM, UP = "final_norm.norm.weight", "layers.0.mlp.up.weight"
     ("change", "message"),
     [
         (lambda index: index.clear(), "lists no parameter"),
-        (lambda index: index[NORM].clear(), "no piece of final_norm"),
+        (lambda index: index[NORM].clear(), "no slice of final_norm"),
         (lambda index: index[NORM].append(index[NORM][0]), "overlap"),
         (lambda index: index[NORM][0].update(end=31), "overlap or leave a gap"),
         (lambda index: index[NORM][0].update(start=1, end=33), "overlap or leave a gap"),
@@ -103,57 +99,3 @@ def test_indices_that_are_none(folder, change, message):
     rewritten(folder, lambda files: files.update({"index.json": file_facts(folder / "index.json")}))
     with pytest.raises(CheckpointError, match=f"index.json.*({message})"):
         verify(folder)
-
-
-def piece(dim, ranges, start, end, shape=(8, 6)):
-    cuts = () if dim is None else ((dim, tuple(ranges)),)
-    return Piece(shape, cuts, start, end, {"weight": "file"})
-
-
-def product_piece(rows, columns, start, end):
-    """Part of a share that is cut along both dimensions."""
-    cuts = ((0, tuple(rows)), (1, tuple(columns)))
-    return Piece((8, 6), cuts, start, end, {"weight": "file"})
-
-
-TILINGS = {
-    "whole": [piece(None, [], 0, 48)],
-    "runs": [piece(None, [], 0, 17), piece(None, [], 17, 48)],
-    "rows": [piece(0, [(0, 4)], 0, 24), piece(0, [(4, 4)], 0, 24)],
-    "columns": [piece(1, [(0, 3)], 0, 24), piece(1, [(3, 3)], 0, 24)],
-    "gate and up": [piece(0, [(0, 2), (4, 2)], 0, 24), piece(0, [(2, 2), (6, 2)], 0, 24)],
-    "rows and columns": [
-        product_piece([(0, 2), (4, 2)], [(0, 3)], 0, 12),
-        product_piece([(0, 2), (4, 2)], [(3, 3)], 0, 12),
-        product_piece([(2, 2), (6, 2)], [(0, 3)], 0, 7),
-        product_piece([(2, 2), (6, 2)], [(3, 3)], 0, 12),
-        product_piece([(2, 2), (6, 2)], [(0, 3)], 7, 12),
-    ],
-    "rows and runs": [
-        piece(0, [(0, 5)], 11, 30),
-        piece(0, [(5, 3)], 0, 18),
-        piece(0, [(0, 5)], 0, 11),
-    ],
-}
-
-
-@pytest.mark.parametrize("name", TILINGS)
-def test_tilings(name):
-    """Against marking each element: whole, and with any piece missing, doubled or moved."""
-    pieces = TILINGS[name]
-    assert tiles((8, 6), pieces)
-    for number, one in enumerate(pieces):
-        others = pieces[:number] + pieces[number + 1 :]
-        shorter = dataclasses.replace(one, end=one.end - 1)
-        moved = dataclasses.replace(one, start=one.start + 1, end=one.end + 1)
-        for wrong in (others, [*pieces, one], [*others, shorter], [*others, moved]):
-            assert not tiles((8, 6), wrong)
-
-
-def test_equal_sums_do_not_deceive():
-    """Two pieces that overlap have as many elements as two that do not."""
-    assert not tiles((8, 6), [piece(None, [], 0, 24), piece(None, [], 0, 24)])
-    assert not tiles((8, 6), [piece(0, [(0, 4)], 0, 24), piece(0, [(2, 4)], 0, 24)])
-    assert not tiles((8, 6), [piece(0, [(0, 4)], 0, 24), piece(1, [(0, 3)], 0, 24)])
-    corners = [([(0, 4)], [(0, 3)]), ([(4, 4)], [(3, 3)])]
-    assert not tiles((8, 6), [product_piece(*corner, 0, 12) for corner in corners])

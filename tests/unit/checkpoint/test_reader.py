@@ -10,10 +10,11 @@ from configs import model_config, run_config
 from safetensors.torch import save_file
 
 from megatron.checkpoint.files import CheckpointError, write_json
-from megatron.checkpoint.folder import file_facts, incomplete_folder, publish, verify
-from megatron.checkpoint.index import Piece, piece_of
-from megatron.checkpoint.reader import CheckpointReader, differences, tensor_key
-from megatron.checkpoint.region import Region, region_of
+from megatron.checkpoint.folder import incomplete_folder, publish
+from megatron.checkpoint.index import IndexEntry, tensor_key
+from megatron.checkpoint.manifest import file_facts, verify
+from megatron.checkpoint.reader import CheckpointReader, differences
+from megatron.checkpoint.slices import Slice
 from megatron.parallel.shard import Cut, Shard
 
 SHARDS = {
@@ -57,16 +58,16 @@ def write_checkpoint(save, iteration, tensor_size, data_size, apart=False):
             step = -(-numel // data_size)
             start, end = data_rank * step, min((data_rank + 1) * step, numel)
             files = {kind: f"rank-{rank}.safetensors" for kind in KINDS}
-            piece = piece_of(shard, place, start, end, files)
-            if piece is None:
+            held = Slice.of(shard, place, start, end)
+            if not held.numel:
                 continue
             for kind in KINDS:
                 share = shard.cut(wholes[name, kind], place).reshape(-1)
-                values = share[piece.start : piece.end].clone()
-                if piece.is_whole_share:
-                    values = values.view(piece.share_shape)
-                stored[tensor_key(name, kind, piece.part)] = values
-            index.setdefault(name, []).append(piece.to_json())
+                values = share[held.start : held.end].clone()
+                if held.is_whole_share:
+                    values = values.view(held.share_shape)
+                stored[tensor_key(name, kind, shard.part)] = values
+            index.setdefault(name, []).append(IndexEntry(held, files, shard.part).to_json())
         save_file(stored, folder / f"rank-{rank}.safetensors")
     write_json(folder / "index.json", index)
     write_json(folder / "config.json", run_config().to_dict())
@@ -96,38 +97,38 @@ def test_keys_tell_parts_and_kinds_apart():
     assert len(keys) == 9 and {"a", "a.exp_avg", "a.parts1-2", "a.parts1-2.exp_avg"} < keys
 
 
-def test_missing_piece_is_refused(tmp_path):
+def test_missing_slice_is_refused(tmp_path):
     folder = write_checkpoint(tmp_path, 7, 2, 2)
     index = json.loads((folder / "index.json").read_text())
     index["layers.0.attention.proj.weight"].pop()
     write_json(folder / "index.json", index)
-    with pytest.raises(CheckpointError, match=r"pieces of layers.0.attention.proj.weight over"):
+    with pytest.raises(CheckpointError, match=r"slices of layers.0.attention.proj.weight over"):
         CheckpointReader(folder)
 
 
-def test_pieces_that_overlap_instead_of_tiling_are_refused(tmp_path):
+def test_slices_that_overlap_instead_of_tiling_are_refused(tmp_path):
     """Their sizes add up, and yet an element is missing."""
     name = "layers.0.attention.proj.weight"
     folder = write_checkpoint(tmp_path, 7, 1, 2)
     index = json.loads((folder / "index.json").read_text())
     index[name][1] = index[name][0]
     write_json(folder / "index.json", index)
-    with pytest.raises(CheckpointError, match=f"pieces of {name} overlap or"):
+    with pytest.raises(CheckpointError, match=f"slices of {name} overlap or"):
         CheckpointReader(folder)
 
 
 @pytest.mark.parametrize("cut", [0, 1])
-def test_a_region_needs_only_the_files_that_hold_it(tmp_path, cut):
+def test_a_slice_needs_only_the_files_that_hold_it(tmp_path, cut):
     """Each rank reads its part, and not the whole checkpoint."""
     name = {0: "layers.0.attention.qkv.weight", 1: "layers.0.attention.proj.weight"}[cut]
     folder = write_checkpoint(tmp_path, 7, 2, 2)
     shard, whole = SHARDS[name], whole_tensors()[name, "exp_avg"]
     place = {"tensor": (1, 2)}
-    region = region_of(shard, place, 3, math.prod(shard.local_shape(place)) // 2)
+    held = Slice.of(shard, place, 3, math.prod(shard.local_shape(place)) // 2)
     for rank in (0, 2, 3):  # of rank 1 are the first elements of tensor rank 1's share
         (folder / f"rank-{rank}.safetensors").unlink()
-    found = CheckpointReader(folder).read(name, "exp_avg", region)
-    assert torch.equal(found, shard.cut(whole, place).reshape(-1)[region.start : region.end])
+    found = CheckpointReader(folder).read(name, "exp_avg", held)
+    assert torch.equal(found, shard.cut(whole, place).reshape(-1)[held.start : held.end])
 
 
 def test_parts_of_a_matrix_that_is_stored_in_its_shape(tmp_path):
@@ -135,8 +136,8 @@ def test_parts_of_a_matrix_that_is_stored_in_its_shape(tmp_path):
     reader = CheckpointReader(write_checkpoint(tmp_path, 7, 1, 1))
     whole = whole_tensors()[name, "exp_avg"].reshape(-1)
     for start, end in ((0, 3), (7, 8), (10, 31), (5, 144)):
-        region = Region((24, 6), (), start, end)
-        assert torch.equal(reader.read(name, "exp_avg", region), whole[start:end])
+        held = Slice((24, 6), (), start, end)
+        assert torch.equal(reader.read(name, "exp_avg", held), whole[start:end])
 
 
 class Recorded:
@@ -156,7 +157,7 @@ class Recorded:
         return self.stored[rows]
 
 
-def test_a_region_needs_only_the_rows_that_hold_it(tmp_path):
+def test_a_slice_needs_only_the_rows_that_hold_it(tmp_path):
     name = "layers.0.attention.qkv.weight"
     reader = CheckpointReader(write_checkpoint(tmp_path, 7, 1, 1))
     reader.tensor(name)
@@ -164,7 +165,7 @@ def test_a_region_needs_only_the_rows_that_hold_it(tmp_path):
     for file, stored in reader._open.items():
         reader._open[file] = Recorded(stored, rows)
     for start, end in ((0, 3), (7, 8), (10, 31), (138, 144)):
-        reader.read(name, "weight", Region((24, 6), (), start, end))
+        reader.read(name, "weight", Slice((24, 6), (), start, end))
     assert rows == [(0, 1), (1, 2), (1, 6), (23, 24)]
 
 
@@ -207,31 +208,30 @@ def test_ranks_divide_the_verification(tmp_path):
     assert len(found) == 1
 
 
-def test_piece_round_trip():
-    piece = Piece((4, 6), ((1, ((0, 2), (4, 1))),), 3, 9, {"weight": "f"})
-    assert Piece.from_json(json.loads(json.dumps(piece.to_json()))) == piece
-    older = {key: value for key, value in piece.to_json().items() if key != "part"}
-    assert Piece.from_json(older) == piece
-    apart = dataclasses.replace(piece, part="parts0")
-    assert Piece.from_json(apart.to_json()) == apart != piece
-    several = dataclasses.replace(piece, cuts=((0, ((0, 1), (3, 1))), *piece.cuts))
-    assert Piece.from_json(json.loads(json.dumps(several.to_json()))) == several
-    whole = dataclasses.replace(piece, cuts=())
-    assert Piece.from_json(json.loads(json.dumps(whole.to_json()))) == whole
-    assert piece.share_shape == (4, 3)
-    assert not piece.is_whole_share
-    assert dataclasses.replace(piece, start=0, end=12).is_whole_share
+def test_entry_round_trip():
+    held = Slice((4, 6), ((1, ((0, 2), (4, 1))),), 3, 9)
+    entry = IndexEntry(held, {"weight": "f"})
+    assert IndexEntry.from_json(json.loads(json.dumps(entry.to_json()))) == entry
+    older = {key: value for key, value in entry.to_json().items() if key != "part"}
+    assert IndexEntry.from_json(older) == entry
+    apart = dataclasses.replace(entry, part="parts0")
+    assert IndexEntry.from_json(apart.to_json()) == apart != entry
+    for cuts in (((0, ((0, 1), (3, 1))), *held.cuts), ()):
+        other = dataclasses.replace(entry, slice=dataclasses.replace(held, cuts=cuts))
+        assert IndexEntry.from_json(json.loads(json.dumps(other.to_json()))) == other
+    assert held.share_shape == (4, 3)
+    assert not held.is_whole_share
+    assert dataclasses.replace(held, start=0, end=12).is_whole_share
 
 
 def test_files_say_one_cut_as_they_always_did():
     """Checkpoints that were written before have these keys, in this order."""
-    piece = Piece((4, 6), ((1, ((0, 2), (4, 1))),), 3, 9, {"weight": "f"}, "parts0")
-    assert json.dumps(piece.to_json()) == (
+    held = Slice((4, 6), ((1, ((0, 2), (4, 1))),), 3, 9)
+    assert json.dumps(IndexEntry(held, {"weight": "f"}, "parts0").to_json()) == (
         '{"shape": [4, 6], "dim": 1, "ranges": [[0, 2], [4, 1]], "start": 3, "end": 9, '
         '"files": {"weight": "f"}, "part": "parts0"}'
     )
-    whole = Piece((4, 6), (), 0, 24, {"weight": "f"})
-    assert json.dumps(whole.to_json()) == (
+    assert json.dumps(IndexEntry(Slice.whole((4, 6)), {"weight": "f"}).to_json()) == (
         '{"shape": [4, 6], "dim": null, "ranges": [], "start": 0, "end": 24, '
         '"files": {"weight": "f"}, "part": ""}'
     )

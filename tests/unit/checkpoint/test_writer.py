@@ -1,15 +1,19 @@
 """Any source becomes a checkpoint of this project: same tensors, same state, same configuration."""
 
 import dataclasses
+from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import verify
+from megatron.checkpoint.folder import incomplete_folder
+from megatron.checkpoint.manifest import verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.slices import Slice
+from megatron.checkpoint.source import Source, run_of
+from megatron.checkpoint.writer import SliceWriter, complete
 from megatron.checkpoint.writer import write_checkpoint as write
 from megatron.config import TokenizerConfig
 
@@ -20,7 +24,7 @@ class InMemory(Source):
     title = "memory"
 
     def __init__(self, model, tensors, state):
-        self.folder, self.model, self.tensors, self.state = None, model, tensors, state
+        self.folder, self.model, self.tensors, self.state = Path("memory"), model, tensors, state
         self.tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=60)
 
     @classmethod
@@ -85,6 +89,37 @@ def test_other_checkpoints_are_not_pushed_aside(tmp_path, source):
             write(tmp_path, source, iteration)
     assert (folder / "manifest.json").read_bytes() == before
     assert (tmp_path / "latest").read_text() == "global_step4"
+
+
+def test_what_several_processes_hold_is_one_checkpoint(tmp_path, source):
+    """Rows, columns and runs of them; what a process left for the index is gone afterwards."""
+    folder = incomplete_folder(tmp_path, 4)
+    folder.mkdir()
+    columns = [((1, ((0, 1),)),), ((1, ((1, 2),)),)]
+    rows = [((0, ((1, 1),)),), ((0, ((0, 1),)),)]
+    held = {
+        "a.weight": [Slice((5, 3), columns[0], 0, 5), Slice((5, 3), columns[1], 0, 10)],
+        "b.weight": [Slice((7,), (), 0, 2), Slice((7,), (), 2, 7)],
+        "c.weight": [Slice((2, 9), rows[0], 0, 9), Slice((2, 9), rows[1], 0, 9)],
+    }
+    for process in range(2):
+        writer = SliceWriter(folder, process)
+        for name, slices in held.items():
+            own = slices[process]
+            kinds = source.kinds(name)
+            writer.add(name, own, [(kind, own.cut(source.tensor(name, kind))) for kind in kinds])
+        writer.finish()
+    contents = {"config.json": run_of(source).to_dict(), "state.json": source.state}
+    size = complete(tmp_path, 4, 2, contents, lambda folder: None)
+    found = open_checkpoint(tmp_path)
+    for (name, kind), values in source.tensors.items():
+        assert torch.equal(found.tensor(name, kind), values)
+    files = {path.name: path.stat().st_size for path in found.folder.iterdir()}
+    assert size == sum(files.values()) - files.pop("manifest.json")
+    assert sorted(files) == sorted(
+        [f"{what}-0000{n}.safetensors" for what in ("weights", "optimizer") for n in range(2)]
+        + ["config.json", "index.json", "state.json"]
+    )
 
 
 def test_a_failure_leaves_nothing(tmp_path, source):

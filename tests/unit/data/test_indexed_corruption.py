@@ -20,7 +20,7 @@ from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import DESCRIPTION, IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.vocabulary import check_vocabulary
+from megatron.data.pipeline import check_vocabulary
 
 LENGTHS = [7, 0, 30, 1, 12, 5, 0, 44, 3, 9, 2, 17, 8, 21]
 PER_DOCUMENT = [1, 2, 1, 3, 0, 1, 4, 2]

@@ -19,8 +19,8 @@ from megatron.data import remote
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.remote import RemoteDataset, is_remote, open_indexed
-from megatron.data.vocabulary import check_vocabulary
+from megatron.data.pipeline import check_vocabulary, open_indexed
+from megatron.data.remote import RemoteDataset
 
 LENGTHS = [3, 0, 40, 7, 1, 90, 12, 5]
 
@@ -123,7 +123,9 @@ def test_against_the_local_files(stored: tuple[Path, str], tmp_path: Path) -> No
     dataset = open_indexed(url, str(tmp_path / "cache"))
     assert isinstance(dataset, RemoteDataset) and same(dataset, prefix)
     assert isinstance(open_indexed(str(prefix)), IndexedDataset)
-    assert is_remote("s3://b/p") and not is_remote("/a/b") and not is_remote("a:b")
+    for local in ("/a/b", "a:b"):
+        with pytest.raises(FileNotFoundError, match=f"{local}.idx does not exist"):
+            open_indexed(local)
     with pytest.raises(ValueError, match="read-only"):
         dataset[2][0] = 1
     assert not list((tmp_path / "cache").rglob("*partial*"))

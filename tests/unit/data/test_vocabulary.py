@@ -5,10 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import vocabulary
+from megatron.data import pipeline
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.vocabulary import check_vocabulary
+from megatron.data.pipeline import check_vocabulary
 
 
 def write(prefix: Path, sequences: list[list[float]], dtype: str = "uint16") -> IndexedDataset:
@@ -46,7 +46,7 @@ def test_reads_the_file_once_and_again_when_it_changed(
     cache = IndexCache(tmp_path / "cache")
     check_vocabulary(write(tmp_path / "x", [[1, 2]]), 10, cache)
     with monkeypatch.context() as patch:
-        patch.setattr(vocabulary, "_extremes", lambda _: pytest.fail("read again"))
+        patch.setattr(pipeline, "_extremes", lambda _: pytest.fail("read again"))
         check_vocabulary(IndexedDataset(tmp_path / "x"), 10, cache)
         with pytest.raises(ValueError, match="token id 2"):
             check_vocabulary(IndexedDataset(tmp_path / "x"), 2, cache)
@@ -57,7 +57,7 @@ def test_reads_the_file_once_and_again_when_it_changed(
 def test_does_not_read_what_cannot_be_wrong(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(vocabulary, "_extremes", lambda _: pytest.fail("read"))
+    monkeypatch.setattr(pipeline, "_extremes", lambda _: pytest.fail("read"))
     check_vocabulary(write(tmp_path / "x", [[65_535]]), 65_536, IndexCache(None))
 
 
@@ -65,5 +65,5 @@ def test_finds_the_extremes_in_any_block(tmp_path: Path, monkeypatch: pytest.Mon
     blocks = IndexedDataset.token_blocks
     monkeypatch.setattr(IndexedDataset, "token_blocks", lambda self: blocks(self, 3))
     indexed = write(tmp_path / "x", [[5, 6, 7, 8, 90, 1, 2, 3, 4]])
-    found = vocabulary._extremes(indexed)["tokens_and_positions"]
+    found = pipeline._extremes(indexed)["tokens_and_positions"]
     assert found[1].tolist() == [90, 4]

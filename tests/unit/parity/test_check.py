@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
+from megatron.checkpoint.slices import Slice
 from megatron.config.layouts import Layout
-from megatron.parallel.shard import Shard
 from megatron.parity.check import Plain, _training_difference
-from megatron.parity.first_step import Part, WholeParameter
+from megatron.parity.first_step import SteppedSlice, WholeParameter
 from megatron.parity.training import Drift, Record
 
 LOSSES, NORMS = [5.0, 4.0, 3.0], [1.0, 0.5, 2.0]
@@ -21,10 +21,10 @@ PLAIN = Plain(
     Drift(np.full(3, NOISE), np.full(3, NOISE)),
     {"norm.weight": WholeParameter(GRADIENT, WEIGHT, 1e-3)},
 )
-PARTS = [[Part("norm.weight", Shard((4,)), {}, 0, GRADIENT, WEIGHT)]]
+SLICES = [[SteppedSlice("norm.weight", Slice.whole((4,)), GRADIENT, WEIGHT)]]
 
 
-def verdict(step=None, loss=0.0, norm=0.0, layout=None, parts=None, **record):
+def verdict(step=None, loss=0.0, norm=0.0, layout=None, slices=None, **record):
     """With loss and relative norm of a step moved by this much."""
     losses, norms = list(LOSSES), list(NORMS)
     if step is not None:
@@ -32,7 +32,7 @@ def verdict(step=None, loss=0.0, norm=0.0, layout=None, parts=None, **record):
         norms[step] *= 1 + norm
     values = {"losses": losses, "norms": norms, "scales": [1.0] * 3, "skipped": [False] * 3}
     found = Record(**{**values, **record})
-    return _training_difference(layout or Layout(), found, parts or PARTS, PLAIN)
+    return _training_difference(layout or Layout(), found, slices or SLICES, PLAIN)
 
 
 def test_equal():
@@ -63,8 +63,8 @@ def test_half_precision(precision):
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16"])
 def test_a_parameter_is_named_first(precision):
-    parts = [[replace(PARTS[0][0], gradient=2 * GRADIENT)]]
-    found = verdict(0, norm=1.0, layout=Layout(zero=1, precision=precision), parts=parts)
+    slices = [[replace(SLICES[0][0], gradient=2 * GRADIENT)]]
+    found = verdict(0, norm=1.0, layout=Layout(zero=1, precision=precision), slices=slices)
     assert found.startswith("gradient of norm.weight on rank 0: 1.0e+00 off")
     assert found.endswith("(first step through DeepSpeed's engine)")
 

@@ -1,14 +1,14 @@
 """What differs in the engine's first step is found, and named."""
 
-import dataclasses
 import math
 
 import pytest
 import torch
 
+from megatron.checkpoint.slices import Slice
 from megatron.parallel.shard import Cut, Shard
 from megatron.parity.first_step import (
-    Part,
+    SteppedSlice,
     WholeParameter,
     first_step_difference,
     gradient_difference,
@@ -30,22 +30,21 @@ def reference() -> dict[str, WholeParameter]:
     }
 
 
-def ranks() -> list[list[Part]]:
+def ranks() -> list[list[SteppedSlice]]:
     """Tensor rank 0 and 1 on two data ranks each, which share each parameter (ZeRO)."""
     found = []
     for tensor in range(2):
         for data in range(2):
-            parts, place = [], {"tensor": (tensor, 2)}
+            slices, place = [], {"tensor": (tensor, 2)}
             for name, shard in SHARDS.items():
-                whole = Part(name, shard, place, 0, None, torch.empty(0))
                 length = math.prod(shard.local_shape(place))
                 start, end = (0, 2) if data == 0 else (2, length)
-                whole = dataclasses.replace(whole, start=start, weight=torch.empty(end - start))
+                held = Slice.of(shard, place, start, end)
+                own = SteppedSlice(name, held, None, torch.empty(end - start))
                 expected = reference()[name]
-                gradient, weight = whole.of(expected.gradient), whole.of(expected.weight)
-                whole = dataclasses.replace(whole, gradient=gradient.clone(), weight=weight.clone())
-                parts.append(whole)
-            found.append(parts)
+                gradient, weight = own.of(expected.gradient), own.of(expected.weight)
+                slices.append(SteppedSlice(name, held, gradient.clone(), weight.clone()))
+            found.append(slices)
     return found
 
 
@@ -57,16 +56,16 @@ def test_equal():
 @pytest.mark.parametrize("off", [1e-2, math.nan])
 def test_gradient(name, off):
     found = ranks()
-    next(part for part in found[2] if part.name == name).gradient[0] += off
+    next(own for own in found[2] if own.name == name).gradient[0] += off
     difference = first_step_difference(found, reference())
     assert (difference.what, difference.rank) == (f"gradient of {name}", 2)
 
 
 def test_rounding_is_no_difference():
     found = ranks()
-    for parts in found:
-        for part in parts:
-            part.gradient.mul_(1 + 1e-6)
+    for held in found:
+        for own in held:
+            own.gradient.mul_(1 + 1e-6)
     assert first_step_difference(found, reference()) is None
 
 
@@ -74,7 +73,7 @@ def test_rounding_is_no_difference():
 @pytest.mark.parametrize("off", [LR / 10, math.nan])
 def test_weights(name, off):
     found = ranks()
-    next(part for part in found[0] if part.name == name).weight[1] += off
+    next(own for own in found[0] if own.name == name).weight[1] += off
     difference = first_step_difference(found, reference())
     assert (difference.what, difference.rank) == (f"new weights of {name}", 0)
 
@@ -88,9 +87,9 @@ def test_a_gradient_before_weights():
 
 def test_adam_moves_weights_of_no_gradient_either_way():
     found = ranks()
-    norms = [part for parts in found for part in parts if part.name == NORM and part.start == 2]
-    for part in norms:
-        part.weight.add_(2 * LR)
+    norms = [own for held in found for own in held if own.name == NORM and own.slice.start == 2]
+    for own in norms:
+        own.weight.add_(2 * LR)
     assert norms and first_step_difference(found, reference()) is None
 
 

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.registry import open_checkpoint
 from megatron.config import PrecisionConfig
 from megatron.formats.conversion.to_hf import parse_size
 from megatron.formats.huggingface import registry
@@ -205,7 +205,7 @@ def test_there_and_back(tool, downloaded, tmp_path, capsys):
     ]  # fmt: skip
     ours.rename(tmp_path / "moved")  # nothing in it says where it was
     shutil.move(theirs, tmp_path / "elsewhere")
-    reader = CheckpointReader.newest(str(tmp_path / "moved"))
+    reader = open_checkpoint(tmp_path / "moved")
     assert reader.state == {} and reader.model.attention.qkv_bias
     assert reader.tokenizer.tokenizer_model == str(
         tmp_path / "moved" / "global_step0" / "tokenizer"
@@ -230,7 +230,7 @@ def test_from_hf_without_a_tokenizer_says_so(tool, downloaded, tmp_path, capsys)
     tool.main(["from-hf", "--input", str(theirs), "--output", str(tmp_path / "ours")])
     assert f"no tokenizer: {theirs} has no tokenizer files" in capsys.readouterr().out
     assert not (tmp_path / "ours" / "global_step0" / "tokenizer").exists()
-    assert CheckpointReader.newest(str(tmp_path / "ours")).tokenizer is None
+    assert open_checkpoint(tmp_path / "ours").tokenizer is None
 
 
 def test_from_hf_in_several_files(tool, downloaded, tmp_path):

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.registry import open_checkpoint
-from megatron.checkpoint.summary import tensor_differences, tensor_facts
+from megatron.formats.summary import tensor_differences, tensor_facts
 
 TOOL = Path(__file__).parents[3] / "tools" / "inspect_checkpoint.py"
 

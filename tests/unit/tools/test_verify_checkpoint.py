@@ -6,8 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron.checkpoint.folder import file_facts, manifest
-from megatron.checkpoint.manifest import write_manifest
+from megatron.checkpoint.manifest import file_facts, manifest, write_manifest
 from tools.verify_checkpoint import main
 
 

@@ -119,7 +119,7 @@ def test_no_more_than_a_shard_is_read_ahead(reader_of, folder, monkeypatch):
     )
     write_model(reader, folder, "float32", 8000)
     names = [event for event in events if isinstance(event, str)]
-    assert len(names) == len(set(names)) == len(reader.pieces)
+    assert len(names) == len(set(names)) == len(reader.names())
     read_since = 0
     for event in events:
         if isinstance(event, str):

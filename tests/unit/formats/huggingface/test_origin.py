@@ -8,7 +8,6 @@ import torch
 from hf_cases import CASES
 from safetensors.torch import load_file
 
-from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.registry import open_checkpoint, save_copy
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.formats.huggingface import ARCHITECTURES, architecture_of, write_model
@@ -51,7 +50,7 @@ def test_another_can_be_asked_for(hf_folder, tmp_path):
 def test_what_no_longer_fits_says_why(gpt_config, random_gpt, write_checkpoint, tmp_path):
     config = gpt_config(llama=True, hf_architecture="mistral", rotary_percent=0.5)
     write_checkpoint(tmp_path / "save", config, random_gpt(config))
-    source = CheckpointReader.newest(str(tmp_path / "save"))
+    source = open_checkpoint(tmp_path / "save")
     content, lines = write(source, tmp_path / "hf")
     assert content["model_type"] == "phi3"
     assert lines[0] == (
@@ -62,7 +61,7 @@ def test_what_no_longer_fits_says_why(gpt_config, random_gpt, write_checkpoint, 
 def test_an_origin_that_is_not_known(gpt_config, random_gpt, write_checkpoint, tmp_path):
     config = gpt_config(hf_architecture="mamba")
     write_checkpoint(tmp_path / "save", config, random_gpt(config))
-    source = CheckpointReader.newest(str(tmp_path / "save"))
+    source = open_checkpoint(tmp_path / "save")
     content, lines = write(source, tmp_path / "hf")
     assert content["model_type"] == "gpt2"
     assert lines[0] == (

@@ -9,7 +9,7 @@ from hf_cases import CASES
 from safetensors.torch import load_file, save_file
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.region import Region
+from megatron.checkpoint.slices import Slice
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.tokenizer.null import NullTokenizer
 
@@ -43,7 +43,7 @@ def test_whole_parameters_and_parts(folder):
     name = "layers.1.attention.qkv.weight"
     assert source.shape(name) == (64, 32) and source.kinds(name) == ["weight"]
     whole = source.tensor(name)
-    assert torch.equal(source.read(name, "weight", Region.whole((64, 32))).view(64, 32), whole)
+    assert torch.equal(source.read(name, "weight", Slice.whole((64, 32))).view(64, 32), whole)
     with pytest.raises(CheckpointError, match="no exp_avg of layers.1.attention.qkv.weight"):
         source.tensor(name, "exp_avg")
     with pytest.raises(CheckpointError, match="has no parameter layers.9"):

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.region import Region
+from megatron.checkpoint.slices import Slice
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 
 
@@ -46,9 +46,9 @@ def test_gpt2(version, tensor, pipeline, tmp_path, legacy_model, random_weights,
     assert_holds(source, weights)
     assert (source.tensor_size, source.pipeline_size) == (tensor, pipeline)
     assert list(source.names())[0] == "embedding.word_embeddings.weight"
-    region = Region((61, 16), ((0, ((5, 20),)),), 7, 100)
+    held = Slice((61, 16), ((0, ((5, 20),)),), 7, 100)
     whole = weights["embedding.word_embeddings.weight"]
-    part = source.read("embedding.word_embeddings.weight", "weight", region)
+    part = source.read("embedding.word_embeddings.weight", "weight", held)
     assert torch.equal(part, whole.reshape(-1)[5 * 16 + 7 : 5 * 16 + 100])
 
 

@@ -8,13 +8,14 @@ import pickle
 import re
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch.utils.data import DataLoader
 
-from megatron.config import TokenizerConfig
+from megatron.config import DataConfig, RunConfig, TokenizerConfig
 from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.pipeline import preprocess
@@ -27,6 +28,7 @@ from megatron.data.kinds.raw_text.encode import TextEncoder, TextSettings
 from megatron.data.kinds.raw_text.files import text_files
 from megatron.data.kinds.raw_text.records import JsonLines
 from megatron.data.kinds.raw_text.scan import scan
+from megatron.data.sources import parts_of
 from megatron.tokenizer.train import train_byte_level_bpe
 
 WORDS = "the of and to in is was for on with as by at from that it an be are this".split()
@@ -374,14 +376,22 @@ def test_no_end_of_document(tmp_path: Path) -> None:
         RawTextDocuments.open(str(path), TextEncoder(TextSettings(tokenizer, append_eod=True)))
 
 
+def kind_of(path: Path | str, **flags: Any) -> str:
+    """What reads a data path."""
+    config = RunConfig(data=DataConfig(data_path=(str(path),)), kinds=(RawTextConfig(**flags),))
+    train = parts_of(config).train
+    assert train is not None
+    return train.sources[0].kind
+
+
 def test_flags(gpt2: TokenizerConfig, tmp_path: Path) -> None:
     path = tmp_path / "text.jsonl"
     path.write_text('{"text": "the of", "body": "The is. It was."}\n')
     (tmp_path / "pair.json.idx").touch()
-    assert RawTextConfig().reads(str(path))
-    assert not RawTextConfig().reads("data/books_text_document")
-    assert RawTextConfig(lazy_loader=True).reads(str(tmp_path))
-    assert not RawTextConfig(lazy_loader=True).reads(str(tmp_path / "pair.json"))
+    assert kind_of(path) == "text"
+    assert kind_of("data/books_text_document") == "indexed"
+    assert kind_of(tmp_path) == "indexed" and kind_of(tmp_path, lazy_loader=True) == "text"
+    assert kind_of(tmp_path / "pair.json", lazy_loader=True) == "indexed"
     config = RawTextConfig(eval_text_key="body", presplit_sentences=False)
     assert text_settings(config, gpt2) == TextSettings(gpt2, append_eod=True)
     sentences = text_settings(config, gpt2, sentences=True)

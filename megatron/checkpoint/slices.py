@@ -1,0 +1,260 @@
+"""Which elements of a whole parameter somebody holds, and what two such slices have in common.
+
+A share of a parameter is a product: of each dimension some ranges. A slice is a run of elements of
+the flattened share. It comes apart into boxes, both of the parameter and of the share; two slices
+overlap where their boxes do.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate, product
+from operator import mul, sub
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.parallel.mesh import Coordinates
+from megatron.parallel.shard import Ranges, Shard
+
+
+@dataclass(frozen=True)
+class Slice:
+    """A flat run of elements of a rank's share of a parameter.
+
+    Attributes:
+        shape: shape of the whole parameter, without padding.
+        cuts: (dimension, ranges) of each dimension that is cut, in the order of the dimensions;
+            the share has these ranges, one after the other, and all of the other dimensions.
+        start: first element of the flattened share that is held.
+        end: element after the last one.
+    """
+
+    shape: tuple[int, ...]
+    cuts: tuple[tuple[int, Ranges], ...]
+    start: int
+    end: int
+
+    @classmethod
+    def whole(cls, shape: tuple[int, ...]) -> Slice:
+        """All of a parameter."""
+        return cls(shape, (), 0, math.prod(shape))
+
+    @classmethod
+    def of(cls, shard: Shard, coordinates: Coordinates, start: int, end: int) -> Slice:
+        """Elements [start, end) of a rank's share, less the padding; empty where that is all.
+
+        Args:
+            shard: how the parameter is cut.
+            coordinates: the rank's place in the mesh.
+            start: first element in the flattened share, which ends with the padding.
+            end: element after the last one.
+        """
+        ranges = shard.ranges(coordinates)
+        for cut in shard.cuts:
+            if cut.unpadded is not None:
+                assert cut.dim == 0 and len(ranges[0]) == 1, "padding is at the end of the rows"
+                ((first, rows),) = ranges[0]
+                rows = max(0, min(first + rows, cut.unpadded) - first)
+                ranges[0] = ((first, rows),)
+                end = min(end, rows * math.prod(shard.local_shape(coordinates)[1:]))
+        return cls(shard.canonical_shape, tuple(sorted(ranges.items())), start, max(start, end))
+
+    @cached_property
+    def share_shape(self) -> tuple[int, ...]:
+        """Shape of the share."""
+        shape = list(self.shape)
+        for dim, ranges in self.cuts:
+            shape[dim] = sum(length for _, length in ranges)
+        return tuple(shape)
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return self.end - self.start
+
+    @property
+    def is_whole_share(self) -> bool:
+        """Whether it is all of its share."""
+        return self.start == 0 and self.end == math.prod(self.share_shape)
+
+    def overlap(self, other: Slice) -> Overlap | None:
+        """What this slice has in common with another of the same parameter; None for nothing."""
+        boxes = []
+        for mine, their in product(self._boxes, other._boxes):
+            starts = tuple(map(max, mine.starts, their.starts))
+            shape = tuple(map(sub, map(min, mine.ends, their.ends), starts))
+            if min(shape, default=1) > 0:
+                here, there = self._place(mine, starts), other._place(their, starts)
+                boxes.append(_CommonBox(shape, here, there))
+        return Overlap(boxes, self._strides, other._strides) if boxes else None
+
+    def cut(self, whole: Tensor) -> Tensor:
+        """The slice's elements, flat, of a whole parameter."""
+        flat = torch.empty(self.numel, dtype=whole.dtype)
+        common = self.overlap(Slice.whole(self.shape))
+        if common is not None:
+            common.copy(flat, whole.contiguous().view(-1)[common.first : common.end])
+        return flat
+
+    @cached_property
+    def _strides(self) -> tuple[int, ...]:
+        """Distance of neighbours along each dimension, in the share and in the slice."""
+        inner = accumulate(self.share_shape[:0:-1], mul, initial=1)
+        return tuple(inner)[::-1][: len(self.shape)]
+
+    @cached_property
+    def _boxes(self) -> list[_Box]:
+        """The slice as boxes of the parameter."""
+        ranges = {dim: _joined(of_dim) for dim, of_dim in self.cuts}
+        found = []
+        for box in _boxes(self.share_shape, self.start, self.end):
+            taken = [
+                _within(ranges[dim], *bounds) if dim in ranges else [(*bounds, bounds[0])]
+                for dim, bounds in enumerate(box)
+            ]
+            for runs in product(*taken):
+                starts, ends, places = zip(*runs, strict=True) if runs else ((), (), ())
+                offset = sum(map(mul, places, self._strides)) - self.start
+                found.append(_Box(starts, ends, offset))
+        return found
+
+    def _place(self, box: _Box, starts: tuple[int, ...]) -> int:
+        """Place in the slice of an element of a box."""
+        return box.offset + sum(map(mul, map(sub, starts, box.starts), self._strides))
+
+
+class _Box(NamedTuple):
+    """A box of a parameter, from ``starts`` to before ``ends``, that a slice has; its first element
+    is at place ``offset`` of the slice."""
+
+    starts: tuple[int, ...]
+    ends: tuple[int, ...]
+    offset: int
+
+
+class _CommonBox(NamedTuple):
+    """A box that two slices have: its shape, and the place of its first element in each."""
+
+    shape: tuple[int, ...]
+    here: int
+    there: int
+
+
+class Overlap:
+    """What two slices of a parameter have in common.
+
+    Attributes:
+        numel: number of elements.
+        first: place of the first of them in the other slice.
+        end: place after the last of them there.
+    """
+
+    def __init__(
+        self, boxes: list[_CommonBox], here: tuple[int, ...], there: tuple[int, ...]
+    ) -> None:
+        self._boxes, self._here, self._there = boxes, here, there
+        self.numel = sum(math.prod(box.shape) for box in boxes)
+        self.first = min(box.there for box in boxes)
+        self.end = 1 + max(
+            box.there + sum((n - 1) * s for n, s in zip(box.shape, there, strict=True))
+            for box in boxes
+        )
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copies it between the two slices' flat elements.
+
+        Args:
+            target: all elements of the one slice.
+            source: elements [first, end) of the other.
+        """
+        into, out_of = target.storage_offset(), source.storage_offset() - self.first
+        for shape, here, there in self._boxes:
+            target.as_strided(shape, self._here, into + here).copy_(
+                source.as_strided(shape, self._there, out_of + there)
+            )
+
+
+def tiles(shape: tuple[int, ...], slices: Iterable[Slice]) -> bool:
+    """Whether slices are all of a parameter of that shape, and no element twice.
+
+    The runs of data-parallel ranks must follow one another in each share. Along each dimension that
+    is cut the shares' ranges must fill it, and there must be a share for each product of them.
+    """
+    shares: dict[tuple[Any, ...], list[Slice]] = {}
+    for held in slices:
+        shares.setdefault(held.cuts, []).append(held)
+    cut = {tuple(dim for dim, _ in cuts) for cuts in shares}
+    if len(cut) != 1:
+        return False
+    (dims,) = cut
+    if not all(0 <= dim < len(shape) for dim in dims):
+        return False
+    for members in shares.values():
+        runs = [(held.start, held.numel) for held in members]
+        if not _fill(runs, math.prod(members[0].share_shape)):
+            return False
+    different = [{ranges for _, ranges in along} for along in zip(*shares, strict=True)]
+    return len(shares) == math.prod(map(len, different)) and all(
+        _fill([run for ranges in along for run in ranges], shape[dim])
+        for dim, along in zip(dims, different, strict=True)
+    )
+
+
+def _fill(runs: list[tuple[int, int]], total: int) -> bool:
+    """Whether runs (start, length) follow one another from 0 to ``total``."""
+    place = 0
+    for start, length in sorted(runs):
+        if start != place or length <= 0:
+            return False
+        place += length
+    return place == total
+
+
+def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
+    """Elements [start, end) of a flattened array as boxes, (start, end) along each dimension: the
+    rest of a row, whole rows, and the beginning of a row, where the parts of rows come apart in the
+    same way."""
+    if start >= end:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), end // row
+    if first > last:
+        for box in _boxes(shape[1:], start - last * row, end - last * row):
+            yield ((last, first), *box)
+        return
+    for box in _boxes(shape[1:], start - (first - 1) * row, row) if start < first * row else ():
+        yield ((first - 1, first), *box)
+    if first < last:
+        yield ((first, last), *((0, length) for length in shape[1:]))
+    for box in _boxes(shape[1:], 0, end - last * row):
+        yield ((last, last + 1), *box)
+
+
+def _joined(ranges: Ranges) -> Ranges:
+    """The same ranges, those that continue another one as a part of it."""
+    found: list[tuple[int, int]] = []
+    for start, length in ranges:
+        if found and sum(found[-1]) == start:
+            start, length = found[-1][0], found.pop()[1] + length
+        found.append((start, length))
+    return tuple(found)
+
+
+def _within(ranges: Ranges, start: int, end: int) -> list[tuple[int, int, int]]:
+    """What lies at places [start, end) of a share's dimension: (start in the whole, end in the
+    whole, place in the share) of each run."""
+    found, place = [], 0
+    for first, length in ranges:
+        low, high = max(start, place), min(end, place + length)
+        if low < high:
+            found.append((first + low - place, first + high - place, low))
+        place += length
+    return found
