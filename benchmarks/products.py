@@ -81,20 +81,17 @@ class StepShape:
     @classmethod
     def of(cls, model: ModelConfig, samples: int) -> StepShape:
         """Of a complete model."""
-        assert model.num_layers and model.seq_length and model.hidden_size
-        assert model.ffn_hidden_size and model.padded_vocab_size
-        assert model.num_attention_heads and model.num_query_groups and model.kv_channels
         return cls(
             samples=samples,
             length=model.seq_length,
             layers=model.num_layers,
             hidden=model.hidden_size,
-            heads=model.num_attention_heads,
-            kv_heads=model.num_query_groups,
-            head_width=model.kv_channels,
-            inner=model.ffn_hidden_size,
-            gated=model.gated,
-            vocabulary=model.padded_vocab_size,
+            heads=model.attention.num_attention_heads,
+            kv_heads=model.attention.num_query_groups,
+            head_width=model.attention.kv_channels,
+            inner=model.mlp.ffn_hidden_size,
+            gated=model.mlp.gated,
+            vocabulary=model.vocabulary.padded,
         )
 
     def block(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:

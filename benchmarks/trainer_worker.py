@@ -154,13 +154,12 @@ class Worker:
     def memory(self, _: None = None) -> tuple[int, float]:
         """The most bytes that were resident so far beyond those before there was a model, and the
         estimate of ``megatron.planning`` for the rank that needs most."""
-        from megatron.config.layouts import Layout
         from megatron.planning.memory import peak_memory
 
         config = self.trainer.config
         micro_batches = self.trainer.plan.batch_size.micro_batches(self.consumed)
         layout = dataclasses.replace(
-            Layout.of(config, self.trainer.run.content), micro_batches=(micro_batches,)
+            config.layout(self.trainer.run.content), micro_batches=(micro_batches,)
         )
         model = config.model
         estimate = peak_memory(model, layout, config.training.micro_batch_size, micro_batches)

@@ -80,7 +80,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     datasets, _ = run_data(dataclasses.replace(run, config=plain))
     if datasets.train is None:
         raise ConfigError("--skip-train: there are no training samples to measure")
-    rows = plain.model.padded_vocab_size
+    rows = plain.model.vocabulary.padded
     assert rows is not None
     names = tuple(dict.fromkeys(config.analyzing_metric))
     return analyse(datasets.train, names, folder, rows, config.analyzing_num_threads)

@@ -85,7 +85,7 @@ def introduction(checker: Checker, flags: CheckFlags) -> str:
     """What will be done."""
     model, training = checker.config.model, checker.config.training
     lines = [
-        f"Model: {model.num_layers} layers of width {model.hidden_size}, {model.padded_vocab_size} "
+        f"Model: {model.num_layers} layers of width {model.hidden_size}, {model.vocabulary.padded} "
         f"rows of vocabulary; sequences of {model.seq_length} tokens, {training.global_batch_size} "
         f"per step, {training.micro_batch_size} per micro batch.",
         "Bounds:\n  float64: 1e-12 x the largest value.",

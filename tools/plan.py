@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from megatron.config import (
     ConfigError,
     FlagParser,
-    ModelConfig,
+    ModelFlags,
     PrecisionConfig,
     Setting,
     Settings,
@@ -63,7 +63,7 @@ class PlanConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = FlagParser(PlanConfig, Hardware, ModelConfig, PrecisionConfig, description=__doc__)
+    parser = FlagParser(PlanConfig, Hardware, ModelFlags, PrecisionConfig, description=__doc__)
     settings = parser.settings(argv)
     config, hardware = build(PlanConfig, settings), build(Hardware, settings)
     try:

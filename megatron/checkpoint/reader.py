@@ -19,7 +19,7 @@ from megatron.checkpoint.index import IndexEntry, read_index, tensor_key
 from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, manifest, verify
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import TOKENIZER, Source
-from megatron.config import ModelConfig, RunConfig, TokenizerConfig
+from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
 
 
 class CheckpointReader(Source):
@@ -158,7 +158,7 @@ class CheckpointReader(Source):
 def _configuration(folder: Path) -> RunConfig:
     try:
         return RunConfig.from_dict(read_json(folder / CONFIG))
-    except (TypeError, AttributeError) as error:
+    except (TypeError, AttributeError, ConfigError) as error:
         raise CheckpointError(f"{folder / CONFIG} is no configuration: {error}") from None
 
 
@@ -170,24 +170,11 @@ def _check_tensor(path: Path, key: str, stored: Any, numel: int) -> None:
         raise CheckpointError(f"{path}: {key} is {dtype}, and not F32")
 
 
-SHAPING = (
-    "num_layers hidden_size ffn_hidden_size num_attention_heads num_query_groups kv_channels "
-    "position_embedding_type normalization activation add_bias_linear add_qkv_bias "
-    "add_attention_bias qk_layernorm apply_layernorm_1p embed_layernorm post_norm "
-    "parallel_residual shared_parallel_norm position_embedding_offset "
-    "untie_embeddings_and_output_weights unpadded_vocab_size"
-).split()
-"""Values that say which parameters there are and what they mean."""
-
-
 def differences(saved: ModelConfig, wanted: ModelConfig) -> list[str]:
     """Values that shape the weights and differ between two models, a line each."""
-    shaping = list(SHAPING)
-    if saved.position_embedding_type == "learned_absolute":
-        shaping.append("max_position_embeddings")
-    lines = []
-    for name in shaping:
-        old, new = getattr(saved, name), getattr(wanted, name)
+    lines, here = [], wanted.shaping()
+    for name, old in saved.shaping().items():
+        new = here.get(name, old)
         if old != new:
             lines.append(f"{name} is {json.dumps(old)} there and {json.dumps(new)} here")
     return lines

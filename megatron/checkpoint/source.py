@@ -34,7 +34,7 @@ class Source(ABC):
     Attributes:
         title: what the format is called in messages.
         folder: where it is (or the file, for formats of one file).
-        model: the network, with ``unpadded_vocab_size`` filled in.
+        model: the network, with its vocabulary.
         tokenizer: how to get its tokenizer; None when the checkpoint does not say.
         run: configuration of the run that wrote it; None when the checkpoint does not say.
         state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``; empty when
@@ -171,13 +171,12 @@ class Source(ABC):
 def run_of(source: Source, moments: bool = True) -> RunConfig:
     """The configuration that a converted checkpoint is saved with: that of its run, as far as the
     source knows it."""
-    vocab_size = source.model.unpadded_vocab_size
-    assert vocab_size is not None
     run = source.run
     if run is None:
         # What it is stored in is what it will be exported in.
         dtype = source.dtype(source.names()[0])
         run = RunConfig(
+            source.model,
             tokenizer=source.tokenizer or TokenizerConfig(),
             precision=PrecisionConfig(bf16=dtype == "bfloat16", fp16=dtype == "float16"),
         )
@@ -187,4 +186,4 @@ def run_of(source: Source, moments: bool = True) -> RunConfig:
     if source.run is None:
         checkpoint = CheckpointConfig(save_optim=moments)
     run = dataclasses.replace(run, model=source.model, checkpoint=checkpoint)
-    return run.with_vocabulary(vocab_size)
+    return run.with_vocabulary(source.model.vocabulary.size)

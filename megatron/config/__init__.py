@@ -2,25 +2,26 @@
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
+from megatron.config.embedding import Vocabulary
 from megatron.config.engine import EngineConfig, LegacyFlags
 from megatron.config.flags import ConfigError, FlagParser, Setting, Settings, parse_configs
 from megatron.config.logging import LoggingConfig
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron.config.parallel import ParallelConfig
+from megatron.config.model import ModelConfig, ModelFlags
+from megatron.config.norm import NormConfig
+from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, PrecisionConfig
+from megatron.config.parallel import ParallelConfig, ParallelFlags
 from megatron.config.run import (
-    CONFIG_CLASSES,
     FLAG_CLASSES,
+    PART_FLAGS,
     Resolved,
     RunConfig,
     explain,
     resolve,
 )
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import TrainingConfig, TrainingFlags
 
 __all__ = [
-    "CONFIG_CLASSES",
     "FLAG_CLASSES",
     "CheckpointConfig",
     "ConfigError",
@@ -29,9 +30,15 @@ __all__ = [
     "FlagParser",
     "LegacyFlags",
     "LoggingConfig",
+    "NormConfig",
+    "Vocabulary",
     "ModelConfig",
+    "ModelFlags",
+    "PART_FLAGS",
     "OptimizerConfig",
+    "OptimizerFlags",
     "ParallelConfig",
+    "ParallelFlags",
     "PrecisionConfig",
     "Resolved",
     "RunConfig",
@@ -39,6 +46,7 @@ __all__ = [
     "Settings",
     "TokenizerConfig",
     "TrainingConfig",
+    "TrainingFlags",
     "explain",
     "parse_configs",
     "resolve",

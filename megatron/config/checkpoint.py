@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import option
+from megatron.config.draft import Draft
+from megatron.config.flags import POSITIVE, option
 
 
 @dataclass(frozen=True)
@@ -18,16 +19,16 @@ class CheckpointConfig:
     format; training starts anew if the folder has none."""
     load_tag: str | None = option(None)
     """Load this checkpoint (for example global_step100) instead of the newest."""
-    save_interval: int | None = option(None)
+    save_interval: int | None = option(None, bounds=POSITIVE)
     """Steps between saves; the last step is always saved."""
     checkpoint_format: str = option("safetensors", choices=("safetensors", "deepspeed"))
     """This project's own files, which any layout and --load take, or DeepSpeed's own."""
     async_save: bool = option(False)
     """Copy the state to host memory and write it while training goes on."""
-    keep_last: int | None = option(None)
+    keep_last: int | None = option(None, bounds=POSITIVE)
     """Keep only so many of the newest checkpoints."""
-    keep_every: int | None = option(None)
-    """Keep for good those of every so-manieth iteration, in spite of --keep-last."""
+    keep_every: int | None = option(None, bounds=POSITIVE)
+    """Keep for good those of every N-th iteration, in spite of --keep-last."""
     save_universal: bool = option(False)
     """With each checkpoint also write DeepSpeed's universal one, for stock DeepSpeed."""
     universal_checkpoint: bool = option(False)
@@ -51,3 +52,31 @@ class CheckpointConfig:
     """Do not save random state."""
     use_checkpoint_args: bool = option(False)
     """Take the model and tokenizer values that no flag gives from the checkpoint at --load."""
+
+    def check(self, draft: Draft) -> None:
+        """Refuses values that contradict each other.
+
+        Raises:
+            ConfigError: naming flags, values and what would be right.
+        """
+        for name in ("save_interval", "keep_last", "keep_every", "async_save", "save_universal"):
+            draft.check(
+                self.save is not None or not getattr(self, name),
+                f"{draft.show(name)} needs --save, the folder to save in",
+            )
+        draft.check(
+            self.keep_every is None or self.keep_last is not None,
+            f"{draft.show('keep_every')} exempts checkpoints from --keep-last and needs it; "
+            "without both, all are kept",
+        )
+        own = self.checkpoint_format == "safetensors"
+        draft.check(
+            own or not self.async_save,
+            f"{draft.show('async_save')} contradicts {draft.show('checkpoint_format')}: DeepSpeed "
+            "writes its folders while training stands still",
+        )
+        draft.check(
+            own or self.save_optim,
+            f"--no-save-optim contradicts {draft.show('checkpoint_format')}: DeepSpeed's folders "
+            "keep weights and moments together",
+        )

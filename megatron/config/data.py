@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import option
+from megatron.config.draft import Draft
+from megatron.config.flags import NOT_NEGATIVE, option
 
 
 @dataclass(frozen=True)
@@ -56,7 +57,7 @@ class DataConfig:
     """Folder of the cached sample indices."""
     object_storage_cache_path: str | None = option(None, derived="object-storage-cache")
     """Folder that keeps what was read of data paths such as s3://bucket/prefix."""
-    num_workers: int = option(2)
+    num_workers: int = option(2, bounds=NOT_NEGATIVE, role="course")
     """Processes that load data, per rank; 0 loads in the training process."""
     mock_data: bool = option(False)
     """Train on synthetic tokens; no data files are needed."""
@@ -66,3 +67,26 @@ class DataConfig:
     """Keep attention within documents."""
     eod_mask_loss: bool = option(False)
     """Take no loss on positions whose input is the end-of-document token."""
+
+    def check(self, draft: Draft) -> None:
+        """Refuses data files beside --mock-data.
+
+        Raises:
+            ConfigError: naming the flags.
+        """
+        parts = ("train", "valid", "test")
+        named = [
+            draft.flag(name)
+            for name in (
+                *("data_path", "data_args_path", "per_split_data_args_path"),
+                *(f"{part}_data" for part in parts),
+                *(f"{part}_data_path" for part in parts),
+                *(f"{part}_weighted_split_paths" for part in parts),
+                *(f"{part}_weighted_split_paths_path" for part in parts),
+            )
+            if getattr(self, name)
+        ]
+        draft.check(
+            not (self.mock_data and named),
+            f"--mock-data contradicts {', '.join(named)}: give one of them",
+        )

@@ -1,56 +1,81 @@
-"""A configuration under construction, and the checks that many of its values share."""
+"""Flags on their way to a configuration: where each value came from, for messages and users."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-from typing import Any
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, TypeVar
 
-from megatron.config.flags import ConfigError
+from megatron.config.flags import ConfigError, Setting, Settings, flag_of
+
+T = TypeVar("T")
 
 
-@dataclass
 class Draft:
-    """Values of a configuration under construction.
+    """What is known of every flag while a configuration is resolved.
+
+    Values are computed with as attributes of the flag classes; here they are for messages and for
+    ``--explain-config``, together with those that were derived.
+
+    Args:
+        classes: the flag classes.
+        settings: what is given, by field name.
 
     Attributes:
         values: value of each field.
         origins: where each value came from.
-        flags: the flag of each field, for messages.
         notes: lines for the user.
+
+    Raises:
+        ConfigError: a number is out of its bounds.
     """
 
-    values: dict[str, Any]
-    origins: dict[str, str]
-    flags: dict[str, str]
-    notes: list[str] = field(default_factory=list)
-
-    def __getitem__(self, name: str) -> Any:
-        return self.values[name]
+    def __init__(self, classes: Sequence[type], settings: Settings) -> None:
+        fields = [field for cls in classes for field in dataclasses.fields(cls)]
+        self._flags = {field.name: flag_of(field) for field in fields}
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.notes: list[str] = []
+        for field in fields:
+            origin = "derived" if field.metadata.get("internal") else "default"
+            setting = settings.get(field.name, Setting(field.default, origin))
+            self.values[field.name], self.origins[field.name] = setting.value, setting.origin
+        for field in fields:
+            bounds, value = field.metadata.get("bounds"), self.values[field.name]
+            if bounds is not None and value is not None:
+                self.check(bounds.hold(value), f"{self.show(field.name)} {bounds.rule}")
 
     def given(self, name: str) -> bool:
         """Whether the value is no default."""
         return self.origins[name] != "default"
 
-    def put(self, name: str, value: Any, how: str) -> None:
-        """Sets a derived value."""
-        self.values[name] = value
-        self.origins[name] = f"derived: {how}"
+    def put(self, name: str, value: T, how: str) -> T:
+        """A derived value, which is noted."""
+        self.values[name], self.origins[name] = value, f"derived: {how}"
+        return value
 
-    def fill(self, name: str, value: Any, how: str) -> None:
-        """Sets a derived value if there is none yet."""
-        if self.values[name] is None:
-            self.put(name, value, how)
+    def fill(self, name: str, given: T | None, value: T, how: str) -> T:
+        """What is given, or else a derived value, which is noted."""
+        return self.put(name, value, how) if given is None else given
 
-    def require(self, *names: str) -> None:
-        """Refuses a configuration that lacks one of the values."""
-        missing = [self.flags[name] for name in names if self.values[name] is None]
+    def require(self, **given: T | None) -> tuple[T, ...]:
+        """The values by field name, in their order.
+
+        Raises:
+            ConfigError: some are not given.
+        """
+        missing = [self.flag(name) for name, value in given.items() if value is None]
         if missing:
             raise ConfigError(f"missing {', '.join(missing)}")
+        return tuple(value for value in given.values() if value is not None)
+
+    def flag(self, name: str) -> str:
+        """The flag that sets a field."""
+        return self._flags[name]
 
     def show(self, name: str) -> str:
         """A value for a message: flag, value and where it came from."""
-        origin = self.origins[name]
-        flag = self.flags[name]
+        origin, flag = self.origins[name], self.flag(name)
         place = "" if origin == f"flag {flag}" else f" ({origin})"
         return f"{flag} {self.values[name]}{place}"
 
@@ -59,24 +84,19 @@ class Draft:
         if not condition:
             raise ConfigError(message)
 
-
-def positive(draft: Draft, *names: str) -> None:
-    """Refuses values of these fields that are not above zero; None is none."""
-    for name in names:
-        value = draft[name]
-        draft.check(value is None or value > 0, f"{draft.show(name)} must be positive")
-
-
-def not_negative(draft: Draft, *names: str) -> None:
-    """Refuses values of these fields below zero; None is none."""
-    for name in names:
-        value = draft[name]
-        draft.check(value is None or value >= 0, f"{draft.show(name)} must not be negative")
+    def check_divides(self, divisor: str, whole: str) -> None:
+        """Refuses a value that does not divide the other."""
+        self.check(
+            self.values[whole] % self.values[divisor] == 0,
+            f"{self.show(divisor)} must divide {self.show(whole)}",
+        )
 
 
-def divides(draft: Draft, divisor: str, whole: str) -> None:
-    """Refuses a value that does not divide the other."""
-    draft.check(
-        draft[whole] % draft[divisor] == 0,
-        f"{draft.show(divisor)} must divide {draft.show(whole)}",
-    )
+def shared(flags: Any, cls: type) -> dict[str, Any]:
+    """The values of those flags that a resolved class takes as they are: its fields of that name.
+
+    Args:
+        flags: an instance of a flag class.
+        cls: a class whose fields are all flags.
+    """
+    return {field.name: getattr(flags, field.name) for field in dataclasses.fields(cls)}

@@ -17,7 +17,7 @@ class EngineConfig:
         None, flag="--deepspeed_config", aliases=("--deepspeed-config",)
     )
     """DeepSpeed's JSON file; its "auto" values are filled from the flags."""
-    zero_stage: int = option(0, choices=(0, 1, 2, 3))
+    zero_stage: int = option(0, choices=(0, 1, 2, 3), role="layout")
     """What ZeRO partitions over data-parallel processes: 1 optimizer state, 2 gradients too,
     3 parameters too."""
 

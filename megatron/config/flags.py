@@ -12,13 +12,15 @@ import ast
 import dataclasses
 import functools
 import inspect
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
 
 from megatron.util.nearest import nearest
+
+C = TypeVar("C")
 
 
 class ConfigError(ValueError):
@@ -37,6 +39,24 @@ Settings = dict[str, Setting]
 """Settings by field name. Field names are unique over all config classes of a program."""
 
 
+class Bounds(NamedTuple):
+    """What numbers a field takes."""
+
+    hold: Callable[[Any], bool]
+    rule: str
+
+
+POSITIVE = Bounds(lambda value: value > 0, "must be positive")
+NOT_NEGATIVE = Bounds(lambda value: value >= 0, "must not be negative")
+FRACTION = Bounds(lambda value: 0 <= value < 1, "must be in [0, 1)")
+
+
+Role = Literal["weights", "results", "layout", "schedule", "course"]
+"""What a field decides: which parameters a network has and what they mean; what is computed with
+them; how work is laid out over processes, as names of layouts say it; learning rate and weight
+decay; when a run evaluates and ends, and what a step does not depend on."""
+
+
 def option(
     default: Any = None,
     *,
@@ -48,6 +68,9 @@ def option(
     note: str | None = None,
     derived: str | None = None,
     internal: bool = False,
+    bounds: Bounds | None = None,
+    role: Role | None = None,
+    megatron: bool | Sequence[str] = False,
 ) -> Any:
     """A config field that is also a flag.
 
@@ -61,6 +84,10 @@ def option(
         note: what happens instead, for flags accepted only because people's scripts pass them.
         derived: how the value is found when neither a flag nor the JSON gives one.
         internal: the field is filled by the program and has no flag.
+        bounds: what numbers it takes.
+        role: what it decides, where others ask for all fields that decide it.
+        megatron: whether an argument in Megatron's checkpoints says the same, or its names, of
+            which the first is written; it has the field's name where no other is given.
     """
     metadata = {
         "flag": flag,
@@ -71,6 +98,9 @@ def option(
         "note": note,
         "derived": derived,
         "internal": internal,
+        "bounds": bounds,
+        "role": role,
+        "megatron": megatron,
     }
     return dataclasses.field(default=default, metadata=metadata)
 
@@ -80,17 +110,31 @@ def flag_of(field: dataclasses.Field) -> str:
     return field.metadata.get("flag") or field.metadata.get("off") or _dashed(field.name)
 
 
+def names_of(role: Role, *classes: type) -> tuple[str, ...]:
+    """The fields of config classes that have a role."""
+    fields = (field for cls in classes for field in dataclasses.fields(cls))
+    return tuple(field.name for field in fields if field.metadata.get("role") == role)
+
+
 def _dashed(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
 @functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    return {node.name: node.body for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+
+
+@functools.cache
 def field_help(cls: type) -> dict[str, str]:
     """Help text of each field of ``cls``: the string literal that follows it in the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0]
-    assert isinstance(body, ast.ClassDef)
-    texts = {}
-    for statement, following in zip(body.body, body.body[1:], strict=False):
+    body = _class_bodies(cls.__module__)[cls.__name__]
+    texts: dict[str, str] = {}
+    for base in cls.__bases__:
+        if dataclasses.is_dataclass(base):
+            texts |= field_help(base)
+    for statement, following in zip(body, body[1:], strict=False):
         if (
             isinstance(statement, ast.AnnAssign)
             and isinstance(statement.target, ast.Name)
@@ -117,6 +161,11 @@ def _kind(hint: Any) -> _Kind:
         args = typing.get_args(hint)
         return _Kind(args[0], "+" if args[-1] is Ellipsis else len(args))
     return _Kind(hint, 0 if hint is bool else None)
+
+
+def value_type(hint: Any) -> type:
+    """The type of a field's value, or of its elements, where it is given."""
+    return _kind(hint).parse
 
 
 def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Setting:
@@ -259,7 +308,7 @@ def parse_configs(
     return tuple(build(cls, settings) for cls in classes)
 
 
-def build(cls: type, settings: Settings) -> Any:
+def build(cls: type[C], settings: Settings) -> C:
     """An instance of ``cls`` from the settings that carry its field names."""
-    names = {field.name for field in dataclasses.fields(cls)}
+    names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: s.value for name, s in settings.items() if name in names})

@@ -8,14 +8,11 @@ matter of combinations and are checked where they are derived.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from megatron.config.flags import ConfigError
-
-if TYPE_CHECKING:
-    from megatron.config.run import RunConfig
 
 SCHEDULES = ("1f1b", "interleaved", "dualpipev")
 PRECISIONS = ("fp32", "bf16", "fp16")
@@ -56,33 +53,6 @@ class Layout:
     offload_optimizer: str | None = None
     offload_param: str | None = None
     micro_batches: tuple[int, ...] = ()
-
-    @classmethod
-    def of(cls, config: RunConfig, content: Mapping[str, Any] | None = None) -> Layout:
-        """The layout of a resolved configuration.
-
-        Args:
-            config: the configuration.
-            content: the DeepSpeed JSON, which alone says what is offloaded.
-        """
-        parallel, precision = config.parallel, config.precision
-        zero = (content or {}).get("zero_optimization") or {}
-        full = parallel.recompute_granularity == "full"
-        return cls(
-            tensor=parallel.tensor_model_parallel_size,
-            sequence=parallel.sequence_parallel,
-            pipeline=parallel.pipeline_model_parallel_size,
-            schedule=parallel.pipeline_schedule or "1f1b",
-            chunks=parallel.num_virtual_stages_per_pipeline_rank or 1,
-            data=parallel.data_parallel_size,
-            zero=config.engine.zero_stage,
-            precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
-            grads_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
-            recompute=parallel.recompute_method if full else parallel.recompute_granularity,
-            offload_optimizer=_device(zero, "offload_optimizer"),
-            offload_param=_device(zero, "offload_param"),
-            micro_batches=_micro_batches(config),
-        )
 
     @property
     def processes(self) -> int:
@@ -169,26 +139,6 @@ _VALUE_FLAGS = {
     "chunks": "--num-virtual-stages-per-pipeline-rank",
     "zero": "--zero-stage",
 }
-
-
-def _device(zero: Mapping[str, Any], key: str) -> str | None:
-    device = (zero.get(key) or {}).get("device")
-    return None if device in (None, "none") else device
-
-
-def _micro_batches(config: RunConfig) -> tuple[int, ...]:
-    training = config.training
-    if training.skip_train:
-        return ()
-    assert training.micro_batch_size is not None and training.global_batch_size is not None
-    each = training.micro_batch_size * config.parallel.data_parallel_size
-    sizes = {training.global_batch_size}
-    if training.rampup_batch_size is not None:
-        start, increment, _ = training.rampup_batch_size
-        if start > 0 and increment > 0:
-            sizes |= set(range(start, training.global_batch_size, increment))
-    # A ramp through sizes that do not divide is refused as such.
-    return tuple(size // each for size in sorted(sizes) if size % each == 0)
 
 
 def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, int]:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron.config.flags import option
+from megatron.config.draft import Draft
+from megatron.config.flags import POSITIVE, option
 
 
 @dataclass(frozen=True)
 class LoggingConfig:
     """Logging: what is reported, where."""
 
-    log_interval: int = option(100)
+    log_interval: int = option(100, bounds=POSITIVE)
     """Steps between log lines."""
     metrics_file: str | None = option(None, derived="metrics.jsonl in --save, if that is given")
     """JSON-lines file of metrics."""
@@ -47,3 +48,11 @@ class LoggingConfig:
     """Folder of Weights & Biases' local files."""
     wandb_entity: str | None = option(None)
     """Weights & Biases team or user."""
+
+
+def resolve_logging(flags: LoggingConfig, save: str | None, draft: Draft) -> LoggingConfig:
+    """What flags ask to report, in a run with these checkpoints."""
+    if flags.metrics_file is not None or save is None:
+        return flags
+    file = draft.put("metrics_file", f"{save.rstrip('/')}/metrics.jsonl", "in --save")
+    return replace(flags, metrics_file=file)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from megatron.config.draft import Draft, not_negative
-from megatron.config.flags import option
+from megatron.config.draft import Draft
+from megatron.config.flags import NOT_NEGATIVE, option
 
 
 @dataclass(frozen=True)
@@ -15,7 +15,7 @@ class ProfilingConfig:
     profile: bool = option(False)
     """Record some steps and print where their time goes: with torch's profiler, a trace for
     Perfetto, and a table; under NVIDIA's nsys its capture range and NVTX ranges."""
-    profile_step_start: int = option(10)
+    profile_step_start: int = option(10, bounds=NOT_NEGATIVE)
     """Iterations before the first one that is recorded."""
     profile_step_end: int = option(12)
     """The last iteration that is recorded; with another --profile-step-start, two after that."""
@@ -33,42 +33,52 @@ class ProfilingConfig:
     --profile-ranks put their number behind its name."""
 
 
-def check_profiling(draft: Draft, world_size: int) -> None:
-    """Completes and checks the values of profiling.
+def resolve_profiling(
+    flags: ProfilingConfig, world_size: int, iterations: int | None, save: str | None, draft: Draft
+) -> ProfilingConfig:
+    """What flags ask to profile.
+
+    Args:
+        flags: the flags.
+        world_size: number of processes.
+        iterations: length of the run, where it is counted in these.
+        save: folder of the run's checkpoints.
+        draft: where the values came from.
 
     Raises:
         ConfigError: naming flags, values and what would be right.
     """
     start, end, ranks = "profile_step_start", "profile_step_end", "profile_ranks"
-    not_negative(draft, start)
+    first, last = flags.profile_step_start, flags.profile_step_end
     if draft.given(start) and not draft.given(end):
-        draft.put(end, draft[start] + 2, "profile-step-start + 2")
+        last = draft.put(end, first + 2, "profile-step-start + 2")
     draft.check(
-        draft[end] > draft[start],
-        f"{draft.show(end)} must be above {draft.show(start)}: iterations {draft[start] + 1} to "
-        f"{draft[end]} are recorded",
+        last > first,
+        f"{draft.show(end)} must be above {draft.show(start)}: iterations {first + 1} to "
+        f"{last} are recorded",
     )
-    wanted = draft[ranks]
-    shown = f"{draft.flags[ranks]} {' '.join(map(str, wanted))}"
+    wanted = flags.profile_ranks
+    shown = f"{draft.flag(ranks)} {' '.join(map(str, wanted))}"
     draft.check(
         bool(wanted) and all(0 <= rank < world_size for rank in wanted),
         f"{shown} must be ranks from 0 to {world_size - 1}, the processes of this run",
     )
     draft.check(len(set(wanted)) == len(wanted), f"{shown} names a rank twice")
     draft.check(
-        not draft["use_pytorch_profiler"] or draft["profile"],
+        not flags.use_pytorch_profiler or flags.profile,
         "--use-pytorch-profiler chooses what --profile records with and needs it",
     )
-    if not (draft["profile"] or draft["record_memory_history"]):
+    flags = replace(flags, profile_step_end=last)
+    if not (flags.profile or flags.record_memory_history):
         for name in (start, end, ranks, "profile_dir", "memory_snapshot_path"):
             if draft.given(name):
-                draft.notes.append(f"{draft.flags[name]} has no effect without --profile")
-        return
-    iterations = draft["train_iters"]
+                draft.notes.append(f"{draft.flag(name)} has no effect without --profile")
+        return flags
     draft.check(
-        iterations is None or draft[start] < iterations,
+        iterations is None or first < iterations,
         f"{draft.show(start)} leaves nothing to record: the run ends at iteration {iterations} "
-        f"({draft.flags['train_iters']})",
+        f"({draft.flag('train_iters')})",
     )
-    folder = f"{draft['save'].rstrip('/')}/profile" if draft["save"] else "profile"
-    draft.fill("profile_dir", folder, "profile in --save, else in this folder")
+    folder = f"{save.rstrip('/')}/profile" if save else "profile"
+    how = "profile in --save, else in this folder"
+    return replace(flags, profile_dir=draft.fill("profile_dir", flags.profile_dir, folder, how))

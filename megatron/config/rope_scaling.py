@@ -66,6 +66,11 @@ class RopeScaling:
     short_factor: tuple[float, ...] | None = None
     long_factor: tuple[float, ...] | None = None
 
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing is stretched."""
+        return self.rope_type == "default"
+
     @classmethod
     def parse(cls, text: str, pairs: int) -> RopeScaling:
         """Reads and checks the JSON.

@@ -12,19 +12,24 @@ from typing import Any, TypeVar
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.derive import Draft, derive
+from megatron.config.draft import Draft
 from megatron.config.engine import EngineConfig, LegacyFlags
-from megatron.config.fast_paths import FastPathsConfig
-from megatron.config.flags import ConfigError, Settings, build, flag_of
+from megatron.config.fast_paths import FastPathsConfig, check_fast_paths
+from megatron.config.flags import Settings, build, flag_of
 from megatron.config.kinds import KindConfig, kind_classes
 from megatron.config.layouts import Layout, check_layout
-from megatron.config.logging import LoggingConfig
-from megatron.config.model import ModelConfig
-from megatron.config.optimizer import OptimizerConfig, PrecisionConfig
-from megatron.config.parallel import ParallelConfig
-from megatron.config.profiling import ProfilingConfig, check_profiling
+from megatron.config.logging import LoggingConfig, resolve_logging
+from megatron.config.model import ModelConfig, ModelFlags, resolve_model
+from megatron.config.optimizer import (
+    OptimizerConfig,
+    OptimizerFlags,
+    PrecisionConfig,
+    resolve_optimizer,
+)
+from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
+from megatron.config.profiling import ProfilingConfig, resolve_profiling
 from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.training import TrainingConfig
+from megatron.config.training import TrainingConfig, TrainingFlags, resolve_training
 
 Kind = TypeVar("Kind", bound=KindConfig)
 
@@ -38,7 +43,7 @@ class RunConfig:
             have their defaults. :meth:`kind` gives one by its class.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
@@ -73,23 +78,21 @@ class RunConfig:
         return getattr(self, name) if cls is None else self.kind(cls)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The configuration as plain JSON values, one object per part."""
-        return {name: dataclasses.asdict(self.part(name)) for name in PARTS}
+        """The configuration as plain JSON values, one object per part; of the model its flags."""
+        parts = {name: self.part(name) for name in PARTS} | {"model": self.model.flags()}
+        return {name: dataclasses.asdict(part) for name, part in parts.items()}
 
     @classmethod
     def from_dict(cls, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """The inverse of :meth:`to_dict`; fields that a part lacks keep their defaults."""
-        built = {}
-        for part, part_class in PARTS.items():
-            hints = typing.get_type_hints(part_class)
-            built[part] = part_class(
-                **{
-                    name: tuple(value) if isinstance(value, list) else value
-                    for name, value in parts.get(part, {}).items()
-                    if name in hints
-                }
-            )
-        return cls.of(built)
+        """The inverse of :meth:`to_dict`; fields that a part lacks keep their defaults, and those
+        that are not known are passed over.
+
+        Raises:
+            ConfigError: there is no such model.
+        """
+        classes = {**PARTS, "model": ModelFlags}
+        built = {name: _from_json(part, parts.get(name, {})) for name, part in classes.items()}
+        return cls.of(built | {"model": built["model"].resolve()})
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> RunConfig:
@@ -99,16 +102,63 @@ class RunConfig:
 
     def with_vocabulary(self, vocab_size: int) -> RunConfig:
         """Fills in the size of the token table, padded so that every rank holds equal shares."""
-        multiple = (
-            self.model.make_vocab_size_divisible_by * self.parallel.tensor_model_parallel_size
+        model = self.model.with_vocabulary(vocab_size, self.parallel.tensor_model_parallel_size)
+        return dataclasses.replace(self, model=model)
+
+    def layout(self, content: Mapping[str, Any] | None = None) -> Layout:
+        """The layout of the run.
+
+        Args:
+            content: the DeepSpeed JSON, which alone says what is offloaded.
+        """
+        parallel, precision = self.parallel, self.precision
+        zero = (content or {}).get("zero_optimization") or {}
+        full = parallel.recompute_granularity == "full"
+        return Layout(
+            tensor=parallel.tensor_model_parallel_size,
+            sequence=parallel.sequence_parallel,
+            pipeline=parallel.pipeline_model_parallel_size,
+            schedule=parallel.pipeline_schedule,
+            chunks=parallel.num_virtual_stages_per_pipeline_rank,
+            data=parallel.data_parallel_size,
+            zero=self.engine.zero_stage,
+            precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
+            grads_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
+            recompute=parallel.recompute_method if full else parallel.recompute_granularity,
+            offload_optimizer=_device(zero, "offload_optimizer"),
+            offload_param=_device(zero, "offload_param"),
+            micro_batches=self._micro_batches(),
         )
-        padded = -(-vocab_size // multiple) * multiple
-        return dataclasses.replace(
-            self,
-            model=dataclasses.replace(
-                self.model, unpadded_vocab_size=vocab_size, padded_vocab_size=padded
-            ),
-        )
+
+    def _micro_batches(self) -> tuple[int, ...]:
+        training = self.training
+        if training.skip_train:
+            return ()
+        each = training.micro_batch_size * self.parallel.data_parallel_size
+        sizes = {training.global_batch_size}
+        if training.rampup_batch_size is not None:
+            start, increment, _ = training.rampup_batch_size
+            if start > 0 and increment > 0:
+                sizes |= set(range(start, training.global_batch_size, increment))
+        # A ramp through sizes that do not divide is refused as such.
+        return tuple(size // each for size in sorted(sizes) if size % each == 0)
+
+
+def _device(zero: Mapping[str, Any], key: str) -> str | None:
+    device = (zero.get(key) or {}).get("device")
+    return None if device in (None, "none") else device
+
+
+def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
+    """A part from saved values. Older files have null where a value was still to be derived."""
+    known = {field.name: field.default for field in dataclasses.fields(cls)}
+    return cls(
+        **{
+            name: tuple(value) if isinstance(value, list) else value
+            for name, value in values.items()
+            if name in known and (value is not None or known[name] is None)
+        }
+    )
 
 
 def _parts() -> Iterator[tuple[str, type]]:
@@ -119,10 +169,19 @@ def _parts() -> Iterator[tuple[str, type]]:
 PARTS: Mapping[str, type] = types.MappingProxyType(dict(_parts()))
 """The class of each part of a :class:`RunConfig` by the part's name."""
 
-CONFIG_CLASSES: tuple[type, ...] = tuple(PARTS.values())
-"""The config classes of a training run, in the order in which --help shows their groups."""
 
-FLAG_CLASSES: tuple[type, ...] = (*CONFIG_CLASSES, LegacyFlags)
+_FLAGS: dict[type, type] = {
+    ModelConfig: ModelFlags,
+    ParallelConfig: ParallelFlags,
+    TrainingConfig: TrainingFlags,
+    OptimizerConfig: OptimizerFlags,
+}
+"""What people give of the parts that are resolved to something else."""
+
+PART_FLAGS: dict[str, type] = {name: _FLAGS.get(part, part) for name, part in PARTS.items()}
+"""The flag class of each part, in the order in which --help shows their groups."""
+
+FLAG_CLASSES: tuple[type, ...] = (*PART_FLAGS.values(), LegacyFlags)
 """All classes whose fields are flags of the training commands."""
 
 
@@ -132,14 +191,23 @@ class Resolved:
 
     Attributes:
         config: the configuration.
-        origins: origin of each field by name: ``default``, ``flag --x``, ``file.json: key``,
-            ``derived: how`` or ``checkpoint``.
+        values: value of each flag, by field.
+        origins: origin of each: ``default``, ``flag --x``, ``file.json: key``, ``derived: how`` or
+            ``checkpoint``.
         notes: lines for the user about flags that have another effect than they might expect.
     """
 
     config: RunConfig
+    values: Mapping[str, Any]
     origins: Mapping[str, str]
     notes: tuple[str, ...]
+
+    def with_vocabulary(self, vocab_size: int) -> Resolved:
+        """See :meth:`RunConfig.with_vocabulary`."""
+        config = self.config.with_vocabulary(vocab_size)
+        rows = {"padded_vocab_size": config.model.vocabulary.padded}
+        values = {**self.values, "unpadded_vocab_size": vocab_size, **rows}
+        return dataclasses.replace(self, config=config, values=values)
 
 
 def resolve(settings: Settings, world_size: int) -> Resolved:
@@ -153,58 +221,57 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         ConfigError: a required value is missing, values contradict each other, or there is no such
             layout.
     """
-    fields = {f.name: f for cls in CONFIG_CLASSES for f in dataclasses.fields(cls)}
-    draft = Draft(
-        values={
-            name: settings[name].value if name in settings else f.default
-            for name, f in fields.items()
-        },
-        origins={
-            name: settings[name].origin
-            if name in settings
-            else "derived"
-            if f.metadata.get("internal")
-            else "default"
-            for name, f in fields.items()
-        },
-        flags={name: flag_of(f) for name, f in fields.items()},
+    draft = Draft(tuple(PART_FLAGS.values()), settings)
+    model = resolve_model(build(ModelFlags, settings), draft)
+    parallel = resolve_parallel(build(ParallelFlags, settings), model, world_size, draft)
+    training = resolve_training(build(TrainingFlags, settings), parallel.data_parallel_size, draft)
+    length, save = training.train_iters, build(CheckpointConfig, settings).save
+    resolved = {
+        "model": model,
+        "parallel": parallel,
+        "training": training,
+        "optimizer": resolve_optimizer(build(OptimizerFlags, settings), training, draft),
+        "logging": resolve_logging(build(LoggingConfig, settings), save, draft),
+        "profiling": resolve_profiling(
+            build(ProfilingConfig, settings), world_size, length, save, draft
+        ),
+    }
+    given: dict[str, Any] = {
+        name: build(cls, settings) for name, cls in PART_FLAGS.items() if name not in resolved
+    }
+    config = RunConfig.of(given | resolved)
+    config.precision.check(config.engine.zero_stage, draft)
+    config.data.check(draft)
+    config.checkpoint.check(draft)
+    check_fast_paths(
+        config.fast_paths,
+        model,
+        parallel,
+        training.micro_batch_size,
+        config.engine.zero_stage,
+        config.precision.bf16,
+        draft,
     )
-    derive(draft, world_size)
-    check_profiling(draft, world_size)
-    config = RunConfig.of(
-        {
-            part: part_class(**{f.name: draft[f.name] for f in dataclasses.fields(part_class)})
-            for part, part_class in PARTS.items()
-        }
-    )
-    check_layout(Layout.of(config))
+    check_layout(config.layout())
     notes = [
         f"{flag_of(f)} is accepted and not used: {f.metadata['note']}"
         for f in dataclasses.fields(LegacyFlags)
         if f.name in settings
     ]
-    return Resolved(config, types.MappingProxyType(draft.origins), (*notes, *draft.notes))
+    return Resolved(
+        config,
+        types.MappingProxyType(draft.values),
+        types.MappingProxyType(draft.origins),
+        (*notes, *draft.notes),
+    )
 
 
 def explain(resolved: Resolved) -> str:
     """Every value with its origin, grouped like --help, one per line."""
     lines = []
-    for part, part_class in PARTS.items():
+    for part, cls in PART_FLAGS.items():
         lines.append(f"[{part}]")
-        values = resolved.config.part(part)
-        for f in dataclasses.fields(part_class):
-            value = getattr(values, f.name)
-            lines.append(f"  {f.name:<40} {json.dumps(value):<28} {resolved.origins[f.name]}")
+        for f in dataclasses.fields(cls):
+            value = json.dumps(resolved.values[f.name])
+            lines.append(f"  {f.name:<40} {value:<28} {resolved.origins[f.name]}")
     return "\n".join(lines)
-
-
-__all__ = [
-    "CONFIG_CLASSES",
-    "FLAG_CLASSES",
-    "ConfigError",
-    "Resolved",
-    "RunConfig",
-    "build",
-    "explain",
-    "resolve",
-]

@@ -120,7 +120,6 @@ def sequence_lengths(config: RunConfig, samples: Callable[[int], int]) -> Sequen
         ConfigError: a length does not fit the run.
     """
     found = (kind.lengths(config, samples) for kind in acting_kinds(config))
-    assert config.model.seq_length is not None
     return next(filter(None, found), None) or SequenceLengths(config.model.seq_length)
 
 
@@ -154,7 +153,6 @@ class DataPipeline(ABC):
     unit: ClassVar[str] = "document"
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
-        assert config.model.seq_length is not None
         self.config, self.tokenizer = config, tokenizer
         self.seq_length: int = config.model.seq_length
         self.seed = config.training.seed

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.config.fast_paths import GRAPH_MODES
-from megatron.engine.environment import is_main_process
 from megatron.model.rope import rope_table
+from megatron.util.processes import is_main_process
 
 
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:

@@ -13,14 +13,14 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from megatron.config import CONFIG_CLASSES, ConfigError, RunConfig, Setting, Settings
+from megatron.config import FLAG_CLASSES, ConfigError, RunConfig, Setting, Settings
 from megatron.config.flags import check_value
-from megatron.config.layouts import Layout, check_layout
+from megatron.config.layouts import check_layout
 from megatron.engine.json_keys import CURRICULA, PAIRS, Json, autos, drop_auto, get, put
 
 _FIELDS = {
     field.name: (field, types[field.name])
-    for part in CONFIG_CLASSES
+    for part in FLAG_CLASSES
     for types in (typing.get_type_hints(part),)
     for field in dataclasses.fields(part)
 }
@@ -118,8 +118,8 @@ def complete(content: Json, config: RunConfig) -> Json:
             drop_auto(result, pair.key)
         else:
             put(result, pair.key, encoded)
-    samples = config.training.micro_batch_size * config.parallel.data_parallel_size  # type: ignore
-    result["gradient_accumulation_steps"] = config.training.global_batch_size // samples  # type: ignore
+    samples = config.training.micro_batch_size * config.parallel.data_parallel_size
+    result["gradient_accumulation_steps"] = config.training.global_batch_size // samples
     left = list(autos(result))
     if left:
         raise ConfigError(
@@ -144,7 +144,7 @@ def _refuse(content: Json, config: RunConfig) -> None:
             "forward pass, which a pipeline does not have as a whole; remove the key, or profile "
             "without a pipeline"
         )
-    check_layout(Layout.of(config, content))
+    check_layout(config.layout(content))
 
 
 def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:

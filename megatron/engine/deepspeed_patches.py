@@ -30,9 +30,9 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megatron.config import ConfigError
-from megatron.engine.environment import is_main_process
 from megatron.engine.json_keys import Json, get, offloads
 from megatron.parallel.mesh import Group
+from megatron.util.processes import is_main_process
 
 FIRST, LAST = "0.19.0", "0.19.8"
 """Versions of DeepSpeed, both included, that the replacements were held to."""

@@ -42,11 +42,6 @@ def world_size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
-def is_main_process() -> bool:
-    """Whether this is the process that speaks for all."""
-    return int(os.environ.get("RANK", "0")) == 0
-
-
 def training_device() -> torch.device:
     """This process's GPU, or the CPU where there is none (or DS_ACCELERATOR=cpu)."""
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":

@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from megatron.config import ConfigError, RunConfig
-from megatron.engine.environment import is_main_process
 from megatron.model.block import Block
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import (
@@ -17,6 +16,7 @@ from megatron.parallel.layers import (
     QKVParallelLinear,
     RowParallelLinear,
 )
+from megatron.util.processes import is_main_process
 
 _LINEAR = (ColumnParallelLinear, KVParallelLinear, QKVParallelLinear, RowParallelLinear)
 
@@ -37,7 +37,6 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
     if fast.fp8_format is None:
         return
     _check_device(device, fast.fp8_format)
-    assert config.model.num_layers is not None
     chosen = fast.float8_blocks(config.model.num_layers)
     float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe == "rowwise")
     for block in blocks:

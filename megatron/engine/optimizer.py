@@ -47,12 +47,11 @@ def _optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> Optim
         {"params": others, "weight_decay": 0.0, "decays": False},
     ]
     groups = [group for group in groups if group["params"]]
-    lr = config.lr or 0.0
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=lr, momentum=config.sgd_momentum)
+        return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
     return torch.optim.AdamW(
         groups,
-        lr=lr,
+        lr=config.lr,
         betas=(config.adam_beta1, config.adam_beta2),
         eps=config.adam_eps,
         fused=True,  # torch's own kernel, for CPUs too; nothing is compiled

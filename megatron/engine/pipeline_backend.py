@@ -57,9 +57,9 @@ class PipelineBackend:
     def _schedule(self, micro_batches: int, forward_only: bool = False) -> PipelineSchedule:
         parallel = self._parallel
         return PipelineSchedule(
-            parallel.pipeline_schedule or "1f1b",
+            parallel.pipeline_schedule,
             ranks=self._mesh.pipeline.size,
-            chunks=parallel.num_virtual_stages_per_pipeline_rank or 1,
+            chunks=parallel.num_virtual_stages_per_pipeline_rank,
             micro_batches=micro_batches,
             forward_only=forward_only,
         )

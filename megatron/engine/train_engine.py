@@ -58,7 +58,7 @@ class TrainEngine:
         self.backend, self.names, self.optimizer, self.engine = backend, names, optimizer, engine
         self.stage = config.engine.zero_stage
         self.layers, self.model = backend.layers, backend.model
-        self._samples_per_round = (config.training.micro_batch_size or 1) * mesh.data.size
+        self._samples_per_round = config.training.micro_batch_size * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
         self._queued = self._queued_update() if queued else None
 
@@ -114,7 +114,7 @@ class TrainEngine:
 
     def _dropout_seeds(self, consumed_samples: int, micro_batches: int) -> list[int | None]:
         model, per_round = self.config.model, self._samples_per_round
-        if not model.hidden_dropout and not model.attention_dropout:
+        if not model.hidden_dropout and not model.attention.attention_dropout:
             return [None] * micro_batches
         first = consumed_samples + self.mesh.data.rank * per_round // self.mesh.data.size
         return [self._dropout_seed(first + n * per_round) for n in range(micro_batches)]

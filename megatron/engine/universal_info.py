@@ -68,8 +68,8 @@ def universal_info(
         "sub_param_shard_widths": widths,
         "pipeline_replicated_parameter_patterns": tied,
         "affine_map": {"version": _AFFINE_VERSION, "params": shared},
-        "original_vocab_size": model.unpadded_vocab_size,
-        "padded_vocab_size": model.padded_vocab_size,
+        "original_vocab_size": model.vocabulary.size,
+        "padded_vocab_size": model.vocabulary.padded,
     }
 
 

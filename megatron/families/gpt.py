@@ -109,7 +109,6 @@ class GPT(Family):
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         """See :meth:`Family.spec`."""
-        assert model.hidden_size is not None
         layers = partial(gpt_layers, model, parallel)
         return ModelSpec(layers, begin, partial(hidden_travels, model.hidden_size))
 

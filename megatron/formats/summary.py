@@ -85,11 +85,9 @@ def run_facts(source: Source) -> dict[str, Any]:
 
 def model_facts(source: Source) -> dict[str, Any]:
     """The values of the network's configuration that are not the defaults."""
-    return {
-        field.name: getattr(source.model, field.name)
-        for field in dataclasses.fields(source.model)
-        if getattr(source.model, field.name) != field.default
-    }
+    flags = source.model.flags()
+    values = {field: getattr(flags, field.name) for field in dataclasses.fields(flags)}
+    return {field.name: value for field, value in values.items() if value != field.default}
 
 
 def bytes_on_disk(folder: Path) -> int:
@@ -151,10 +149,10 @@ def tensor_differences(first: Source, second: Source) -> Iterator[TensorDifferen
 def model_differences(first: Source, second: Source) -> list[str]:
     """Values of the network's configuration that differ, a line each."""
     lines = []
-    for field in dataclasses.fields(first.model):
-        here, there = getattr(first.model, field.name), getattr(second.model, field.name)
-        if here != there and field.name != "padded_vocab_size":
-            lines.append(f"{field.name}: {json.dumps(here)} and {json.dumps(there)}")
+    others = dataclasses.asdict(second.model.flags())
+    for name, here in dataclasses.asdict(first.model.flags()).items():
+        if here != others[name] and name != "padded_vocab_size":
+            lines.append(f"{name}: {json.dumps(here)} and {json.dumps(others[name])}")
     return lines
 
 

@@ -94,21 +94,20 @@ def batches_of_equal_length(prompts: Sequence[Sequence[int]], batch_size: int) -
 
 
 def _check(config: ModelConfig, prompt: Sequence[int], number: int, max_new_tokens: int) -> None:
-    assert config.max_position_embeddings and config.unpadded_vocab_size
     if not prompt:
         raise ValueError(f"prompt {number} is empty; start from the end-of-document token instead")
-    foreign = [i for i in prompt if not 0 <= i < config.unpadded_vocab_size]
+    foreign = [i for i in prompt if not 0 <= i < config.vocabulary.size]
     if foreign:
         raise ValueError(
             f"prompt {number} holds token id {foreign[0]}, outside the model's vocabulary of "
-            f"{config.unpadded_vocab_size:,}"
+            f"{config.vocabulary.size:,}"
         )
-    room = config.max_position_embeddings - len(prompt)
+    room = config.positions.max_position_embeddings - len(prompt)
     if max_new_tokens > room:
         advice = f"at most --max-new-tokens {room}" if room > 0 else "shorten the prompt"
         raise ValueError(
             f"--max-new-tokens {max_new_tokens} after a prompt of {len(prompt)} tokens is more "
-            f"than the model's {config.max_position_embeddings} positions "
+            f"than the model's {config.positions.max_position_embeddings} positions "
             f"(--max-position-embeddings): {advice}"
         )
 
@@ -130,7 +129,7 @@ def _continue(
     for _ in range(max_new_tokens):
         logits_BV = _next_logits(model, fed, cache)
         # The columns behind the vocabulary are padding of the token table.
-        chosen = choose(logits_BV[:, : config.unpadded_vocab_size])
+        chosen = choose(logits_BV[:, : config.vocabulary.size])
         for row, token in enumerate(chosen):
             ended[row] |= token == eod
             if not ended[row]:

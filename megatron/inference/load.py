@@ -86,7 +86,7 @@ def load_tokenizer(config: RunConfig, folder: Path) -> Tokenizer:
         tokenizer = build_tokenizer(
             TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(own_folder))
         )
-    vocab_size = config.model.unpadded_vocab_size
+    vocab_size = config.model.vocabulary.size
     if vocab_size is not None and tokenizer.vocab_size > vocab_size:
         raise ValueError(
             f"the tokenizer has {tokenizer.vocab_size:,} tokens, the model of {folder} has "

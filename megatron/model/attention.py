@@ -47,20 +47,15 @@ class Attention(nn.Module):
         kind: AttentionKind = "causal",
     ) -> None:
         super().__init__()
-        assert config.hidden_size and config.num_layers and config.kv_channels
-        assert config.num_attention_heads and config.num_query_groups
+        attention = config.attention
         self.layer, self.group, self.recompute = layer, region.group, recompute
-        self.head_dim = config.kv_channels
-        self.dropout = config.attention_dropout
-        self.attend = attention_backend(config.attention_backend)
+        self.head_dim = attention.kv_channels
+        self.dropout = attention.attention_dropout
+        self.attend = attention_backend(attention.attention_backend)
         self.scores = Scores.of(config, layer, region.group, kind)
         self.rotation = None if kind == "cross" else Rotation.of(config, layer)
-        width, heads, groups = (
-            config.hidden_size,
-            config.num_attention_heads,
-            config.num_query_groups,
-        )
-        bias, init = config.qkv_bias, Init(config.init_method_std)
+        width, bias, init = config.hidden_size, attention.qkv_bias, Init(config.init_method_std)
+        heads, groups = attention.num_attention_heads, attention.num_query_groups
         self.qkv: QKVParallelLinear | None = None
         if kind == "cross":
             queries = (heads * self.head_dim,)
@@ -72,12 +67,12 @@ class Attention(nn.Module):
             self.qkv = QKVParallelLinear(
                 width, heads, groups, self.head_dim, bias=bias, init=init, region=region
             )
-        self.q_norm = build_head_norm(config, region) if config.qk_layernorm else None
-        self.k_norm = build_head_norm(config, region) if config.qk_layernorm else None
+        self.q_norm = build_head_norm(config, region) if config.norm.qk_layernorm else None
+        self.k_norm = build_head_norm(config, region) if config.norm.qk_layernorm else None
         self.proj = RowParallelLinear(
-            config.num_attention_heads * self.head_dim,
-            config.hidden_size,
-            bias=config.attention_bias,
+            heads * self.head_dim,
+            width,
+            bias=attention.proj_bias,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
             region=region,
         )

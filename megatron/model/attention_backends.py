@@ -63,22 +63,21 @@ class Scores:
         Raises:
             ConfigError: a window of earlier tokens where a token sees later ones too.
         """
-        scalar = config.query_pre_attn_scalar
-        window = config.window(layer)
+        attention = config.attention
+        scalar, window = attention.query_pre_attn_scalar, attention.window(layer)
         if kind == "full" and window is not None:
             raise ConfigError(
                 f"--sliding-window {window} counts the tokens before one, but in the blocks of "
                 "this model a token sees those after it too: leave it out"
             )
         slopes: tuple[float, ...] = ()
-        if config.position_embedding_type == "alibi" and kind != "cross":
-            assert config.num_attention_heads
-            heads = config.num_attention_heads // group.size
+        if config.positions.position_embedding_type == "alibi" and kind != "cross":
+            heads = attention.num_attention_heads // group.size
             first = group.rank * heads
-            slopes = alibi_slopes(config.num_attention_heads)[first : first + heads]
+            slopes = alibi_slopes(attention.num_attention_heads)[first : first + heads]
         return cls(
-            scale=None if scalar is None else 1 / math.sqrt(scalar),
-            softcap=config.attn_logit_softcapping,
+            scale=None if scalar == attention.kv_channels else 1 / math.sqrt(scalar),
+            softcap=attention.attn_logit_softcapping,
             window=None if kind == "cross" else window,
             slopes=slopes,
             causal=kind == "causal",

@@ -41,7 +41,7 @@ class Block(nn.Module):
         cross: bool = False,
     ) -> None:
         super().__init__()
-        post = nn.Identity if not config.post_norm else lambda: build_norm(config, region)
+        post = nn.Identity if not config.norm.post_norm else lambda: build_norm(config, region)
         self.parallel = config.parallel_residual
         self.attention_norm = build_norm(config, region)
         self.attention = Attention(config, layer, region, recompute_attention, kind)

@@ -30,14 +30,13 @@ class TokenEmbedding(VocabParallelEmbedding):
     def __init__(
         self, config: ModelConfig, region: TensorParallel, chunk_bytes: int | None
     ) -> None:
-        assert config.padded_vocab_size and config.unpadded_vocab_size and config.hidden_size
+        vocabulary, softcap = config.vocabulary, config.embedding.final_logit_softcapping
+        assert vocabulary.size, "the vocabulary is not known yet"
         super().__init__(
-            config.padded_vocab_size,
+            vocabulary.padded,
             config.hidden_size,
             init=Init(config.init_method_std),
-            head=LossHead(
-                config.unpadded_vocab_size, config.final_logit_softcapping, chunk_bytes, region
-            ),
+            head=LossHead(vocabulary.size, softcap, chunk_bytes, region),
         )
 
     def forward(self, state: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
@@ -60,18 +59,18 @@ class InputEmbedding(nn.Module):
 
     def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
         super().__init__()
-        assert config.hidden_size and config.max_position_embeddings
-        self.region, self.offset = region, config.position_embedding_offset
-        self.scale = config.hidden_size**0.5 if config.scale_embeddings else None
+        positions = config.positions
+        self.region, self.offset = region, positions.position_embedding_offset
+        self.scale = config.hidden_size**0.5 if config.embedding.scale_embeddings else None
         self.position_embeddings = None
-        if config.position_embedding_type == "learned_absolute":
+        if positions.position_embedding_type == "learned_absolute":
             self.position_embeddings = PositionEmbedding(
-                config.max_position_embeddings + self.offset,
+                positions.max_position_embeddings + self.offset,
                 config.hidden_size,
                 init=Init(config.init_method_std),
                 region=region,
             )
-        self.norm = build_norm(config, region) if config.embed_layernorm else None
+        self.norm = build_norm(config, region) if config.norm.embed_layernorm else None
         self.dropout = Dropout(config.hidden_dropout, region)
 
     def forward(self, state: LayerState) -> LayerState:

@@ -7,7 +7,7 @@ runs compares what they achieve and not how they save memory.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 from megatron.config import ModelConfig
 
@@ -43,7 +43,18 @@ class TransformerShape:
     @classmethod
     def of(cls, model: ModelConfig) -> TransformerShape:
         """Those of a stack of blocks with a head, vocabulary sizes filled in."""
-        return cls(**{field.name: getattr(model, field.name) for field in fields(cls)})
+        return cls(
+            num_layers=model.num_layers,
+            hidden_size=model.hidden_size,
+            ffn_hidden_size=model.mlp.ffn_hidden_size,
+            num_attention_heads=model.attention.num_attention_heads,
+            num_query_groups=model.attention.num_query_groups,
+            kv_channels=model.attention.kv_channels,
+            seq_length=model.seq_length,
+            padded_vocab_size=model.vocabulary.padded,
+            gated=model.mlp.gated,
+            windows=model.windows,
+        )
 
     def flops_per_token(self, *, causal: bool) -> float:
         """Model FLOPs of one token, forward and backward.

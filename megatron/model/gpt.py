@@ -29,12 +29,11 @@ def gpt_layers(
         parallel: what is recomputed in the backward pass, and how large logits may become.
         region: the tensor-parallel ranks; this process alone without it.
     """
-    assert model.num_layers is not None
     region = region or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
     chunk = parallel.logits_chunk_mib
     table = partial(TokenEmbedding, model, region, None if chunk is None else chunk * 2**20)
-    words, tied_key = "embedding.word_embeddings", "embed" if model.tied else None
+    words, tied_key = "embedding.word_embeddings", "embed" if model.embedding.tied else None
     return [
         LayerSpec(words, table, tied_key),
         LayerSpec("embedding", partial(InputEmbedding, model, region)),
@@ -43,7 +42,7 @@ def gpt_layers(
             for n in range(model.num_layers)
         ),
         LayerSpec("final_norm", partial(FinalNorm, model, region)),
-        LayerSpec(words if model.tied else "output_layer", table, tied_key, _project),
+        LayerSpec(words if model.embedding.tied else "output_layer", table, tied_key, _project),
     ]
 
 

@@ -56,20 +56,19 @@ class MLP(nn.Module):
 
     def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
         super().__init__()
-        assert config.hidden_size and config.ffn_hidden_size and config.num_layers
-        inner = config.ffn_hidden_size
-        self.activation = _ACTIVATIONS[config.activation]
+        mlp, inner = config.mlp, config.mlp.ffn_hidden_size
+        self.activation = _ACTIVATIONS[mlp.activation]
         self.up = ColumnParallelLinear(
             config.hidden_size,
-            (inner, inner) if config.gated else (inner,),
-            bias=config.add_bias_linear,
+            (inner, inner) if mlp.gated else (inner,),
+            bias=mlp.bias,
             init=Init(config.init_method_std),
             region=region,
         )
         self.down = RowParallelLinear(
             inner,
             config.hidden_size,
-            bias=config.add_bias_linear,
+            bias=mlp.bias,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
             region=region,
         )

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, NormConfig
 from megatron.model.rms_norm import rms_norm
 from megatron.model.state import LayerState
 from megatron.parallel.region import TensorParallel
@@ -82,18 +82,17 @@ _NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 def build_norm(config: ModelConfig, region: TensorParallel) -> Norm:
     """The norm that ``--normalization`` names, of hidden states."""
-    assert config.hidden_size is not None
-    return _NORMS[config.normalization](
-        config.hidden_size, config.norm_epsilon, region, float(config.apply_layernorm_1p)
-    )
+    return _norm(config.norm, config.hidden_size, region, False)
 
 
 def build_head_norm(config: ModelConfig, region: TensorParallel) -> Norm:
     """The same norm of each head by itself; one weight [D] for all of them."""
-    assert config.kv_channels is not None
-    return _NORMS[config.normalization](
-        config.kv_channels, config.norm_epsilon, region, float(config.apply_layernorm_1p), True
-    )
+    return _norm(config.norm, config.attention.kv_channels, region, True)
+
+
+def _norm(norm: NormConfig, width: int, region: TensorParallel, of_head: bool) -> Norm:
+    offset = float(norm.apply_layernorm_1p)
+    return _NORMS[norm.normalization](width, norm.norm_epsilon, region, offset, of_head)
 
 
 class FinalNorm(nn.Module):

@@ -33,17 +33,15 @@ class Rotation:
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> Rotation | None:
         """That of block ``layer``; None where positions enter the model in another way."""
-        if config.position_embedding_type != "rope":
+        positions = config.positions
+        if positions.position_embedding_type != "rope":
             return None
-        assert config.kv_channels and config.max_position_embeddings
-        rotated = int(config.kv_channels * config.rotary_percent)
-        positions = config.max_position_embeddings
-        if config.window(layer) is not None and config.rotary_base_local is not None:
-            return _one_of_equals(cls(rotated, config.rotary_base_local, positions))
-        if config.rope_scaling is None:
-            return _one_of_equals(cls(rotated, config.rotary_base, positions))
-        scaling = RopeScaling.parse(config.rope_scaling, rotated // 2)
-        return _one_of_equals(cls(rotated, config.rotary_base, positions, scaling))
+        rotated = int(config.attention.kv_channels * positions.rotary_percent)
+        base, scaling = positions.rotary_base, positions.rope_scaling
+        if config.attention.window(layer) is not None and positions.rotary_base_local is not None:
+            base, scaling = positions.rotary_base_local, RopeScaling("default")
+        longest = positions.max_position_embeddings
+        return _one_of_equals(cls(rotated, base, longest, scaling))
 
     def angles(
         self, length: int, positions_BS: Tensor | None, cached: bool, device: torch.device

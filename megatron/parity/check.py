@@ -148,7 +148,7 @@ class Checker:
         except ConfigError as error:
             return Outcome(name, "refused", str(error))
         # The DeepSpeed JSON can have added to it.
-        layout = Layout.of(run.config, run.content)
+        layout = run.config.layout(run.content)
         off = self._dropout_off(layout)
         outcome = Outcome(
             name,
@@ -178,7 +178,7 @@ class Checker:
     def _dropout_off(self, layout: Layout) -> tuple[str, ...]:
         model = self.config.model
         off: tuple[str, ...] = ()
-        if model.attention_dropout and layout.dropout != "all":
+        if model.attention.attention_dropout and layout.dropout != "all":
             off += ATTENTION_OFF
         if model.hidden_dropout and layout.dropout == "none":
             off += HIDDEN_OFF

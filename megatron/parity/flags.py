@@ -21,7 +21,7 @@ from megatron.config import (
     Settings,
 )
 from megatron.config.fast_paths import FastPathsConfig
-from megatron.config.flags import flag_of
+from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout
 from megatron.config.profiling import ProfilingConfig
 from megatron.engine.deepspeed_json import merge
@@ -29,11 +29,7 @@ from megatron.engine.json_file import read_json
 
 _FIELDS = {f.name: f for part in FLAG_CLASSES for f in dataclasses.fields(part)}
 
-OF_LAYOUTS = frozenset(
-    """tensor_model_parallel_size sequence_parallel pipeline_model_parallel_size pipeline_schedule
-    no_pipeline_parallel num_layers_per_virtual_pipeline_stage num_virtual_stages_per_pipeline_rank
-    zero_stage bf16 fp16""".split()
-)
+OF_LAYOUTS = frozenset(names_of("layout", *FLAG_CLASSES))
 """Config fields that a layout's name sets. (Recomputation, which names may say too, may also be a
 flag: one process recomputes as well.)"""
 LEFT_OUT = frozenset(
@@ -42,11 +38,8 @@ LEFT_OUT = frozenset(
         for part in (CheckpointConfig, LoggingConfig, ProfilingConfig, FastPathsConfig)
         for f in dataclasses.fields(part)
     }
-    | set(
-        """eval_interval eval_iters skip_train exit_interval exit_duration_in_mins explain_config
-        num_workers local_rank lr_warmup_fraction lr_warmup_iters lr_warmup_samples
-        lr_warmup_tokens lr_warmup_init""".split()
-    )
+    | set(names_of("course", *FLAG_CLASSES))
+    | {name for name in _FIELDS if name.startswith("lr_warmup")}
 )
 """Config fields of what a check does not do: it saves, loads, evaluates, logs, profiles, compiles
 nothing, multiplies in no 8 bits, in which layouts differ, and a warm-up would keep the weights of

@@ -50,7 +50,6 @@ def tensor_bytes_at_ends(model: ModelConfig, layout: Layout, micro_batch: int) -
 
 def hidden_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
     """Hidden states of a micro batch, whole."""
-    assert model.hidden_size and model.seq_length
     size = 4 if layout.precision == "fp32" or layout.zero == 0 else 2
     return float(size * micro_batch * model.seq_length * model.hidden_size)
 
@@ -75,9 +74,8 @@ def gradient_size(layout: Layout) -> int:
 def tied_bytes(model: ModelConfig, layout: Layout) -> float:
     """Bytes of a rank's gradients of the token table, where the pipeline's first and last rank each
     hold a copy of it, whose gradients they sum; else 0."""
-    assert model.hidden_size
     # DualPipeV has the first and the last stage on one rank.
-    if not model.tied or layout.pipeline == 1 or layout.schedule == "dualpipev":
+    if not model.embedding.tied or layout.pipeline == 1 or layout.schedule == "dualpipev":
         return 0.0
     table = local_widths(model, layout.tensor).vocab * model.hidden_size
     return float(gradient_size(layout) * table)

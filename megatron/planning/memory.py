@@ -140,7 +140,6 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
         layout: the layout.
         micro_batch: samples of a micro batch.
     """
-    assert model.hidden_size and model.seq_length and model.num_attention_heads
     share, hidden = local_widths(model, layout.tensor), model.hidden_size
     half = layout.precision != "fp32"
     size = 2 if half else 4
@@ -148,20 +147,20 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     residual = 4 if half and layout.zero == 0 else size
     tokens = micro_batch * model.seq_length
     outside = tokens / layout.tensor if layout.sequence else tokens
-    statistics = 8 if model.normalization == "LayerNorm" else 4
+    statistics = 8 if model.norm.normalization == "LayerNorm" else 4
     # A weight that 1 is added to is applied in float32, to a copy of the input.
-    source = 4 if model.apply_layernorm_1p else residual
+    source = 4 if model.norm.apply_layernorm_1p else residual
     norm = source * hidden + statistics
     mask = hidden if model.hidden_dropout else 0
     # Where keys and values are repeated, and queries and keys rotated, nothing needs the product.
     repeated = _all_scores(model) and share.query > share.kv
-    rope = model.position_embedding_type == "rope"
-    needless = repeated and rope and not model.qk_layernorm and layout.recompute is None
+    rope = model.positions.position_embedding_type == "rope"
+    needless = repeated and rope and not model.norm.qk_layernorm and layout.recompute is None
     qkv = share.kv if needless else share.query + 2 * share.kv
     # Queries and keys that are normalised or rotated are new tensors; the values still hold the
     # whole product.
-    changed = share.query + share.kv if rope or model.qk_layernorm else 0
-    mlp = share.ffn * _MLP_WIDTHS.get(model.activation, 2)
+    changed = share.query + share.kv if rope or model.norm.qk_layernorm else 0
+    mlp = share.ffn * _MLP_WIDTHS.get(model.mlp.activation, 2)
     kernel = _attention_kernel(model, layout.tensor, size, micro_batch)
     inputs = norms_of_block(model) * norm
     if model.parallel_residual and not model.shared_parallel_norm and source == residual:
@@ -169,14 +168,13 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     outputs = (1 if model.shared_parallel_norm else 2) * size * hidden
     whole = outside * (inputs + outputs + 2 * mask) + _angles(model, layout)
     whole += tokens * size * (qkv + changed + share.query + mlp) + kernel
-    if model.qk_layernorm:
-        assert model.kv_channels
+    if model.norm.qk_layernorm:
         copied = source if source > size else 0
-        heads = (share.query + share.kv) / model.kv_channels
-        whole += tokens * heads * (copied * model.kv_channels + statistics)
+        heads = (share.query + share.kv) / model.attention.kv_channels
+        whole += tokens * heads * (copied * model.attention.kv_channels + statistics)
     logits = tokens * size * share.vocab
     chunk = min(logits, LOGITS_CHUNK)
-    learned = model.position_embedding_type == "learned_absolute"
+    learned = model.positions.position_embedding_type == "learned_absolute"
     positions = model.seq_length if learned else 0
     full = layout.recompute in ("uniform", "block")
     between = outside * residual * hidden
@@ -184,7 +182,7 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     return Activations(
         block=kept,
         recomputed=whole if full else 0.0,
-        embedding=outside * (mask + norm * model.embed_layernorm) + 8 * (tokens + positions),
+        embedding=outside * (mask + norm * model.norm.embed_layernorm) + 8 * (tokens + positions),
         masks=_masks(model, layout.tensor, size),
         # Gradients of several chunks are added up in float32.
         head=outside * norm
@@ -197,17 +195,19 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
 
 def _all_scores(model: ModelConfig) -> bool:
     """Whether attention has all scores in memory at once."""
-    return model.attention_backend == "eager" or model.attn_logit_softcapping is not None
+    return (
+        model.attention.attention_backend == "eager"
+        or model.attention.attn_logit_softcapping is not None
+    )
 
 
 def _attention_kernel(model: ModelConfig, tensor: int, size: int, micro_batch: int) -> float:
     """Bytes that attention keeps besides queries, keys, values and its output."""
-    assert model.num_attention_heads and model.seq_length
-    length, heads = model.seq_length, model.num_attention_heads // tensor
+    length, heads = model.seq_length, model.attention.num_attention_heads // tensor
     if not _all_scores(model):
         return 4.0 * micro_batch * length * heads  # the log of the softmax's sum
-    share, bounded = local_widths(model, tensor), model.attn_logit_softcapping is not None
-    dropped = 1 + size if model.attention_dropout else 0
+    share, bounded = local_widths(model, tensor), model.attention.attn_logit_softcapping is not None
+    dropped = 1 + size if model.attention.attention_dropout else 0
     # What the hyperbolic tangent gives, weights, dropout, and the mask of the scores.
     weights = micro_batch * heads * length**2 * (size * (1 + bounded) + dropped) + length**2
     # Keys and values are repeated for the query heads that share them.
@@ -219,23 +219,26 @@ def _masks(model: ModelConfig, tensor: int, size: int) -> float:
 
     Plain matrix products keep a mask in every block instead, which is counted there.
     """
-    assert model.num_attention_heads and model.seq_length
     windows = set(model.windows)
     narrow = {w for w in windows if w is not None and w < model.seq_length}
     kinds, heads = (0 if _all_scores(model) else len(narrow)), 1
-    if model.position_embedding_type == "alibi":
+    if model.positions.position_embedding_type == "alibi":
         kinds = len(narrow) + (narrow != windows)
-        heads = model.num_attention_heads // tensor
+        heads = model.attention.num_attention_heads // tensor
     return float(kinds * heads * model.seq_length**2 * size)
 
 
 def _angles(model: ModelConfig, layout: Layout) -> float:
     """Bytes of the rotations' cosines and sines, of queries and of keys: every block casts the
     float32 tables, which all share, to 16 bits anew."""
-    assert model.seq_length and model.kv_channels
-    if model.position_embedding_type != "rope" or layout.precision == "fp32":
+    if model.positions.position_embedding_type != "rope" or layout.precision == "fp32":
         return 0.0
-    return 4.0 * 2 * model.seq_length * int(model.kv_channels * model.rotary_percent)
+    return (
+        4.0
+        * 2
+        * model.seq_length
+        * int(model.attention.kv_channels * model.positions.rotary_percent)
+    )
 
 
 def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:

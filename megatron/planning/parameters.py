@@ -41,13 +41,11 @@ class LocalWidths:
 
 def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
     """One rank's share of ``tensor``; the model is complete, its vocabulary sizes filled in."""
-    assert model.num_attention_heads and model.num_query_groups and model.kv_channels
-    assert model.ffn_hidden_size and model.padded_vocab_size
     return LocalWidths(
-        query=model.num_attention_heads // tensor * model.kv_channels,
-        kv=max(1, model.num_query_groups // tensor) * model.kv_channels,
-        ffn=model.ffn_hidden_size // tensor,
-        vocab=model.padded_vocab_size // tensor,
+        query=model.attention.num_attention_heads // tensor * model.attention.kv_channels,
+        kv=max(1, model.attention.num_query_groups // tensor) * model.attention.kv_channels,
+        ffn=model.mlp.ffn_hidden_size // tensor,
+        vocab=model.vocabulary.padded // tensor,
     )
 
 
@@ -84,7 +82,7 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
 
 def norms_of_block(model: ModelConfig) -> int:
     """Norms of hidden states in a block; those of heads are not among them."""
-    return 2 - model.shared_parallel_norm + 2 * model.post_norm
+    return 2 - model.shared_parallel_norm + 2 * model.norm.post_norm
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config import ModelConfig
+from megatron.config import ModelFlags
 from megatron.config.layouts import Layout
 from megatron.planning.hardware import Hardware
 from megatron.planning.search import Job, Plan, estimate
@@ -55,17 +55,13 @@ class Published:
     @property
     def job(self) -> Job:
         """The run as a job."""
-        model = ModelConfig(
+        model = ModelFlags(
             num_layers=self.layers,
             hidden_size=self.hidden,
-            ffn_hidden_size=4 * self.hidden,
             num_attention_heads=self.heads,
-            num_query_groups=self.heads,
-            kv_channels=self.hidden // self.heads,
             seq_length=SEQ_LENGTH,
-            max_position_embeddings=SEQ_LENGTH,
             attention_backend="eager",
-        )
+        ).resolve()
         return Job(model, VOCABULARY, self.batch, precision="fp16")
 
     @property

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 
-from megatron.config import ModelConfig, RunConfig
+from megatron.config import ModelConfig
 from megatron.config.layouts import Layout, refusal
 from megatron.model.flops import TransformerShape
 from megatron.planning.communication import Communication
@@ -39,20 +39,13 @@ class Job:
 
     def padded(self, tensor: int) -> ModelConfig:
         """The model as ``tensor`` ranks hold it, its vocabulary padded as the trainer pads it."""
-        return _padded(self.model, self.vocab_size, tensor)
+        return self.model.with_vocabulary(self.vocab_size, tensor)
 
     def flops(self) -> float:
         """Model FLOPs of a step, attention over all pairs, nothing for what is recomputed."""
         return TransformerShape.of(self.padded(1)).flops_per_step(
             self.global_batch_size, causal=False
         )
-
-
-@lru_cache(maxsize=64)
-def _padded(model: ModelConfig, vocab_size: int, tensor: int) -> ModelConfig:
-    config = dataclasses.replace(RunConfig(), model=model)
-    parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=tensor)
-    return dataclasses.replace(config, parallel=parallel).with_vocabulary(vocab_size).model
 
 
 @dataclass(frozen=True)
@@ -158,7 +151,6 @@ def layouts(job: Job, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
 
 def variants(job: Job, base: Layout) -> Iterator[Layout]:
     """A layout with each ZeRO stage, with and without sequence parallelism and recomputation."""
-    assert job.model.seq_length
     stages = (0, 1, 2, 3) if base.data > 1 else (0, 1)
     for zero in stages:
         for sequence in (False, True):
@@ -174,11 +166,10 @@ def variants(job: Job, base: Layout) -> Iterator[Layout]:
 
 def divides_model(model: ModelConfig, tensor: int) -> bool:
     """Whether each of ``tensor`` ranks gets whole heads and an equal share of the MLP."""
-    assert model.num_attention_heads and model.ffn_hidden_size and model.num_query_groups
-    groups = model.num_query_groups
+    groups = model.attention.num_query_groups
     return (
-        model.num_attention_heads % tensor == 0
-        and model.ffn_hidden_size % tensor == 0
+        model.attention.num_attention_heads % tensor == 0
+        and model.mlp.ffn_hidden_size % tensor == 0
         and (groups % tensor == 0 or tensor % groups == 0)
     )
 
@@ -195,7 +186,6 @@ def micro_batch_sizes(job: Job, data: int) -> list[int]:
 def schedules(model: ModelConfig, pipeline: int) -> list[tuple[str, int]]:
     """Schedules with their stages per rank; every stage needs a block."""
     layers = model.num_layers
-    assert layers
     if pipeline == 1:
         return [("1f1b", 1)]
     if pipeline > layers:

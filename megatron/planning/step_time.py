@@ -52,10 +52,11 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
     Narayanan et al. 2021 (arXiv:2104.04473, section 5.1) and in Korthikanti et al. 2022 (section 6
     and appendix A), whose hardware FLOPs these are.
     """
-    assert model.hidden_size and model.seq_length
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     attention = 4 * width.query * model.seq_length
-    matrices = 2 * hidden * (2 * width.query + 2 * width.kv + (3 if model.gated else 2) * width.ffn)
+    matrices = (
+        2 * hidden * (2 * width.query + 2 * width.kv + (3 if model.mlp.gated else 2) * width.ffn)
+    )
     again = {None: 0, "selective": attention}.get(layout.recompute, matrices + attention)
     block = 3 * (matrices + attention) + again
     head = 3 * 2 * hidden * width.vocab if share.last else 0

@@ -6,15 +6,11 @@ import dataclasses
 from typing import Any
 
 from megatron.checkpoint.source import Source
-from megatron.config import CheckpointConfig, ConfigError, OptimizerConfig, Setting, Settings
+from megatron.config import CheckpointConfig, ConfigError, OptimizerFlags, Setting, Settings
+from megatron.config.flags import build, names_of
 from megatron.training.resume import find_origin
 
-_SCHEDULE = tuple(
-    field.name
-    for field in dataclasses.fields(OptimizerConfig)
-    if field.name == "min_lr" or field.name.startswith("lr") or "weight_decay" in field.name
-)
-"""Learning rate, weight decay, and how they change."""
+_SCHEDULE = names_of("schedule", OptimizerFlags)
 
 
 def with_checkpoint(settings: Settings) -> Settings:
@@ -32,8 +28,7 @@ def with_checkpoint(settings: Settings) -> Settings:
     if not arguments and not schedules:
         return settings
     flag = "--use-checkpoint-args" if arguments else "--use-checkpoint-opt_param-scheduler"
-    given = {f.name: settings[f.name].value for f in _fields() if f.name in settings}
-    options = CheckpointConfig(**given)
+    options = build(CheckpointConfig, settings)
     if not options.load and not options.pretrained_checkpoint:
         raise ConfigError(f"{flag} needs --load, the checkpoint to take them from")
     origin = find_origin(options)
@@ -53,34 +48,27 @@ def with_checkpoint(settings: Settings) -> Settings:
     return settings
 
 
-def _fields() -> tuple[dataclasses.Field[Any], ...]:
-    return dataclasses.fields(CheckpointConfig)
-
-
 def _arguments(source: Source) -> Settings:
-    found = _settings(source.model, source)
+    found = _settings(source.model.flags(), source)
     if source.tokenizer is not None:
         found |= _settings(source.tokenizer, source)
-    size = source.model.unpadded_vocab_size
-    if size is not None:
-        found["unpadded_vocab_size"] = _setting(size, source)
+    found["unpadded_vocab_size"] = _setting(source.model.vocabulary.size, source)
     return found
 
 
 def _schedules(source: Source) -> Settings:
-    if source.run is None or source.run.optimizer.lr is None:
+    if source.run is None or not source.run.optimizer.lr:
         raise ConfigError(
             f"--use-checkpoint-opt_param-scheduler: {source.folder} does not say what schedules "
             "its run had"
         )
-    found = _settings(source.run.optimizer, source)
-    # It has become one of lr_warmup_{iters,samples,tokens}, which is saved beside it.
-    found.pop("lr_warmup_fraction", None)
-    return {name: found[name] for name in _SCHEDULE if name in found}
+    optimizer = source.run.optimizer
+    found = {name: getattr(optimizer, name, None) for name in _SCHEDULE}
+    return {name: _setting(value, source) for name, value in found.items() if value is not None}
 
 
 def _settings(part: Any, source: Source) -> Settings:
-    """The values of a config part that are not the defaults."""
+    """The values of a part's flags that are not the defaults."""
     return {
         field.name: _setting(getattr(part, field.name), source)
         for field in dataclasses.fields(part)

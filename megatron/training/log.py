@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from megatron.engine.environment import is_main_process
+from megatron.util.processes import is_main_process
 
 
 class _Formatter(logging.Formatter):

@@ -49,7 +49,6 @@ class TrainingPlan:
     def __init__(self, config: RunConfig, epochs: Epochs | None = None) -> None:
         self._epochs = epochs
         training, optimizer = config.training, config.optimizer
-        assert training.micro_batch_size and training.global_batch_size and config.model.seq_length
         self.micro_batch_size = training.micro_batch_size
         self.global_batch_size = training.global_batch_size
         self.seq_length = config.model.seq_length
@@ -84,7 +83,7 @@ class TrainingPlan:
             )
         decay = getattr(optimizer, f"lr_decay_{self.unit}") or max(1, length)
         self.learning_rate = LearningRateSchedule(
-            lr=optimizer.lr or 0.0,
+            lr=optimizer.lr,
             min_lr=optimizer.min_lr,
             init_lr=optimizer.lr_warmup_init,
             style=optimizer.lr_decay_style,
@@ -94,10 +93,11 @@ class TrainingPlan:
             wsd_style=optimizer.lr_wsd_decay_style,
             unit=self.unit,
         )
-        start, end = optimizer.start_weight_decay, optimizer.end_weight_decay
-        assert start is not None and end is not None
         self.weight_decay = WeightDecaySchedule(
-            start, end, optimizer.weight_decay_incr_style, max(1, length)
+            optimizer.start_weight_decay,
+            optimizer.end_weight_decay,
+            optimizer.weight_decay_incr_style,
+            max(1, length),
         )
 
     def progress(self, iteration: int, consumed_samples: int) -> int:

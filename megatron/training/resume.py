@@ -11,7 +11,6 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.registry import Located, locate_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
-from megatron.config.kinds import kind_classes
 from megatron.data.skip import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
@@ -171,14 +170,16 @@ def _check_position(plan: TrainingPlan, loaded: Start) -> None:
 def changes(source: Source, wanted: RunConfig) -> list[str]:
     """Values of the run that differ, those of checkpoints, logging and layout aside, a line each;
     of the model alone where no run of ours has trained it."""
-    lines = []
-    names = ["model"]
-    if source.run and source.state:
-        names += ["training", "optimizer", "precision", "data", *kind_classes(), "tokenizer"]
-    for name in names:
-        old, new = source.run.part(name) if source.run else source.model, wanted.part(name)
-        for field in dataclasses.fields(old):
-            before, after = getattr(old, field.name), getattr(new, field.name)
-            if before != after and field.name != "padded_vocab_size":
-                lines.append(f"{field.name}: {json.dumps(before)} -> {json.dumps(after)}")
-    return lines
+    trained = source.run if source.state else None
+    old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
+    new = wanted.to_dict()
+    return [
+        f"{name}: {json.dumps(before)} -> {json.dumps(new[part][name])}"
+        for part in old
+        if part not in _NOT_TOLD
+        for name, before in old[part].items()
+        if before != new[part][name] and name != "padded_vocab_size"
+    ]
+
+
+_NOT_TOLD = {"parallel", "fast_paths", "checkpoint", "logging", "profiling", "engine"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import os
 import sys
 import time
@@ -29,7 +28,7 @@ from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
-from megatron.engine.environment import is_main_process, world_size
+from megatron.engine.environment import world_size
 from megatron.engine.json_file import read_json
 from megatron.engine.json_keys import Json
 from megatron.families import family_of
@@ -37,6 +36,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpoint_settings import with_checkpoint
 from megatron.training.log import show_log
 from megatron.training.plan import TrainingPlan
+from megatron.util.processes import is_main_process
 
 
 @dataclass(frozen=True)
@@ -104,11 +104,11 @@ def run_of(settings: Settings, processes: int) -> Run:
     resolved = resolve(settings, processes)
     tokenizer = build_tokenizer(resolved.config.tokenizer, training_texts(resolved.config))
     # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
-    rows = resolved.config.model.unpadded_vocab_size or 0
-    config = resolved.config.with_vocabulary(max(rows, tokenizer.vocab_size))
-    completed = deepspeed_json.complete(content, config)
+    rows = resolved.config.model.vocabulary.size
+    resolved = resolved.with_vocabulary(max(rows, tokenizer.vocab_size))
+    completed = deepspeed_json.complete(content, resolved.config)
     launched = "LOCAL_RANK" in os.environ
-    return Run(config, completed, tokenizer, dataclasses.replace(resolved, config=config), launched)
+    return Run(resolved.config, completed, tokenizer, resolved, launched)
 
 
 def run_data(run: Run) -> TrainingData:

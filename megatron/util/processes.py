@@ -1,4 +1,5 @@
-"""Processes that work for this one: a map over several, and one that answers requests."""
+"""Which process speaks for all of a run, and processes that work for this one: a map over several,
+and one that answers requests."""
 
 from __future__ import annotations
 
@@ -17,6 +18,11 @@ Answer = TypeVar("Answer")
 
 _SPAWN = multiprocessing.get_context("spawn")
 """A forked child of a process with threads (Rust's, in tokenizers) may hang."""
+
+
+def is_main_process() -> bool:
+    """Whether this is the process that speaks for all."""
+    return int(os.environ.get("RANK", "0")) == 0
 
 
 def usable_processors() -> int:

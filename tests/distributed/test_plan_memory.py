@@ -51,7 +51,7 @@ def measure(argv: list[str]) -> tuple[int, int]:
         for owner in (trainer.engine.engine, trainer.engine.optimizer):
             owner.step = measured(owner.step, found)
         trainer.fit()
-        (share,) = rank_shares(run.config.model, Layout.of(run.config, run.content))
+        (share,) = rank_shares(run.config.model, run.config.layout(run.content))
     return max(found) - before, share.parameters
 
 

@@ -1,17 +1,17 @@
 """Small models and checkpoints for the tests of several packages."""
 
-import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from configs import model_config, run_config
 from torch import Tensor
 
 from megatron.checkpoint.folder import incomplete_folder
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.writer import SliceWriter, complete
-from megatron.config import ModelConfig, RunConfig
+from megatron.config import RunConfig
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.shard import shard_of
@@ -41,8 +41,8 @@ def gpt_config() -> Callable[..., RunConfig]:
     """Makes the configuration of a small GPT-2; ``llama=True`` of a small Llama."""
 
     def make(vocab_size: int = 61, llama: bool = False, **changes) -> RunConfig:
-        model = ModelConfig(**(SHAPE | (LLAMA if llama else {}) | changes))
-        return dataclasses.replace(RunConfig(), model=model).with_vocabulary(vocab_size)
+        model = model_config(**(SHAPE | (LLAMA if llama else {}) | changes))
+        return run_config(model=model).with_vocabulary(vocab_size)
 
     return make
 

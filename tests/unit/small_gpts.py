@@ -1,8 +1,9 @@
 """Small GPTs of many kinds, for tests of what devices and number formats do to them."""
 
 import torch
+from configs import model_config
 
-from megatron.config import ModelConfig, ParallelConfig
+from megatron.config import ParallelConfig
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.float8 import Float8
@@ -61,7 +62,7 @@ def small_gpt(
     method = "uniform" if recompute == "full" else None
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
     with device:
-        stack = build_model(ModelConfig(**shape | changes), parallel).to(dtype)
+        stack = build_model(model_config(**shape | changes), parallel).to(dtype)
     for block in stack.blocks():
         for module in block.modules():
             if hasattr(module, "float8"):

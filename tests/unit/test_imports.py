@@ -1,13 +1,14 @@
 """Imports point one way, and DeepSpeed lives in one package."""
 
 import ast
+import graphlib
 import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from import_statements import ROOT, imports, sources
+from import_statements import ROOT, file_of, imports, sources
 
 BELOW = {
     "util": set(),
@@ -72,6 +73,39 @@ def points_down(module: str, allowed: set[str]) -> bool:
 def test_imports_point_one_way(path):
     may_name = REGISTRIES.get(str(path.relative_to(ROOT)), frozenset())
     assert faults(package_of(path), path.read_text(), may_name) == []
+
+
+def circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules each of which imports the one before it, the first again at the end."""
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        return error.args[1]
+    return []
+
+
+def graph_of(files: dict[Path, str]) -> dict[str, set[str]]:
+    """What the modules of the project import directly, for type checkers alone included."""
+    return {
+        str(path.relative_to(ROOT)): {
+            str(found.relative_to(ROOT))
+            for module in imports(source)
+            if (found := file_of(module) or file_of(module.rpartition(".")[0])) and found != path
+        }
+        for path, source in files.items()
+    }
+
+
+def test_no_module_imports_itself_through_others():
+    assert circle(graph_of({path: path.read_text() for path in sources()})) == []
+
+
+def test_the_check_finds_a_circle():
+    files = {
+        ROOT / "megatron/config/layouts.py": "if T:\n    from megatron.config.run import RunConfig",
+        ROOT / "megatron/config/run.py": "from megatron.config import layouts",
+    }
+    assert circle(graph_of(files))
 
 
 def test_helpers_need_neither_torch_nor_numpy():

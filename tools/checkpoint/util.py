@@ -108,7 +108,7 @@ def set_vocabulary(source: Source, size: int) -> None:
     Raises:
         ConfigError: the checkpoint says it itself, otherwise, or has fewer rows.
     """
-    known = source.model.unpadded_vocab_size
+    known = source.model.vocabulary.size
     if isinstance(source, MegatronCheckpoint) and source.vocabulary_is_guessed:
         if not 0 < size <= (known or 0):
             raise ConfigError(f"--true-vocab-size {size}: the token table has {known} rows")

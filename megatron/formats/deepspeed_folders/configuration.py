@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.manifest import CONFIG, STATE
-from megatron.config import ModelConfig, RunConfig, TokenizerConfig
+from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
 from megatron.engine.universal_info import COUNTERS, RUN
 from megatron.formats.deepspeed_folders import megatron_deepspeed, neox
 from megatron.formats.legacy_megatron.arguments import tokenizer_of_arguments
@@ -56,7 +56,7 @@ def describe(folder: Path, states: Mapping[str, Any]) -> Description:
     if parts is not None:
         try:
             run = RunConfig.from_dict(parts)
-        except (TypeError, AttributeError) as error:
+        except (TypeError, AttributeError, ConfigError) as error:
             raise CheckpointError(f"{own}: this is no configuration: {error}") from None
         file = folder / STATE
         state = read_json(file) if file.is_file() else states.get(COUNTERS, {})

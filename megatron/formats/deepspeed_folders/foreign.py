@@ -79,7 +79,7 @@ class ForeignNaming(RankNaming):
             if is_buffer(name):
                 continue
             canonical = _canonical(name, number)
-            if canonical == "output_layer.weight" and model.tied:
+            if canonical == "output_layer.weight" and model.embedding.tied:
                 continue
             if canonical not in self.shapes:
                 raise CheckpointError(
@@ -100,9 +100,9 @@ class ForeignNaming(RankNaming):
         values = self.trim(name, parts[0].float())
         if ".attention.qkv." not in name:
             return values
-        heads, groups = self.model.num_attention_heads, self.model.num_query_groups
-        assert heads and groups and self.model.kv_channels
-        return qkv_from_megatron(values, _QKV_VERSION, heads, groups, self.model.kv_channels)
+        attention = self.model.attention
+        heads, groups = attention.num_attention_heads, attention.num_query_groups
+        return qkv_from_megatron(values, _QKV_VERSION, heads, groups, attention.kv_channels)
 
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
         """See :meth:`RankNaming.join`."""

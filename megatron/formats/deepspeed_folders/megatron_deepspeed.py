@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, Vocabulary
 from megatron.formats.legacy_megatron.arguments import model_of_arguments, unpadded_vocabulary
 from megatron.formats.unpickle import Inert
 
@@ -35,7 +35,7 @@ def model_of(arguments: Mapping[str, Any], folder: Path) -> ModelConfig:
     known.pop("window_size", None)
     model = model_of_arguments(known, folder)
     rows, tokens = vocabulary(known, folder)
-    return dataclasses.replace(model, unpadded_vocab_size=tokens, padded_vocab_size=rows)
+    return dataclasses.replace(model, vocabulary=Vocabulary(tokens, rows))
 
 
 def vocabulary(arguments: Mapping[str, Any], folder: Path) -> tuple[int, int]:

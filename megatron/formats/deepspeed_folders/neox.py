@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, ModelFlags
+from megatron.formats.resolving import resolved
 
 _POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "alibi": "alibi", "none": "none"}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
@@ -94,14 +95,12 @@ def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> Model
             f"{folder}: nothing says how many rows the token table has; add padded_vocab_size to "
             f"a file in {folder / 'configs'}"
         )
-    return ModelConfig(
+    flags = ModelFlags(
         num_layers=number("num_layers"),
         hidden_size=hidden,
         ffn_hidden_size=settings.get("intermediate_size") or 4 * hidden,
         num_attention_heads=heads,
         num_query_groups=groups,
-        group_query_attention=groups < heads,
-        kv_channels=hidden // heads,
         seq_length=number("seq_length"),
         max_position_embeddings=number("max_position_embeddings", "seq_length"),
         position_embedding_type=positions,
@@ -111,7 +110,6 @@ def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> Model
         norm_epsilon=float(settings.get("layernorm_epsilon", 1e-5)),
         parallel_residual=residual,
         shared_parallel_norm=residual and bool(settings.get("gpt_j_tied", False)),
-        swiglu=kind == "swiglu",
         glu_activation="swiglu" if kind == "swiglu" else None,
         relu=kind == "relu",
         # Fused, its GELU is the approximation by tanh, as in Megatron; else the exact one.
@@ -123,6 +121,7 @@ def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> Model
         unpadded_vocab_size=rows,
         padded_vocab_size=rows,
     )
+    return resolved(flags, folder)
 
 
 def _only_global_attention(settings: Mapping[str, Any], folder: Path) -> None:

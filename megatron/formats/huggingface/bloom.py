@@ -26,19 +26,18 @@ from megatron.formats.huggingface.table import Architecture
 
 
 def _four_times_wide(model: ModelConfig) -> bool:
-    assert model.hidden_size
-    return model.ffn_hidden_size == 4 * model.hidden_size
+    return model.mlp.ffn_hidden_size == 4 * model.hidden_size
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     return {
-        "seq_length": model.max_position_embeddings,
+        "seq_length": model.positions.max_position_embeddings,
         "hidden_size": model.hidden_size,
         "n_layer": model.num_layers,
-        "n_head": model.num_attention_heads,
-        "attention_dropout": model.attention_dropout,
+        "n_head": model.attention.num_attention_heads,
+        "attention_dropout": model.attention.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
-        "layer_norm_epsilon": model.norm_epsilon,
+        "layer_norm_epsilon": model.norm.norm_epsilon,
         "initializer_range": model.init_method_std,
     }
 
@@ -96,8 +95,8 @@ BLOOM = Architecture(
         ALIBI,
         LAYER_NORM,
         BIASES,
-        Requirement(lambda m: m.embed_layernorm, "--embed-layernorm"),
-        Requirement(lambda m: m.activation == "gelu_tanh", "GELU by the tanh approximation"),
+        Requirement(lambda m: m.norm.embed_layernorm, "--embed-layernorm"),
+        Requirement(lambda m: m.mlp.activation == "gelu_tanh", "GELU by the tanh approximation"),
         Requirement(_four_times_wide, "--ffn-hidden-size four times --hidden-size"),
     ),
     features=frozenset({"embed_norm"}),

@@ -70,7 +70,7 @@ def compare_logits(
 
     def compared(dtype: torch.dtype) -> Comparison:
         begin = LayerState(tokens_BS, position_ids=positions_BS)
-        ours_BSV = ours.to(dtype)(begin).hidden[..., : model.unpadded_vocab_size]
+        ours_BSV = ours.to(dtype)(begin).hidden[..., : model.vocabulary.size]
         further = {} if _anywhere(model) else {"position_ids": positions_BS}
         theirs_BSV = theirs.to(dtype)(input_ids=tokens_BS, **further).logits
         return Comparison(
@@ -93,7 +93,9 @@ def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
     from transformers import AutoModelForCausalLM
 
     # torch's fused kernel does not bend scores.
-    further = {} if model.attn_logit_softcapping is None else {"attn_implementation": "eager"}
+    further = (
+        {} if model.attention.attn_logit_softcapping is None else {"attn_implementation": "eager"}
+    )
     loaded: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **further
     )
@@ -107,20 +109,19 @@ def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
 
 def _anywhere(model: ModelConfig) -> bool:
     """Whether only distances count, so that their code takes no positions."""
-    return model.position_embedding_type in ("alibi", "none")
+    return model.positions.position_embedding_type in ("alibi", "none")
 
 
 def _inputs(model: ModelConfig, seed: int) -> tuple[Tensor, Tensor]:
     """Tokens and positions, int64 [2, S]."""
-    assert model.unpadded_vocab_size and model.max_position_embeddings
-    length, last = 128, model.max_position_embeddings
-    if model.sliding_window is not None and model.sliding_window <= WINDOW:
-        length = max(length, model.sliding_window + 64)
+    length, last = 128, model.positions.max_position_embeddings
+    if model.attention.sliding_window is not None and model.attention.sliding_window <= WINDOW:
+        length = max(length, model.attention.sliding_window + 64)
     length = min(length, last)
     # Longrope has other angles for long sequences: here the length of the sequence counts, there
     # the last position does.
-    long = model.rope_scaling is not None and "longrope" in model.rope_scaling
+    long = model.positions.rope_scaling.rope_type == "longrope"
     random = torch.Generator().manual_seed(seed)
-    tokens_BS = torch.randint(model.unpadded_vocab_size, (2, length), generator=random)
+    tokens_BS = torch.randint(model.vocabulary.size, (2, length), generator=random)
     second = 0 if long or _anywhere(model) else last - length
     return tokens_BS, torch.tensor([[0], [second]]) + torch.arange(length)

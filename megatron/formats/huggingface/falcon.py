@@ -46,7 +46,7 @@ def _sequential(model: ModelConfig) -> bool:
 
 def _shared_or_each(model: ModelConfig) -> bool:
     """Whether the first form can say how key and value heads are shared."""
-    return model.num_query_groups in (1, model.num_attention_heads)
+    return model.attention.num_query_groups in (1, model.attention.num_attention_heads)
 
 
 def _new(model: ModelConfig) -> bool:
@@ -54,24 +54,26 @@ def _new(model: ModelConfig) -> bool:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    multi_query = model.num_query_groups == 1 and not _new(model)
+    multi_query = model.attention.num_query_groups == 1 and not _new(model)
     keys = {
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": model.positions.max_position_embeddings,
         "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
+        "ffn_hidden_size": model.mlp.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
+        "num_attention_heads": model.attention.num_attention_heads,
         # Not read where one head serves all queries.
-        "num_kv_heads": model.num_attention_heads if multi_query else model.num_query_groups,
-        "activation": ACTIVATION_NAMES[model.activation],
+        "num_kv_heads": model.attention.num_attention_heads
+        if multi_query
+        else model.attention.num_query_groups,
+        "activation": ACTIVATION_NAMES[model.mlp.activation],
         "alibi": False,
-        "bias": model.add_bias_linear,
+        "bias": model.mlp.bias,
         "new_decoder_architecture": _new(model),
         "parallel_attn": model.parallel_residual,
         "multi_query": multi_query or _new(model),  # not read in the second form
-        "attention_dropout": model.attention_dropout,
+        "attention_dropout": model.attention.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
-        "layer_norm_epsilon": model.norm_epsilon,
+        "layer_norm_epsilon": model.norm.norm_epsilon,
         "initializer_range": model.init_method_std,
         **write_rope(model),
     }

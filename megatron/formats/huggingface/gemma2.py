@@ -32,7 +32,7 @@ from megatron.formats.huggingface.windows import FULL, SLIDING, layer_types, rea
 
 def _whole_scalar(model: ModelConfig) -> bool:
     """Its configuration class takes no other."""
-    return float(model.query_pre_attn_scalar or 1).is_integer()
+    return float(model.attention.query_pre_attn_scalar).is_integer()
 
 
 GEMMA = (
@@ -40,9 +40,9 @@ GEMMA = (
     RMS_NORM,
     GATED,
     NO_BIASES,
-    Requirement(lambda m: m.apply_layernorm_1p, "--apply-layernorm-1p"),
-    Requirement(lambda m: m.post_norm, "--post-norm"),
-    Requirement(lambda m: m.scale_embeddings, "--scale-embeddings"),
+    Requirement(lambda m: m.norm.apply_layernorm_1p, "--apply-layernorm-1p"),
+    Requirement(lambda m: m.norm.post_norm, "--post-norm"),
+    Requirement(lambda m: m.embedding.scale_embeddings, "--scale-embeddings"),
     Requirement(divisible, "--num-attention-heads that divide --hidden-size"),
     Requirement(_whole_scalar, "--query-pre-attn-scalar that is a whole number"),
 )
@@ -61,17 +61,15 @@ GEMMA_FEATURES = frozenset(
 
 def write_gemma(model: ModelConfig) -> dict[str, Any]:
     """The keys that Gemma 2 and 3 have in common, but for positions."""
-    scalar = model.query_pre_attn_scalar or model.kv_channels
-    assert scalar is not None
     return {
         **write_shape(model),
-        "head_dim": model.kv_channels,
-        "hidden_activation": GATE_NAMES[model.activation],
-        "query_pre_attn_scalar": int(scalar),
-        "attn_logit_softcapping": model.attn_logit_softcapping,
-        "final_logit_softcapping": model.final_logit_softcapping,
+        "head_dim": model.attention.kv_channels,
+        "hidden_activation": GATE_NAMES[model.mlp.activation],
+        "query_pre_attn_scalar": int(model.attention.query_pre_attn_scalar),
+        "attn_logit_softcapping": model.attention.attn_logit_softcapping,
+        "final_logit_softcapping": model.embedding.final_logit_softcapping,
         # Its code asks for one even where no block has a window.
-        "sliding_window": model.sliding_window or model.max_position_embeddings,
+        "sliding_window": model.attention.sliding_window or model.positions.max_position_embeddings,
         "layer_types": layer_types(model),
         "attention_bias": False,
         "pad_token_id": None,

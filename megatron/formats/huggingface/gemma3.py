@@ -25,13 +25,13 @@ from megatron.formats.huggingface.windows import FULL, SLIDING
 
 def _local_unscaled(model: ModelConfig) -> bool:
     """Whether nothing is stretched in blocks with a window, as there is no way to say it."""
-    return model.sliding_window is None or (
-        model.rotary_base_local is not None or model.rope_scaling is None
+    return model.attention.sliding_window is None or (
+        model.positions.rotary_base_local is not None or model.positions.rope_scaling.is_default
     )
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    local = model.rotary_base_local or model.rotary_base
+    local = model.positions.rotary_base_local or model.positions.rotary_base
     keys = write_rope(model)
     return {
         **write_gemma(model),
@@ -42,7 +42,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
             SLIDING: {"rope_type": "default", "rope_theta": local},
         },
         # What transformers 4 reads where it does not know layer_types.
-        "sliding_window_pattern": model.window_attn_skip_freq or (model.num_layers or 0) + 1,
+        "sliding_window_pattern": model.attention.window_attn_skip_freq or model.num_layers + 1,
     }
 
 

@@ -27,18 +27,17 @@ from megatron.formats.huggingface.table import Architecture
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     hidden = model.hidden_size
-    assert hidden
     return {
-        "n_positions": model.max_position_embeddings,
+        "n_positions": model.positions.max_position_embeddings,
         "n_embd": hidden,
         "n_layer": model.num_layers,
-        "n_head": model.num_attention_heads,
-        "n_inner": None if model.ffn_hidden_size == 4 * hidden else model.ffn_hidden_size,
-        "activation_function": ACTIVATION_NAMES[model.activation],
+        "n_head": model.attention.num_attention_heads,
+        "n_inner": None if model.mlp.ffn_hidden_size == 4 * hidden else model.mlp.ffn_hidden_size,
+        "activation_function": ACTIVATION_NAMES[model.mlp.activation],
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": model.hidden_dropout,
-        "attn_pdrop": model.attention_dropout,
-        "layer_norm_epsilon": model.norm_epsilon,
+        "attn_pdrop": model.attention.attention_dropout,
+        "layer_norm_epsilon": model.norm.norm_epsilon,
         "initializer_range": model.init_method_std,
     }
 

@@ -25,21 +25,21 @@ from megatron.formats.huggingface.table import Architecture
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     rope = write_rope(model, "rotary_emb_base")
-    rope["rope_parameters"]["partial_rotary_factor"] = model.rotary_percent
+    rope["rope_parameters"]["partial_rotary_factor"] = model.positions.rotary_percent
     return {
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": model.positions.max_position_embeddings,
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
+        "intermediate_size": model.mlp.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "hidden_act": ACTIVATION_NAMES[model.activation],
+        "num_attention_heads": model.attention.num_attention_heads,
+        "hidden_act": ACTIVATION_NAMES[model.mlp.activation],
         "attention_bias": True,
         "use_parallel_residual": model.parallel_residual,
-        "attention_dropout": model.attention_dropout,
+        "attention_dropout": model.attention.attention_dropout,
         "hidden_dropout": model.hidden_dropout,
-        "layer_norm_eps": model.norm_epsilon,
+        "layer_norm_eps": model.norm.norm_epsilon,
         "initializer_range": model.init_method_std,
-        "rotary_pct": model.rotary_percent,
+        "rotary_pct": model.positions.rotary_percent,
         **rope,
     }
 

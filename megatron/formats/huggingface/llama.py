@@ -27,17 +27,16 @@ from megatron.formats.huggingface.table import Architecture
 
 def divisible(model: ModelConfig) -> bool:
     """Whether the heads divide the hidden size, which its configuration class asks for."""
-    assert model.hidden_size and model.num_attention_heads
-    return model.hidden_size % model.num_attention_heads == 0
+    return model.hidden_size % model.attention.num_attention_heads == 0
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     return {
         **write_shape(model),
-        "head_dim": model.kv_channels,
-        "hidden_act": GATE_NAMES[model.activation],
-        "attention_bias": model.attention_bias,
-        "mlp_bias": model.add_bias_linear,
+        "head_dim": model.attention.kv_channels,
+        "hidden_act": GATE_NAMES[model.mlp.activation],
+        "attention_bias": model.attention.proj_bias,
+        "mlp_bias": model.mlp.bias,
         **write_rope(model),
     }
 

@@ -24,9 +24,9 @@ from megatron.formats.huggingface.windows import SLIDING
 def _write(model: ModelConfig) -> dict[str, Any]:
     return {
         **write_shape(model),
-        "head_dim": model.kv_channels,
-        "hidden_act": GATE_NAMES[model.activation],
-        "sliding_window": model.sliding_window,
+        "head_dim": model.attention.kv_channels,
+        "hidden_act": GATE_NAMES[model.mlp.activation],
+        "sliding_window": model.attention.sliding_window,
         **write_rope(model),
     }
 

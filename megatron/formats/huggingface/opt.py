@@ -32,17 +32,17 @@ _EPSILON = 1e-5
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     return {
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": model.positions.max_position_embeddings,
         "hidden_size": model.hidden_size,
         "word_embed_proj_dim": model.hidden_size,
-        "ffn_dim": model.ffn_hidden_size,
+        "ffn_dim": model.mlp.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "activation_function": ACTIVATION_NAMES[model.activation],
-        "enable_bias": model.add_bias_linear,
+        "num_attention_heads": model.attention.num_attention_heads,
+        "activation_function": ACTIVATION_NAMES[model.mlp.activation],
+        "enable_bias": model.mlp.bias,
         "do_layer_norm_before": True,
         "dropout": model.hidden_dropout,
-        "attention_dropout": model.attention_dropout,
+        "attention_dropout": model.attention.attention_dropout,
         "init_std": model.init_method_std,
         "pad_token_id": None,
     }
@@ -103,10 +103,10 @@ OPT = Architecture(
         LAYER_NORM,
         NOT_GATED,
         Requirement(
-            lambda m: m.position_embedding_offset == _OFFSET,
+            lambda m: m.positions.position_embedding_offset == _OFFSET,
             f"--position-embedding-offset {_OFFSET}",
         ),
-        Requirement(lambda m: m.norm_epsilon == _EPSILON, f"--norm-epsilon {_EPSILON}"),
+        Requirement(lambda m: m.norm.norm_epsilon == _EPSILON, f"--norm-epsilon {_EPSILON}"),
     ),
     features=frozenset({"position_offset"}),
     write=_write,

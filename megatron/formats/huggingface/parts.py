@@ -53,26 +53,26 @@ GATE_NAMES = {"swiglu": "silu", "geglu": "gelu_pytorch_tanh"}
 
 def biased(model: ModelConfig) -> bool:
     """Whether all linear layers have biases."""
-    return model.add_bias_linear
+    return model.mlp.bias
 
 
 def qkv_biased(model: ModelConfig) -> bool:
     """Whether queries, keys and values have biases."""
-    return model.qkv_bias
+    return model.attention.qkv_bias
 
 
 def attention_biased(model: ModelConfig) -> bool:
     """Whether all of attention's linear layers have biases."""
-    return model.attention_bias
+    return model.attention.proj_bias
 
 
 def untied(model: ModelConfig) -> bool:
     """Whether the head has weights of its own."""
-    return not model.tied
+    return not model.embedding.tied
 
 
 def _norm_biased(model: ModelConfig) -> bool:
-    return model.normalization == "LayerNorm"
+    return model.norm.normalization == "LayerNorm"
 
 
 def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
@@ -214,13 +214,13 @@ def read_rms(given: Settings, epsilon: float, act: str = "hidden_act",
 def write_shape(model: ModelConfig) -> dict[str, Any]:
     """Sizes and norm, as Llama and its like name them."""
     return {
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": model.positions.max_position_embeddings,
         "hidden_size": model.hidden_size,
-        "intermediate_size": model.ffn_hidden_size,
+        "intermediate_size": model.mlp.ffn_hidden_size,
         "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.num_attention_heads,
-        "num_key_value_heads": model.num_query_groups,
-        "attention_dropout": model.attention_dropout,
-        "rms_norm_eps": model.norm_epsilon,
+        "num_attention_heads": model.attention.num_attention_heads,
+        "num_key_value_heads": model.attention.num_query_groups,
+        "attention_dropout": model.attention.attention_dropout,
+        "rms_norm_eps": model.norm.norm_epsilon,
         "initializer_range": model.init_method_std,
     }

@@ -34,13 +34,14 @@ _SCALING = {"rope_type", "short_factor", "long_factor", _ORIGINAL}
 
 
 def _longrope_only(model: ModelConfig) -> bool:
-    return model.rope_scaling is None or set(json.loads(model.rope_scaling)) == _SCALING
+    scaling = model.positions.rope_scaling
+    return scaling.is_default or set(json.loads(scaling.to_json())) == _SCALING
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
     rope = write_rope(model)
-    rope["rope_parameters"]["partial_rotary_factor"] = model.rotary_percent
-    if model.rope_scaling is not None:
+    rope["rope_parameters"]["partial_rotary_factor"] = model.positions.rotary_percent
+    if not model.positions.rope_scaling.is_default:
         # transformers 4 wants these three keys and no other, and the length beside them.
         scaling = rope["rope_scaling"]
         rope[_ORIGINAL] = scaling[_ORIGINAL]
@@ -50,14 +51,14 @@ def _write(model: ModelConfig) -> dict[str, Any]:
             "long_factor": scaling["long_factor"],
         }
     else:
-        rope[_ORIGINAL] = model.max_position_embeddings
+        rope[_ORIGINAL] = model.positions.max_position_embeddings
     return {
         **write_shape(model),
-        "hidden_act": GATE_NAMES[model.activation],
+        "hidden_act": GATE_NAMES[model.mlp.activation],
         "resid_pdrop": model.hidden_dropout,
         "embd_pdrop": 0.0,
-        "sliding_window": model.sliding_window,
-        "partial_rotary_factor": model.rotary_percent,
+        "sliding_window": model.attention.sliding_window,
+        "partial_rotary_factor": model.positions.rotary_percent,
         # The default is a token that a small vocabulary does not have.
         "pad_token_id": None,
         **rope,

@@ -33,9 +33,9 @@ def write_qwen(model: ModelConfig) -> dict[str, Any]:
     kinds = layer_types(model)
     return {
         **write_shape(model),
-        "hidden_act": GATE_NAMES[model.activation],
+        "hidden_act": GATE_NAMES[model.mlp.activation],
         "use_sliding_window": SLIDING in kinds,
-        "sliding_window": model.sliding_window,
+        "sliding_window": model.attention.sliding_window,
         # Where layer_types is not read: the first block with a window, all later ones have it too.
         "max_window_layers": kinds.index(SLIDING) if SLIDING in kinds else model.num_layers,
         "layer_types": kinds,
@@ -78,7 +78,7 @@ QWEN2 = Architecture(
         RMS_NORM,
         GATED,
         NO_BIASES,
-        Requirement(lambda m: m.add_qkv_bias, "--add-qkv-bias"),
+        Requirement(qkv_biased, "--add-qkv-bias"),
     ),
     features=frozenset({"grouped", "qkv_bias", "rope_scaling", "window", "window_pattern"}),
     write=write_qwen,

@@ -17,7 +17,7 @@ from megatron.formats.huggingface.qwen2 import read_qwen, write_qwen
 from megatron.formats.huggingface.settings import Settings
 from megatron.formats.huggingface.table import Architecture, Entry
 
-QK_NORM = Requirement(lambda m: m.qk_layernorm, "--qk-layernorm")
+QK_NORM = Requirement(lambda m: m.norm.qk_layernorm, "--qk-layernorm")
 QK_NORMS: tuple[Entry, ...] = (
     *norm("attention.q_norm", "self_attn.q_norm"),
     *norm("attention.k_norm", "self_attn.k_norm"),
@@ -25,7 +25,7 @@ QK_NORMS: tuple[Entry, ...] = (
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {**write_qwen(model), "head_dim": model.kv_channels, "attention_bias": False}
+    return {**write_qwen(model), "head_dim": model.attention.kv_channels, "attention_bias": False}
 
 
 def _read(given: Settings) -> dict[str, Any]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
+from megatron.config.flags import flag_of
 from megatron.formats.huggingface.bloom import BLOOM
 from megatron.formats.huggingface.falcon import FALCON
 from megatron.formats.huggingface.gemma2 import GEMMA2
@@ -115,37 +117,16 @@ def _named(wanted: str) -> Architecture:
     )
 
 
-_PLAIN = ModelConfig()
-
-
 def _shape(model: ModelConfig) -> str:
     """The flags that the architectures differ in, as the model has them."""
-    given = [
-        f"--position-embedding-type {model.position_embedding_type}",
-        f"--normalization {model.normalization}",
-        f"--hidden-size {model.hidden_size}",
-        f"--num-attention-heads {model.num_attention_heads}",
-        f"--num-query-groups {model.num_query_groups}",
-        f"--kv-channels {model.kv_channels}",
-    ]
-    switches = {
-        "--disable-bias-linear": not model.add_bias_linear,
-        **{f"--{name.replace('_', '-')}": getattr(model, name) for name in _SWITCHES},
-    }
-    given += [flag for flag, on in switches.items() if on]
-    for name in _VALUES:
-        if getattr(model, name) != getattr(_PLAIN, name):
-            given.append(f"--{name.replace('_', '-')} {getattr(model, name)}")
-    return " ".join(given)
+    flags, words = model.flags(), []
+    for field in dataclasses.fields(flags):
+        value = getattr(flags, field.name)
+        told = field.metadata["role"] and not field.metadata["internal"]
+        if told and (field.name in _ALWAYS or value != field.default):
+            words.append(flag_of(field) if isinstance(value, bool) else f"{flag_of(field)} {value}")
+    return " ".join(words)
 
 
-_SWITCHES = (
-    "add_qkv_bias", "add_attention_bias", "squared_relu", "relu", "qk_layernorm",
-    "apply_layernorm_1p", "embed_layernorm", "scale_embeddings", "post_norm", "parallel_residual",
-    "shared_parallel_norm",
-)  # fmt: skip
-_VALUES = (
-    "glu_activation", "rotary_percent", "rotary_base_local", "rope_scaling", "sliding_window",
-    "window_attn_skip_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
-    "final_logit_softcapping", "position_embedding_offset",
-)  # fmt: skip
+_ALWAYS = ("position_embedding_type", "normalization")
+"""Flags that are shown also where they have their usual value."""

@@ -34,8 +34,11 @@ class Reordering:
 
 
 def _heads(model: ModelConfig) -> tuple[int, int, int]:
-    assert model.num_attention_heads and model.num_query_groups and model.kv_channels
-    return model.num_attention_heads, model.num_query_groups, model.kv_channels
+    return (
+        model.attention.num_attention_heads,
+        model.attention.num_query_groups,
+        model.attention.kv_channels,
+    )
 
 
 def _qkv_rows(model: ModelConfig) -> list[int]:

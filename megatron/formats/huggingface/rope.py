@@ -113,9 +113,10 @@ def read_scaling(
 
 def write_rope(model: ModelConfig, theta_key: str = "rope_theta") -> dict[str, Any]:
     """The keys for a model, as transformers 4 and 5 read them."""
-    scaling = {} if model.rope_scaling is None else json.loads(model.rope_scaling)
-    newer = {"rope_type": "default"} | scaling | {"rope_theta": model.rotary_base}
-    keys: dict[str, Any] = {theta_key: model.rotary_base}
+    newer = json.loads(model.positions.rope_scaling.to_json())
+    scaling = {} if model.positions.rope_scaling.is_default else newer
+    newer = newer | {"rope_theta": model.positions.rotary_base}
+    keys: dict[str, Any] = {theta_key: model.positions.rotary_base}
     if scaling:
         keys["rope_scaling"] = scaling
     return keys | {"rope_parameters": newer}

@@ -161,7 +161,7 @@ class HuggingFaceFolder(Source):
 
     def _is_tied_head(self, name: str, stored: dict[str, str]) -> bool:
         """Whether it is the head of a model that uses the token table for it: a copy of it."""
-        if name not in ("lm_head.weight", "embed_out.weight") or not self.model.tied:
+        if name not in ("lm_head.weight", "embed_out.weight") or not self.model.embedding.tied:
             return False
         (table,) = self._parameters["embedding.word_embeddings.weight"].theirs
         if torch.equal(self._weights.tensor(name), self._weights.tensor(stored[table])):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,10 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
-from megatron.config import ModelConfig, RunConfig
+from megatron.config import ModelConfig, ModelFlags
 from megatron.formats.huggingface.features import FEATURES, Requirement
 from megatron.formats.huggingface.reorder import SAME, Reordering
 from megatron.formats.huggingface.settings import Settings
+from megatron.formats.resolving import resolved
 
 TensorSource = Callable[[str], Tensor]
 """Gives a tensor by its name."""
@@ -116,8 +116,8 @@ class Architecture:
         return {
             "architectures": [self.causal_lm],
             "model_type": self.model_type,
-            "vocab_size": model.unpadded_vocab_size,
-            "tie_word_embeddings": model.tied,
+            "vocab_size": model.vocabulary.size,
+            "tie_word_embeddings": model.embedding.tied,
             **self.write(model),
         }
 
@@ -136,19 +136,13 @@ class Architecture:
         tied = given.flag("tie_word_embeddings", self.tied)
         fields = self.read(given)
         given.refuse_the_rest()
-        model = ModelConfig(
+        flags = ModelFlags(
             **fields,
+            seq_length=fields["max_position_embeddings"],
             untie_embeddings_and_output_weights=not tied,
             hf_architecture=self.model_type,
         )
-        assert model.num_attention_heads and model.num_query_groups
-        model = dataclasses.replace(
-            model,
-            seq_length=model.max_position_embeddings,
-            group_query_attention=model.num_query_groups < model.num_attention_heads,
-            swiglu=model.glu_activation == "swiglu",
-        )
-        return RunConfig(model=model).with_vocabulary(vocab_size).model
+        return resolved(flags, path).with_vocabulary(vocab_size)
 
     def misfits(self, model: ModelConfig) -> list[str]:
         """What the configuration would have to be to fit; empty when it fits."""
@@ -167,7 +161,7 @@ class Architecture:
         first, end = places[0], places[-1] + 1
         for entry in present[:first]:
             yield Parameter(entry.ours, entry.theirs, entry, model)
-        for n in range(model.num_layers or 0):
+        for n in range(model.num_layers):
             for entry in present[first:end]:
                 names = tuple(name.format(n=n) for name in entry.theirs)
                 yield Parameter(entry.ours.format(n=n), names, entry, model)

@@ -12,8 +12,7 @@ FULL, SLIDING = "full_attention", "sliding_attention"
 
 def layer_types(model: ModelConfig) -> list[str]:
     """The kind of each block."""
-    assert model.num_layers
-    return [FULL if model.window(n) is None else SLIDING for n in range(model.num_layers)]
+    return [FULL if window is None else SLIDING for window in model.windows]
 
 
 def read_windows(given: Settings, window: int | None, default: list[str]) -> dict[str, Any]:

@@ -5,62 +5,30 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Mapping
+import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import ModelConfig, TokenizerConfig
+from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
+from megatron.config.flags import value_type
 from megatron.config.rope_scaling import llama3_scaling
+from megatron.formats.resolving import resolved
 
 
-class Row(NamedTuple):
-    """A field of :class:`ModelConfig` and the arguments that say the same.
+def _rows() -> Iterator[tuple[str, type, tuple[str, ...]]]:
+    """Fields of :class:`ModelFlags` with an argument that says the same: field, type of its value,
+    names of the argument, of which the first is written.
 
-    Attributes:
-        field: the field.
-        kind: type of its value.
-        theirs: names of the argument; the first is written. Empty where it has the field's name.
+    Positions and key and value heads are more than a copy.
     """
+    hints = typing.get_type_hints(ModelFlags)
+    for field in dataclasses.fields(ModelFlags):
+        if names := field.metadata["megatron"]:
+            names = (field.name,) if names is True else names
+            yield field.name, value_type(hints[field.name]), names
 
-    field: str
-    kind: type
-    theirs: tuple[str, ...] = ()
-
-    @property
-    def names(self) -> tuple[str, ...]:
-        """Names of the argument."""
-        return self.theirs or (self.field,)
-
-
-ROWS = (
-    Row("num_layers", int),
-    Row("hidden_size", int),
-    Row("ffn_hidden_size", int),
-    Row("num_attention_heads", int),
-    Row("kv_channels", int),
-    Row("seq_length", int),
-    Row("max_position_embeddings", int),
-    Row("rotary_base", float),
-    Row("rotary_percent", float),
-    Row("normalization", str),
-    Row("norm_epsilon", float, ("layernorm_epsilon", "norm_epsilon")),
-    Row("apply_layernorm_1p", bool),
-    Row("embed_layernorm", bool),
-    Row("qk_layernorm", bool),
-    Row("swiglu", bool),
-    Row("squared_relu", bool),
-    Row("openai_gelu", bool),
-    Row("bias_gelu_fusion", bool),
-    Row("add_bias_linear", bool),
-    Row("add_qkv_bias", bool),
-    Row("untie_embeddings_and_output_weights", bool),
-    Row("attention_dropout", float),
-    Row("hidden_dropout", float),
-    Row("init_method_std", float),
-    Row("make_vocab_size_divisible_by", int),
-)
-"""What means the same in both; positions and key and value heads are more than a copy."""
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], (1,)),
@@ -108,10 +76,10 @@ def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig
                 f"{where}: the network has {name} {value!r}, which there is no counterpart of here"
             )
     values: dict[str, Any] = {}
-    for row in ROWS:
-        found = [arguments[name] for name in row.names if arguments.get(name) is not None]
+    for field, kind, names in _rows():
+        found = [arguments[name] for name in names if arguments.get(name) is not None]
         if found:
-            values[row.field] = _checked(found[0], row.kind, row.names[0], where)
+            values[field] = _checked(found[0], kind, names[0], where)
     for name in ("num_layers", "hidden_size", "num_attention_heads"):
         if values.get(name, 0) < 1:
             raise CheckpointError(f"{where}: the argument {name} is missing or not positive")
@@ -121,38 +89,33 @@ def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig
             raise CheckpointError(f"{where}: normalization {norm!r} is neither of {_NORMS}")
         values["normalization"] = _NORMS[norm.lower()]
     values["position_embedding_type"] = _positions(arguments, where)
-    values["rope_scaling"] = _rope_scaling(arguments, where)
+    scaling = _rope_scaling(arguments, where)
+    values["rope_scaling"] = scaling if values["position_embedding_type"] == "rope" else None
     values["num_query_groups"] = _key_value_heads(arguments, values, where)
-    if values.get("swiglu"):
-        values["glu_activation"] = "swiglu"
     if values.get("swiglu") or values.get("squared_relu"):
         values.pop("bias_gelu_fusion", None)  # about an activation that is not there
-    return complete(ModelConfig(**values), where)
+    return complete(ModelFlags(**values), where)
 
 
-def complete(model: ModelConfig, where: Path) -> ModelConfig:
-    """Fills in what Megatron derives from other arguments.
+def complete(flags: ModelFlags, where: Path) -> ModelConfig:
+    """The network, with what Megatron derives in other ways than we do.
 
     Raises:
         CheckpointError: the heads do not fit the width or each other.
     """
-    hidden, heads = model.hidden_size, model.num_attention_heads
+    hidden, heads = flags.hidden_size, flags.num_attention_heads
     assert hidden and heads
-    groups = model.num_query_groups or heads
+    groups = flags.num_query_groups or heads
     if heads % groups:
         raise CheckpointError(f"{where}: {groups} key and value heads, {heads} query heads")
-    if model.kv_channels is None and hidden % heads:
+    if flags.kv_channels is None and hidden % heads:
         raise CheckpointError(f"{where}: {heads} heads do not divide the width {hidden}")
-    seq_length = model.seq_length or model.max_position_embeddings
-    return dataclasses.replace(
-        model,
-        ffn_hidden_size=model.ffn_hidden_size or 4 * hidden,
-        kv_channels=model.kv_channels or hidden // heads,
-        num_query_groups=groups,
-        group_query_attention=groups < heads,
-        seq_length=seq_length,
-        max_position_embeddings=model.max_position_embeddings or seq_length,
+    completed = dataclasses.replace(
+        flags,
+        ffn_hidden_size=flags.ffn_hidden_size or 4 * hidden,
+        seq_length=flags.seq_length or flags.max_position_embeddings,
     )
+    return resolved(completed, where)
 
 
 def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
@@ -164,63 +127,67 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
     misfits = [flag for flag, fits in _requirements(model).items() if not fits]
     if misfits:
         raise ValueError(f"Megatron's old layout has no {', '.join(misfits)}")
-    written = {row.names[0]: getattr(model, row.field) for row in ROWS}
-    rope = model.position_embedding_type == "rope"
-    scaling = _scaling(model)
-    linear, llama3 = scaling["rope_type"] == "linear", scaling["rope_type"] == "llama3"
+    flags = model.flags()
+    written = {names[0]: getattr(flags, field) for field, _, names in _rows()}
+    rope = model.positions.position_embedding_type == "rope"
+    scaling = model.positions.rope_scaling
+    linear, llama3 = scaling.rope_type == "linear", scaling.rope_type == "llama3"
     return written | {
-        "norm_epsilon": model.norm_epsilon,
+        "norm_epsilon": model.norm.norm_epsilon,
         "encoder_num_layers": model.num_layers,
         "encoder_seq_length": model.seq_length,
-        "position_embedding_type": model.position_embedding_type,
+        "position_embedding_type": model.positions.position_embedding_type,
         "add_position_embedding": not rope,
         "use_rotary_position_embeddings": rope,
         "use_rope_scaling": llama3,
-        "rope_scaling_factor": scaling["factor"] if llama3 else 8.0,
-        "rotary_seq_len_interpolation_factor": scaling["factor"] if linear else None,
-        "group_query_attention": model.num_query_groups != model.num_attention_heads,
-        "num_query_groups": model.num_query_groups,
-        "unpadded_vocab_size": model.unpadded_vocab_size,
+        "rope_scaling_factor": scaling.factor if llama3 else 8.0,
+        "rotary_seq_len_interpolation_factor": scaling.factor if linear else None,
+        "group_query_attention": model.attention.num_query_groups
+        != model.attention.num_attention_heads,
+        "num_query_groups": model.attention.num_query_groups,
+        "unpadded_vocab_size": model.vocabulary.size,
         # A fused activation is GELU by tanh, whatever else is said.
-        "bias_gelu_fusion": model.activation == "gelu_tanh",
-        "openai_gelu": model.openai_gelu and model.activation == "gelu_tanh",
+        "bias_gelu_fusion": model.mlp.activation == "gelu_tanh",
     }
 
 
 def _requirements(model: ModelConfig) -> dict[str, bool]:
     """Flags, and whether the model does without them."""
-    scaling = _scaling(model)
-    llama3 = scaling["rope_type"] == "llama3" and scaling == json.loads(
-        llama3_scaling(scaling["factor"]).to_json()
-    )
+    scaling = model.positions.rope_scaling
+    llama3 = scaling.factor is not None and scaling == llama3_scaling(scaling.factor)
     return {
         f"--model-family {model.family}": model.family == ModelConfig.family,
         "--position-embedding-type other than learned_absolute and rope": (
-            model.position_embedding_type in ("learned_absolute", "rope")
+            model.positions.position_embedding_type in ("learned_absolute", "rope")
         ),
-        "--position-embedding-offset": not model.position_embedding_offset,
+        "--position-embedding-offset": not model.positions.position_embedding_offset,
         "--rope-scaling other than linear and that of --use-rope-scaling": (
-            llama3 or scaling["rope_type"] in ("default", "linear")
+            llama3 or scaling.rope_type in ("default", "linear")
         ),
-        "--rotary-base-local": model.rotary_base_local is None,
-        "--sliding-window": model.sliding_window is None,
-        "--query-pre-attn-scalar": model.query_pre_attn_scalar in (None, model.kv_channels),
-        "--attn-logit-softcapping": model.attn_logit_softcapping is None,
-        "--final-logit-softcapping": model.final_logit_softcapping is None,
-        "--add-attention-bias": not model.add_attention_bias,
-        "--qk-layernorm": not model.qk_layernorm,
-        "--embed-layernorm": not model.embed_layernorm,
-        "--scale-embeddings": not model.scale_embeddings,
-        "--post-norm": not model.post_norm,
+        "--rotary-base-local": model.positions.rotary_base_local is None,
+        "--sliding-window": model.attention.sliding_window is None,
+        "--query-pre-attn-scalar": model.attention.query_pre_attn_scalar
+        == model.attention.kv_channels,
+        "--attn-logit-softcapping": model.attention.attn_logit_softcapping is None,
+        "--final-logit-softcapping": model.embedding.final_logit_softcapping is None,
+        "--add-attention-bias": model.attention.proj_bias == model.mlp.bias,
+        "--qk-layernorm": not model.norm.qk_layernorm,
+        "--embed-layernorm": not model.norm.embed_layernorm,
+        "--scale-embeddings": not model.embedding.scale_embeddings,
+        "--post-norm": not model.norm.post_norm,
         "--parallel-residual": not model.parallel_residual,
-        "--glu-activation geglu": model.activation != "geglu",
-        "--relu": model.activation != "relu",
+        "--glu-activation geglu": model.mlp.activation != "geglu",
+        "--relu": model.mlp.activation != "relu",
     }
 
 
-def _scaling(model: ModelConfig) -> dict[str, Any]:
-    """How rotary frequencies are stretched."""
-    return {"rope_type": "default"} | json.loads(model.rope_scaling or "{}")
+def divided_sizes(model: ModelConfig) -> dict[str, int]:
+    """What tensor-parallel ranks share, by name of the argument."""
+    return {
+        "num_attention_heads": model.attention.num_attention_heads,
+        "num_query_groups": model.attention.num_query_groups,
+        "ffn_hidden_size": model.mlp.ffn_hidden_size,
+    }
 
 
 def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | None:

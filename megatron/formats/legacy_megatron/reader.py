@@ -12,9 +12,10 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
-from megatron.config import ModelConfig
+from megatron.config import ModelConfig, ModelFlags, Vocabulary
 from megatron.formats.legacy_megatron.arguments import (
     complete,
+    divided_sizes,
     model_of_arguments,
     tokenizer_of_arguments,
     unpadded_vocabulary,
@@ -116,8 +117,10 @@ class MegatronCheckpoint(Source):
 
     def set_vocabulary(self, size: int) -> None:
         """Says how many rows of the token table are tokens, where the checkpoint does not."""
-        assert self.vocabulary_is_guessed and 0 < size <= (self.model.padded_vocab_size or 0)
-        self.model = dataclasses.replace(self.model, unpadded_vocab_size=size)
+        assert self.vocabulary_is_guessed and 0 < size <= self.model.vocabulary.padded
+        self.model = dataclasses.replace(
+            self.model, vocabulary=Vocabulary(size, self.model.vocabulary.padded)
+        )
         self._shards = shards_of(self.model, self._places)
 
     def _shard(self, name: str) -> Any:
@@ -169,7 +172,7 @@ class MegatronCheckpoint(Source):
                 f"the token table has {rows:,} rows and the checkpoint does not say how many are "
                 "padding: all are taken for tokens"
             )
-        return dataclasses.replace(model, unpadded_vocab_size=size or rows, padded_vocab_size=rows)
+        return dataclasses.replace(model, vocabulary=Vocabulary(size or rows, rows))
 
     def _described(self, path: Path) -> ModelConfig:
         if self._arguments:
@@ -186,7 +189,7 @@ class MegatronCheckpoint(Source):
             "tanh, as NVIDIA's published models have"
         )
         return complete(
-            ModelConfig(
+            ModelFlags(
                 num_layers=self._layers,
                 hidden_size=hidden,
                 ffn_hidden_size=up.shape[0] * self.tensor_size,
@@ -199,11 +202,10 @@ class MegatronCheckpoint(Source):
 
     def _check_parameters(self, path: Path) -> None:
         """Compares the parameters with those that the arguments describe."""
-        for what in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-            if getattr(self.model, what) % self.tensor_size:
+        for what, size in divided_sizes(self.model).items():
+            if size % self.tensor_size:
                 raise CheckpointError(
-                    f"{path}: {self.tensor_size} tensor ranks do not divide {what} "
-                    f"{getattr(self.model, what)}"
+                    f"{path}: {self.tensor_size} tensor ranks do not divide {what} {size}"
                 )
         for name, shard in self._shards.items():
             place = self._places.get(name)
@@ -272,12 +274,12 @@ class MegatronCheckpoint(Source):
         """A rank's share with its rows in our order."""
         if ".attention.qkv." not in name:
             return share
-        heads, groups = self.model.num_attention_heads, self.model.num_query_groups
-        assert heads and groups and self.model.kv_channels
+        attention = self.model.attention
+        heads, groups = attention.num_attention_heads, attention.num_query_groups
         size = self.tensor_size
         try:
             return qkv_from_megatron(
-                share, self.version, heads // size, groups // size, self.model.kv_channels
+                share, self.version, heads // size, groups // size, attention.kv_channels
             )
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None

@@ -24,15 +24,13 @@ def shards_of(model: ModelConfig, present: Mapping[str, Any]) -> dict[str, Shard
     shards = dict(whole_shards(model))
     table = "embedding.tokentype_embeddings.weight"
     if table in present:
-        assert model.hidden_size is not None
         shards[table] = Shard((present[table].shape[0], model.hidden_size))
     return shards | {name: s for name, s in _bert(model).items() if name in present}
 
 
 def _bert(model: ModelConfig) -> dict[str, Shard]:
     """What BERT has behind the blocks: a pooler and two heads."""
-    hidden, rows = model.hidden_size, model.padded_vocab_size
-    assert hidden and rows
+    hidden, rows = model.hidden_size, model.vocabulary.padded
     square, vector = Shard((hidden, hidden)), Shard((hidden,))
     return {
         "pooler.dense.weight": square,
@@ -41,7 +39,7 @@ def _bert(model: ModelConfig) -> dict[str, Shard]:
         "lm_head.dense.bias": vector,
         "lm_head.layernorm.weight": vector,
         "lm_head.layernorm.bias": vector,
-        "lm_head.bias": Shard((rows,), (Cut(0, unpadded=model.unpadded_vocab_size),)),
+        "lm_head.bias": Shard((rows,), (Cut(0, unpadded=model.vocabulary.size),)),
         "binary_head.weight": Shard((2, hidden)),
         "binary_head.bias": Shard((2,)),
     }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -15,7 +14,11 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
 from megatron.checkpoint.source import DTYPES, TOKENIZER, Source
 from megatron.config import ModelConfig, TokenizerConfig
-from megatron.formats.legacy_megatron.arguments import arguments_of_model, namespace
+from megatron.formats.legacy_megatron.arguments import (
+    arguments_of_model,
+    divided_sizes,
+    namespace,
+)
 from megatron.formats.legacy_megatron.locations import (
     MODEL_FILES,
     Rank,
@@ -63,7 +66,7 @@ def write_megatron(
         CheckpointError: the source is damaged, or the checkpoint is there already.
         OSError: a file cannot be written; nothing is left behind.
     """
-    model = _padded(source.model, tensor_size)
+    model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
     check_sizes(model, tensor_size, pipeline_size)
     arguments = arguments_of_model(model)
     surplus = sorted(set(source.names()) - shards_of(model, {}).keys())
@@ -78,7 +81,7 @@ def write_megatron(
             "tensor_model_parallel_size": tensor_size,
             "pipeline_model_parallel_size": pipeline_size,
             "virtual_pipeline_model_parallel_size": None,
-            "padded_vocab_size": model.padded_vocab_size,
+            "padded_vocab_size": model.vocabulary.padded,
             "params_dtype": DTYPES[dtype],
             "fp16": dtype == "float16",
             "bf16": dtype == "bfloat16",
@@ -110,8 +113,7 @@ def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> Non
     Raises:
         ValueError: naming the flag and what would be right.
     """
-    for name in ("num_attention_heads", "num_query_groups", "ffn_hidden_size"):
-        value = getattr(model, name)
+    for name, value in divided_sizes(model).items():
         if tensor_size < 1 or value % tensor_size:
             raise ValueError(
                 f"--target-tensor-parallel-size {tensor_size} must divide {name} {value}: Megatron "
@@ -119,20 +121,11 @@ def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> Non
                 if name == "num_query_groups"
                 else f"--target-tensor-parallel-size {tensor_size} must divide {name} {value}"
             )
-    assert model.num_layers is not None
     if pipeline_size < 1 or model.num_layers % pipeline_size:
         raise ValueError(
             f"--target-pipeline-parallel-size {pipeline_size} must divide the {model.num_layers} "
             "layers"
         )
-
-
-def _padded(model: ModelConfig, tensor_size: int) -> ModelConfig:
-    """The model with the token table padded as Megatron pads it."""
-    assert model.unpadded_vocab_size
-    multiple = model.make_vocab_size_divisible_by * max(tensor_size, 1)
-    rows = -(-model.unpadded_vocab_size // multiple) * multiple
-    return dataclasses.replace(model, padded_vocab_size=rows)
 
 
 def _rank(
@@ -148,7 +141,6 @@ def _rank(
         dtype: number format of the result.
     """
     shards = shards_of(model, {})
-    assert model.num_layers is not None
     layers = model.num_layers // sizes.pipeline
     coordinates = {"tensor": (rank.tensor, sizes.tensor)}
 
@@ -162,7 +154,7 @@ def _rank(
             theirs = to_megatron(name, rank.pipeline * layers)
             assert theirs is not None, name
             found[theirs] = share(name)
-    if model.tied and 0 < rank.pipeline == sizes.pipeline - 1:
+    if model.embedding.tied and 0 < rank.pipeline == sizes.pipeline - 1:
         found[HEAD_COPY] = share(_TABLE)
     return found
 
@@ -178,9 +170,9 @@ def _stage_of(name: str, layers: int, stages: int) -> int:
 def _megatron_order(name: str, share: Tensor, model: ModelConfig, size: int) -> Tensor:
     if ".attention.qkv." not in name:
         return share
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    assert heads and groups and model.kv_channels
-    return qkv_to_megatron(share, VERSION, heads // size, groups // size, model.kv_channels)
+    attention = model.attention
+    heads, groups = attention.num_attention_heads, attention.num_query_groups
+    return qkv_to_megatron(share, VERSION, heads // size, groups // size, attention.kv_channels)
 
 
 def _nested(weights: dict[str, Tensor]) -> dict[str, Any]:

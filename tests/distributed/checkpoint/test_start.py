@@ -125,7 +125,7 @@ def test_a_model_with_more_rows_than_tokens(pool, tmp_path):
     assert "--use-checkpoint-args" in message
     rest = pool.run(1, train, [*argv, "--use-checkpoint-args", "--save", str(tmp_path / "b")])[0]
     assert len(rest.losses) == STEPS
-    assert open_checkpoint(Path(tmp_path / "b")).model.unpadded_vocab_size == 121
+    assert open_checkpoint(Path(tmp_path / "b")).model.vocabulary.size == 121
 
 
 def test_the_architecture_of_the_weights_is_kept(pool, tmp_path, pretrained):

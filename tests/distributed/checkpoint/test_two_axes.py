@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from configs import model_config, run_config
 
 from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
-from megatron.config import CheckpointConfig, ModelConfig, OptimizerConfig, RunConfig
+from megatron.config import CheckpointConfig, OptimizerConfig
 from megatron.engine.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.optimizer import build_optimizer
@@ -48,7 +49,7 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     names = {parameter(s, Init(0.5), mesh.coordinates): name for name, s in SHARDS.items()}
     optimizer = OptimizerConfig(lr=0.1)
     config = dataclasses.replace(
-        RunConfig(model=ModelConfig(num_layers=1)).with_vocabulary(8),
+        run_config(model=model_config(num_layers=1)).with_vocabulary(8),
         optimizer=optimizer,
         checkpoint=CheckpointConfig(save=save),
     )

@@ -11,12 +11,13 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
+from configs import model_config
 from pool import tensor_group
 from torch import Tensor
 from toy_encoder_decoder import COUNTS, VOCAB, draw_batches, fill, toy_spec
 from training_jobs import TINY
 
-from megatron.config import ModelConfig, PrecisionConfig
+from megatron.config import PrecisionConfig
 from megatron.engine.boundaries import Boundary, check_agreement
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
@@ -159,7 +160,7 @@ def test_ranks_that_expect_different_tensors_are_told(pool):
 
 
 def test_a_layer_that_gives_another_shape_is_named():
-    state = toy_spec(ModelConfig(hidden_size=4)).begin(next(draw_batches()))
+    state = toy_spec(model_config(hidden_size=4)).begin(next(draw_batches()))
     boundary = Boundary.of({"hidden": (2, 16, 4)}, torch.float32)
     with pytest.raises(AssertionError, match=r"hidden is \(\(2, 16\), torch.int64\)"):
         boundary.taken_from(state)

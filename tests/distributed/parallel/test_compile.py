@@ -2,11 +2,11 @@
 
 import pytest
 import torch
+from configs import model_config
 from pool import tensor_group
 from torch import Tensor
 from torch._dynamo.utils import counters
 
-from megatron.config import ModelConfig
 from megatron.model.block import Block
 from megatron.model.layer_list import initialise
 from megatron.model.state import LayerState
@@ -29,7 +29,7 @@ def job(sequence: bool) -> tuple[float, int]:
     counters.clear()
     results = []
     for compiled in (False, True):
-        blocks = [Block(ModelConfig(**SHAPE), layer, region, False) for layer in range(2)]
+        blocks = [Block(model_config(**SHAPE), layer, region, False) for layer in range(2)]
         for block in blocks:
             for name, param in block.named_parameters():
                 name = shard_of(param).whole or name

@@ -5,10 +5,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from configs import model_config
 from pool import tensor_group
 from torch import Tensor
 
-from megatron.config import ModelConfig
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
 from megatron.model.layer_list import initialise
@@ -31,7 +31,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
 def compute(kv_heads: int, region: TensorParallel) -> dict[str, tuple[Tensor, object]]:
     """This rank's share of everything, and how it is cut: by a shard, or, an activation, along the
     sequence or not."""
-    model = ModelConfig(
+    model = model_config(
         num_layers=2, hidden_size=WIDTH, ffn_hidden_size=48, num_attention_heads=8,
         num_query_groups=kv_heads, kv_channels=4, seq_length=ENCODED, attention_dropout=0.0,
         max_position_embeddings=ENCODED, hidden_dropout=0.0,

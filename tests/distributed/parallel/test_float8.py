@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.distributed as dist
+from configs import model_config
 from pool import tensor_group
 from torch import Tensor
 from training_jobs import TINY, train
 
-from megatron.config import ModelConfig
 from megatron.model.block import Block
 from megatron.model.layer_list import initialise
 from megatron.model.state import LayerState
@@ -32,7 +32,7 @@ def draw(*shape: int, seed: int) -> Tensor:
 def outcome(region: TensorParallel, kv_heads: int, float8: Float8 | None) -> dict[str, Tensor]:
     """Output, input gradient and weight gradients of a block, joined from all ranks, float32."""
     group = region.group
-    block = Block(ModelConfig(**SHAPE, num_query_groups=kv_heads), 0, region, False)
+    block = Block(model_config(**SHAPE, num_query_groups=kv_heads), 0, region, False)
     for name, param in block.named_parameters():
         initialise(shard_of(param).whole or name, param, 1, region.coordinates)
     block = block.bfloat16()

@@ -8,11 +8,12 @@ from itertools import product
 import pytest
 import torch
 import torch.distributed as dist
+from configs import model_config, run_config
 from gpt_forward import forward
 from pool import tensor_group
 from torch import Tensor
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ParallelConfig
 from megatron.engine.gradient_norm import gradient_norm
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
@@ -102,7 +103,7 @@ def build(case: Case, region: TensorParallel) -> LayerStack:
         recompute_granularity=case.recompute,
         recompute_method="uniform" if case.recompute == "full" else None,
     )
-    run = RunConfig(model=ModelConfig(**(shape | MODELS[case.model])), parallel=parallel)
+    run = run_config(model=model_config(**(shape | MODELS[case.model])), parallel=parallel)
     model = build_model(run.with_vocabulary(VOCAB).model, parallel, region).double()
     for name, param in model.canonical_parameters():
         param.init = Init(std=0.3)

@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from configs import model_config
 from pool import tensor_group
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig
 from megatron.model.block import Block
 from megatron.model.layer_list import initialise
 from megatron.model.norm import build_norm
@@ -241,7 +241,7 @@ def norm(sequence: bool) -> None:
 
 
 def _norm(region: TensorParallel, name: str) -> None:
-    config = ModelConfig(hidden_size=INPUTS, normalization=name)
+    config = model_config(hidden_size=INPUTS, normalization=name)
     layer = prepare(build_norm(config, region), region.group)
     x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, INPUTS, seed=1)
     x = outside(x_whole, region)
@@ -250,7 +250,7 @@ def _norm(region: TensorParallel, name: str) -> None:
     params = [whole([param], region.group) for param in layer.parameters()]
     inputs = [t.requires_grad_() for t in (x_whole, *(values for values, _ in params))]
     whole_norm = {"LayerNorm": F.layer_norm, "RMSNorm": F.rms_norm}[name]
-    expected = whole_norm(inputs[0], (INPUTS,), *inputs[1:], eps=config.norm_epsilon)
+    expected = whole_norm(inputs[0], (INPUTS,), *inputs[1:], eps=config.norm.norm_epsilon)
     found = [gathered(y, region), gathered(x.grad, region), *(grad for _, grad in params)]
     check(expected, inputs, grad, found)
 
@@ -295,7 +295,7 @@ def _kept(forward, module: nn.Module) -> int:
 def block_bytes(sequence: bool) -> int:
     """Bytes that a block keeps for its backward pass."""
     region = TensorParallel(tensor_group(), sequence)
-    config = ModelConfig(
+    config = model_config(
         num_layers=1, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, kv_channels=8,
         num_query_groups=8, max_position_embeddings=32, hidden_dropout=0.1, attention_dropout=0.0,
     )  # fmt: skip

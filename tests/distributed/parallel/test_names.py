@@ -1,10 +1,11 @@
 """LayerStack registers its parameters under the names that DeepSpeed's PipelineModule gives."""
 
 import pytest
+from configs import model_config, run_config
 from pool import tensor_group
 from torch import nn
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ParallelConfig
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerStack
 
@@ -19,12 +20,12 @@ def names(tied: bool) -> tuple[list[str], list[str]]:
     from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec
 
     deepspeed.init_distributed("gloo", auto_mpi_discovery=False, verbose=False)
-    model = ModelConfig(
+    model = model_config(
         num_layers=3, hidden_size=16, ffn_hidden_size=32, num_attention_heads=2,
         num_query_groups=2, kv_channels=8, seq_length=8, max_position_embeddings=8,
         untie_embeddings_and_output_weights=not tied,
     )  # fmt: skip
-    model = RunConfig(model=model).with_vocabulary(50).model
+    model = run_config(model=model).with_vocabulary(50).model
     recipes = gpt_layers(model, ParallelConfig())
 
     def spec(recipe: LayerSpec) -> LayerSpec:

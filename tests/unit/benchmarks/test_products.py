@@ -3,6 +3,7 @@
 import products
 import pytest
 import torch
+from configs import model_config
 from products import PIECES, Attention, Linear, StepShape
 
 from megatron.config import ModelConfig
@@ -21,7 +22,7 @@ def model(**changes) -> ModelConfig:
         "max_position_embeddings": 32,
         "padded_vocab_size": 256,
     }
-    return ModelConfig(**(values | changes))
+    return model_config(**(values | changes))
 
 
 class Counted:

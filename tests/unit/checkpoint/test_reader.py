@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from configs import model_config, run_config
 from safetensors.torch import save_file
 
 from megatron.checkpoint.files import CheckpointError, write_json
@@ -14,7 +15,6 @@ from megatron.checkpoint.index import IndexEntry, tensor_key
 from megatron.checkpoint.manifest import file_facts, verify
 from megatron.checkpoint.reader import CheckpointReader, differences
 from megatron.checkpoint.slices import Slice
-from megatron.config import ModelConfig, RunConfig
 from megatron.parallel.shard import Cut, Shard
 
 SHARDS = {
@@ -70,7 +70,7 @@ def write_checkpoint(save, iteration, tensor_size, data_size, apart=False):
             index.setdefault(name, []).append(IndexEntry(held, files, shard.part).to_json())
         save_file(stored, folder / f"rank-{rank}.safetensors")
     write_json(folder / "index.json", index)
-    write_json(folder / "config.json", RunConfig().to_dict())
+    write_json(folder / "config.json", run_config().to_dict())
     write_json(folder / "state.json", {"iteration": iteration})
     for path in folder.iterdir():
         facts[path.name] = file_facts(path)
@@ -238,9 +238,9 @@ def test_files_say_one_cut_as_they_always_did():
 
 
 def test_differences_name_what_shapes_the_weights():
-    here = RunConfig(model=ModelConfig(num_layers=2, hidden_size=8, attention_dropout=0.0))
-    there = RunConfig(model=ModelConfig(num_layers=3, hidden_size=8, swiglu=True))
-    lines = differences(there.model, here.model)
+    here = model_config(num_layers=2, ffn_hidden_size=16, attention_dropout=0.0)
+    there = model_config(num_layers=3, ffn_hidden_size=16, swiglu=True)
+    lines = differences(there, here)
     assert lines == [
         "num_layers is 3 there and 2 here",
         'activation is "swiglu" there and "gelu_tanh" here',

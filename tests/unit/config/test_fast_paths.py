@@ -69,4 +69,4 @@ def test_compiled_without_graphs_in_every_layout(mode, layout):
     ("given", "meant"), [("auto", "sdpa"), ("fused", "cudnn"), ("unfused", "eager")]
 )
 def test_megatrons_names_of_attention_kernels(given, meant):
-    assert config(f"--attention-backend {given}").model.attention_backend == meant
+    assert config(f"--attention-backend {given}").model.attention.attention_backend == meant

@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from megatron.config import (
-    CONFIG_CLASSES,
     FLAG_CLASSES,
+    PART_FLAGS,
     FlagParser,
-    ModelConfig,
+    ModelFlags,
     Setting,
     parse_configs,
 )
@@ -124,7 +124,7 @@ def test_accepts_megatron_name(parser, name):
 
 
 def test_megatron_defaults():
-    fields = {f.name: f.default for c in CONFIG_CLASSES for f in dataclasses.fields(c)}
+    fields = {f.name: f.default for c in PART_FLAGS.values() for f in dataclasses.fields(c)}
     expected = {
         "seed": 1234, "split": "969,30,1", "make_vocab_size_divisible_by": 128, "clip_grad": 1.0,
         "weight_decay": 0.01, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_eps": 1e-8,
@@ -150,7 +150,7 @@ def test_field_names_are_unique_over_all_classes():
 
 def test_help_is_grouped_and_says_defaults(parser):
     text = parser.format_help()
-    for cls in CONFIG_CLASSES:
+    for cls in PART_FLAGS.values():
         assert (cls.__doc__ or "").split("\n")[0].rstrip(".") + ":" in text
     joined = " ".join(text.split())
     assert "Seed of weights, data order and dropout. (default: 1234)" in joined
@@ -163,7 +163,12 @@ def test_help_is_grouped_and_says_defaults(parser):
 def test_help_states_the_default_of_every_value_flag(parser):
     for action in parser._actions:
         field = next(
-            (f for c in CONFIG_CLASSES for f in dataclasses.fields(c) if f.name == action.dest),
+            (
+                f
+                for c in PART_FLAGS.values()
+                for f in dataclasses.fields(c)
+                if f.name == action.dest
+            ),
             None,
         )
         if field is None or action.nargs == 0:
@@ -186,8 +191,8 @@ def test_values_and_origins():
 
 
 def test_parse_configs_builds_one_instance_each():
-    small, model = parse_configs((Small, ModelConfig), ["--count", "2", "--hidden-size", "8"])
-    assert small == Small(count=2) and model == ModelConfig(hidden_size=8)
+    small, model = parse_configs((Small, ModelFlags), ["--count", "2", "--hidden-size", "8"])
+    assert small == Small(count=2) and model == ModelFlags(hidden_size=8)
 
 
 def test_configs_are_frozen():

@@ -44,7 +44,7 @@ def asked(layout, extra=()):
         complete(content, config)
     except ConfigError as error:
         return str(error)
-    return Layout.of(config, content)
+    return config.layout(content)
 
 
 def cells():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import operator
 import subprocess
 import sys
 from pathlib import Path
@@ -12,12 +13,17 @@ from megatron.config import (
     FLAG_CLASSES,
     ConfigError,
     FlagParser,
+    OptimizerConfig,
+    ParallelConfig,
     RunConfig,
     Setting,
+    TrainingConfig,
     explain,
     resolve,
 )
 
+OLD = Path(__file__).parents[2] / "golden" / "config_of_0.1.json"
+"""Flags, and what a version that saved all of them made of them."""
 MINIMAL = (
     "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 "
     "--micro-batch-size 2 --train-iters 100 --lr 1e-3"
@@ -49,45 +55,45 @@ LLAMA3 = (
 )
 
 DERIVED = [
-    ("", 1, "model.ffn_hidden_size", 256),
-    ("--swiglu", 1, "model.ffn_hidden_size", 128),
-    ("--swiglu --hidden-size 768", 1, "model.ffn_hidden_size", 2048),
-    ("--swiglu --hidden-size 16", 1, "model.ffn_hidden_size", 16),
-    ("--swiglu --ffn-hidden-size 100", 1, "model.ffn_hidden_size", 100),
-    ("", 1, "model.kv_channels", 16),
-    ("--kv-channels 24", 1, "model.kv_channels", 24),
-    ("--hidden-size 66 --kv-channels 24", 1, "model.kv_channels", 24),
-    ("", 1, "model.num_query_groups", 4),
-    ("", 1, "model.group_query_attention", False),
-    ("--group-query-attention", 1, "model.num_query_groups", 1),
-    ("--num-query-groups 2", 1, "model.group_query_attention", True),
-    ("--num-key-value-heads 2", 1, "model.num_query_groups", 2),
-    ("", 1, "model.max_position_embeddings", 32),
-    ("--max-position-embeddings 64", 1, "model.max_position_embeddings", 64),
-    ("--use-rotary-position-embeddings", 1, "model.position_embedding_type", "rope"),
-    ("", 1, "model.activation", "gelu_tanh"),
-    ("--no-bias-gelu-fusion", 1, "model.activation", "gelu_erf"),
-    ("--no-bias-gelu-fusion --openai-gelu", 1, "model.activation", "gelu_tanh"),
-    ("--squared-relu", 1, "model.activation", "squared_relu"),
-    ("--swiglu", 1, "model.activation", "swiglu"),
-    ("--swiglu", 1, "model.glu_activation", "swiglu"),
-    ("--glu-activation swiglu", 1, "model.swiglu", True),
-    ("--glu-activation geglu", 1, "model.activation", "geglu"),
-    ("--glu-activation geglu", 1, "model.ffn_hidden_size", 128),
-    ("--glu-activation geglu", 1, "model.swiglu", False),
-    ("--relu", 1, "model.activation", "relu"),
-    ("--relu", 1, "model.ffn_hidden_size", 256),
+    ("", 1, "model.mlp.ffn_hidden_size", 256),
+    ("--swiglu", 1, "model.mlp.ffn_hidden_size", 128),
+    ("--swiglu --hidden-size 768", 1, "model.mlp.ffn_hidden_size", 2048),
+    ("--swiglu --hidden-size 16", 1, "model.mlp.ffn_hidden_size", 16),
+    ("--swiglu --ffn-hidden-size 100", 1, "model.mlp.ffn_hidden_size", 100),
+    ("", 1, "model.attention.kv_channels", 16),
+    ("--kv-channels 24", 1, "model.attention.kv_channels", 24),
+    ("--hidden-size 66 --kv-channels 24", 1, "model.attention.kv_channels", 24),
+    ("", 1, "model.attention.num_query_groups", 4),
+    ("", 1, "values.group_query_attention", False),
+    ("--group-query-attention", 1, "model.attention.num_query_groups", 1),
+    ("--num-query-groups 2", 1, "values.group_query_attention", True),
+    ("--num-key-value-heads 2", 1, "model.attention.num_query_groups", 2),
+    ("", 1, "model.positions.max_position_embeddings", 32),
+    ("--max-position-embeddings 64", 1, "model.positions.max_position_embeddings", 64),
+    ("--use-rotary-position-embeddings", 1, "model.positions.position_embedding_type", "rope"),
+    ("", 1, "model.mlp.activation", "gelu_tanh"),
+    ("--no-bias-gelu-fusion", 1, "model.mlp.activation", "gelu_erf"),
+    ("--no-bias-gelu-fusion --openai-gelu", 1, "model.mlp.activation", "gelu_tanh"),
+    ("--squared-relu", 1, "model.mlp.activation", "squared_relu"),
+    ("--swiglu", 1, "model.mlp.activation", "swiglu"),
+    ("--swiglu", 1, "values.glu_activation", "swiglu"),
+    ("--glu-activation swiglu", 1, "values.swiglu", True),
+    ("--glu-activation geglu", 1, "model.mlp.activation", "geglu"),
+    ("--glu-activation geglu", 1, "model.mlp.ffn_hidden_size", 128),
+    ("--glu-activation geglu", 1, "values.swiglu", False),
+    ("--relu", 1, "model.mlp.activation", "relu"),
+    ("--relu", 1, "model.mlp.ffn_hidden_size", 256),
     ("--sliding-window 8 --window-attn-skip-freq 2", 1, "model.windows", (8, None)),
     ("--sliding-window 8", 1, "model.windows", (8, 8)),
-    (f"{ROPE} --use-rope-scaling", 1, "model.rope_scaling", LLAMA3.format("8.0")),
+    (f"{ROPE} --use-rope-scaling", 1, "values.rope_scaling", LLAMA3.format("8.0")),
     (
         f"{ROPE} --use-rope-scaling --rope-scaling-factor 4",
         1,
-        "model.rope_scaling",
+        "values.rope_scaling",
         LLAMA3.format("4.0"),
     ),
-    ("", 1, "model.tied", True),
-    ("--untie-embeddings-and-output-weights", 1, "model.tied", False),
+    ("", 1, "model.embedding.tied", True),
+    ("--untie-embeddings-and-output-weights", 1, "model.embedding.tied", False),
     ("", 4, "training.global_batch_size", 8),
     ("--tensor-model-parallel-size 2", 4, "training.global_batch_size", 4),
     ("--tensor-model-parallel-size 2", 8, "parallel.data_parallel_size", 4),
@@ -121,8 +127,10 @@ DERIVED = [
 
 @pytest.mark.parametrize("flags, world_size, where, expected", DERIVED)
 def test_derives(flags, world_size, where, expected):
-    part, name = where.split(".")
-    assert getattr(getattr(resolved(flags, world_size).config, part), name) == expected
+    result = resolved(flags, world_size)
+    name = where.removeprefix("values.")
+    found = result.values[name] if name != where else operator.attrgetter(where)(result.config)
+    assert found == expected
 
 
 @pytest.mark.parametrize(
@@ -385,10 +393,31 @@ def test_round_trip_through_json():
 
 
 def test_from_dict_fills_in_what_is_missing_and_passes_over_what_it_does_not_know():
-    config = RunConfig.from_dict({"model": {"num_layers": 3, "of_a_later_version": 1}})
-    expected = RunConfig()
-    model = dataclasses.replace(expected.model, num_layers=3)
-    assert config == dataclasses.replace(expected, model=model)
+    config = resolved("--swiglu").config
+    saved = config.to_dict()
+    del saved["model"]["qk_layernorm"], saved["training"]["seed"], saved["fast_paths"]
+    saved["model"]["of_a_later_version"] = saved["later_part"] = {"a": 1}
+    assert RunConfig.from_dict(saved) == config
+
+
+def test_configurations_that_were_saved_with_every_flag_are_read():
+    """By versions that kept aliases, and null for what was not given."""
+    old = json.loads(OLD.read_text())
+    config = resolved(base=old["flags"], world_size=old["world_size"]).config
+    assert RunConfig.from_dict(old["config"]) == config.with_vocabulary(old["vocabulary"])
+
+
+def test_what_no_run_derived_is_read_as_its_default():
+    """Converted checkpoints of those versions: no run had filled it in."""
+    old = json.loads(OLD.read_text())["config"]
+    old |= {
+        "parallel": {"pipeline_schedule": None, "num_virtual_stages_per_pipeline_rank": None},
+        "training": {"micro_batch_size": None, "train_iters": None},
+        "optimizer": {"lr": None, "start_weight_decay": None},
+    }
+    config = RunConfig.from_dict(old)
+    assert (config.parallel, config.training) == (ParallelConfig(), TrainingConfig())
+    assert config.optimizer == OptimizerConfig()
 
 
 @pytest.mark.parametrize(
@@ -404,7 +433,7 @@ def test_from_dict_fills_in_what_is_missing_and_passes_over_what_it_does_not_kno
 def test_vocabulary_is_padded_to_equal_shares(size, multiple, tensor, padded):
     flags = f"--make-vocab-size-divisible-by {multiple} --tensor-model-parallel-size {tensor}"
     model = resolved(flags, world_size=tensor).config.with_vocabulary(size).model
-    assert (model.unpadded_vocab_size, model.padded_vocab_size) == (size, padded)
+    assert (model.vocabulary.size, model.vocabulary.padded) == (size, padded)
 
 
 def test_explain_names_the_origin_of_every_value():
@@ -412,7 +441,7 @@ def test_explain_names_the_origin_of_every_value():
     settings["zero_stage"] = Setting(2, "ds.json: zero_optimization.stage")
     settings["norm_epsilon"] = Setting(1e-6, "checkpoint global_step10")
     result = resolve(settings, 2)
-    result = dataclasses.replace(result, config=result.config.with_vocabulary(100))
+    result = result.with_vocabulary(100)
     lines = {line.split()[0]: line.split(maxsplit=2) for line in explain(result).splitlines()}
     assert lines["hidden_size"] == ["hidden_size", "64", "flag --hidden-size"]
     assert lines["seed"] == ["seed", "1234", "default"]
@@ -469,7 +498,7 @@ def test_a_complete_model_stays_as_it_is(extra):
     model = resolved(extra).config.model
     given = {
         name: Setting(value, "checkpoint")
-        for name, value in dataclasses.asdict(model).items()
+        for name, value in dataclasses.asdict(model.flags()).items()
         if not name.endswith("vocab_size")
     }
     settings = FlagParser(*FLAG_CLASSES).settings(MINIMAL.split())

@@ -5,8 +5,9 @@ import json
 
 import numpy as np
 import pytest
+from configs import model_config, run_config
 
-from megatron.config import ConfigError, DataConfig, ModelConfig, RunConfig, TokenizerConfig
+from megatron.config import ConfigError, DataConfig, RunConfig, TokenizerConfig
 from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.config.kinds.fill_in_the_middle import FimConfig
 from megatron.config.kinds.instruction import InstructionConfig
@@ -23,8 +24,8 @@ TOKENIZER = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=99)
 
 
 def config(**fields) -> RunConfig:
-    return RunConfig(
-        model=ModelConfig(seq_length=8), data=DataConfig(**fields), tokenizer=TOKENIZER
+    return run_config(
+        model=model_config(seq_length=8), data=DataConfig(**fields), tokenizer=TOKENIZER
     )
 
 

@@ -4,11 +4,12 @@ from collections import Counter
 
 import pytest
 import torch
+from configs import model_config
 from gpt_forward import forward
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from megatron.config import ModelConfig, ParallelConfig
+from megatron.config import ParallelConfig
 from megatron.engine.compile import compile_blocks
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
@@ -38,7 +39,7 @@ def build(kind: str, recompute: str | None = None, float8: Float8 | None = None)
     }  # fmt: skip
     method = "uniform" if recompute == "full" else None
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
-    stack = build_model(ModelConfig(**shape | KINDS[kind]), parallel)
+    stack = build_model(model_config(**shape | KINDS[kind]), parallel)
     for name, param in stack.canonical_parameters():
         initialise(name, param, 1)
     for module in stack.modules():

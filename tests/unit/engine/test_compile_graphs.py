@@ -8,9 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from configs import run_config
 from torch import Tensor, nn
 
-from megatron.config import RunConfig
 from megatron.config.fast_paths import FastPathsConfig
 from megatron.engine import compile as compile_module
 from megatron.engine.compile import compile_blocks, runs_graphs
@@ -97,7 +97,7 @@ def test_gradients_are_copied_for_graphs_only(compiled, monkeypatch, mode, devic
     assert bool(compiled(mode, device).weight._backward_hooks) == graphs
     for asked in (True, False):
         fast = FastPathsConfig(torch_compile=asked, torch_compile_mode=mode)
-        assert runs_graphs(RunConfig(fast_paths=fast), device) == (graphs and asked)
+        assert runs_graphs(run_config(fast_paths=fast), device) == (graphs and asked)
 
 
 @pytest.mark.parametrize("graphs", [True, False])

@@ -3,9 +3,10 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from configs import model_config, run_config
 from gpt_forward import forward
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ConfigError, ParallelConfig
 from megatron.config.fast_paths import FastPathsConfig
 from megatron.engine.float8 import use_float8
 from megatron.families import build_model
@@ -14,7 +15,7 @@ from megatron.parallel.float8 import Float8
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LENGTH, VOCAB = 32, 64
-MODEL = ModelConfig(
+MODEL = model_config(
     num_layers=3, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, num_query_groups=2,
     kv_channels=8, seq_length=LENGTH, max_position_embeddings=LENGTH, padded_vocab_size=VOCAB,
     unpadded_vocab_size=VOCAB, attention_dropout=0.0, hidden_dropout=0.0, swiglu=True,
@@ -28,7 +29,7 @@ def build(recompute: str | None = None, **fast: object) -> LayerStack:
     stack = build_model(MODEL, parallel)
     for name, param in stack.canonical_parameters():
         initialise(name, param, 1)
-    config = RunConfig(model=MODEL, fast_paths=FastPathsConfig(**fast))
+    config = run_config(model=MODEL, fast_paths=FastPathsConfig(**fast))
     use_float8(stack.blocks(), config, CPU)
     return stack
 
@@ -60,7 +61,7 @@ def test_first_and_last_blocks_stay_in_bf16():
 def test_what_the_gpu_must_have(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
-    config = RunConfig(model=MODEL, fast_paths=FastPathsConfig(fp8_format="e4m3"))
+    config = run_config(model=MODEL, fast_paths=FastPathsConfig(fp8_format="e4m3"))
     if capability >= (8, 9):
         return use_float8([], config, GPU)
     with pytest.raises(ConfigError, match=r"capability 8\.9 or more .* a card has 8\.0"):

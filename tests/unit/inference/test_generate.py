@@ -44,7 +44,7 @@ def gpt2(gpt_config, random_gpt):
 def without_cache(model, config, prompt, count):
     tokens = list(prompt)
     for _ in range(count):
-        logits = forward(model, torch.tensor([tokens]))[0, -1, : config.unpadded_vocab_size]
+        logits = forward(model, torch.tensor([tokens]))[0, -1, : config.vocabulary.size]
         tokens.append(int(logits.argmax()))
     return tokens[len(prompt) :]
 
@@ -117,7 +117,7 @@ def test_sampling_depends_on_seed_and_row_only(gpt2):
 
 def test_padding_of_the_vocabulary_is_never_drawn(gpt_config, random_gpt):
     config = gpt_config(vocab_size=3)
-    assert config.model.padded_vocab_size == 128
+    assert config.model.vocabulary.padded == 128
     found = generate(random_gpt(config), config.model, [[0]] * 20, 20, Sampling(temperature=50.0))
     assert {token for continuation in found for token in continuation.tokens} == {0, 1, 2}
 

@@ -8,6 +8,7 @@ import types
 import pytest
 import torch
 import torch.nn.functional as F
+from configs import model_config
 from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
@@ -90,7 +91,7 @@ def config(**changes) -> ModelConfig:
         "max_position_embeddings": 9, "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "relu": True,
     }  # fmt: skip
-    return ModelConfig(**(shape | changes))
+    return model_config(**(shape | changes))
 
 
 def as_ours(theirs: nn.Module, cross: bool) -> dict[str, Tensor]:

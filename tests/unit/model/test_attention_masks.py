@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from configs import model_config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from megatron.config import ModelConfig
 from megatron.model.attention_backends import Scores
 from megatron.model.attention_masks import (
     AttentionMasks,
@@ -64,13 +64,13 @@ def test_slopes_against_transformers(heads):
 @pytest.mark.parametrize("heads", [4, 12])
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_slopes_of_their_heads(heads, size):
-    config = ModelConfig(num_attention_heads=heads, position_embedding_type="alibi")
+    config = model_config(num_attention_heads=heads, position_embedding_type="alibi")
     found = [Scores.of(config, 0, Group(tuple(range(size)), rank)) for rank in range(size)]
     assert tuple(slope for scores in found for slope in scores.slopes) == alibi_slopes(heads)
 
 
 def test_scores_of_a_configuration():
-    config = ModelConfig(
+    config = model_config(
         num_layers=4, num_attention_heads=4, query_pre_attn_scalar=16.0, sliding_window=5,
         window_attn_skip_freq=3, attn_logit_softcapping=50.0,
     )  # fmt: skip
@@ -78,4 +78,4 @@ def test_scores_of_a_configuration():
     assert found[0] == Scores(scale=1 / math.sqrt(16), softcap=50.0, window=5)
     assert [scores.window for scores in found] == [5, 5, None, 5]
     assert config.windows == (5, 5, None, 5)
-    assert Scores.of(ModelConfig(), 0) == Scores()
+    assert Scores.of(model_config(), 0) == Scores()

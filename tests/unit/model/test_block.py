@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+from configs import model_config
 from torch import Tensor, nn
 from transformers import BloomConfig, FalconConfig, Gemma2Config, GPTNeoXConfig, Qwen3Config
 from transformers.models.bloom.modeling_bloom import BloomBlock, build_alibi_tensor
@@ -16,7 +17,6 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer, GPTNeoXRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-from megatron.config import ModelConfig
 from megatron.model.attention_masks import AttentionMasks, causal_mask, window_mask
 from megatron.model.block import Block
 from megatron.model.state import LayerState
@@ -247,7 +247,7 @@ def test_against_transformers(name, backend):
         "attention_backend": backend,
     }  # fmt: skip
     number = 1 if name.endswith("global") else 0
-    block = Block(ModelConfig(**shape | case.ours), number, TensorParallel(), False).double()
+    block = Block(model_config(**shape | case.ours), number, TensorParallel(), False).double()
     layer = case.layer.double().eval()
     theirs = dict(layer.named_parameters())
     with torch.no_grad():

@@ -1,14 +1,13 @@
 """GPT as a layer list: recomputation, packed documents, generation's cache, names."""
 
-import dataclasses
-
 import pytest
 import torch
+from configs import model_config, run_config
 from gpt_forward import forward
 from torch import Tensor
 from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
 from megatron.model.embedding import InputEmbedding
 from megatron.model.gpt import gpt_layers
@@ -63,7 +62,7 @@ def config(**changes) -> ModelConfig:
         "max_position_embeddings": LENGTH, "make_vocab_size_divisible_by": 16,
         "attention_dropout": 0.0, "hidden_dropout": 0.0,
     }  # fmt: skip
-    return RunConfig(model=ModelConfig(**(shape | changes))).with_vocabulary(VOCAB).model
+    return run_config(model=model_config(**(shape | changes))).with_vocabulary(VOCAB).model
 
 
 def gpt(model: ModelConfig, parallel: ParallelConfig | None = None, std=0.3) -> LayerStack:
@@ -299,7 +298,7 @@ def test_padding_of_the_vocabulary_does_not_change_the_loss():
     losses = []
     for multiple in (1, 16, 64):
         model = config(make_vocab_size_divisible_by=multiple)
-        padded = dataclasses.replace(RunConfig(), model=model).with_vocabulary(VOCAB).model
+        padded = run_config(model=model).with_vocabulary(VOCAB).model
         losses.append(step(gpt(padded))[0].item())
     assert losses[0] == pytest.approx(losses[1], rel=1e-14) == pytest.approx(losses[2], rel=1e-14)
 

@@ -3,11 +3,11 @@
 import pytest
 import torch
 import torch.nn.functional as F
+from configs import model_config
 from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from megatron.config import ModelConfig
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_head_norm, build_norm
 from megatron.parallel.region import TensorParallel
@@ -23,7 +23,7 @@ def randomise(module):
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norm_against_torch(name):
-    config = ModelConfig(hidden_size=8, normalization=name, norm_epsilon=1e-3)
+    config = model_config(hidden_size=8, normalization=name, norm_epsilon=1e-3)
     norm = randomise(build_norm(config, TensorParallel()))
     reference = getattr(torch.nn, name)(8, eps=1e-3).double()
     reference.load_state_dict(norm.state_dict())
@@ -34,10 +34,10 @@ def test_norm_against_torch(name):
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_weight_from_zero_against_its_formula(name):
     """Megatron's layernorm_1p: 1 + weight, gradients too."""
-    config = ModelConfig(hidden_size=8, normalization=name, apply_layernorm_1p=True)
+    config = model_config(hidden_size=8, normalization=name, apply_layernorm_1p=True)
     norm = randomise(build_norm(config, TensorParallel()))
     x = torch.randn(2, 3, 8, dtype=torch.float64, requires_grad=True)
-    reference = getattr(torch.nn, name)(8, eps=config.norm_epsilon).double()
+    reference = getattr(torch.nn, name)(8, eps=config.norm.norm_epsilon).double()
     values = {n: p.detach() + (n == "weight") for n, p in norm.named_parameters()}
     reference.load_state_dict(values)
     found, expected = norm(x), reference(x)
@@ -53,7 +53,7 @@ def test_weight_from_zero_against_its_formula(name):
 @pytest.mark.parametrize("module", [Gemma2RMSNorm, Gemma3RMSNorm])
 def test_weight_from_zero_against_transformers(module, dtype):
     """In bfloat16 1 + 0.001 would be 1."""
-    config = ModelConfig(
+    config = model_config(
         hidden_size=64, normalization="RMSNorm", apply_layernorm_1p=True, norm_epsilon=1e-6
     )
     norm, theirs = build_norm(config, TensorParallel()).to(dtype), module(64).to(dtype)
@@ -70,7 +70,7 @@ def test_weight_from_zero_against_transformers(module, dtype):
 
 
 def test_norm_of_heads_against_transformers():
-    config = ModelConfig(kv_channels=8, hidden_size=32, normalization="RMSNorm", norm_epsilon=1e-6)
+    config = model_config(kv_channels=8, hidden_size=32, normalization="RMSNorm", norm_epsilon=1e-6)
     norm, theirs = randomise(build_head_norm(config, TensorParallel())), Qwen3RMSNorm(8).double()
     theirs.load_state_dict(norm.state_dict())
     x_BSND = torch.randn(2, 5, 4, 8).double()
@@ -80,7 +80,7 @@ def test_norm_of_heads_against_transformers():
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
 def test_norms_keep_the_number_format_of_activations(name):
     """Heads are bfloat16 under autocast, whose weights are not."""
-    config = ModelConfig(hidden_size=8, kv_channels=8, normalization=name)
+    config = model_config(hidden_size=8, kv_channels=8, normalization=name)
     for build in (build_norm, build_head_norm):
         norm = build(config, TensorParallel())
         torch.nn.init.ones_(norm.weight)
@@ -104,7 +104,7 @@ ACTIVATIONS = [
 @pytest.mark.parametrize("flags, activation", ACTIVATIONS, ids=[str(f) for f, _ in ACTIVATIONS])
 @pytest.mark.parametrize("bias", [True, False])
 def test_mlp_against_its_formula(flags, activation, bias):
-    config = ModelConfig(
+    config = model_config(
         num_layers=2, hidden_size=8, ffn_hidden_size=24, add_bias_linear=bias, **flags
     )
     mlp = randomise(MLP(config, TensorParallel()))

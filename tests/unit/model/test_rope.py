@@ -4,13 +4,13 @@ import json
 
 import pytest
 import torch
+from configs import model_config
 from transformers import GPTNeoXConfig, LlamaConfig, Phi3Config, PhiConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.phi import modeling_phi
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from megatron.config import ModelConfig
 from megatron.config.rope_scaling import RopeScaling, llama3_scaling
 from megatron.model.rope import Rotation, _table, apply_rope
 from megatron.model.rope_scaling import stretched
@@ -115,7 +115,7 @@ def config(**changes):
         "num_layers": 4, "kv_channels": WIDTH, "max_position_embeddings": POSITIONS,
         "position_embedding_type": "rope",
     }  # fmt: skip
-    return ModelConfig(**shape | changes)
+    return model_config(**shape | changes)
 
 
 @pytest.mark.parametrize("length", [64, 65])
@@ -179,7 +179,7 @@ def test_blocks_with_a_window_have_a_base_of_their_own():
     local, whole = Rotation.of(shape, 0), Rotation.of(shape, 1)
     assert (local.base, local.scaling.rope_type) == (1e4, "default")
     assert (whole.base, whole.scaling.factor) == (1e6, 2.5)
-    assert Rotation.of(ModelConfig(position_embedding_type="alibi"), 0) is None
+    assert Rotation.of(model_config(position_embedding_type="alibi"), 0) is None
 
 
 def test_use_rope_scaling_is_llama_3_1():

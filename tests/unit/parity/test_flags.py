@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ParallelConfig
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ParallelFlags
 from megatron.config.flags import flag_of
 from megatron.config.layouts import SCHEDULES, Layout, parse_layout
 from megatron.parity.flags import OF_LAYOUTS, CheckFlags, check_flags, smallest_batch
@@ -93,7 +93,7 @@ def test_every_flag_that_a_layout_stands_for_is_refused():
         "recompute_num_layers", "checkpoint_activations", "distributed_backend",
         "distributed_timeout_minutes", "local_rank", "logits_chunk_mib",
     }  # fmt: skip
-    fields = {f.name for f in dataclasses.fields(ParallelConfig) if not f.metadata.get("internal")}
+    fields = {f.name for f in dataclasses.fields(ParallelFlags) if not f.metadata.get("internal")}
     assert fields - OF_LAYOUTS == kept
 
 

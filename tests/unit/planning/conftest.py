@@ -4,8 +4,9 @@ import dataclasses
 from collections.abc import Callable
 
 import pytest
+from configs import model_config, run_config
 
-from megatron.config import ModelConfig, RunConfig
+from megatron.config import ModelConfig
 
 SHAPE = {
     "num_layers": 4, "hidden_size": 64, "ffn_hidden_size": 160, "num_attention_heads": 4,
@@ -59,9 +60,7 @@ def small() -> Callable[..., ModelConfig]:
     values that are other than usual."""
 
     def make(kind: str = "gpt2", tensor: int = 1, **changes) -> ModelConfig:
-        config = dataclasses.replace(
-            RunConfig(), model=ModelConfig(**SHAPE | KINDS[kind] | changes)
-        )
+        config = run_config(model=model_config(**SHAPE | KINDS[kind] | changes))
         parallel = dataclasses.replace(config.parallel, tensor_model_parallel_size=tensor)
         return dataclasses.replace(config, parallel=parallel).with_vocabulary(61).model
 

@@ -81,7 +81,7 @@ def test_gradients_that_are_cut_travel_with_every_micro_batch():
 def test_copies_of_a_tied_table_exchange_their_gradients(small):
     """V H / t elements of a sum over two ranks; only where there are two copies."""
     tied, layout = small(tensor=2), Layout(tensor=2, pipeline=2, **HALF)
-    elements = tied.padded_vocab_size * tied.hidden_size / 2
+    elements = tied.vocabulary.padded * tied.hidden_size / 2
     assert tied_bytes(tied, layout) == 2 * elements
     assert tied_bytes(tied, dataclasses.replace(layout, grads_in_fp32=True)) == 4 * elements
     assert tied_bytes(tied, dataclasses.replace(layout, zero=0)) == 4 * elements

@@ -4,9 +4,10 @@ import dataclasses
 
 import pytest
 import torch
+from configs import model_config, run_config
 from gpt_forward import forward
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ModelConfig, ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.families import build_model
 from megatron.model import blocked_attention
@@ -84,21 +85,21 @@ def extra_bytes(norm, model: ModelConfig, precision: str, *shape: int) -> int:
         kept.add(x)  # heads: the values keep it
     with kept.hooks():
         kept.add(norm(x))
-    source = 4 if model.apply_layernorm_1p else dtype.itemsize
-    statistics = 8 if model.normalization == "LayerNorm" else 4
+    source = 4 if model.norm.apply_layernorm_1p else dtype.itemsize
+    statistics = 8 if model.norm.normalization == "LayerNorm" else 4
     planned = x.numel() * (source + dtype.itemsize) + x.numel() // shape[-1] * statistics
     return kept.bytes - planned
 
 
 def norms_extra_bytes(model: ModelConfig, precision: str, blocks: int) -> int:
     """That of all norms of this many blocks, and of those outside."""
-    length, hidden, width = model.seq_length, model.hidden_size, model.kv_channels
-    outside = 1 + model.embed_layernorm
+    length, hidden, width = model.seq_length, model.hidden_size, model.attention.kv_channels
+    outside = 1 + model.norm.embed_layernorm
     norm = build_norm(model, TensorParallel())
     each = extra_bytes(norm, model, precision, BATCH, length, hidden)
     extra = (blocks * norms_of_block(model) + outside) * each
-    if model.qk_layernorm:
-        for heads in (model.num_attention_heads, model.num_query_groups):
+    if model.norm.qk_layernorm:
+        for heads in (model.attention.num_attention_heads, model.attention.num_query_groups):
             norm = build_head_norm(model, TensorParallel())
             extra += blocks * extra_bytes(norm, model, precision, BATCH, length, heads, width)
     return extra
@@ -133,7 +134,7 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
     if recompute is None:
         # Else a recomputed function holds the masks, which no hook sees.
         expected += planned.masks
-    exact = precision == "fp32" and model.position_embedding_type == "learned_absolute"
+    exact = precision == "fp32" and model.positions.position_embedding_type == "learned_absolute"
     got = model_bytes(model, precision, recompute)
     assert got == pytest.approx(expected, rel=1e-4 if exact else 1e-2)
 
@@ -166,12 +167,12 @@ def test_activations_against_korthikanti(tensor, sequence):
     """s b h (10 + 24/t + 5as/ht), equation 2; (34 + 5as/h) / t, equation 4; without the term of
     attention weights where that is recomputed, equation 6; 2 s b h recomputed in full."""
     s, b, h, a = 2048, 3, 6144, 64
-    model = ModelConfig(
+    model = model_config(
         num_layers=48, hidden_size=h, ffn_hidden_size=4 * h, num_attention_heads=a,
         num_query_groups=a, kv_channels=h // a, seq_length=s, max_position_embeddings=s,
         attention_backend="eager",
     )  # fmt: skip
-    model = dataclasses.replace(RunConfig(), model=model).with_vocabulary(51200).model
+    model = run_config(model=model).with_vocabulary(51200).model
     outside = 10 / tensor if sequence else 10
     inside = {None: 24 + 5 * a * s / h, "selective": 24}
     for recompute, bytes_inside in inside.items():

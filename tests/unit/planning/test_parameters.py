@@ -2,8 +2,9 @@
 
 import pytest
 import torch
+from configs import model_config
 
-from megatron.config import ModelConfig, ParallelConfig
+from megatron.config import ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.families import build_model
 from megatron.model.gpt import gpt_layers
@@ -50,7 +51,7 @@ def test_against_the_formula_of_narayanan():
     """Narayanan et al. 2021 (arXiv:2104.04473), equation 2: 12 L h^2 (1 + 13/12h + (V + s)/12Lh);
     it leaves out the final norm."""
     layers, hidden, vocab, length = 96, 12288, 51200, 2048
-    model = ModelConfig(
+    model = model_config(
         num_layers=layers, hidden_size=hidden, ffn_hidden_size=4 * hidden, num_attention_heads=96,
         num_query_groups=96, kv_channels=128, seq_length=length, max_position_embeddings=length,
         unpadded_vocab_size=vocab, padded_vocab_size=vocab,
@@ -62,10 +63,10 @@ def test_against_the_formula_of_narayanan():
 @pytest.mark.parametrize("kind", KINDS)
 def test_padding_counts_only_when_told(small, kind):
     model = small(kind, 4)
-    assert (model.padded_vocab_size, model.unpadded_vocab_size) == (64, 61)
+    assert (model.vocabulary.padded, model.vocabulary.size) == (64, 61)
     with torch.device("meta"):
         stack = build_model(model)
-    tables = 1 if model.tied else 2
+    tables = 1 if model.embedding.tied else 2
     assert model_parameters(model, padded=True) == numel(stack)
     assert model_parameters(model) == numel(stack) - 3 * 64 * tables
 
@@ -102,7 +103,7 @@ def test_stages_against_the_schedule(schedule):
 
 def test_a_tied_table_counts_once_a_rank(small):
     model = small("gpt2", num_layers=4)
-    table = model.padded_vocab_size * model.hidden_size
+    table = model.vocabulary.padded * model.hidden_size
     one_by_one = rank_shares(model, Layout(pipeline=2))
     both_ways = rank_shares(model, Layout(pipeline=2, schedule="dualpipev", chunks=2))
     whole = model_parameters(model, padded=True)

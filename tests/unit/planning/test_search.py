@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
-from megatron.config.layouts import Layout, refusal
+from megatron.config.layouts import refusal
 from megatron.planning.hardware import Hardware
 from megatron.planning.memory import peak_memory
 from megatron.planning.parameters import RankShare, rank_shares
@@ -55,7 +55,7 @@ def test_the_trainer_takes_every_layout(job):
     for plan in search(job, MACHINES):
         argv = [*SHAPE.split(), "--seq-length", "128", "--train-iters", "1", *plan.flags]
         config = resolve(parser.settings(argv), 8).config
-        assert Layout.of(config) == plan.layout
+        assert config.layout() == plan.layout
         assert config.training.micro_batch_size == plan.micro_batch
 
 

@@ -98,7 +98,7 @@ def test_a_tied_table_costs_two_exchanges_that_nothing_hides(small, overlap):
         time, sent = step_time(model, layout, 1, 4, shares, hardware)
         times.append(time)
         volumes.append(sent)
-    table = 2 * model.padded_vocab_size * model.hidden_size
+    table = 2 * model.vocabulary.padded * model.hidden_size
     assert volumes[1].pipeline - volumes[0].pipeline == table
     assert volumes[1].data - volumes[0].data == pytest.approx(2 * 3 / 4 * table)
     assert times[1].pipeline - times[0].pipeline == pytest.approx(table / 1e9)

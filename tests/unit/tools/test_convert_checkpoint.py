@@ -206,7 +206,7 @@ def test_there_and_back(tool, downloaded, tmp_path, capsys):
     ours.rename(tmp_path / "moved")  # nothing in it says where it was
     shutil.move(theirs, tmp_path / "elsewhere")
     reader = open_checkpoint(tmp_path / "moved")
-    assert reader.state == {} and reader.model.add_qkv_bias
+    assert reader.state == {} and reader.model.attention.qkv_bias
     assert reader.tokenizer.tokenizer_model == str(
         tmp_path / "moved" / "global_step0" / "tokenizer"
     )

@@ -44,7 +44,7 @@ def started(tmp_path, monkeypatch):
             run = parse_run(None, [*MODEL, *layout.flags(), "--deepspeed_config", str(path)])
         except ConfigError as error:
             return str(error)
-        return Layout.of(run.config, run.content)
+        return run.config.layout(run.content)
 
     return start
 

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from configs import run_config
 
-from megatron.config import CONFIG_CLASSES, FlagParser, RunConfig, resolve
+from megatron.config import PART_FLAGS, FlagParser, RunConfig, resolve
 from megatron.config.profiling import ProfilingConfig
 from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.train_engine import TrainEngine
@@ -93,7 +94,7 @@ REQUIRED = {
 
 def resolved(*flags: str, world_size: int = 1):
     argv = [word for pair in REQUIRED.items() for word in pair]
-    return resolve(FlagParser(*CONFIG_CLASSES).settings([*argv, *flags]), world_size)
+    return resolve(FlagParser(*PART_FLAGS.values()).settings([*argv, *flags]), world_size)
 
 
 def test_megatrons_flags_and_defaults():
@@ -176,7 +177,7 @@ def config(tmp_path) -> RunConfig:
     options = ProfilingConfig(
         profile=True, profile_step_start=1, profile_step_end=3, profile_dir=str(tmp_path / "p")
     )
-    return dataclasses.replace(RunConfig(), profiling=options)
+    return run_config(profiling=options)
 
 
 def trained(config: RunConfig, steps: int = 4) -> Engine:
@@ -208,7 +209,7 @@ def test_a_trace_with_all_phases(config, tmp_path, capsys, monkeypatch):
     printed = capsys.readouterr().out
     assert str(path) in printed and "matrix products" in printed and "of peak" in printed
     # Training is what it is without, and nothing of it stays.
-    plain = trained(RunConfig())
+    plain = trained(run_config())
     assert profiled.losses == plain.losses
     assert vars(profiled).keys() == vars(plain).keys()
     assert vars(profiled.engine).keys() == vars(plain.engine).keys()
@@ -216,7 +217,7 @@ def test_a_trace_with_all_phases(config, tmp_path, capsys, monkeypatch):
 
 
 def test_nothing_is_wrapped_without_the_flag():
-    assert profiling(RunConfig(), Engine(), None, 0) == []
+    assert profiling(run_config(), Engine(), None, 0) == []
 
 
 def test_other_ranks_record_nothing(config):
@@ -296,7 +297,7 @@ def test_memory_history_is_written_once_and_whole(monkeypatch, tmp_path, capsys)
 
 def test_memory_history_needs_a_gpu():
     options = ProfilingConfig(record_memory_history=True)
-    config = dataclasses.replace(RunConfig(), profiling=options)
+    config = run_config(profiling=options)
     with pytest.raises(ValueError, match="--record-memory-history records a GPU's memory"):
         profiling(config, Engine(), None, 0)
 

@@ -8,8 +8,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from configs import model_config, run_config
 
-from megatron.config import ModelConfig, OptimizerConfig, RunConfig, TrainingConfig
+from megatron.config import OptimizerConfig, TrainingConfig
 from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
 from megatron.engine.step_result import StepResult
@@ -96,12 +97,11 @@ class Notes(Callback):
 
 def plan(epochs: Epochs | None = None, **changes) -> TrainingPlan:
     values = {"micro_batch_size": 2, "global_batch_size": 4, "train_iters": 3, "eval_interval": 2}
-    config = replace(
-        RunConfig(),
-        model=ModelConfig(seq_length=8),
+    config = run_config(
+        model=model_config(seq_length=8),
         training=TrainingConfig(**(values | {"eval_iters": 1} | changes)),
         optimizer=OptimizerConfig(lr=1e-3, start_weight_decay=0.1, end_weight_decay=0.1),
-        parallel=replace(RunConfig().parallel, data_parallel_size=1),
+        parallel=replace(run_config().parallel, data_parallel_size=1),
     )
     return TrainingPlan(config, epochs)
 

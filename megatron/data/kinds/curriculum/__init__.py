@@ -41,7 +41,6 @@ class Curriculum(DataKind):
         growth = sequence_lengths(config.kind(CurriculumConfig))
         if growth is None:
             return None
-        assert config.model.seq_length is not None
         lengths = GrowingLengths(config.model.seq_length, growth, samples)
         lengths.check(config.parallel, growth.name)
         return lengths

@@ -2,24 +2,23 @@
 
 import argparse
 import collections
-import dataclasses
 import enum
 import sys
 import types
 
 import pytest
 import torch
+from configs import model_config, with_flags
 from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import ModelConfig
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
 from megatron.formats.deepspeed_folders.parameters import whole_shards
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
 from megatron.formats.legacy_megatron.names import qkv_to_megatron
 
 VOCABULARY = 56
-BLOOM = ModelConfig(
+BLOOM = model_config(
     num_layers=2,
     hidden_size=16,
     ffn_hidden_size=64,
@@ -33,7 +32,7 @@ BLOOM = ModelConfig(
     unpadded_vocab_size=VOCABULARY,
     padded_vocab_size=VOCABULARY,
 )
-LLAMA = dataclasses.replace(
+LLAMA = with_flags(
     BLOOM,
     num_query_groups=2,
     position_embedding_type="rope",
@@ -44,10 +43,10 @@ LLAMA = dataclasses.replace(
     add_bias_linear=False,
     untie_embeddings_and_output_weights=True,
 )
-PYTHIA = dataclasses.replace(
+PYTHIA = with_flags(
     BLOOM,
     position_embedding_type="rope",
-    rotary_percent=0.25,
+    rotary_percent=0.5,
     embed_layernorm=False,
     parallel_residual=True,
     untie_embeddings_and_output_weights=True,
@@ -110,8 +109,8 @@ def their_name(name, style):
 def their_rows(name, whole, model):
     if ".attention.qkv." not in name:
         return whole
-    heads, groups = model.num_attention_heads, model.num_query_groups
-    return qkv_to_megatron(whole, 3, heads, groups, model.kv_channels)
+    heads, groups = model.attention.num_attention_heads, model.attention.num_query_groups
+    return qkv_to_megatron(whole, 3, heads, groups, model.attention.kv_channels)
 
 
 def share(name, kind, whole, rank, size, style):
@@ -256,7 +255,7 @@ def neox_states():
 
 NEOX_YAML = """{
   "num-layers": 2, "hidden-size": 16, "num-attention-heads": 4, "seq-length": 12,
-  "max-position-embeddings": 12, "pos-emb": "rotary", "rotary-pct": 0.25, "norm": "layernorm",
+  "max-position-embeddings": 12, "pos-emb": "rotary", "rotary-pct": 0.5, "norm": "layernorm",
   "no-weight-tying": true, "gpt-j-residual": true, "output-layer-parallelism": "column",
   "bias-gelu-fusion": true, "attention-config": [[["flash"], 2]],
 }"""
@@ -279,7 +278,10 @@ def test_bloom(tmp_path, their_classes, tensor, pipeline, data):
     write_folder(folder, BLOOM, "bloom", tensors, states, tensor, pipeline, data)
     (tmp_path / "latest").write_text("global_step7")
     source = DeepSpeedFolder(DeepSpeedFolder.locate(tmp_path, None))
-    assert source.model.position_embedding_type == "alibi" and source.model.embed_layernorm
+    assert (
+        source.model.positions.position_embedding_type == "alibi"
+        and source.model.norm.embed_layernorm
+    )
     assert source.state["optimizer_step"] == 7 and source.state["consumed_samples"] == 70
     check(source, tensors)
 
@@ -288,7 +290,7 @@ def test_megatron_deepspeed_llama(tmp_path, their_classes):
     tensors = wholes(LLAMA)
     write_folder(tmp_path / "a", LLAMA, "llama", tensors, llama_states())
     source = DeepSpeedFolder(tmp_path / "a")
-    assert source.model.num_query_groups == 2 and source.model.activation == "swiglu"
+    assert source.model.attention.num_query_groups == 2 and source.model.mlp.activation == "swiglu"
     check(source, tensors)
 
 
@@ -300,7 +302,7 @@ def test_neox(tmp_path, their_classes):
     (folder / "configs").mkdir()
     (folder / "configs" / "pythia.yml").write_text(NEOX_YAML)
     source = DeepSpeedFolder(folder)
-    assert source.model.parallel_residual and source.model.rotary_percent == 0.25
+    assert source.model.parallel_residual and source.model.positions.rotary_percent == 0.5
     assert not source.model.shared_parallel_norm
     check(source, tensors, exactly=False)
 

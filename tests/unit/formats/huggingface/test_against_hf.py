@@ -87,7 +87,7 @@ def both_ways(model_type, case, hf_model, tmp_path):
     )  # fmt: skip
     theirs.save_pretrained(folder)
     source = HuggingFaceFolder(folder)
-    assert source.model.unpadded_vocab_size == VOCABULARY
+    assert source.model.vocabulary.size == VOCABULARY
     assert_same_logits(ours_of(source), theirs, model_type)
 
     back.mkdir()
@@ -97,7 +97,7 @@ def both_ways(model_type, case, hf_model, tmp_path):
     assert all(torch.equal(found[name], wanted[name]) for name in wanted)
     assert meaning(back) == meaning(folder)
     assert HuggingFaceFolder(back).model == source.model
-    attention = "eager" if source.model.attn_logit_softcapping else None
+    attention = "eager" if source.model.attention.attn_logit_softcapping else None
     again, report = AutoModelForCausalLM.from_pretrained(
         back, attn_implementation=attention, output_loading_info=True
     )

@@ -37,10 +37,11 @@ def test_nothing_is_left_to_derive(name):
     """A run with the model's flags has exactly the model that was read."""
     _, content = PUBLISHED[name]
     model = model_of(content)
+    flags = model.flags()
     given = {
-        field.name: Setting(getattr(model, field.name), "checkpoint")
-        for field in dataclasses.fields(model)
-        if getattr(model, field.name) != field.default
+        field.name: Setting(getattr(flags, field.name), "checkpoint")
+        for field in dataclasses.fields(flags)
+        if getattr(flags, field.name) != field.default
     }
     further = {"micro_batch_size": 1, "lr": 1e-3, "train_iters": 1}
     given |= {key: Setting(value, "flag") for key, value in further.items()}
@@ -58,16 +59,21 @@ def test_what_is_written_is_read_as_the_same(name):
 
 def test_some_values():
     models = {name.split("/")[1]: model_of(content) for name, (_, content) in PUBLISHED.items()}
-    llama = models["Llama-3.1-8B"]
-    assert json.loads(llama.rope_scaling)["rope_type"] == "llama3" and llama.rotary_base == 5e5
-    assert models["Qwen2.5-7B"].sliding_window is None  # use_sliding_window is false
-    assert models["Mistral-7B-v0.1"].sliding_window == 4096
+    llama = models["Llama-3.1-8B"].positions
+    assert llama.rope_scaling.rope_type == "llama3" and llama.rotary_base == 5e5
+    assert models["Qwen2.5-7B"].attention.sliding_window is None  # use_sliding_window is false
+    assert models["Mistral-7B-v0.1"].attention.sliding_window == 4096
     gemma = models["gemma-3-1b-pt"]
-    assert [gemma.window(n) for n in range(6)] == [512] * 5 + [None]
-    assert (gemma.rotary_base, gemma.rotary_base_local) == (1e6, 1e4)
-    assert models["gemma-2-9b"].tied and models["falcon-7b"].tied  # though neither says so
-    assert not models["Phi-3-mini-4k-instruct"].tied
-    assert models["falcon-7b"].num_query_groups == 1 and models["falcon-7b"].shared_parallel_norm
+    assert [gemma.attention.window(n) for n in range(6)] == [512] * 5 + [None]
+    assert (gemma.positions.rotary_base, gemma.positions.rotary_base_local) == (1e6, 1e4)
+    assert (
+        models["gemma-2-9b"].embedding.tied and models["falcon-7b"].embedding.tied
+    )  # though neither says so
+    assert not models["Phi-3-mini-4k-instruct"].embedding.tied
+    assert (
+        models["falcon-7b"].attention.num_query_groups == 1
+        and models["falcon-7b"].shared_parallel_norm
+    )
     assert not models["falcon-40b"].shared_parallel_norm
-    assert models["opt-125m"].position_embedding_offset == 2
-    assert models["bloom-560m"].max_position_embeddings == 2048
+    assert models["opt-125m"].positions.position_embedding_offset == 2
+    assert models["bloom-560m"].positions.max_position_embeddings == 2048

@@ -38,7 +38,7 @@ def rewrite(folder, change):
 def test_whole_parameters_and_parts(folder):
     source = HuggingFaceFolder(folder)
     assert source.state == {} and source.run is None and source.tokenizer is None
-    assert source.model.unpadded_vocab_size == 61 and source.model.seq_length == 40
+    assert source.model.vocabulary.size == 61 and source.model.seq_length == 40
     assert source.names()[0] == "embedding.word_embeddings.weight"
     name = "layers.1.attention.qkv.weight"
     assert source.shape(name) == (64, 32) and source.kinds(name) == ["weight"]

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import FLAG_CLASSES, FlagParser, ModelConfig
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ModelFlags
 from megatron.formats.huggingface import ARCHITECTURES, architecture_named, architecture_of
 from megatron.formats.huggingface.features import FEATURES
 
@@ -136,13 +136,13 @@ BASES = {
 
 
 def test_every_field_of_the_model_is_thought_of():
-    fields = {field.name for field in dataclasses.fields(ModelConfig)}
+    fields = {field.name for field in dataclasses.fields(ModelFlags)}
     assert fields == FREE | TRAINING | OTHER_SPELLINGS | set(UNUSUAL)
 
 
 def other(field, plain):
     """Another value than that of a plain model."""
-    value = getattr(plain, field)
+    value = getattr(plain.flags(), field)
     if isinstance(value, bool):
         return not value
     if field == "normalization":
@@ -163,7 +163,10 @@ def test_a_feature_is_written_or_refused(model_type, field, gpt_config):
     changes = BASES[model_type] | {field: other(field, plain)}
     if field == "glu_activation":
         changes["swiglu"] = False
-    model = gpt_config(**changes).model
+    try:
+        model = gpt_config(**changes).model
+    except ConfigError:  # there is no such network
+        return
     if known.misfits(model):
         return
     written = json.loads(json.dumps(known.config(model)))
@@ -171,7 +174,7 @@ def test_a_feature_is_written_or_refused(model_type, field, gpt_config):
         assert field in NO_EFFECT[model_type], "the feature is lost"
         return
     back = known.model(written, PATH)
-    found, wanted = getattr(back, field), getattr(model, field)
+    found, wanted = getattr(back.flags(), field), getattr(model.flags(), field)
     assert found == wanted
 
 
@@ -261,7 +264,7 @@ def test_both_versions_are_read_alike():
                      "dtype": "float16"}  # fmt: skip
     known = architecture_named({"model_type": "llama"}, PATH)
     assert known.model(older, PATH) == known.model(newer, PATH) == known.model(older | newer, PATH)
-    assert known.model(newer, PATH).rotary_base == 500.0
+    assert known.model(newer, PATH).positions.rotary_base == 500.0
     nested = {"full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 5e5},
               "sliding_attention": {"rope_type": "default", "rope_theta": 100.0}}  # fmt: skip
     older = SMALL | {"rope_theta": 5e5, "rope_local_base_freq": 100.0,

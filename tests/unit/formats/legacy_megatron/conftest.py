@@ -10,8 +10,7 @@ import zipfile
 
 import pytest
 import torch
-
-from megatron.config import ModelConfig
+from configs import model_config
 
 GPT2 = {
     "num_layers": 4,
@@ -41,25 +40,28 @@ LLAMA = GPT2 | {
 
 def shapes(model):
     """Canonical names and shapes, written down by hand."""
-    h, f, v = model.hidden_size, model.ffn_hidden_size, model.unpadded_vocab_size
-    q, kv = (n * model.kv_channels for n in (model.num_attention_heads, model.num_query_groups))
-    norms = ["weight"] if model.normalization == "RMSNorm" else ["weight", "bias"]
+    h, f, v = model.hidden_size, model.mlp.ffn_hidden_size, model.vocabulary.size
+    q, kv = (
+        n * model.attention.kv_channels
+        for n in (model.attention.num_attention_heads, model.attention.num_query_groups)
+    )
+    norms = ["weight"] if model.norm.normalization == "RMSNorm" else ["weight", "bias"]
     found = {"embedding.word_embeddings.weight": (v, h)}
-    if model.position_embedding_type == "learned_absolute":
-        found["embedding.position_embeddings.weight"] = (model.max_position_embeddings, h)
+    if model.positions.position_embedding_type == "learned_absolute":
+        found["embedding.position_embeddings.weight"] = (model.positions.max_position_embeddings, h)
     for n in range(model.num_layers):
         block = {f"attention_norm.{kind}": (h,) for kind in norms}
         block |= {"attention.qkv.weight": (q + 2 * kv, h), "attention.qkv.bias": (q + 2 * kv,)}
         block |= {"attention.proj.weight": (h, q), "attention.proj.bias": (h,)}
         block |= {f"mlp_norm.{kind}": (h,) for kind in norms}
-        up = 2 * f if model.swiglu else f
+        up = 2 * f if model.mlp.gated else f
         block |= {"mlp.up.weight": (up, h), "mlp.up.bias": (up,)}
         block |= {"mlp.down.weight": (h, f), "mlp.down.bias": (h,)}
         for name, shape in block.items():
-            if model.add_bias_linear or "norm" in name or not name.endswith("bias"):
+            if model.mlp.bias or "norm" in name or not name.endswith("bias"):
                 found[f"layers.{n}.{name}"] = shape
     found |= {f"final_norm.norm.{kind}": (h,) for kind in norms}
-    if model.untie_embeddings_and_output_weights:
+    if model.embedding.untie_embeddings_and_output_weights:
         found["output_layer.weight"] = (v, h)
     return found
 
@@ -69,7 +71,7 @@ def legacy_model():
     """Makes the network of the tests: a GPT-2, with ``llama=True`` a Llama."""
 
     def make(llama=False, **changes):
-        return ModelConfig(**((LLAMA if llama else GPT2) | changes))
+        return model_config(**((LLAMA if llama else GPT2) | changes))
 
     return make
 
@@ -93,7 +95,11 @@ def random_weights():
 
 def qkv_rows(model, version, rank, size):
     """Which canonical row each row of a rank's query-key-value matrix is."""
-    heads, groups, d = model.num_attention_heads, model.num_query_groups, model.kv_channels
+    heads, groups, d = (
+        model.attention.num_attention_heads,
+        model.attention.num_query_groups,
+        model.attention.kv_channels,
+    )
     local, shared = heads // size, heads // groups
 
     def row(part, head, i):
@@ -121,13 +127,13 @@ def share(name, whole, model, version, rank, size):
         return values.chunk(size, dim)[rank]
 
     if "word_embeddings" in name or name in ("output_layer.weight", "lm_head.bias"):
-        padding = model.padded_vocab_size - len(whole)
+        padding = model.vocabulary.padded - len(whole)
         rows = torch.full((padding, *whole.shape[1:]), 7.0).to(whole)
         return part(torch.cat([whole, rows])).clone()
     if ".qkv." in name:
         return whole[qkv_rows(model, version, rank, size)]
     if ".mlp.up." in name:
-        halves = whole.chunk(2 if model.swiglu else 1)
+        halves = whole.chunk(2 if model.mlp.gated else 1)
         return torch.cat([part(half) for half in halves])
     if name.endswith(("proj.weight", "down.weight")):
         return part(whole, 1).clone()
@@ -177,34 +183,37 @@ def chunk_of(weights, model, version, tensor, layers, first, last, spelling):
 
 def arguments_of(model, tensor_size, pipeline_size):
     """What Megatron-LM 3 has in its namespace, as far as it is about the network."""
-    rope = model.position_embedding_type == "rope"
+    rope = model.positions.position_embedding_type == "rope"
     return {
         "num_layers": model.num_layers,
         "hidden_size": model.hidden_size,
-        "ffn_hidden_size": model.ffn_hidden_size,
-        "num_attention_heads": model.num_attention_heads,
-        "kv_channels": model.kv_channels,
+        "ffn_hidden_size": model.mlp.ffn_hidden_size,
+        "num_attention_heads": model.attention.num_attention_heads,
+        "kv_channels": model.attention.kv_channels,
         "seq_length": model.seq_length,
-        "max_position_embeddings": model.max_position_embeddings,
+        "max_position_embeddings": model.positions.max_position_embeddings,
         "layernorm_epsilon": 1e-5,
-        "normalization": model.normalization,
+        "normalization": model.norm.normalization,
         "apply_layernorm_1p": False,
         "use_rotary_position_embeddings": rope,
         "position_embedding_type": "rope" if rope else "learned_absolute",
-        "swiglu": model.swiglu,
-        "bias_gelu_fusion": not model.swiglu,
+        "swiglu": model.mlp.gated,
+        "bias_gelu_fusion": not model.mlp.gated,
         "openai_gelu": False,
         "onnx_safe": None,
-        "add_bias_linear": model.add_bias_linear,
-        "group_query_attention": model.num_query_groups < model.num_attention_heads,
+        "add_bias_linear": model.mlp.bias,
+        "group_query_attention": model.attention.num_query_groups
+        < model.attention.num_attention_heads,
         "num_query_groups": (
-            model.num_query_groups if model.num_query_groups < model.num_attention_heads else 1
+            model.attention.num_query_groups
+            if model.attention.num_query_groups < model.attention.num_attention_heads
+            else 1
         ),
-        "untie_embeddings_and_output_weights": model.untie_embeddings_and_output_weights,
-        "make_vocab_size_divisible_by": model.make_vocab_size_divisible_by,
-        "padded_vocab_size": model.padded_vocab_size,
+        "untie_embeddings_and_output_weights": model.embedding.untie_embeddings_and_output_weights,
+        "make_vocab_size_divisible_by": model.embedding.make_vocab_size_divisible_by,
+        "padded_vocab_size": model.vocabulary.padded,
         "tokenizer_type": "NullTokenizer",
-        "vocab_size": model.unpadded_vocab_size - 1,
+        "vocab_size": model.vocabulary.size - 1,
         "tensor_model_parallel_size": tensor_size,
         "pipeline_model_parallel_size": pipeline_size,
         "consumed_train_samples": 800,

@@ -61,9 +61,10 @@ def test_llama(tensor, pipeline, tmp_path, legacy_model, random_weights, write_l
     write_legacy(tmp_path, weights, model, 3, tensor, pipeline)
     source = opened(tmp_path)
     assert_holds(source, weights)
-    for field in ("num_query_groups", "kv_channels", "activation", "normalization", "tied",
+    for field in ("num_query_groups", "kv_channels", "activation", "normalization",
+                  "untie_embeddings_and_output_weights",
                   "position_embedding_type", "add_bias_linear", "ffn_hidden_size"):  # fmt: skip
-        assert getattr(source.model, field) == getattr(model, field), field
+        assert source.model.shaping()[field] == model.shaping()[field], field
 
 
 @pytest.mark.parametrize(("pipeline", "virtual", "tensor"), [(2, 2, 1), (1, 2, 2), (1, 4, 1)])
@@ -127,8 +128,12 @@ def test_nvidia_345m_zip_layout(tmp_path, legacy_model, random_weights, write_le
     source = opened(path)
     assert_holds(source, weights)
     found = source.model
-    assert (found.num_layers, found.num_attention_heads, found.kv_channels) == (2, 2, 64)
-    assert (found.unpadded_vocab_size, found.activation) == (50257, "gelu_tanh")
+    assert (found.num_layers, found.attention.num_attention_heads, found.attention.kv_channels) == (
+        2,
+        2,
+        64,
+    )
+    assert (found.vocabulary.size, found.mlp.activation) == (50257, "gelu_tanh")
     assert source.state == {}
     assert any("2 heads of 64" in note for note in source.notes)
 
