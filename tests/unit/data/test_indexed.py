@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype, index_file
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype, reader
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "indexed"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -181,11 +181,11 @@ def test_pickles_as_its_path(tmp_path: Path) -> None:
 
 
 def test_blocks_cover_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(index_file, "_BLOCK", 4)
+    monkeypatch.setattr(reader, "_BLOCK", 4)
     prefix = write(tmp_path / "x", [[[i] * (i % 3)] for i in range(45)])
     assert len(read(prefix)) == 45
-    monkeypatch.setattr(index_file, "_BLOCKS_AT_OPENING", 3)
-    looked_at = list(index_file._blocks(45, 3))
+    monkeypatch.setattr(reader, "_BLOCKS_AT_OPENING", 3)
+    looked_at = list(reader._blocks(45, 3))
     assert looked_at[0] == (0, 4) and looked_at[-1] == (44, 45) and len(looked_at) == 3
     # A wrong offset between the blocks passes the opening, and verify() names it.
     patch(prefix, HEADER + 4 * 45 + 8 * 7, struct.pack("<q", 12345))
