@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 
 from megatron.parity import gradients as parity_gradients
 from megatron.parity import training
@@ -34,14 +35,14 @@ def train(argv: list[str]) -> Record:
     return training.train(argv)
 
 
-def train_plainly(argv: list[str]) -> Record:
+def train_plainly(argv: Sequence[str], order: Sequence[int] | None = None) -> Record:
     """The same training in plain torch; many tests of a file compare with the same one."""
-    return _trained_plainly(tuple(argv))
+    return _trained_plainly(tuple(argv), None if order is None else tuple(order))
 
 
 @functools.cache
-def _trained_plainly(argv: tuple[str, ...]) -> Record:
-    return training.train_plainly(argv)
+def _trained_plainly(argv: tuple[str, ...], order: tuple[int, ...] | None) -> Record:
+    return training.train_plainly(argv, order)
 
 
 def gradients(argv: list[str]) -> GradientRecord:
