@@ -39,7 +39,7 @@ from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import CheckpointWriter, SaveResult
 from megatron.engine.snapshot import own_slices
 from megatron.training.pretraining import build_trainer
-from megatron.training.run import parse_run
+from megatron.training.run import Run, parse_run
 from megatron.training.trainer import Trainer
 
 BLOCK = 2**24
@@ -66,14 +66,14 @@ class Clock:
 class Benchmark:
     """The trainer and what is measured of it."""
 
-    def __init__(self, trainer: Trainer, folder: Path) -> None:
+    def __init__(self, trainer: Trainer, run: Run, folder: Path) -> None:
         self.trainer, self.engine, self.folder = trainer, trainer.engine, folder
         self.clock = Clock()
         assert trainer.data.datasets.train is not None
         self.batches = trainer.data.batches(trainer.data.datasets.train, **trainer.reading())
         self.save = folder / "save"
         self.plain = folder / "plain"
-        tokenizer = trainer.run.tokenizer.save_pretrained
+        tokenizer = run.tokenizer.save_pretrained
         checkpoint = CheckpointConfig(save=str(self.save))
         self.writers = {}
         for name, change in (("save", False), ("async", True)):
@@ -81,7 +81,7 @@ class Benchmark:
                 self.engine.config, checkpoint=dataclasses.replace(checkpoint, async_save=change)
             )
             with _config(self.engine, config):
-                self.writers[name] = CheckpointWriter(self.engine, trainer.run.content, tokenizer)
+                self.writers[name] = CheckpointWriter(self.engine, run.content, tokenizer)
         self.steps = 0
         self.bytes = 0
 
@@ -198,7 +198,7 @@ def measure(options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     run = parse_run(None, flags)
     with distributed(run.config.parallel) as mesh:
         trainer = build_trainer(run, mesh)
-        benchmark = Benchmark(trainer, folder)
+        benchmark = Benchmark(trainer, run, folder)
         benchmark.step()
         works: list[Callable[[], None]] = [
             lambda: benchmark.write_plainly(hashed=False),
