@@ -87,7 +87,7 @@ def test_a_damaged_index_is_found_before_an_order_is_made_of_it(tmp_path: Path) 
     indexed = counting_corpus(tmp_path / "corpus", [5, 5, 5])
     lengths = indexed.sequence_lengths.copy()
     lengths[1] = 4
-    indexed.sequence_lengths = indexed.reader.sequence_lengths = lengths
+    indexed.sequence_lengths = indexed.index_file.sequence_lengths = lengths
     with pytest.raises(ValueError, match=r"corpus\.idx: sequence 1"):
         GPTRecipe(4, 1).build(indexed, range(3), 5, "train", IndexCache(None))
 
