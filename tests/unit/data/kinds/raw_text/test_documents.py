@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from configs import run_config
 from torch.utils.data import DataLoader
 
-from megatron.config import DataConfig, RunConfig, TokenizerConfig
+from megatron.config import DataConfig, TokenizerConfig
 from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.pipeline import preprocess
@@ -378,7 +379,7 @@ def test_no_end_of_document(tmp_path: Path) -> None:
 
 def kind_of(path: Path | str, **flags: Any) -> str:
     """What reads a data path."""
-    config = RunConfig(data=DataConfig(data_path=(str(path),)), kinds=(RawTextConfig(**flags),))
+    config = run_config(data=DataConfig(data_path=(str(path),)), kinds=(RawTextConfig(**flags),))
     train = parts_of(config).train
     assert train is not None
     return train.sources[0].kind
