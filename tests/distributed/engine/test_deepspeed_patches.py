@@ -33,6 +33,7 @@ def losses_and_norms(tmp_path: Path, own: str) -> list[tuple[float, float]]:
     script.write_text(OWN_PATH.format(own=f"({own})"))
     launch = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 2".split()]
     flags = [*TINY, "--train-iters", "4", "--zero-stage", "1", "--save", str(folder)]
+    flags += ["--log-interval", "1"]
     places = {"PYTHONPATH": str(ROOT), "TORCH_EXTENSIONS_DIR": str(tmp_path / "operators")}
     environment = {**os.environ, **places, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -40,7 +41,7 @@ def losses_and_norms(tmp_path: Path, own: str) -> list[tuple[float, float]]:
     )
     assert done.returncode == 0, done.stderr[-3000:]
     rows = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [(row["lm_loss"], row["grad_norm"]) for row in rows if row["kind"] == "train"]
+    return [(row["loss"], row["grad_norm"]) for row in rows if row["kind"] == "train"]
 
 
 @pytest.mark.proof
