@@ -9,7 +9,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-import torch
 
 from megatron.config import ConfigError
 from megatron.config.layouts import Layout, check_layout
@@ -38,7 +37,6 @@ from megatron.parity.training import (
     PlainTraining,
     Record,
     rounding_noise,
-    train_plainly,
     watched_trainer,
 )
 from megatron.training.run import parse_run
@@ -228,22 +226,7 @@ def _plain_training(argv: Sequence[str]) -> Plain:
     steps = [(loss, norm), *(training.step() for _ in range(training.steps - 1))]
     record.losses, record.norms = map(list, zip(*steps, strict=True))
     _check_finite(record.losses, record.norms)
-    return Plain(record, _noise(argv, record), first)
-
-
-def _noise(argv: Sequence[str], record: Record) -> Drift:
-    """What rounding does to one process: how far other orders of summation drive it, or how far it
-    is from a run in float64, whichever is more; at least what float32 resolves.
-
-    One or two micro batches have a single order. A layout cuts the products of matrices too, whose
-    rounding the run in float64 has none of.
-    """
-    orders = rounding_noise(argv, record)
-    exact = Drift.between([train_plainly(argv, dtype=torch.float64)], record)
-    epsilon = torch.finfo(torch.float32).eps
-    losses = np.maximum(orders.losses, exact.losses)
-    norms = np.maximum(orders.norms, exact.norms)
-    return Drift(np.maximum(losses, epsilon * np.abs(record.losses)), np.maximum(norms, epsilon))
+    return Plain(record, rounding_noise(argv, record), first)
 
 
 def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:

@@ -222,13 +222,21 @@ class Drift:
 
 
 def rounding_noise(argv: Sequence[str], reference: Record) -> Drift:
-    """The largest drift of runs on one process that sum micro batches in other orders.
+    """What rounding does to one process: how far other orders of the micro batches drive it, or how
+    far it is from a run in float64, whichever is more; at least what float32 resolves.
 
-    The model is cut up differently in every layout, which changes more sums than these orders do;
-    hence the factor of :meth:`Drift.within`.
+    One or two micro batches have a single order. A layout cuts matrix products too, whose rounding
+    the run in float64 has none of; it changes more sums than these runs do, hence the factor of
+    :meth:`Drift.within`.
     """
     plan = TrainingPlan(parse_run(None, argv).config)
     count = plan.global_batch_size // plan.micro_batch_size
     shuffle = random.Random(1)
     orders = [shuffle.sample(range(count), count) for _ in range(ORDERS)]
-    return Drift.between([train_plainly(argv, order) for order in orders], reference)
+    others = [train_plainly(argv, order) for order in orders]
+    drift = Drift.between([*others, train_plainly(argv, dtype=torch.float64)], reference)
+    epsilon = torch.finfo(torch.float32).eps
+    return Drift(
+        np.maximum(drift.losses, epsilon * np.abs(reference.losses)),
+        np.maximum(drift.norms, epsilon),
+    )

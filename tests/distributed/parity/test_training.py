@@ -1,8 +1,8 @@
 """Every layout at every ZeRO stage trains as one process does, through the whole engine in float32.
 
 The reference is plain torch: no DeepSpeed, torch's AdamW, a loop. Loss and gradient norm must agree
-to 1e-6 at the first step; after that rounding grows, and the allowed drift is 4 x the largest drift
-of runs on one process that sum their micro batches in other orders.
+to 1e-6 at the first step; after that rounding grows, and the allowed drift is 4 x what it does to
+one process (docs/parity.md).
 """
 
 from functools import cache
