@@ -16,7 +16,9 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.slices import Slice
 from megatron.config import (
     CheckpointConfig,
+    ConfigError,
     ModelConfig,
+    ModelFlags,
     PrecisionConfig,
     RunConfig,
     TokenizerConfig,
@@ -166,6 +168,22 @@ class Source(ABC):
         if own.is_dir():
             shutil.copytree(own, target)
         return own.is_dir()
+
+
+def resolved(flags: ModelFlags, where: Path) -> ModelConfig:
+    """The network that another program's checkpoint describes by flags.
+
+    Args:
+        flags: the flags.
+        where: the file, for messages.
+
+    Raises:
+        CheckpointError: there is no such network here.
+    """
+    try:
+        return flags.resolve()
+    except ConfigError as error:
+        raise CheckpointError(f"{where}: {error}") from None
 
 
 def run_of(source: Source, moments: bool = True) -> RunConfig:

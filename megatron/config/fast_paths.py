@@ -103,7 +103,7 @@ def _check_graphs(parallel: ParallelConfig, zero_stage: int, draft: Draft) -> No
     draft.check(
         zero_stage < 3,
         f"{draft.show('torch_compile_mode')}, {draft.show('zero_stage')}: a CUDA graph reads "
-        "weights where they were when it was recorded, and stage 3 gathers them anew each time; "
+        "weights where they were when it was recorded, and stage 3 gathers them again each time; "
         f"{instead}",
     )
 

@@ -24,7 +24,6 @@ from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.checking import Extremes
-from megatron.data.lengths import SequenceLengths
 from megatron.data.loader import TrainingData
 from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
 from megatron.data.samples import SampleDataset, SampleRecipe
@@ -52,6 +51,35 @@ class SpecialTokens(NamedTuple):
 
     pad: int
     eod: int
+
+
+class SequenceLengths:
+    """Tokens of a sample at each step, and of all samples up to a number of them: always the same.
+
+    Attributes:
+        grows: whether the length is another in some steps.
+    """
+
+    grows = False
+
+    def __init__(self, seq_length: int) -> None:
+        self.seq_length = seq_length
+
+    def at(self, iteration: int) -> int:
+        """Tokens of a sample in the step after ``iteration`` steps."""
+        return self.seq_length
+
+    def tokens(self, consumed_samples: int) -> int:
+        """Tokens of the first samples of the run."""
+        return consumed_samples * self.seq_length
+
+    def samples(self, tokens: int) -> int:
+        """The fewest samples that come to so many tokens."""
+        return -(-tokens // self.seq_length)
+
+    def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
+        """Batches as long as they are in the step after ``iteration`` steps."""
+        return batches
 
 
 class DataKind:

@@ -25,7 +25,7 @@ class Lock:
 
     Args:
         path: the file; it is made if need be, and stays.
-        wait_seconds: how long to wait for another process, for ever if negative.
+        wait_seconds: how long to wait for another process; without limit if negative.
 
     Raises:
         LockTakenError: another process holds it.

@@ -65,7 +65,7 @@ TrainEngine._dropout_seed = lambda self, sample: right(self, sample) + 1
 from megatron.training.trainer import Trainer
 fit = Trainer.fit
 def some(self):
-    if self.groups.pipeline.rank == 1:
+    if self.engine.mesh.pipeline.rank == 1:
         raise RuntimeError("no memory is left on this rank")
     fit(self)
 Trainer.fit = some

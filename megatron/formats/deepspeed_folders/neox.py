@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags
-from megatron.formats.resolving import resolved
 
 _POSITIONS = {"rotary": "rope", "learned": "learned_absolute", "alibi": "alibi", "none": "none"}
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}

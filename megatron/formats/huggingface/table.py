@@ -9,11 +9,11 @@ from typing import Any
 
 from torch import Tensor
 
+from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags
 from megatron.formats.huggingface.features import FEATURES, Requirement
 from megatron.formats.huggingface.reorder import SAME, Reordering
 from megatron.formats.huggingface.settings import Settings
-from megatron.formats.resolving import resolved
 
 TensorSource = Callable[[str], Tensor]
 """Gives a tensor by its name."""

@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
 from megatron.config.flags import value_type
 from megatron.config.rope_scaling import llama3_scaling
-from megatron.formats.resolving import resolved
 
 
 def _rows() -> Iterator[tuple[str, type, tuple[str, ...]]]:

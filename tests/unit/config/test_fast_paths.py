@@ -47,7 +47,7 @@ REFUSED = [
     (f"{FP8} {TP2} --ffn-hidden-size 48", "--ffn-hidden-size 48 / --tensor-model-par.* 2 is 24"),
     (f"{FP8} --micro-batch-size 3 --seq-length 24", "--micro-batch-size 3 x --seq-length 24 is 72"),
     ("--torch-compile-mode max-autotune", "with --torch-compile only"),
-    (f"{GRAPHS} --zero-stage 3", "reduce-overhead, --zero-stage 3: .* gathers them anew"),
+    (f"{GRAPHS} --zero-stage 3", "reduce-overhead, --zero-stage 3: .* gathers them again"),
     (f"{GRAPHS} {PP2}", "overhead, --pipeline-model-par.* 2: .* keeps those of several"),
 ]
 

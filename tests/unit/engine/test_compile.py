@@ -117,7 +117,7 @@ def test_8_bit_products_are_compiled_with_the_block():
 
 
 @pytest.mark.usefixtures("without_generated_code")
-def test_another_length_is_compiled_for_anew():
+def test_another_length_is_compiled_again():
     stack, eager = compiled(build("llama")), build("llama")
     for length in (LENGTH, LENGTH // 2, LENGTH):
         assert_near(outcome(stack, length), outcome(eager, length), 4e-6)

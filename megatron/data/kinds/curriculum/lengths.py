@@ -9,7 +9,7 @@ from typing import Any
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.kinds.curriculum import DifficultySchedule
 from megatron.data.kinds.curriculum.schedule import stages
-from megatron.data.lengths import SequenceLengths
+from megatron.data.pipeline import SequenceLengths
 
 
 class GrowingLengths(SequenceLengths):
