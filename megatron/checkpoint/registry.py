@@ -51,7 +51,7 @@ def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
     return resolve_name(WRITERS[name])(source, save, stage)
 
 
-class Located(NamedTuple):
+class FoundCheckpoint(NamedTuple):
     """A checkpoint that was found and is not yet open.
 
     Attributes:
@@ -78,7 +78,7 @@ class Located(NamedTuple):
 
 def locate_checkpoint(
     load: str | Path, wanted: str | None = None, prefer: str = "native"
-) -> Located | None:
+) -> FoundCheckpoint | None:
     """Finds a checkpoint of any format.
 
     Args:
@@ -105,7 +105,7 @@ def locate_checkpoint(
                 wanted = tracker.read_text(errors="replace").strip()
             continue
         if folder is not None:
-            return Located(form, folder)
+            return FoundCheckpoint(form, folder)
     if refusal is not None:
         raise refusal
     if wanted is not None:
@@ -133,7 +133,7 @@ def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = 
     Args:
         load: one checkpoint, or a folder of several.
         wanted: a tag or an iteration; None for the newest.
-        verify: see :meth:`Located.open`.
+        verify: see :meth:`FoundCheckpoint.open`.
 
     Raises:
         CheckpointError: there is none, or it is damaged.

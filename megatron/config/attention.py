@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.draft import Draft, shared
 from megatron.config.flags import FRACTION, POSITIVE, option
+from megatron.config.resolver import ConfigResolver, shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +110,7 @@ class AttentionConfig(_Attention):
 
 
 def resolve_attention(
-    flags: AttentionFlags, heads: int, hidden_size: int, bias: bool, draft: Draft
+    flags: AttentionFlags, heads: int, hidden_size: int, bias: bool, resolver: ConfigResolver
 ) -> AttentionConfig:
     """The attention that flags ask for.
 
@@ -125,27 +125,27 @@ def resolve_attention(
         ConfigError: they contradict each other, or do not fit the width.
     """
     if flags.kv_channels is None:
-        draft.check_divides("num_attention_heads", "hidden_size")
-    width = draft.fill(
+        resolver.check_divides("num_attention_heads", "hidden_size")
+    width = resolver.fill(
         "kv_channels", flags.kv_channels, hidden_size // heads, "hidden-size / num-attention-heads"
     )
     groups = flags.num_query_groups
     if groups is None and flags.group_query_attention:
         how = "--group-query-attention without --num-query-groups"
-        groups = draft.put("num_query_groups", 1, how)
-    groups = draft.fill("num_query_groups", groups, heads, "num-attention-heads")
-    draft.check_divides("num_query_groups", "num_attention_heads")
-    draft.put("group_query_attention", groups < heads, "num-query-groups < num-attention-heads")
-    draft.check(
+        groups = resolver.put("num_query_groups", 1, how)
+    groups = resolver.fill("num_query_groups", groups, heads, "num-attention-heads")
+    resolver.check_divides("num_query_groups", "num_attention_heads")
+    resolver.put("group_query_attention", groups < heads, "num-query-groups < num-attention-heads")
+    resolver.check(
         flags.window_attn_skip_freq is None or flags.sliding_window is not None,
-        f"{draft.show('window_attn_skip_freq')} has an effect with --sliding-window only",
+        f"{resolver.show('window_attn_skip_freq')} has an effect with --sliding-window only",
     )
-    draft.check(
+    resolver.check(
         not (flags.add_attention_bias and bias),
         "--add-attention-bias needs --disable-bias-linear: without it all linear layers have "
         "biases",
     )
-    draft.check(
+    resolver.check(
         not (flags.add_attention_bias and flags.add_qkv_bias),
         "--add-attention-bias and --add-qkv-bias contradict each other: with the second the output "
         "projection has no bias; give one of them",

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.draft import Draft
 from megatron.config.flags import POSITIVE, option
+from megatron.config.resolver import ConfigResolver
 
 
 @dataclass(frozen=True)
@@ -53,30 +53,31 @@ class CheckpointConfig:
     use_checkpoint_args: bool = option(False)
     """Take the model and tokenizer values that no flag gives from the checkpoint at --load."""
 
-    def check(self, draft: Draft) -> None:
+    def check(self, resolver: ConfigResolver) -> None:
         """Refuses values that contradict each other.
 
         Raises:
             ConfigError: naming flags, values and what would be right.
         """
         for name in ("save_interval", "keep_last", "keep_every", "async_save", "save_universal"):
-            draft.check(
+            resolver.check(
                 self.save is not None or not getattr(self, name),
-                f"{draft.show(name)} needs --save, the folder to save in",
+                f"{resolver.show(name)} needs --save, the folder to save in",
             )
-        draft.check(
+        resolver.check(
             self.keep_every is None or self.keep_last is not None,
-            f"{draft.show('keep_every')} exempts checkpoints from --keep-last and needs it; "
+            f"{resolver.show('keep_every')} exempts checkpoints from --keep-last and needs it; "
             "without both, all are kept",
         )
         own = self.checkpoint_format == "safetensors"
-        draft.check(
+        resolver.check(
             own or not self.async_save,
-            f"{draft.show('async_save')} contradicts {draft.show('checkpoint_format')}: DeepSpeed "
+            f"{resolver.show('async_save')} contradicts {resolver.show('checkpoint_format')}: "
+            "DeepSpeed "
             "writes its folders while training stands still",
         )
-        draft.check(
+        resolver.check(
             own or self.save_optim,
-            f"--no-save-optim contradicts {draft.show('checkpoint_format')}: DeepSpeed's folders "
-            "keep weights and moments together",
+            f"--no-save-optim contradicts {resolver.show('checkpoint_format')}: DeepSpeed's "
+            "folders keep weights and moments together",
         )

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.draft import Draft
 from megatron.config.flags import NOT_NEGATIVE, option
+from megatron.config.resolver import ConfigResolver
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class DataConfig:
     eod_mask_loss: bool = option(False)
     """Take no loss on positions whose input is the end-of-document token."""
 
-    def check(self, draft: Draft) -> None:
+    def check(self, resolver: ConfigResolver) -> None:
         """Refuses data files beside --mock-data.
 
         Raises:
@@ -76,7 +76,7 @@ class DataConfig:
         """
         parts = ("train", "valid", "test")
         named = [
-            draft.flag(name)
+            resolver.flag(name)
             for name in (
                 *("data_path", "data_args_path", "per_split_data_args_path"),
                 *(f"{part}_data" for part in parts),
@@ -86,7 +86,7 @@ class DataConfig:
             )
             if getattr(self, name)
         ]
-        draft.check(
+        resolver.check(
             not (self.mock_data and named),
             f"--mock-data contradicts {', '.join(named)}: give one of them",
         )

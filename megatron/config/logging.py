@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.config.draft import Draft
 from megatron.config.flags import POSITIVE, option
+from megatron.config.resolver import ConfigResolver
 
 
 @dataclass(frozen=True)
@@ -50,9 +50,11 @@ class LoggingConfig:
     """Weights & Biases team or user."""
 
 
-def resolve_logging(flags: LoggingConfig, save: str | None, draft: Draft) -> LoggingConfig:
+def resolve_logging(
+    flags: LoggingConfig, save: str | None, resolver: ConfigResolver
+) -> LoggingConfig:
     """What flags ask to report, in a run with these checkpoints."""
     if flags.metrics_file is not None or save is None:
         return flags
-    file = draft.put("metrics_file", f"{save.rstrip('/')}/metrics.jsonl", "in --save")
+    file = resolver.put("metrics_file", f"{save.rstrip('/')}/metrics.jsonl", "in --save")
     return replace(flags, metrics_file=file)

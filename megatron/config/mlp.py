@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.draft import Draft
 from megatron.config.flags import POSITIVE, option
+from megatron.config.resolver import ConfigResolver
 
 GATES = ("swiglu", "geglu")
 """Activations that multiply an activated gate with what goes up."""
@@ -70,41 +70,43 @@ class MLPConfig:
         }
 
 
-def resolve_mlp(flags: MLPFlags, hidden_size: int, bias: bool, draft: Draft) -> MLPConfig:
+def resolve_mlp(
+    flags: MLPFlags, hidden_size: int, bias: bool, resolver: ConfigResolver
+) -> MLPConfig:
     """The MLP that flags ask for, in a residual stream of width ``hidden_size``.
 
     Raises:
         ConfigError: they name several activations.
     """
-    activation = _activation(flags, draft)
+    activation = _activation(flags, resolver)
     width, how = 4 * hidden_size, "4 x hidden-size"
     if activation in GATES:
         width = int(hidden_size * 8 / 3) // 64 * 64 or hidden_size
         how = "8/3 x hidden-size, down to a multiple of 64"
     return MLPConfig(
-        ffn_hidden_size=draft.fill("ffn_hidden_size", flags.ffn_hidden_size, width, how),
+        ffn_hidden_size=resolver.fill("ffn_hidden_size", flags.ffn_hidden_size, width, how),
         activation=activation,
         bias=bias,
     )
 
 
-def _activation(flags: MLPFlags, draft: Draft) -> str:
+def _activation(flags: MLPFlags, resolver: ConfigResolver) -> str:
     gate = flags.glu_activation
     if flags.swiglu:
-        draft.check(
+        resolver.check(
             gate in (None, "swiglu"),
-            f"--swiglu contradicts {draft.show('glu_activation')}; give one of them",
+            f"--swiglu contradicts {resolver.show('glu_activation')}; give one of them",
         )
-        gate = draft.fill("glu_activation", gate, "swiglu", "--swiglu")
+        gate = resolver.fill("glu_activation", gate, "swiglu", "--swiglu")
     elif gate == "swiglu":
-        draft.put("swiglu", True, "--glu-activation swiglu")
+        resolver.put("swiglu", True, "--glu-activation swiglu")
     asked = {
         "--swiglu" if gate == "swiglu" else f"--glu-activation {gate}": gate,
         "--relu": "relu" if flags.relu else None,
         "--squared-relu": "squared_relu" if flags.squared_relu else None,
     }
     given = {flag: activation for flag, activation in asked.items() if activation is not None}
-    draft.check(
+    resolver.check(
         len(given) < 2,
         f"{' contradicts '.join(given)}: an MLP has one activation; give one",
     )

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.attention import AttentionConfig, AttentionFlags, resolve_attention
-from megatron.config.draft import Draft, shared
 from megatron.config.embedding import EmbeddingConfig, Vocabulary
 from megatron.config.flags import FRACTION, POSITIVE, Setting, flag_of, names_of, option
 from megatron.config.mlp import MLPConfig, MLPFlags, resolve_mlp
 from megatron.config.norm import NormConfig
 from megatron.config.positions import PositionsConfig, PositionsFlags, resolve_positions
+from megatron.config.resolver import ConfigResolver, shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class ModelFlags(
             for field in dataclasses.fields(self)
             if getattr(self, field.name) != field.default
         }
-        return resolve_model(self, Draft([ModelFlags], given))
+        return resolve_model(self, ConfigResolver([ModelFlags], given))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,27 +136,27 @@ class ModelConfig(_Network):
         return values | {"activation": self.mlp.activation}
 
 
-def resolve_model(flags: ModelFlags, draft: Draft) -> ModelConfig:
+def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     """The network that flags ask for.
 
     Raises:
         ConfigError: naming flags, values and what would be right.
     """
-    layers, hidden, heads, length = draft.require(
+    layers, hidden, heads, length = resolver.require(
         num_layers=flags.num_layers,
         hidden_size=flags.hidden_size,
         num_attention_heads=flags.num_attention_heads,
         seq_length=flags.seq_length,
     )
     bias = flags.add_bias_linear
-    attention = resolve_attention(flags, heads, hidden, bias, draft)
-    mlp = resolve_mlp(flags, hidden, bias, draft)
-    positions = resolve_positions(flags, length, attention.kv_channels, draft)
-    draft.check(
+    attention = resolve_attention(flags, heads, hidden, bias, resolver)
+    mlp = resolve_mlp(flags, hidden, bias, resolver)
+    positions = resolve_positions(flags, length, attention.kv_channels, resolver)
+    resolver.check(
         flags.rotary_base_local is None or flags.sliding_window is not None,
-        f"{draft.show('rotary_base_local')} has an effect with --sliding-window only",
+        f"{resolver.show('rotary_base_local')} has an effect with --sliding-window only",
     )
-    draft.check(
+    resolver.check(
         flags.parallel_residual or not flags.shared_parallel_norm,
         "--shared-parallel-norm needs --parallel-residual: only then do attention and MLP start "
         "from the same hidden states",

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.draft import Draft, shared
 from megatron.config.flags import FRACTION, NOT_NEGATIVE, POSITIVE, option
+from megatron.config.resolver import ConfigResolver, shared
 from megatron.config.training import LENGTHS, TrainingConfig
 
 
@@ -100,7 +100,7 @@ class OptimizerConfig(_Optimizer):
 
 
 def resolve_optimizer(
-    flags: OptimizerFlags, training: TrainingConfig, draft: Draft
+    flags: OptimizerFlags, training: TrainingConfig, resolver: ConfigResolver
 ) -> OptimizerConfig:
     """Optimizer and schedules that flags ask for.
 
@@ -108,53 +108,57 @@ def resolve_optimizer(
         ConfigError: the learning rate is missing, or they contradict each other.
     """
     if not training.skip_train:
-        draft.require(lr=flags.lr)
-    lengths = _lengths(flags, training, draft)
+        resolver.require(lr=flags.lr)
+    lengths = _lengths(flags, training, resolver)
     if flags.lr is not None:
-        draft.check(flags.min_lr <= flags.lr, f"{draft.show('min_lr')} is above {draft.show('lr')}")
+        resolver.check(
+            flags.min_lr <= flags.lr, f"{resolver.show('min_lr')} is above {resolver.show('lr')}"
+        )
     decay, constant = flags.weight_decay, flags.weight_decay_incr_style == "constant"
     for name, value in (
         ("start_weight_decay", flags.start_weight_decay),
         ("end_weight_decay", flags.end_weight_decay),
     ):
-        draft.check(
+        resolver.check(
             not constant or value in (None, decay),
-            f"{draft.show(name)} differs from {draft.show('weight_decay')}; that needs "
+            f"{resolver.show(name)} differs from {resolver.show('weight_decay')}; that needs "
             "--weight-decay-incr-style linear or cosine",
         )
     start, end = flags.start_weight_decay, flags.end_weight_decay
     return OptimizerConfig(
         **shared(flags, _Optimizer) | lengths,
         lr=flags.lr or 0.0,
-        start_weight_decay=draft.fill("start_weight_decay", start, decay, "weight-decay"),
-        end_weight_decay=draft.fill("end_weight_decay", end, decay, "weight-decay"),
+        start_weight_decay=resolver.fill("start_weight_decay", start, decay, "weight-decay"),
+        end_weight_decay=resolver.fill("end_weight_decay", end, decay, "weight-decay"),
     )
 
 
-def _lengths(flags: OptimizerFlags, training: TrainingConfig, draft: Draft) -> dict[str, Any]:
+def _lengths(
+    flags: OptimizerFlags, training: TrainingConfig, resolver: ConfigResolver
+) -> dict[str, Any]:
     """The lengths of warm-up and decay that are derived, by field."""
     unit, length = training.length
     for other in LENGTHS:
         for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
-            draft.check(
+            resolver.check(
                 other == unit or not getattr(flags, name),
-                f"{draft.show(name)} goes with --train-{other}, but the run's length is "
-                f"{draft.show(f'train_{unit}')}; give "
+                f"{resolver.show(name)} goes with --train-{other}, but the run's length is "
+                f"{resolver.show(f'train_{unit}')}; give "
                 f"--{name.replace(other, unit).replace('_', '-')}",
             )
     decay, warmup = f"lr_decay_{unit}", f"lr_warmup_{unit}"
     found: dict[str, Any] = {}
     span, share = getattr(flags, decay), flags.lr_warmup_fraction
     if length is not None:
-        span = found[decay] = draft.fill(decay, span, length, f"train-{unit}")
-    draft.check(
+        span = found[decay] = resolver.fill(decay, span, length, f"train-{unit}")
+    resolver.check(
         share is None or not getattr(flags, warmup),
-        f"{draft.show('lr_warmup_fraction')} contradicts {draft.show(warmup)}",
+        f"{resolver.show('lr_warmup_fraction')} contradicts {resolver.show(warmup)}",
     )
     if share is not None and span is not None:
-        draft.check(0 <= share < 1, f"{draft.show('lr_warmup_fraction')} must be in [0, 1)")
+        resolver.check(0 <= share < 1, f"{resolver.show('lr_warmup_fraction')} must be in [0, 1)")
         how = f"lr-warmup-fraction x lr-decay-{unit}"
-        found[warmup] = draft.put(warmup, int(share * span), how)
+        found[warmup] = resolver.put(warmup, int(share * span), how)
     return found
 
 
@@ -179,27 +183,27 @@ class PrecisionConfig:
     accumulate_allreduce_grads_in_fp32: bool = option(False)
     """Accumulate and reduce gradients in float32 (JSON: data_types.grad_accum_dtype)."""
 
-    def check(self, zero_stage: int, draft: Draft) -> None:
+    def check(self, zero_stage: int, resolver: ConfigResolver) -> None:
         """Refuses values that contradict each other, and notes what has no effect.
 
         Raises:
             ConfigError: naming flags and values.
         """
-        draft.check(not (self.fp16 and self.bf16), "--fp16 contradicts --bf16")
-        draft.check(
+        resolver.check(not (self.fp16 and self.bf16), "--fp16 contradicts --bf16")
+        resolver.check(
             self.loss_scale is None or self.fp16,
-            f"{draft.show('loss_scale')} has an effect with --fp16 only",
+            f"{resolver.show('loss_scale')} has an effect with --fp16 only",
         )
-        draft.check(
+        resolver.check(
             self.initial_loss_scale >= 1 and math.log2(self.initial_loss_scale).is_integer(),
-            f"{draft.show('initial_loss_scale')} must be a power of two",
+            f"{resolver.show('initial_loss_scale')} must be a power of two",
         )
         if self.bf16 and zero_stage == 0:
-            draft.notes.append(
+            resolver.notes.append(
                 "bf16 at ZeRO stage 0 runs as autocast: float32 weights, bfloat16 matrix products"
             )
         half = self.fp16 or (self.bf16 and zero_stage > 0)
         if self.accumulate_allreduce_grads_in_fp32 and not half:
-            draft.notes.append(
+            resolver.notes.append(
                 "--accumulate-allreduce-grads-in-fp32 changes nothing: gradients are float32 anyway"
             )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.draft import Draft, shared
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
 from megatron.config.layouts import SCHEDULES, Layout, complete_schedule, refusal
 from megatron.config.model import ModelConfig
+from megatron.config.resolver import ConfigResolver, shared
 
 LOGITS_CHUNK_MIB = {"cpu": 64, "cuda": 256}
 """What ``--logits-chunk-mib`` is unless it is given. Each chunk adds to the gradient of the token
@@ -117,22 +117,22 @@ class ParallelConfig:
 
 
 def resolve_parallel(
-    flags: ParallelFlags, model: ModelConfig, world_size: int, draft: Draft
+    flags: ParallelFlags, model: ModelConfig, world_size: int, resolver: ConfigResolver
 ) -> ParallelConfig:
     """The layout that flags ask for, of a model over so many processes.
 
     Raises:
         ConfigError: they contradict each other, or sizes do not divide each other.
     """
-    replicas = _replicas(flags, model, world_size, draft)
-    schedule, chunks = _schedule(flags, model, draft)
-    _check_partition(flags, model, flags.pipeline_model_parallel_size * chunks, draft)
-    granularity, method = _recompute(flags, draft)
+    replicas = _replicas(flags, model, world_size, resolver)
+    schedule, chunks = _schedule(flags, model, resolver)
+    _check_partition(flags, model, flags.pipeline_model_parallel_size * chunks, resolver)
+    granularity, method = _recompute(flags, resolver)
     return ParallelConfig(
         **shared(flags, ParallelConfig)
         | {
             "data_parallel_size": replicas,
-            "world_size": draft.put("world_size", world_size, "launcher"),
+            "world_size": resolver.put("world_size", world_size, "launcher"),
             "pipeline_schedule": schedule,
             "num_virtual_stages_per_pipeline_rank": chunks,
             "recompute_granularity": granularity,
@@ -141,71 +141,78 @@ def resolve_parallel(
     )
 
 
-def _replicas(flags: ParallelFlags, model: ModelConfig, world_size: int, draft: Draft) -> int:
+def _replicas(
+    flags: ParallelFlags, model: ModelConfig, world_size: int, resolver: ConfigResolver
+) -> int:
     tensor, pipeline = "tensor_model_parallel_size", "pipeline_model_parallel_size"
-    draft.check(
+    resolver.check(
         not (flags.no_pipeline_parallel and flags.pipeline_model_parallel_size > 1),
-        f"--no-pipeline-parallel contradicts {draft.show(pipeline)}",
+        f"--no-pipeline-parallel contradicts {resolver.show(pipeline)}",
     )
     size = flags.tensor_model_parallel_size
     model_parallel = size * flags.pipeline_model_parallel_size
-    draft.check(
+    resolver.check(
         world_size % model_parallel == 0,
-        f"{draft.show(tensor)} x {draft.show(pipeline)} must divide the {world_size} processes",
+        f"{resolver.show(tensor)} x {resolver.show(pipeline)} must divide the {world_size} "
+        "processes",
     )
     for name in ("num_attention_heads", "ffn_hidden_size"):
-        draft.check_divides(tensor, name)
+        resolver.check_divides(tensor, name)
     groups = model.attention.num_query_groups
-    draft.check(
+    resolver.check(
         groups % size == 0 or size % groups == 0,
-        f"{draft.show('num_query_groups')} and {draft.show(tensor)}: one must be a multiple of the "
-        "other, so that every process holds whole key and value heads",
+        f"{resolver.show('num_query_groups')} and {resolver.show(tensor)}: one must be a multiple "
+        "of the other, so that every process holds whole key and value heads",
     )
     if flags.sequence_parallel:
-        draft.check_divides(tensor, "seq_length")
+        resolver.check_divides(tensor, "seq_length")
     how = "processes / (tensor x pipeline)"
-    return draft.put("data_parallel_size", world_size // model_parallel, how)
+    return resolver.put("data_parallel_size", world_size // model_parallel, how)
 
 
-def _schedule(flags: ParallelFlags, model: ModelConfig, draft: Draft) -> tuple[str, int]:
+def _schedule(
+    flags: ParallelFlags, model: ModelConfig, resolver: ConfigResolver
+) -> tuple[str, int]:
     """The schedule, and stages per process."""
     chunks, blocks = (
         "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     )  # fmt: skip
     given = flags.num_virtual_stages_per_pipeline_rank
     if flags.num_layers_per_virtual_pipeline_stage is not None:
-        draft.check(
+        resolver.check(
             flags.pipeline_schedule in (None, "interleaved"),
-            f"{draft.show(blocks)} asks for an interleaved pipeline and contradicts "
-            f"{draft.show('pipeline_schedule')}",
+            f"{resolver.show(blocks)} asks for an interleaved pipeline and contradicts "
+            f"{resolver.show('pipeline_schedule')}",
         )
         ranks = flags.pipeline_model_parallel_size
         rule = refusal(Layout(pipeline=ranks, schedule="interleaved", chunks=2))
         if rule is not None:  # there is no pipeline
-            asked = f"{draft.show(blocks)}, {draft.show('pipeline_model_parallel_size')}"
+            asked = f"{resolver.show(blocks)}, {resolver.show('pipeline_model_parallel_size')}"
             raise ConfigError(f"{asked}: {rule.explanation(ramp=False)}")
-        found = _chunks(model.num_layers, ranks, flags.num_layers_per_virtual_pipeline_stage, draft)
-        draft.check(
-            given in (None, found),
-            f"{draft.show(chunks)} contradicts {draft.show(blocks)}, which makes it {found}",
+        found = _chunks(
+            model.num_layers, ranks, flags.num_layers_per_virtual_pipeline_stage, resolver
         )
-        given = draft.fill(chunks, given, found, "num-layers / pipeline size / blocks per stage")
+        resolver.check(
+            given in (None, found),
+            f"{resolver.show(chunks)} contradicts {resolver.show(blocks)}, which makes it {found}",
+        )
+        given = resolver.fill(chunks, given, found, "num-layers / pipeline size / blocks per stage")
     schedule, count = complete_schedule(flags.pipeline_schedule, given)
-    draft.fill(chunks, given, count, f"pipeline-schedule {schedule}")
+    resolver.fill(chunks, given, count, f"pipeline-schedule {schedule}")
     how = f"{count} stage{'s' * (count > 1)} per process"
-    return draft.fill("pipeline_schedule", flags.pipeline_schedule, schedule, how), count
+    return resolver.fill("pipeline_schedule", flags.pipeline_schedule, schedule, how), count
 
 
-def _chunks(layers: int, ranks: int, wanted: int, draft: Draft) -> int:
+def _chunks(layers: int, ranks: int, wanted: int, resolver: ConfigResolver) -> int:
     """Stages per process that --num-layers-per-virtual-pipeline-stage comes to."""
     share, rest = divmod(layers, ranks)
     if not rest and share % wanted == 0 and share > wanted:
         return share // wanted
     fitting = [n for n in range(1, share) if not rest and share % n == 0]
     raise ConfigError(
-        f"{draft.show('num_layers_per_virtual_pipeline_stage')}: each of the {ranks} processes of "
-        "the pipeline must hold two or more stages of that many blocks, all "
-        f"{draft.show('num_layers')} together; "
+        f"{resolver.show('num_layers_per_virtual_pipeline_stage')}: each of the {ranks} processes "
+        "of the pipeline must hold two or more stages of that many blocks, all "
+        f"{resolver.show('num_layers')} together; "
         + (
             f"possible: {', '.join(map(str, fitting))}"
             if fitting
@@ -215,35 +222,37 @@ def _chunks(layers: int, ranks: int, wanted: int, draft: Draft) -> int:
     )
 
 
-def _check_partition(flags: ParallelFlags, model: ModelConfig, stages: int, draft: Draft) -> None:
+def _check_partition(
+    flags: ParallelFlags, model: ModelConfig, stages: int, resolver: ConfigResolver
+) -> None:
     """Checks --pipeline-partition, and that every stage gets a block."""
     layers, partition = model.num_layers, flags.pipeline_partition
-    draft.check(
+    resolver.check(
         stages <= layers,
-        f"{draft.show('num_layers')}: each of the {stages} stages of the pipeline needs a block",
+        f"{resolver.show('num_layers')}: each of the {stages} stages of the pipeline needs a block",
     )
     if partition in ("blocks", "parameters"):
         return
     numbers = [int(word) if word.isdecimal() else 0 for word in partition.split(",")]
-    draft.check(
+    resolver.check(
         all(numbers),
-        f"{draft.show('pipeline_partition')} must be blocks, parameters, or the number of blocks "
-        "of each stage, as in 3,4,4,3",
+        f"{resolver.show('pipeline_partition')} must be blocks, parameters, or the number of "
+        "blocks of each stage, as in 3,4,4,3",
     )
-    draft.check(
+    resolver.check(
         len(numbers) == stages and sum(numbers) == layers,
-        f"{draft.show('pipeline_partition')} lists {len(numbers)} stages of {sum(numbers)} blocks "
-        f"together; the pipeline has {stages} stages and the model {layers} blocks",
+        f"{resolver.show('pipeline_partition')} lists {len(numbers)} stages of {sum(numbers)} "
+        f"blocks together; the pipeline has {stages} stages and the model {layers} blocks",
     )
     each = flags.num_layers_per_virtual_pipeline_stage
-    draft.check(
+    resolver.check(
         each is None or set(numbers) == {each},
-        f"{draft.show('pipeline_partition')} contradicts "
-        f"{draft.show('num_layers_per_virtual_pipeline_stage')}; give one of them",
+        f"{resolver.show('pipeline_partition')} contradicts "
+        f"{resolver.show('num_layers_per_virtual_pipeline_stage')}; give one of them",
     )
 
 
-def _recompute(flags: ParallelFlags, draft: Draft) -> tuple[str | None, str | None]:
+def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:
     """What is computed again, and how much of it."""
     granularity = flags.recompute_granularity
     for flag, given, meaning in (
@@ -251,14 +260,18 @@ def _recompute(flags: ParallelFlags, draft: Draft) -> tuple[str | None, str | No
         ("--recompute-activations", flags.recompute_activations, "selective"),
     ):
         if given:
-            draft.check(
+            resolver.check(
                 granularity in (None, meaning),
-                f"{flag} contradicts {draft.show('recompute_granularity')}",
+                f"{flag} contradicts {resolver.show('recompute_granularity')}",
             )
-            granularity = draft.put("recompute_granularity", meaning, flag)
+            granularity = resolver.put("recompute_granularity", meaning, flag)
     if granularity == "full":
         method = flags.recompute_method
-        return granularity, draft.fill("recompute_method", method, "uniform", "full recomputation")
+        return granularity, resolver.fill(
+            "recompute_method", method, "uniform", "full recomputation"
+        )
     for name in ("recompute_method", "recompute_num_layers"):
-        draft.check(not draft.given(name), f"{draft.show(name)} needs --recompute-granularity full")
+        resolver.check(
+            not resolver.given(name), f"{resolver.show(name)} needs --recompute-granularity full"
+        )
     return granularity, None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.draft import Draft, shared
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
+from megatron.config.resolver import ConfigResolver, shared
 from megatron.config.rope_scaling import RopeScaling, llama3_scaling
 
 
@@ -72,7 +72,7 @@ class PositionsConfig(_Positions):
 
 
 def resolve_positions(
-    flags: PositionsFlags, seq_length: int, head_width: int, draft: Draft
+    flags: PositionsFlags, seq_length: int, head_width: int, resolver: ConfigResolver
 ) -> PositionsConfig:
     """The positions that flags ask for.
 
@@ -87,59 +87,64 @@ def resolve_positions(
     """
     kind = flags.position_embedding_type
     if flags.use_rotary_position_embeddings:
-        draft.check(
-            not draft.given("position_embedding_type") or kind == "rope",
-            f"--use-rotary-position-embeddings contradicts {draft.show('position_embedding_type')}",
+        resolver.check(
+            not resolver.given("position_embedding_type") or kind == "rope",
+            f"--use-rotary-position-embeddings contradicts "
+            f"{resolver.show('position_embedding_type')}",
         )
-        kind = draft.put("position_embedding_type", "rope", "--use-rotary-position-embeddings")
-    longest = draft.fill(
+        kind = resolver.put("position_embedding_type", "rope", "--use-rotary-position-embeddings")
+    longest = resolver.fill(
         "max_position_embeddings", flags.max_position_embeddings, seq_length, "seq-length"
     )
-    draft.check(
+    resolver.check(
         seq_length <= longest,
-        f"{draft.show('seq_length')} is longer than {draft.show('max_position_embeddings')}",
+        f"{resolver.show('seq_length')} is longer than {resolver.show('max_position_embeddings')}",
     )
-    draft.check(
+    resolver.check(
         not flags.position_embedding_offset or kind == "learned_absolute",
-        f"{draft.show('position_embedding_offset')} needs --position-embedding-type "
+        f"{resolver.show('position_embedding_offset')} needs --position-embedding-type "
         f"learned_absolute, the only one with a table; it is {kind}",
     )
     given = shared(flags, _Positions) | {"position_embedding_type": kind}
     return PositionsConfig(
         **given,
         max_position_embeddings=longest,
-        rope_scaling=_rope_scaling(flags, kind, head_width, draft),
+        rope_scaling=_rope_scaling(flags, kind, head_width, resolver),
     )
 
 
-def _rope_scaling(flags: PositionsFlags, kind: str, head_width: int, draft: Draft) -> RopeScaling:
-    draft.check(0 < flags.rotary_percent <= 1, f"{draft.show('rotary_percent')} must be in (0, 1]")
+def _rope_scaling(
+    flags: PositionsFlags, kind: str, head_width: int, resolver: ConfigResolver
+) -> RopeScaling:
+    resolver.check(
+        0 < flags.rotary_percent <= 1, f"{resolver.show('rotary_percent')} must be in (0, 1]"
+    )
     asked = {
         "rope_scaling": flags.rope_scaling,
         "use_rope_scaling": flags.use_rope_scaling,
         "rotary_base_local": flags.rotary_base_local,
     }
     for name, value in asked.items():
-        draft.check(
+        resolver.check(
             kind == "rope" or not value,
-            f"{draft.show(name)} needs --position-embedding-type rope; it is {kind}",
+            f"{resolver.show(name)} needs --position-embedding-type rope; it is {kind}",
         )
     if kind != "rope":
         return RopeScaling("default")
     rotated = int(head_width * flags.rotary_percent)
-    draft.check(
+    resolver.check(
         rotated > 0 and rotated % 2 == 0,
-        f"{draft.show('rotary_percent')} of {draft.show('kv_channels')} rotates {rotated} "
+        f"{resolver.show('rotary_percent')} of {resolver.show('kv_channels')} rotates {rotated} "
         "channels; an even number is needed",
     )
     text = flags.rope_scaling
     llama3 = llama3_scaling(flags.rope_scaling_factor)
     if flags.use_rope_scaling:
-        text = draft.fill("rope_scaling", text, llama3.to_json(), "--use-rope-scaling")
+        text = resolver.fill("rope_scaling", text, llama3.to_json(), "--use-rope-scaling")
     scaling = RopeScaling("default") if text is None else RopeScaling.parse(text, rotated // 2)
-    draft.check(
+    resolver.check(
         not flags.use_rope_scaling or scaling == llama3,
         f"--use-rope-scaling, which is {llama3.to_json()}, contradicts "
-        f"{draft.show('rope_scaling')}; give one of them",
+        f"{resolver.show('rope_scaling')}; give one of them",
     )
     return scaling

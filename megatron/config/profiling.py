@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from megatron.config.draft import Draft
 from megatron.config.flags import NOT_NEGATIVE, option
+from megatron.config.resolver import ConfigResolver
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,11 @@ class ProfilingConfig:
 
 
 def resolve_profiling(
-    flags: ProfilingConfig, world_size: int, iterations: int | None, save: str | None, draft: Draft
+    flags: ProfilingConfig,
+    world_size: int,
+    iterations: int | None,
+    save: str | None,
+    resolver: ConfigResolver,
 ) -> ProfilingConfig:
     """What flags ask to profile.
 
@@ -50,35 +54,35 @@ def resolve_profiling(
     """
     start, end, ranks = "profile_step_start", "profile_step_end", "profile_ranks"
     first, last = flags.profile_step_start, flags.profile_step_end
-    if draft.given(start) and not draft.given(end):
-        last = draft.put(end, first + 2, "profile-step-start + 2")
-    draft.check(
+    if resolver.given(start) and not resolver.given(end):
+        last = resolver.put(end, first + 2, "profile-step-start + 2")
+    resolver.check(
         last > first,
-        f"{draft.show(end)} must be above {draft.show(start)}: iterations {first + 1} to "
+        f"{resolver.show(end)} must be above {resolver.show(start)}: iterations {first + 1} to "
         f"{last} are recorded",
     )
     wanted = flags.profile_ranks
-    shown = f"{draft.flag(ranks)} {' '.join(map(str, wanted))}"
-    draft.check(
+    shown = f"{resolver.flag(ranks)} {' '.join(map(str, wanted))}"
+    resolver.check(
         bool(wanted) and all(0 <= rank < world_size for rank in wanted),
         f"{shown} must be ranks from 0 to {world_size - 1}, the processes of this run",
     )
-    draft.check(len(set(wanted)) == len(wanted), f"{shown} names a rank twice")
-    draft.check(
+    resolver.check(len(set(wanted)) == len(wanted), f"{shown} names a rank twice")
+    resolver.check(
         not flags.use_pytorch_profiler or flags.profile,
         "--use-pytorch-profiler chooses what --profile records with and needs it",
     )
     flags = replace(flags, profile_step_end=last)
     if not (flags.profile or flags.record_memory_history):
         for name in (start, end, ranks, "profile_dir", "memory_snapshot_path"):
-            if draft.given(name):
-                draft.notes.append(f"{draft.flag(name)} has no effect without --profile")
+            if resolver.given(name):
+                resolver.notes.append(f"{resolver.flag(name)} has no effect without --profile")
         return flags
-    draft.check(
+    resolver.check(
         iterations is None or first < iterations,
-        f"{draft.show(start)} leaves nothing to record: the run ends at iteration {iterations} "
-        f"({draft.flag('train_iters')})",
+        f"{resolver.show(start)} leaves nothing to record: the run ends at iteration {iterations} "
+        f"({resolver.flag('train_iters')})",
     )
     folder = f"{save.rstrip('/')}/profile" if save else "profile"
     how = "profile in --save, else in this folder"
-    return replace(flags, profile_dir=draft.fill("profile_dir", flags.profile_dir, folder, how))
+    return replace(flags, profile_dir=resolver.fill("profile_dir", flags.profile_dir, folder, how))

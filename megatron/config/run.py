@@ -12,7 +12,6 @@ from typing import Any, TypeVar
 
 from megatron.config.checkpoint import CheckpointConfig
 from megatron.config.data import DataConfig
-from megatron.config.draft import Draft
 from megatron.config.engine import EngineConfig, LegacyFlags
 from megatron.config.fast_paths import FastPathsConfig, check_fast_paths
 from megatron.config.flags import Settings, build, flag_of
@@ -28,6 +27,7 @@ from megatron.config.optimizer import (
 )
 from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
 from megatron.config.profiling import ProfilingConfig, resolve_profiling
+from megatron.config.resolver import ConfigResolver
 from megatron.config.tokenizer import TokenizerConfig
 from megatron.config.training import TrainingConfig, TrainingFlags, resolve_training
 
@@ -221,28 +221,30 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         ConfigError: a required value is missing, values contradict each other, or there is no such
             layout.
     """
-    draft = Draft(tuple(PART_FLAGS.values()), settings)
-    model = resolve_model(build(ModelFlags, settings), draft)
-    parallel = resolve_parallel(build(ParallelFlags, settings), model, world_size, draft)
-    training = resolve_training(build(TrainingFlags, settings), parallel.data_parallel_size, draft)
+    resolver = ConfigResolver(tuple(PART_FLAGS.values()), settings)
+    model = resolve_model(build(ModelFlags, settings), resolver)
+    parallel = resolve_parallel(build(ParallelFlags, settings), model, world_size, resolver)
+    training = resolve_training(
+        build(TrainingFlags, settings), parallel.data_parallel_size, resolver
+    )
     length, save = training.train_iters, build(CheckpointConfig, settings).save
     resolved = {
         "model": model,
         "parallel": parallel,
         "training": training,
-        "optimizer": resolve_optimizer(build(OptimizerFlags, settings), training, draft),
-        "logging": resolve_logging(build(LoggingConfig, settings), save, draft),
+        "optimizer": resolve_optimizer(build(OptimizerFlags, settings), training, resolver),
+        "logging": resolve_logging(build(LoggingConfig, settings), save, resolver),
         "profiling": resolve_profiling(
-            build(ProfilingConfig, settings), world_size, length, save, draft
+            build(ProfilingConfig, settings), world_size, length, save, resolver
         ),
     }
     given: dict[str, Any] = {
         name: build(cls, settings) for name, cls in PART_FLAGS.items() if name not in resolved
     }
     config = RunConfig.of(given | resolved)
-    config.precision.check(config.engine.zero_stage, draft)
-    config.data.check(draft)
-    config.checkpoint.check(draft)
+    config.precision.check(config.engine.zero_stage, resolver)
+    config.data.check(resolver)
+    config.checkpoint.check(resolver)
     check_fast_paths(
         config.fast_paths,
         model,
@@ -250,7 +252,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         training.micro_batch_size,
         config.engine.zero_stage,
         config.precision.bf16,
-        draft,
+        resolver,
     )
     check_layout(config.layout())
     notes = [
@@ -260,9 +262,9 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
     ]
     return Resolved(
         config,
-        types.MappingProxyType(draft.values),
-        types.MappingProxyType(draft.origins),
-        (*notes, *draft.notes),
+        types.MappingProxyType(resolver.values),
+        types.MappingProxyType(resolver.origins),
+        (*notes, *resolver.notes),
     )
 
 

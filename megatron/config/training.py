@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.draft import Draft, shared
 from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
+from megatron.config.resolver import ConfigResolver, shared
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,15 +80,17 @@ LENGTHS = ("iters", "samples", "tokens")
 """What the length of a run is counted in, as flags call it."""
 
 
-def resolve_training(flags: TrainingFlags, replicas: int, draft: Draft) -> TrainingConfig:
+def resolve_training(
+    flags: TrainingFlags, replicas: int, resolver: ConfigResolver
+) -> TrainingConfig:
     """Batches and length that flags ask for, of so many data-parallel processes.
 
     Raises:
         ConfigError: one is missing, or they contradict each other.
     """
-    (micro,) = draft.require(micro_batch_size=flags.micro_batch_size)
+    (micro,) = resolver.require(micro_batch_size=flags.micro_batch_size)
     samples = micro * replicas
-    whole = draft.fill(
+    whole = resolver.fill(
         "global_batch_size",
         flags.global_batch_size,
         samples,
@@ -97,21 +99,21 @@ def resolve_training(flags: TrainingFlags, replicas: int, draft: Draft) -> Train
     if whole % samples:
         lower, upper = whole // samples * samples, -(-whole // samples) * samples
         raise ConfigError(
-            f"{draft.show('global_batch_size')} is not a multiple of "
-            f"{draft.show('micro_batch_size')} x {replicas} data-parallel "
+            f"{resolver.show('global_batch_size')} is not a multiple of "
+            f"{resolver.show('micro_batch_size')} x {replicas} data-parallel "
             f"processes = {samples}; the nearest "
             f"{'are ' + str(lower) + ' and' if lower else 'is'} {upper}"
         )
     given = [
-        draft.show(f"train_{unit}")
+        resolver.show(f"train_{unit}")
         for unit in LENGTHS
         if getattr(flags, f"train_{unit}") is not None
     ]
-    draft.check(
+    resolver.check(
         bool(given) or flags.skip_train,
         "missing the length of the run: --train-iters, --train-samples or --train-tokens",
     )
-    draft.check(len(given) < 2, f"{' and '.join(given)}: give one length of the run only")
+    resolver.check(len(given) < 2, f"{' and '.join(given)}: give one length of the run only")
     return TrainingConfig(
         **shared(flags, _Training), micro_batch_size=micro, global_batch_size=whole
     )

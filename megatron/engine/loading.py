@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import differences
-from megatron.checkpoint.registry import Located
+from megatron.checkpoint.registry import FoundCheckpoint
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import Source
 from megatron.engine.agreement import any_rank
@@ -36,7 +36,9 @@ from megatron.parallel.shard import shard_of
 T = TypeVar("T")
 
 
-def load_checkpoint(engine: TrainEngine, found: Located, weights_only: bool = False) -> Source:
+def load_checkpoint(
+    engine: TrainEngine, found: FoundCheckpoint, weights_only: bool = False
+) -> Source:
     """Loads a checkpoint written at any layout; every rank must call it.
 
     Args:

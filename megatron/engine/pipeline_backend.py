@@ -19,7 +19,7 @@ from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline_messages import Exchange, work_plan
 from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class PipelineBackend:

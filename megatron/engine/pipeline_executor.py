@@ -22,7 +22,7 @@ from megatron.model.state import LayerState
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.pipeline_messages import Exchange, Transfer
 from megatron.parallel.pipeline_schedules import Action
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 _Key = tuple[int, int]
 """(stage, micro batch)."""

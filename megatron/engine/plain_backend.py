@@ -18,8 +18,8 @@ from megatron.model.layer_list import LayerStack, initialise
 from megatron.model.layer_sequence import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import init_of, parameter, shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class PlainBackend:

@@ -37,7 +37,7 @@ def can_queue(config: RunConfig, settings: Json) -> bool:
     return queues(config.engine.zero_stage, in_fp32)
 
 
-class QueuedUpdate:
+class AsyncOptimizerStep:
     """Norm, clipping, and the guard against gradients that are not finite, all on the device.
 
     Args:

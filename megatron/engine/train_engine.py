@@ -14,7 +14,7 @@ from megatron.engine.backend import Backend
 from megatron.engine.deepspeed_patches import defer_scale_growth
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.optimizer import set_rates
-from megatron.engine.queued_update import QueuedUpdate
+from megatron.engine.queued_update import AsyncOptimizerStep
 from megatron.engine.step_result import StepResult
 from megatron.model.layer_sequence import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
@@ -143,9 +143,9 @@ class TrainEngine:
         """Takes DeepSpeed's hooks off the parameters; they would keep the engine alive."""
         self.engine.destroy()
 
-    def _queued_update(self) -> QueuedUpdate:
+    def _queued_update(self) -> AsyncOptimizerStep:
         options = self.config
-        return QueuedUpdate(
+        return AsyncOptimizerStep(
             self.optimizer_wrapper,
             self.optimizer,
             self.names,

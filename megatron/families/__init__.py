@@ -15,7 +15,7 @@ from megatron.config import ConfigError, ModelConfig, ParallelConfig
 from megatron.families.family import Family
 from megatron.model.layer_list import LayerStack
 from megatron.model.spec import ModelSpec
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 __all__ = ["Family", "build_model", "family_names", "family_of", "spec_of"]
 
@@ -53,7 +53,7 @@ def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> Model
 def build_model(
     model: ModelConfig,
     parallel: ParallelConfig | None = None,
-    region: TensorParallel | None = None,
+    tp: TensorParallel | None = None,
 ) -> LayerStack:
     """The same as one module, not yet initialised.
 
@@ -61,4 +61,4 @@ def build_model(
         ConfigError: see :func:`spec_of`.
     """
     parallel = parallel or ParallelConfig()
-    return LayerStack(spec_of(model, parallel).layers(region or TensorParallel()), parallel)
+    return LayerStack(spec_of(model, parallel).layers(tp or TensorParallel()), parallel)

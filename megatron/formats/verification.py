@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import complete_tags
-from megatron.checkpoint.registry import Located, locate_checkpoint
+from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
             yield Verdict(path, error=str(error))
 
 
-def verify_checkpoint(found: Located) -> Verdict:
+def verify_checkpoint(found: FoundCheckpoint) -> Verdict:
     """Verifies one checkpoint: what its format checks when it is loaded, and every tensor."""
     folder, title = found.folder, found.form.title
     files = [path for path in folder.rglob("*") if path.is_file()] or [folder]

@@ -7,10 +7,10 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.attention_backends import AttentionKind, Scores, attention_backend
+from megatron.model.attention_backends import AttentionKind, AttentionScoring, attention_backend
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.norm import build_head_norm
-from megatron.model.rope import Rotation, apply_rope
+from megatron.model.rope import RotaryEmbedding, apply_rope
 from megatron.model.state import LayerState
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -19,8 +19,8 @@ from megatron.parallel.layers import (
     RowParallelLinear,
 )
 from megatron.parallel.random import tensor_parallel_random
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Attention(nn.Module):
@@ -42,39 +42,37 @@ class Attention(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        region: TensorParallel,
+        tp: TensorParallel,
         recompute: bool,
         kind: AttentionKind = "causal",
     ) -> None:
         super().__init__()
         attention = config.attention
-        self.layer, self.group, self.recompute = layer, region.group, recompute
+        self.layer, self.group, self.recompute = layer, tp.group, recompute
         self.head_dim = attention.kv_channels
         self.dropout = attention.attention_dropout
         self.attend = attention_backend(attention.attention_backend)
-        self.scores = Scores.of(config, layer, region.group, kind)
-        self.rotation = None if kind == "cross" else Rotation.of(config, layer)
+        self.scores = AttentionScoring.of(config, layer, tp.group, kind)
+        self.rotation = None if kind == "cross" else RotaryEmbedding.of(config, layer)
         width, bias, init = config.hidden_size, attention.qkv_bias, Init(config.init_method_std)
         heads, groups = attention.num_attention_heads, attention.num_query_groups
         self.qkv: QKVParallelLinear | None = None
         if kind == "cross":
             queries = (heads * self.head_dim,)
-            self.q = ColumnParallelLinear(width, queries, bias=bias, init=init, region=region)
-            self.kv = KVParallelLinear(
-                width, groups, self.head_dim, bias=bias, init=init, region=region
-            )
+            self.q = ColumnParallelLinear(width, queries, bias=bias, init=init, tp=tp)
+            self.kv = KVParallelLinear(width, groups, self.head_dim, bias=bias, init=init, tp=tp)
         else:
             self.qkv = QKVParallelLinear(
-                width, heads, groups, self.head_dim, bias=bias, init=init, region=region
+                width, heads, groups, self.head_dim, bias=bias, init=init, tp=tp
             )
-        self.q_norm = build_head_norm(config, region) if config.norm.qk_layernorm else None
-        self.k_norm = build_head_norm(config, region) if config.norm.qk_layernorm else None
+        self.q_norm = build_head_norm(config, tp) if config.norm.qk_layernorm else None
+        self.k_norm = build_head_norm(config, tp) if config.norm.qk_layernorm else None
         self.proj = RowParallelLinear(
             heads * self.head_dim,
             width,
             bias=attention.proj_bias,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
-            region=region,
+            tp=tp,
         )
 
     def forward(self, x_BSH: Tensor, state: LayerState) -> Tensor:

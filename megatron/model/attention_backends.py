@@ -28,7 +28,7 @@ without padding."""
 
 
 @dataclass(frozen=True)
-class Scores:
+class AttentionScoring:
     """How a block turns products of queries and keys into scores.
 
     A score is scale x product, then softcap x tanh(score / softcap), then -slope x distance.
@@ -54,7 +54,7 @@ class Scores:
         layer: int,
         group: Group = SINGLE,
         kind: AttentionKind = "causal",
-    ) -> Scores:
+    ) -> AttentionScoring:
         """Those of block ``layer``, for the heads of one of the tensor-parallel ranks.
 
         Positions of two sequences have no distance: in cross-attention there is neither a window
@@ -84,10 +84,12 @@ class Scores:
         )
 
 
-PLAIN = Scores()
+PLAIN = AttentionScoring()
 """Those of GPT-2 and Llama."""
 
-AttentionBackend = Callable[[Tensor, Tensor, Tensor, Scores, AttentionMasks, float], Tensor]
+AttentionBackend = Callable[
+    [Tensor, Tensor, Tensor, AttentionScoring, AttentionMasks, float], Tensor
+]
 """(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability) -> [B, N, S, D]. In causal attention
 the last query is at the last key."""
 
@@ -96,7 +98,7 @@ def sdpa(
     q_BNSD: Tensor,
     k_BKTD: Tensor,
     v_BKTD: Tensor,
-    scores: Scores,
+    scores: AttentionScoring,
     masks: AttentionMasks,
     dropout: float,
 ) -> Tensor:
@@ -143,7 +145,7 @@ def cudnn(
     q_BNSD: Tensor,
     k_BKTD: Tensor,
     v_BKTD: Tensor,
-    scores: Scores,
+    scores: AttentionScoring,
     masks: AttentionMasks,
     dropout: float,
 ) -> Tensor:
@@ -165,7 +167,7 @@ def eager(
     q_BNSD: Tensor,
     k_BKTD: Tensor,
     v_BKTD: Tensor,
-    scores: Scores,
+    scores: AttentionScoring,
     masks: AttentionMasks,
     dropout: float,
 ) -> Tensor:
@@ -195,7 +197,7 @@ def flash(
     q_BNSD: Tensor,
     k_BKTD: Tensor,
     v_BKTD: Tensor,
-    scores: Scores,
+    scores: AttentionScoring,
     masks: AttentionMasks,
     dropout: float,
 ) -> Tensor:

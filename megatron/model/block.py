@@ -11,7 +11,7 @@ from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
 from megatron.model.state import LayerState
 from megatron.parallel.layers import Dropout
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Block(nn.Module):
@@ -35,16 +35,16 @@ class Block(nn.Module):
         self,
         config: ModelConfig,
         layer: int,
-        region: TensorParallel,
+        tp: TensorParallel,
         recompute_attention: bool,
         kind: AttentionKind = "causal",
         cross: bool = False,
     ) -> None:
         super().__init__()
-        post = nn.Identity if not config.norm.post_norm else lambda: build_norm(config, region)
+        post = nn.Identity if not config.norm.post_norm else lambda: build_norm(config, tp)
         self.parallel = config.parallel_residual
-        self.attention_norm = build_norm(config, region)
-        self.attention = Attention(config, layer, region, recompute_attention, kind)
+        self.attention_norm = build_norm(config, tp)
+        self.attention = Attention(config, layer, tp, recompute_attention, kind)
         self.attention_post_norm = post()
         self.cross_attention = None
         if cross:
@@ -53,13 +53,13 @@ class Block(nn.Module):
                     "--parallel-residual computes attention and MLP beside each other; a decoder's "
                     "attention to its encoder comes between the two: leave the flag out"
                 )
-            self.cross_attention_norm = build_norm(config, region)
-            self.cross_attention = Attention(config, layer, region, recompute_attention, "cross")
+            self.cross_attention_norm = build_norm(config, tp)
+            self.cross_attention = Attention(config, layer, tp, recompute_attention, "cross")
             self.cross_attention_post_norm = post()
-        self.mlp_norm = None if config.shared_parallel_norm else build_norm(config, region)
-        self.mlp = MLP(config, region)
+        self.mlp_norm = None if config.shared_parallel_norm else build_norm(config, tp)
+        self.mlp = MLP(config, tp)
         self.mlp_post_norm = post()
-        self.dropout = Dropout(config.hidden_dropout, region)
+        self.dropout = Dropout(config.hidden_dropout, tp)
 
     def forward(self, state: LayerState) -> LayerState:
         """Hidden states [B, S, H] to [B, S, H]."""

@@ -10,8 +10,8 @@ from megatron.model.norm import build_norm
 from megatron.model.state import LayerState
 from megatron.parallel.cross_entropy import LossHead
 from megatron.parallel.layers import Dropout, PositionEmbedding, VocabParallelEmbedding
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
+from megatron.parallel.tensor_parallel import TensorParallel
 
 LM_LOSS = "lm loss"
 """Name of the loss of a language model's head."""
@@ -27,16 +27,14 @@ class TokenEmbedding(VocabParallelEmbedding):
             what suits the device.
     """
 
-    def __init__(
-        self, config: ModelConfig, region: TensorParallel, chunk_bytes: int | None
-    ) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel, chunk_bytes: int | None) -> None:
         vocabulary, softcap = config.vocabulary, config.embedding.final_logit_softcapping
         assert vocabulary.size, "the vocabulary is not known yet"
         super().__init__(
             vocabulary.padded,
             config.hidden_size,
             init=Init(config.init_method_std),
-            head=LossHead(vocabulary.size, softcap, chunk_bytes, region),
+            head=LossHead(vocabulary.size, softcap, chunk_bytes, tp),
         )
 
     def forward(self, state: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
@@ -57,10 +55,10 @@ class InputEmbedding(nn.Module):
         region: the tensor-parallel ranks.
     """
 
-    def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         positions = config.positions
-        self.region, self.offset = region, positions.position_embedding_offset
+        self.tp, self.offset = tp, positions.position_embedding_offset
         self.scale = config.hidden_size**0.5 if config.embedding.scale_embeddings else None
         self.position_embeddings = None
         if positions.position_embedding_type == "learned_absolute":
@@ -68,10 +66,10 @@ class InputEmbedding(nn.Module):
                 positions.max_position_embeddings + self.offset,
                 config.hidden_size,
                 init=Init(config.init_method_std),
-                region=region,
+                tp=tp,
             )
-        self.norm = build_norm(config, region) if config.norm.embed_layernorm else None
-        self.dropout = Dropout(config.hidden_dropout, region)
+        self.norm = build_norm(config, tp) if config.norm.embed_layernorm else None
+        self.dropout = Dropout(config.hidden_dropout, tp)
 
     def forward(self, state: LayerState) -> LayerState:
         """[B, S, H] to [B, S, H]."""
@@ -82,7 +80,7 @@ class InputEmbedding(nn.Module):
         if self.position_embeddings is not None:
             positions = state.position_ids
             if positions is None:
-                length = x_BSH.shape[1] * self.region.slices
+                length = x_BSH.shape[1] * self.tp.slices
                 positions = torch.arange(length, device=x_BSH.device)
             x_BSH = x_BSH + self.position_embeddings(positions + self.offset)
         if self.norm is not None:

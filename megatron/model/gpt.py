@@ -12,7 +12,7 @@ from megatron.model.embedding import InputEmbedding, TokenEmbedding
 from megatron.model.layer_list import LayerSpec, LayerStack
 from megatron.model.norm import FinalNorm
 from megatron.model.state import LayerState
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def _project(table: nn.Module, state: LayerState) -> LayerState:
@@ -20,7 +20,7 @@ def _project(table: nn.Module, state: LayerState) -> LayerState:
 
 
 def gpt_layers(
-    model: ModelConfig, parallel: ParallelConfig, region: TensorParallel | None = None
+    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
     """The layers of a GPT: token table, positions, blocks, final norm, head.
 
@@ -29,19 +29,19 @@ def gpt_layers(
         parallel: what is recomputed in the backward pass, and how large logits may become.
         region: the tensor-parallel ranks; this process alone without it.
     """
-    region = region or TensorParallel()
+    tp = tp or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
     chunk = parallel.logits_chunk_mib
-    table = partial(TokenEmbedding, model, region, None if chunk is None else chunk * 2**20)
+    table = partial(TokenEmbedding, model, tp, None if chunk is None else chunk * 2**20)
     words, tied_key = "embedding.word_embeddings", "embed" if model.embedding.tied else None
     return [
         LayerSpec(words, table, tied_key),
-        LayerSpec("embedding", partial(InputEmbedding, model, region)),
+        LayerSpec("embedding", partial(InputEmbedding, model, tp)),
         *(
-            LayerSpec(f"layers.{n}", partial(Block, model, n, region, selective), block=True)
+            LayerSpec(f"layers.{n}", partial(Block, model, n, tp, selective), block=True)
             for n in range(model.num_layers)
         ),
-        LayerSpec("final_norm", partial(FinalNorm, model, region)),
+        LayerSpec("final_norm", partial(FinalNorm, model, tp)),
         LayerSpec(words if model.embedding.tied else "output_layer", table, tied_key, _project),
     ]
 
@@ -49,8 +49,8 @@ def gpt_layers(
 def build_gpt(
     model: ModelConfig,
     parallel: ParallelConfig | None = None,
-    region: TensorParallel | None = None,
+    tp: TensorParallel | None = None,
 ) -> LayerStack:
     """A GPT as one module, not yet initialised."""
     parallel = parallel or ParallelConfig()
-    return LayerStack(gpt_layers(model, parallel, region), parallel)
+    return LayerStack(gpt_layers(model, parallel, tp), parallel)

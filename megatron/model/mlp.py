@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig
 from megatron.parallel.layers import ColumnParallelLinear, RowParallelLinear
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def _gelu_tanh(x: Tensor) -> Tensor:
@@ -54,7 +54,7 @@ class MLP(nn.Module):
         region: the tensor-parallel ranks; the inner width is cut over it.
     """
 
-    def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         mlp, inner = config.mlp, config.mlp.ffn_hidden_size
         self.activation = _ACTIVATIONS[mlp.activation]
@@ -63,14 +63,14 @@ class MLP(nn.Module):
             (inner, inner) if mlp.gated else (inner,),
             bias=mlp.bias,
             init=Init(config.init_method_std),
-            region=region,
+            tp=tp,
         )
         self.down = RowParallelLinear(
             inner,
             config.hidden_size,
             bias=mlp.bias,
             init=Init(config.init_method_std / (2 * config.num_layers) ** 0.5),
-            region=region,
+            tp=tp,
         )
 
     def forward(self, x_BSH: Tensor) -> Tensor:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from megatron.config import ModelConfig, NormConfig
 from megatron.model.rms_norm import rms_norm
 from megatron.model.state import LayerState
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, parameter
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Norm(nn.Module, ABC):
@@ -32,15 +32,15 @@ class Norm(nn.Module, ABC):
         self,
         width: int,
         epsilon: float,
-        region: TensorParallel,
+        tp: TensorParallel,
         offset: float = 0.0,
         heads: bool = False,
     ) -> None:
         super().__init__()
         self.width, self.epsilon, self.offset = width, epsilon, offset
-        self.share = region.over_heads if heads else region.shared
-        self.weight = parameter(Shard((width,)), Init(constant=1.0 - offset), region.coordinates)
-        self.bias = parameter(Shard((width,)), Init(), region.coordinates) if self.biased else None
+        self.share = tp.over_heads if heads else tp.shared
+        self.weight = parameter(Shard((width,)), Init(constant=1.0 - offset), tp.coordinates)
+        self.bias = parameter(Shard((width,)), Init(), tp.coordinates) if self.biased else None
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., width] to the same shape and number format."""
@@ -80,27 +80,27 @@ class RMSNorm(Norm):
 _NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def build_norm(config: ModelConfig, region: TensorParallel) -> Norm:
+def build_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
     """The norm that ``--normalization`` names, of hidden states."""
-    return _norm(config.norm, config.hidden_size, region, False)
+    return _norm(config.norm, config.hidden_size, tp, False)
 
 
-def build_head_norm(config: ModelConfig, region: TensorParallel) -> Norm:
+def build_head_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
     """The same norm of each head by itself; one weight [D] for all of them."""
-    return _norm(config.norm, config.attention.kv_channels, region, True)
+    return _norm(config.norm, config.attention.kv_channels, tp, True)
 
 
-def _norm(norm: NormConfig, width: int, region: TensorParallel, of_head: bool) -> Norm:
+def _norm(norm: NormConfig, width: int, tp: TensorParallel, of_head: bool) -> Norm:
     offset = float(norm.apply_layernorm_1p)
-    return _NORMS[norm.normalization](width, norm.norm_epsilon, region, offset, of_head)
+    return _NORMS[norm.normalization](width, norm.norm_epsilon, tp, offset, of_head)
 
 
 class FinalNorm(nn.Module):
     """The norm in front of the head."""
 
-    def __init__(self, config: ModelConfig, region: TensorParallel) -> None:
+    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
-        self.norm = build_norm(config, region)
+        self.norm = build_norm(config, tp)
 
     def forward(self, state: LayerState) -> LayerState:
         """Hidden states [B, S, H] to [B, S, H]."""

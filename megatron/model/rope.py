@@ -15,7 +15,7 @@ from megatron.model.rope_scaling import stretched
 
 
 @dataclass(frozen=True)
-class Rotation:
+class RotaryEmbedding:
     """Which angles a block rotates its queries and keys by.
 
     Attributes:
@@ -31,7 +31,7 @@ class Rotation:
     scaling: RopeScaling = RopeScaling("default")
 
     @classmethod
-    def of(cls, config: ModelConfig, layer: int) -> Rotation | None:
+    def of(cls, config: ModelConfig, layer: int) -> RotaryEmbedding | None:
         """That of block ``layer``; None where positions enter the model in another way."""
         positions = config.positions
         if positions.position_embedding_type != "rope":
@@ -77,13 +77,15 @@ class Rotation:
 
 
 @functools.cache
-def _one_of_equals(rotation: Rotation) -> Rotation:
+def _one_of_equals(rotation: RotaryEmbedding) -> RotaryEmbedding:
     """The first that equals it. What was compiled for a block serves all that rotate by the same
     object."""
     return rotation
 
 
-def rope_table(rotation: Rotation, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def rope_table(
+    rotation: RotaryEmbedding, long: bool, device: torch.device
+) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions, each float32 [positions, R].
 
     The angle of channel pair i at position p is p * base^(-2i / R) where nothing is stretched.
@@ -97,7 +99,7 @@ def rope_table(rotation: Rotation, long: bool, device: torch.device) -> tuple[Te
 
 
 @functools.lru_cache(maxsize=8)
-def _table(rotation: Rotation, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+def _table(rotation: RotaryEmbedding, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
     # The cache outlives the call, which may run under inference mode.
     with torch.inference_mode(False), torch.no_grad():
         exponents = torch.arange(0, rotation.rotated, 2, device=device, dtype=torch.float32)

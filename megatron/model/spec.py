@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec
 from megatron.model.state import LayerState
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Batch(Protocol):
@@ -59,12 +59,12 @@ class Measure:
 
 
 def hidden_travels(
-    hidden_size: int, state: LayerState, region: TensorParallel, place: int
+    hidden_size: int, state: LayerState, tp: TensorParallel, place: int
 ) -> dict[str, tuple[int, ...]]:
     """What crosses a boundary in a family in which hidden states alone do: [B, S / slices, H]."""
     samples, length = state.hidden.shape
-    assert length % region.slices == 0
-    return {"hidden": (samples, length // region.slices, hidden_size)}
+    assert length % tp.slices == 0
+    return {"hidden": (samples, length // tp.slices, hidden_size)}
 
 
 @dataclass(frozen=True)

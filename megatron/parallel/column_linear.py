@@ -1,4 +1,4 @@
-"""The product with which activations enter a tensor-parallel region.
+"""The product with which activations enter a tensor-parallel layers.
 
 With sequence parallelism the input is gathered for the product and again in the backward pass, so
 that only a rank's slice of it is kept in between (Korthikanti et al. 2022, arXiv:2205.05198,

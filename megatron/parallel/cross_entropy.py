@@ -28,7 +28,7 @@ from megatron.parallel.collectives import (
 )
 from megatron.parallel.float8 import product_dtype
 from megatron.parallel.mesh import Group
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 WORK_BYTES = 2 * 2**20
 """Size of the float32 work space on CPUs, so that it stays in a core's caches."""
@@ -58,7 +58,7 @@ class LossHead:
     vocab_size: int
     softcap: float | None
     chunk_bytes: int | None
-    region: TensorParallel
+    tp: TensorParallel
 
     def capped(self, logits: Tensor) -> Tensor:
         """Logits within the bound, where there is one."""
@@ -88,10 +88,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Targets, head: LossHead, training: bool
     ) -> Tensor:
-        dtype, region = product_dtype(x), head.region
+        dtype, tp = product_dtype(x), head.tp
         with torch.autocast(x.device.type, enabled=False):
             sliced = x.to(dtype)
-            whole = start_gather_sequence(sliced, region.group)() if region.split else sliced
+            whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
             run = _Chunks(whole.flatten(0, 1), weight.to(dtype), targets, head)
             x_needs, weight_needs = (training and needs for needs in ctx.needs_input_grad[:2])
             x_grad = torch.empty_like(run.x_TH) if x_needs else None
@@ -106,15 +106,15 @@ class _LinearCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
-        region = ctx.head.region
+        tp = ctx.head.tp
         # Keeps its number format: rounded, as torch rounds one without dimensions on GPUs to the
         # format of what it multiplies, it would scale all gradients by a little.
         factor = (grad / ctx.counted).view(1)
         if x_grad is not None:
             x_grad = x_grad.view(ctx.shape)
-            if region.group.size > 1:
-                start = start_scatter_sequence if region.split else start_all_reduce
-                x_grad = start(x_grad, region.group)()
+            if tp.group.size > 1:
+                start = start_scatter_sequence if tp.split else start_all_reduce
+                x_grad = start(x_grad, tp.group)()
             # In place: a second backward pass is an error.
             x_grad = x_grad.mul_(factor).to(ctx.dtypes[0])
         if weight_grad is not None:
@@ -144,7 +144,7 @@ class _Chunks:
             size = LOGITS_CHUNK_MIB["cpu" if x_TH.device.type == "cpu" else "cuda"] * 2**20
         most = max(1, size // (rows * x_TH.element_size())) if size else len(x_TH)
         self.chunks = _even_slices(len(x_TH), most)
-        first = head.region.group.rank * rows
+        first = head.tp.group.rank * rows
         self.used = max(0, min(rows, head.vocab_size - first))
         self.labels_T = targets.labels_BS.flatten() - first
         self.mask_T = targets.mask_BS.flatten().to(self.work)
@@ -183,7 +183,7 @@ class _Chunks:
 
     def _step(self, logits_CV: Tensor, labels_C: Tensor, gradients: bool) -> Tensor:
         """Loss of each token; with ``gradients`` the logits become softmax - label."""
-        group = self.head.region.group
+        group = self.head.tp.group
         absent_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
         columns_C = labels_C.masked_fill(absent_C, 0)
         if not logits_CV.shape[1]:

@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from megatron.parallel.column_linear import LinearMap, column_linear
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.float8 import Float8, linear
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Cut, Init, Shard, parameter
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class ColumnParallelLinear(nn.Module):
-    """y = x A^T + b with the output features cut over the ranks of ``region``.
+    """y = x A^T + b with the output features cut over the ranks of ``tp``.
 
     Args:
         inputs: width I of the input.
@@ -34,23 +34,23 @@ class ColumnParallelLinear(nn.Module):
     float8: Float8 | None = None
 
     def __init__(
-        self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, region: TensorParallel
+        self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, tp: TensorParallel
     ) -> None:
         super().__init__()
-        self.region = region
+        self.tp = tp
         total, cuts = sum(outputs), (Cut(0, parts=tuple(outputs)),)
-        self.weight = parameter(Shard((total, inputs), cuts), init, region.coordinates)
-        self.bias = parameter(Shard((total,), cuts), Init(), region.coordinates) if bias else None
+        self.weight = parameter(Shard((total, inputs), cuts), init, tp.coordinates)
+        self.bias = parameter(Shard((total,), cuts), Init(), tp.coordinates) if bias else None
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
         whole = LinearMap(self.weight, self.bias, float8=self.float8)
-        (y_BSO,) = column_linear(x_BSI, (whole,), self.region.group, self.region.split)
+        (y_BSO,) = column_linear(x_BSI, (whole,), self.tp.group, self.tp.split)
         return y_BSO
 
 
 class QKVParallelLinear(nn.Module):
-    """Queries, keys and values by one product, heads cut over the ranks of ``region``.
+    """Queries, keys and values by one product, heads cut over the ranks of ``tp``.
 
     With fewer key and value heads than ranks each is held by several neighbouring ranks, whose
     queries attend to it; its weights are then parameters of their own, ``kv_weight`` and
@@ -82,12 +82,12 @@ class QKVParallelLinear(nn.Module):
         *,
         bias: bool,
         init: Init,
-        region: TensorParallel,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.region = region
-        self.copies = max(1, region.group.size // kv_heads)
-        self.kv_width = max(1, kv_heads // region.group.size) * head_dim
+        self.tp = tp
+        self.copies = max(1, tp.group.size // kv_heads)
+        self.kv_width = max(1, kv_heads // tp.group.size) * head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
 
         def share(
@@ -97,8 +97,8 @@ class QKVParallelLinear(nn.Module):
             weight = Shard((sum(parts), inputs), cuts, whole="weight")
             of_bias = Shard((sum(parts),), cuts, whole="bias")
             return (
-                parameter(weight, init, region.coordinates),
-                parameter(of_bias, Init(), region.coordinates) if bias else None,
+                parameter(weight, init, tp.coordinates),
+                parameter(of_bias, Init(), tp.coordinates) if bias else None,
             )
 
         fused = self.copies == 1
@@ -114,7 +114,7 @@ class QKVParallelLinear(nn.Module):
         maps = [LinearMap(self.weight, self.bias, float8=self.float8)]
         if self.kv_weight is not None:
             maps.append(LinearMap(self.kv_weight, self.kv_bias, self.copies, self.float8))
-        outputs = column_linear(x_BSI, maps, self.region.group, self.region.split)
+        outputs = column_linear(x_BSI, maps, self.tp.group, self.tp.split)
         if len(outputs) == 2:
             q, kv = outputs
             k, v = kv.chunk(2, dim=-1)
@@ -125,7 +125,7 @@ class QKVParallelLinear(nn.Module):
 
 
 class KVParallelLinear(nn.Module):
-    """Keys and values by one product, heads cut over the ranks of ``region``.
+    """Keys and values by one product, heads cut over the ranks of ``tp``.
 
     With fewer heads than ranks each is held by several neighbouring ranks.
 
@@ -151,13 +151,13 @@ class KVParallelLinear(nn.Module):
         *,
         bias: bool,
         init: Init,
-        region: TensorParallel,
+        tp: TensorParallel,
     ) -> None:
         super().__init__()
-        self.region = region
-        self.copies = max(1, region.group.size // heads)
+        self.tp = tp
+        self.copies = max(1, tp.group.size // heads)
         parts = (heads * head_dim, heads * head_dim)
-        cuts, place = (Cut(0, parts=parts, copies=self.copies),), region.coordinates
+        cuts, place = (Cut(0, parts=parts, copies=self.copies),), tp.coordinates
         self.weight = parameter(Shard((sum(parts), inputs), cuts), init, place)
         self.bias = parameter(Shard((sum(parts),), cuts), Init(), place) if bias else None
 
@@ -165,13 +165,13 @@ class KVParallelLinear(nn.Module):
         """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
         by side in the last dimension."""
         both = LinearMap(self.weight, self.bias, self.copies, self.float8)
-        (kv,) = column_linear(x_BTI, (both,), self.region.group, self.region.split)
+        (kv,) = column_linear(x_BTI, (both,), self.tp.group, self.tp.split)
         k, v = kv.chunk(2, dim=-1)
         return k, v
 
 
 class RowParallelLinear(nn.Module):
-    """y = x A^T + b with the input features cut over the ranks of ``region``.
+    """y = x A^T + b with the input features cut over the ranks of ``tp``.
 
     Args:
         inputs: width I of the whole input.
@@ -188,23 +188,23 @@ class RowParallelLinear(nn.Module):
     float8: Float8 | None = None
 
     def __init__(
-        self, inputs: int, outputs: int, *, bias: bool, init: Init, region: TensorParallel
+        self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel
     ) -> None:
         super().__init__()
-        self.region = region
-        self.weight = parameter(Shard((outputs, inputs), (Cut(1),)), init, region.coordinates)
-        self.bias = parameter(Shard((outputs,)), Init(), region.coordinates) if bias else None
+        self.tp = tp
+        self.weight = parameter(Shard((outputs, inputs), (Cut(1),)), init, tp.coordinates)
+        self.bias = parameter(Shard((outputs,)), Init(), tp.coordinates) if bias else None
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
-        if self.region.group.size == 1:
+        if self.tp.group.size == 1:
             return linear(x_BSI, self.weight, self.bias, self.float8)
-        y_BSO = self.region.leave(linear(x_BSI, self.weight, None, self.float8))
-        return y_BSO if self.bias is None else y_BSO + self.region.shared(self.bias)[0]
+        y_BSO = self.tp.leave(linear(x_BSI, self.weight, None, self.float8))
+        return y_BSO if self.bias is None else y_BSO + self.tp.shared(self.bias)[0]
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token table with its rows cut over the ranks of ``region``; also the output head that shares
+    """Token table with its rows cut over the ranks of ``tp``; also the output head that shares
     its weights.
 
     Args:
@@ -216,11 +216,11 @@ class VocabParallelEmbedding(nn.Module):
 
     def __init__(self, rows: int, width: int, *, init: Init, head: LossHead) -> None:
         super().__init__()
-        self.head, self.region = head, head.region
-        region, cuts = head.region, (Cut(0, unpadded=head.vocab_size),)
-        self.weight = parameter(Shard((rows, width), cuts), init, region.coordinates)
-        self.rows_local = rows // region.group.size
-        self.first_row = region.group.rank * self.rows_local
+        self.head, self.tp = head, head.tp
+        tp, cuts = head.tp, (Cut(0, unpadded=head.vocab_size),)
+        self.weight = parameter(Shard((rows, width), cuts), init, tp.coordinates)
+        self.rows_local = rows // tp.group.size
+        self.first_row = tp.group.rank * self.rows_local
 
     def forward(self, x: Tensor, project: bool = False, targets: Targets | None = None) -> Tensor:
         """Token ids of the whole sequence to embeddings [B, S, H]; with ``project`` hidden states
@@ -233,14 +233,14 @@ class VocabParallelEmbedding(nn.Module):
             return linear_cross_entropy(x, self.weight, targets, self.head)
         if project:
             whole = LinearMap(self.weight, None)
-            (logits_BSV,) = column_linear(x, (whole,), self.region.group, self.region.split)
+            (logits_BSV,) = column_linear(x, (whole,), self.tp.group, self.tp.split)
             return self.head.capped(logits_BSV)
-        if self.region.group.size == 1:
+        if self.tp.group.size == 1:
             return F.embedding(x, self.weight)
         rows_BS = x - self.first_row
         elsewhere_BS = (rows_BS < 0) | (rows_BS >= self.rows_local)
         found_BSH = F.embedding(rows_BS.masked_fill(elsewhere_BS, 0), self.weight)
-        return self.region.leave(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))
+        return self.tp.leave(found_BSH.masked_fill(elsewhere_BS.unsqueeze(-1), 0.0))
 
 
 class PositionEmbedding(nn.Module):
@@ -253,16 +253,16 @@ class PositionEmbedding(nn.Module):
         region: the tensor-parallel ranks.
     """
 
-    def __init__(self, rows: int, width: int, *, init: Init, region: TensorParallel) -> None:
+    def __init__(self, rows: int, width: int, *, init: Init, tp: TensorParallel) -> None:
         super().__init__()
-        self.region = region
-        self.weight = parameter(Shard((rows, width)), init, region.coordinates)
+        self.tp = tp
+        self.weight = parameter(Shard((rows, width)), init, tp.coordinates)
 
     def forward(self, ids_S: Tensor) -> Tensor:
         """Positions of the whole sequence, [S] or [B, S], to rows of those that this rank holds,
         [S, H] or [B, S, H]."""
-        (weight,) = self.region.shared(self.weight)
-        return F.embedding(self.region.own(ids_S, dim=-1), weight)
+        (weight,) = self.tp.shared(self.weight)
+        return F.embedding(self.tp.own(ids_S, dim=-1), weight)
 
 
 class Dropout(nn.Module):
@@ -273,13 +273,13 @@ class Dropout(nn.Module):
         region: the tensor-parallel ranks; where they hold the same, they draw the same.
     """
 
-    def __init__(self, probability: float, region: TensorParallel) -> None:
+    def __init__(self, probability: float, tp: TensorParallel) -> None:
         super().__init__()
-        self.probability, self.region = probability, region
+        self.probability, self.tp = probability, tp
 
     def forward(self, x_BSH: Tensor) -> Tensor:
         """[B, S, H] to [B, S, H]."""
         if not self.training or not self.probability:
             return x_BSH
-        with self.region.random():
+        with self.tp.random():
             return F.dropout(x_BSH, self.probability)

@@ -15,7 +15,7 @@ from megatron.config.layouts import Layout, check_layout
 from megatron.engine.environment import distributed
 from megatron.engine.step_result import StepResult
 from megatron.families import spec_of
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.first_step import (
     SteppedSlice,
     WholeParameter,

@@ -30,8 +30,8 @@ from megatron.model.spec import ModelSpec
 from megatron.model.state import LayerState
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, Shard, shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run, run_data
 

@@ -20,8 +20,8 @@ from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.plan import TrainingPlan
 from megatron.training.pretraining import build_trainer
 from megatron.training.run import Run, parse_run, run_data

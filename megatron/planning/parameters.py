@@ -17,8 +17,8 @@ from megatron.config.layouts import Layout
 from megatron.families import build_model, spec_of
 from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class LayerShare:
 def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
     """The layers of a model whose vocabulary sizes are filled in, as one of ``tensor`` ranks holds
     them; a tied layer counts whole at each of its places."""
-    region = TensorParallel(Group(tuple(range(tensor))))
+    tp = TensorParallel(Group(tuple(range(tensor))))
     with torch.device("meta"):
         return tuple(
             LayerShare(
@@ -76,7 +76,7 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
                 layer.block,
                 layer.tied_key,
             )
-            for layer in spec_of(model).layers(region)
+            for layer in spec_of(model).layers(tp)
         )
 
 

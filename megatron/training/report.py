@@ -16,7 +16,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.training.flops import measure_matmul_peak, peak_flops
 from megatron.training.metrics import Evaluation, IntervalMeter, StepMetrics
 from megatron.training.plan import TrainingPlan
-from megatron.training.resume import Start
+from megatron.training.resume import ResumePoint
 from megatron.training.run import Run
 from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import TeeWriter, Writer, build_writers
@@ -39,7 +39,7 @@ class Reporter(Callback):
         plan: TrainingPlan,
         mesh: Mesh,
         device: torch.device,
-        begin: Start,
+        begin: ResumePoint,
     ) -> None:
         config = run.config
         self.plan, self.mesh, self.device = plan, mesh, device
@@ -63,7 +63,7 @@ class Reporter(Callback):
                 self.writer.scalars("resume", begin.iteration, {}, samples=samples, tokens=tokens)
         self._announce(run, begin)
 
-    def _announce(self, run: Run, begin: Start) -> None:
+    def _announce(self, run: Run, begin: ResumePoint) -> None:
         config = run.config
         given = {n: o for n, o in run.resolved.origins.items() if o.startswith(("flag", "derived"))}
         self.say(f"{len(given)} values given or derived; --explain-config prints all")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import Located, locate_checkpoint
+from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.data.skip import check_skipped
@@ -20,7 +20,7 @@ from megatron.training.plan import TrainingPlan
 
 
 @dataclass(frozen=True)
-class Start:
+class ResumePoint:
     """Where a run starts.
 
     Attributes:
@@ -41,7 +41,7 @@ class Start:
 
 
 @dataclass(frozen=True)
-class Origin:
+class ResumeSource:
     """The checkpoint that a run starts from.
 
     Attributes:
@@ -50,12 +50,12 @@ class Origin:
         continues: whether the run goes on where it left off; otherwise only weights are taken.
     """
 
-    found: Located
+    found: FoundCheckpoint
     flag: str
     continues: bool
 
 
-def locate(config: RunConfig) -> Origin | None:
+def locate(config: RunConfig) -> ResumeSource | None:
     """The checkpoint to start from, if any; asked before anything that takes time is built.
 
     Raises:
@@ -72,7 +72,7 @@ def locate(config: RunConfig) -> Origin | None:
     return origin
 
 
-def find_origin(options: CheckpointConfig) -> Origin | None:
+def find_origin(options: CheckpointConfig) -> ResumeSource | None:
     """The checkpoint that ``--load`` or else ``--pretrained-checkpoint`` names, if any.
 
     Raises:
@@ -81,13 +81,13 @@ def find_origin(options: CheckpointConfig) -> Origin | None:
     if options.load:
         found = _find(options)
         if found is not None:
-            return Origin(found, f"--load {options.load}", not options.finetune)
+            return ResumeSource(found, f"--load {options.load}", not options.finetune)
     if options.pretrained_checkpoint:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
         found = locate_checkpoint(options.pretrained_checkpoint)
         if found is None:
             raise CheckpointError(f"{flag}: there is no checkpoint")
-        return Origin(found, flag, continues=False)
+        return ResumeSource(found, flag, continues=False)
     for wanted, flag in (
         (options.finetune, "--finetune"),
         (options.load_tag, f"--load-tag {options.load_tag}"),
@@ -98,7 +98,7 @@ def find_origin(options: CheckpointConfig) -> Origin | None:
     return None
 
 
-def _check_family(origin: Origin, family: str) -> None:
+def _check_family(origin: ResumeSource, family: str) -> None:
     folder = origin.found.folder
     held = origin.found.form.family(folder)
     if held == family:
@@ -113,27 +113,29 @@ def _check_family(origin: Origin, family: str) -> None:
     )
 
 
-def _find(options: CheckpointConfig) -> Located | None:
+def _find(options: CheckpointConfig) -> FoundCheckpoint | None:
     """What ``--load``, ``--load-tag`` and ``--universal-checkpoint`` name."""
     prefer = "universal" if options.universal_checkpoint else "native"
     return locate_checkpoint(options.load or "", options.load_tag, prefer)
 
 
-def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Start:
+def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -> ResumePoint:
     """Loads what :func:`locate` found.
 
     Raises:
         CheckpointError: it is damaged or cannot be continued with this configuration.
     """
     if origin is None:
-        return Start()
+        return ResumePoint()
     source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
     config = engine.config
     changed, notes = tuple(changes(source, config)), tuple(source.notes)
     if not origin.continues or not source.state:
-        return Start(source.folder, changed=changed, notes=notes, weights_only=True)
+        return ResumePoint(source.folder, changed=changed, notes=notes, weights_only=True)
     state = source.state
-    loaded = Start(source.folder, state["iteration"], state["consumed_samples"], changed, notes)
+    loaded = ResumePoint(
+        source.folder, state["iteration"], state["consumed_samples"], changed, notes
+    )
     if not config.training.skip_train:
         _check_position(plan, loaded)
         before = source.run.data.skip_samples if source.run else ()
@@ -141,7 +143,7 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: Origin | None) -> Star
     return loaded
 
 
-def _protect_other_run(options: CheckpointConfig, origin: Origin | None) -> None:
+def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
     """Refuses to save among checkpoints of a run that this one does not continue."""
     save = Path(options.save or "")
     there = locate_checkpoint(save)
@@ -155,7 +157,7 @@ def _protect_other_run(options: CheckpointConfig, origin: Origin | None) -> None
         )
 
 
-def _check_position(plan: TrainingPlan, loaded: Start) -> None:
+def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:
     """Refuses batch sizes with which the rest of the run would not come out."""
     consumed = loaded.consumed_samples
     planned = plan.batch_size.samples(loaded.iteration)

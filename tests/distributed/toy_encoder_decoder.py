@@ -21,8 +21,8 @@ from megatron.model.spec import Measure, ModelSpec
 from megatron.model.state import LayerState
 from megatron.parallel.collectives import reduce_from_ranks
 from megatron.parallel.cross_entropy import Targets
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init
+from megatron.parallel.tensor_parallel import TensorParallel
 
 VOCAB, SAMPLES, ENCODED, DECODED = 50, 2, 16, 8
 SQUARE_LOSS = "square loss"
@@ -59,16 +59,16 @@ def draw_batches(seed: int = 0) -> Iterator[PairBatch]:
 class SquareLoss(nn.Module):
     """An auxiliary loss in the middle: the mean square of the hidden states."""
 
-    def __init__(self, region: TensorParallel) -> None:
+    def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
-        self.region = region
+        self.tp = tp
 
     def forward(self, state: LayerState) -> LayerState:
         """Leaves the hidden states alone."""
         x = state.hidden.to(torch.promote_types(state.hidden.dtype, torch.float32))
         mean = x.square().mean()
-        if self.region.split:
-            mean = reduce_from_ranks(mean / self.region.slices, self.region.group)
+        if self.tp.split:
+            mean = reduce_from_ranks(mean / self.tp.slices, self.tp.group)
         return state.with_loss(SQUARE_LOSS, mean)
 
 
@@ -76,27 +76,27 @@ def _enter_decoder(table: TokenEmbedding, state: LayerState) -> LayerState:
     return table(state._replace(hidden=state.batch.decoded_BT, encoder=state.hidden))
 
 
-def layers(model: ModelConfig, region: TensorParallel) -> list[LayerSpec]:
+def layers(model: ModelConfig, tp: TensorParallel) -> list[LayerSpec]:
     """Two blocks that see all tokens, and two that see earlier ones, of which the first attends to
     the output of the others."""
-    table = partial(TokenEmbedding, model, region, None)
+    table = partial(TokenEmbedding, model, tp, None)
 
     def block(layer: int, **how: object) -> LayerSpec:
-        build = partial(Block, model, layer, region, False, **how)
+        build = partial(Block, model, layer, tp, False, **how)
         return LayerSpec(f"layers.{layer}", build, block=True)
 
     return [
         LayerSpec("words", table, "words"),
-        LayerSpec("encoder.embedding", partial(InputEmbedding, model, region)),
+        LayerSpec("encoder.embedding", partial(InputEmbedding, model, tp)),
         block(0, kind="full"),
-        LayerSpec("square", partial(SquareLoss, region)),
+        LayerSpec("square", partial(SquareLoss, tp)),
         block(1, kind="full"),
-        LayerSpec("encoder.norm", partial(FinalNorm, model, region)),
+        LayerSpec("encoder.norm", partial(FinalNorm, model, tp)),
         LayerSpec("words", table, "words", _enter_decoder),
-        LayerSpec("decoder.embedding", partial(InputEmbedding, model, region)),
+        LayerSpec("decoder.embedding", partial(InputEmbedding, model, tp)),
         block(2, cross=True),
         block(3),
-        LayerSpec("decoder.norm", partial(FinalNorm, model, region)),
+        LayerSpec("decoder.norm", partial(FinalNorm, model, tp)),
         LayerSpec("words", table, "words", lambda table, state: table(state, project=True)),
     ]
 
@@ -112,14 +112,14 @@ def begin(batch: PairBatch) -> LayerState:
 
 
 def travels(
-    width: int, state: LayerState, region: TensorParallel, place: int
+    width: int, state: LayerState, tp: TensorParallel, place: int
 ) -> dict[str, tuple[int, ...]]:
     """Encoder output from the decoder on, the auxiliary loss once it is there."""
     samples, length = state.hidden.shape
-    encoded = (samples, length // region.slices, width)
+    encoded = (samples, length // tp.slices, width)
     found: dict[str, tuple[int, ...]] = {"hidden": encoded}
     if place > 6:
-        decoded = (samples, state.batch.decoded_BT.shape[1] // region.slices, width)
+        decoded = (samples, state.batch.decoded_BT.shape[1] // tp.slices, width)
         found = {"hidden": decoded, "encoder": encoded}
     return found | ({SQUARE_LOSS: ()} if place > 3 else {})
 
@@ -130,10 +130,10 @@ def toy_spec(model: ModelConfig) -> ModelSpec:
     return ModelSpec(partial(layers, model), begin, partial(travels, model.hidden_size), LOSSES)
 
 
-def fill(name: str, param: nn.Parameter, region: TensorParallel) -> None:
+def fill(name: str, param: nn.Parameter, tp: TensorParallel) -> None:
     """Wide random values, so that every gradient is large."""
     param.init = Init(std=0.3)  # type: ignore[attr-defined]
-    initialise(name, param, 1234, region.coordinates)
+    initialise(name, param, 1234, tp.coordinates)
 
 
 def _counts(state: LayerState, batch: PairBatch) -> dict[str, Tensor]:

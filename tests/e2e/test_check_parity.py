@@ -24,7 +24,7 @@ LLAMA = (
 ).split()
 BREAKS = {
     "sequence-parallel norms": """
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 TensorParallel.shared = lambda self, *params: params
 """,
     "tied gradients": """
@@ -40,7 +40,7 @@ def without_mean(self, *args, **options):
 DeepSpeedZeroOptimizer.__init__ = without_mean
 """,
     "sum over tensor ranks": """
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 TensorParallel.leave = lambda self, x: x
 """,
     "learning rate": """

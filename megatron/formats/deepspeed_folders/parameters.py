@@ -9,8 +9,8 @@ from megatron.families import spec_of
 from megatron.model.layer_list import LayerSpec
 from megatron.model.registration import Registered, registered_parameters
 from megatron.parallel.mesh import Group
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Shard
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def layers_of(model: ModelConfig, size: int = 1) -> list[LayerSpec]:

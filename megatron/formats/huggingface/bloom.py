@@ -21,7 +21,7 @@ from megatron.formats.huggingface.parts import (
     weight,
 )
 from megatron.formats.huggingface.reorder import GROUPED_QKV
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 
 
@@ -42,7 +42,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     given.only(
         "apply_residual_connection_post_layernorm", (False,), "here the residual is not normalised"
     )

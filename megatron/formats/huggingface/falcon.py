@@ -27,7 +27,7 @@ from megatron.formats.huggingface.parts import (
 )
 from megatron.formats.huggingface.reorder import GROUPED_QKV
 from megatron.formats.huggingface.rope import read_rope, write_rope
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 
 
@@ -82,7 +82,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     return keys
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     given.only(
         "alibi", (False,), "transformers divides the biases of Falcon's ALiBi by the root of the "
         "head width and rounds them to bfloat16, which no flag here means",

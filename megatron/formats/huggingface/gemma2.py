@@ -25,7 +25,7 @@ from megatron.formats.huggingface.parts import (
     write_shape,
 )
 from megatron.formats.huggingface.rope import read_rope, write_rope
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture, Entry
 from megatron.formats.huggingface.windows import FULL, SLIDING, layer_types, read_windows
 
@@ -77,7 +77,10 @@ def write_gemma(model: ModelConfig) -> dict[str, Any]:
 
 
 def read_gemma(
-    given: Settings, shape: dict[str, Any], caps: tuple[float | None, float | None], every: int
+    given: HFConfigReader,
+    shape: dict[str, Any],
+    caps: tuple[float | None, float | None],
+    every: int,
 ) -> dict[str, Any]:
     """The fields that Gemma 2 and 3 have in common, but for positions.
 
@@ -108,7 +111,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     return {**write_gemma(model), **write_rope(model)}
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     shape = read_shape(given, 2304, 9216, 26, 8, 4, 8192, 256)
     return {
         **read_gemma(given, shape, (50.0, 30.0), 2),

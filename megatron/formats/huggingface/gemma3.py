@@ -18,7 +18,7 @@ from megatron.formats.huggingface.gemma2 import (
 from megatron.formats.huggingface.parts import EMBEDDING, FINAL, llama_block, read_shape
 from megatron.formats.huggingface.qwen3 import QK_NORM, QK_NORMS
 from megatron.formats.huggingface.rope import read_scaling, write_rope
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 from megatron.formats.huggingface.windows import FULL, SLIDING
 
@@ -46,7 +46,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     given.only(
         "attn_logit_softcapping", (None,), "transformers does not bend the scores of such models"
     )
@@ -81,7 +81,7 @@ def _read(given: Settings) -> dict[str, Any]:
     }
 
 
-def _base(given: Settings, key: str, newer: Any, default: float) -> float:
+def _base(given: HFConfigReader, key: str, newer: Any, default: float) -> float:
     base = given.number(key, default if newer is None else newer)
     if newer is not None and base != newer:
         given.refuse(key, base, f"rope_parameters says {newer!r}; transformers 5 would read that")

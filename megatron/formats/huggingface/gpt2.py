@@ -21,7 +21,7 @@ from megatron.formats.huggingface.parts import (
     weight,
 )
 from megatron.formats.huggingface.reorder import TRANSPOSED
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 
 
@@ -42,7 +42,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     given.only("scale_attn_weights", (True,), "attention scores are always scaled here")
     given.only("scale_attn_by_inverse_layer_idx", (False,), "all blocks scale scores alike here")
     given.only("add_cross_attention", (False,), "there is no cross-attention here")

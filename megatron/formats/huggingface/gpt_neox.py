@@ -19,7 +19,7 @@ from megatron.formats.huggingface.parts import (
 )
 from megatron.formats.huggingface.reorder import GROUPED_QKV
 from megatron.formats.huggingface.rope import read_rope, write_rope
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 
 
@@ -44,7 +44,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     given.only("attention_bias", (True,), "here all linear layers have biases or none has")
     given.only("is_decoder", (True, False), "it is always a decoder")
     hidden = given.whole("hidden_size", 6144)

@@ -21,7 +21,7 @@ from megatron.formats.huggingface.parts import (
     write_shape,
 )
 from megatron.formats.huggingface.rope import read_rope, write_rope
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 
 
@@ -41,7 +41,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     shape = read_shape(given, 4096, 11008, 32, 32, None, 2048)
     in_attention, in_mlp = given.flag("attention_bias", False), given.flag("mlp_bias", False)
     if in_mlp and not in_attention:

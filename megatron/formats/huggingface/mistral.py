@@ -16,7 +16,7 @@ from megatron.formats.huggingface.parts import (
     write_shape,
 )
 from megatron.formats.huggingface.rope import read_rope, write_rope
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 from megatron.formats.huggingface.windows import SLIDING
 
@@ -31,7 +31,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     shape = read_shape(given, 4096, 14336, 32, 32, 8, 131072)
     kinds = [SLIDING] * shape["num_layers"]
     given.only("layer_types", (kinds,), f"all blocks of such models have {SLIDING}")

@@ -22,7 +22,7 @@ from megatron.formats.huggingface.parts import (
     weight,
 )
 from megatron.formats.huggingface.reorder import SEPARATE_QKV
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 
 _OFFSET = 2
@@ -48,7 +48,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     hidden = given.whole("hidden_size", 768)
     heads = given.whole("num_attention_heads", 12)
     given.only("do_layer_norm_before", (True,), "here norms stand in front of attention and MLP")

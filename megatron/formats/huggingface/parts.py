@@ -13,7 +13,7 @@ from megatron.formats.huggingface.reorder import (
     SEPARATE_QKV,
     Reordering,
 )
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Entry, always
 
 Condition = Callable[[ModelConfig], bool]
@@ -146,7 +146,7 @@ FINAL = (
 
 
 def read_shape(
-    given: Settings,
+    given: HFConfigReader,
     hidden: int,
     inner: int,
     layers: int,
@@ -186,7 +186,7 @@ def read_shape(
     }
 
 
-def head_width(given: Settings, hidden: int, heads: int) -> int:
+def head_width(given: HFConfigReader, hidden: int, heads: int) -> int:
     """Width of a head where the file does not say.
 
     Raises:
@@ -197,7 +197,7 @@ def head_width(given: Settings, hidden: int, heads: int) -> int:
     return hidden // heads
 
 
-def read_rms(given: Settings, epsilon: float, act: str = "hidden_act",
+def read_rms(given: HFConfigReader, epsilon: float, act: str = "hidden_act",
              default: str = "silu") -> dict[str, Any]:  # fmt: skip
     """Norm, activation, dropout and initialisation of Llama and its like, without biases."""
     return {

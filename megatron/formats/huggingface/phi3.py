@@ -26,7 +26,7 @@ from megatron.formats.huggingface.parts import (
     write_shape,
 )
 from megatron.formats.huggingface.rope import read_rope, write_rope
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 
 _ORIGINAL = "original_max_position_embeddings"
@@ -65,7 +65,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     given.unused("embd_pdrop")
     for name in ("full_attn_mod", "interpolate_factor"):
         given.only(name, (1,), "transformers does not read it")

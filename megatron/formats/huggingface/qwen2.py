@@ -23,7 +23,7 @@ from megatron.formats.huggingface.parts import (
     write_shape,
 )
 from megatron.formats.huggingface.rope import read_rope, write_rope
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture
 from megatron.formats.huggingface.windows import FULL, SLIDING, layer_types, read_windows
 
@@ -43,7 +43,7 @@ def write_qwen(model: ModelConfig) -> dict[str, Any]:
     }
 
 
-def read_qwen(given: Settings, head_dim: int | None) -> dict[str, Any]:
+def read_qwen(given: HFConfigReader, head_dim: int | None) -> dict[str, Any]:
     """The fields that Qwen2 and Qwen3 have in common."""
     shape = read_shape(given, 4096, 22016, 32, 32, 32, 32768, head_dim)
     used = given.flag("use_sliding_window", False)
@@ -64,7 +64,7 @@ def read_qwen(given: Settings, head_dim: int | None) -> dict[str, Any]:
     }
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     return {**read_qwen(given, None), "add_qkv_bias": True}
 
 

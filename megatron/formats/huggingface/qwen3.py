@@ -14,7 +14,7 @@ from megatron.formats.huggingface.features import (
 )
 from megatron.formats.huggingface.parts import EMBEDDING, FINAL, llama_block, norm
 from megatron.formats.huggingface.qwen2 import read_qwen, write_qwen
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 from megatron.formats.huggingface.table import Architecture, Entry
 
 QK_NORM = Requirement(lambda m: m.norm.qk_layernorm, "--qk-layernorm")
@@ -28,7 +28,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
     return {**write_qwen(model), "head_dim": model.attention.kv_channels, "attention_bias": False}
 
 
-def _read(given: Settings) -> dict[str, Any]:
+def _read(given: HFConfigReader) -> dict[str, Any]:
     given.only("attention_bias", (False,), "here all linear layers have biases or none has")
     return {**read_qwen(given, 128), "qk_layernorm": True}
 

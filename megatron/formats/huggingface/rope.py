@@ -8,7 +8,7 @@ from typing import Any
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.rope_scaling import RopeScaling
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 
 _ORIGINAL = "original_max_position_embeddings"
 _BY_LENGTH = ("llama3", "yarn", "longrope")
@@ -16,7 +16,7 @@ _BY_LENGTH = ("llama3", "yarn", "longrope")
 
 
 def read_rope(
-    given: Settings,
+    given: HFConfigReader,
     head_dim: int,
     positions: int,
     theta: float,
@@ -72,7 +72,7 @@ def read_rope(
 
 
 def read_scaling(
-    given: Settings,
+    given: HFConfigReader,
     name: str,
     form: dict[str, Any],
     pairs: int,
@@ -126,7 +126,7 @@ def _without_base(form: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in form.items() if k not in ("rope_theta", "partial_rotary_factor")}
 
 
-def _one(given: Settings, names: tuple[str, ...], newer: Any) -> float | None:
+def _one(given: HFConfigReader, names: tuple[str, ...], newer: Any) -> float | None:
     """The number that both versions read; None where neither says."""
     older = given.optional_number(names, None)
     if newer is None:

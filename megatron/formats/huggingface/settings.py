@@ -33,7 +33,7 @@ _HARMLESS = frozenset(
 """Keys that say nothing about the network."""
 
 
-class Settings:
+class HFConfigReader:
     """The keys of a config.json.
 
     Args:

@@ -13,7 +13,7 @@ from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags
 from megatron.formats.huggingface.features import FEATURES, Requirement
 from megatron.formats.huggingface.reorder import SAME, Reordering
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 
 TensorSource = Callable[[str], Tensor]
 """Gives a tensor by its name."""
@@ -102,7 +102,7 @@ class Architecture:
     requirements: tuple[Requirement, ...]
     features: frozenset[str]
     write: Callable[[ModelConfig], dict[str, Any]]
-    read: Callable[[Settings], dict[str, Any]]
+    read: Callable[[HFConfigReader], dict[str, Any]]
     vocab_size: int
     tied: bool
     base_prefix: str = "model."
@@ -131,7 +131,7 @@ class Architecture:
         Raises:
             CheckpointError: a value cannot be represented here, or a key is not known.
         """
-        given = Settings(content, path, self.title)
+        given = HFConfigReader(content, path, self.title)
         vocab_size = given.whole("vocab_size", self.vocab_size)
         tied = given.flag("tie_word_embeddings", self.tied)
         fields = self.read(given)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.formats.huggingface.settings import Settings
+from megatron.formats.huggingface.settings import HFConfigReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"
 
@@ -15,7 +15,7 @@ def layer_types(model: ModelConfig) -> list[str]:
     return [FULL if window is None else SLIDING for window in model.windows]
 
 
-def read_windows(given: Settings, window: int | None, default: list[str]) -> dict[str, Any]:
+def read_windows(given: HFConfigReader, window: int | None, default: list[str]) -> dict[str, Any]:
     """``sliding_window`` and ``window_attn_skip_freq`` of a config.json.
 
     Args:

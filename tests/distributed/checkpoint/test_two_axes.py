@@ -16,7 +16,7 @@ from megatron.config import CheckpointConfig, OptimizerConfig
 from megatron.engine.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.optimizer import build_optimizer
-from megatron.engine.queued_update import QueuedUpdate
+from megatron.engine.queued_update import AsyncOptimizerStep
 from megatron.engine.saving import CheckpointWriter
 from megatron.engine.state import owned_slices
 from megatron.model.layer_list import initialise
@@ -95,7 +95,9 @@ def trained(sizes: dict[str, int], save: str) -> dict[tuple[str, str], np.ndarra
         assert torch.equal(param.grad, expected), name
     exact = float(torch.cat([mean.double().view(-1) for mean in means.values()]).norm())
     assert float(gradient_norm(list(names), mesh)) == pytest.approx(exact, rel=1e-6)
-    update = QueuedUpdate(engine.optimizer, engine.optimizer, names, mesh, CPU, CLIP, hold=False)
+    update = AsyncOptimizerStep(
+        engine.optimizer, engine.optimizer, names, mesh, CPU, CLIP, hold=False
+    )
     update.prepare()
     assert float(update.norm) == pytest.approx(exact, rel=1e-6) and exact > 10 * CLIP
     assert float(gradient_norm(list(names), mesh)) == pytest.approx(CLIP, rel=1e-5)

@@ -24,8 +24,8 @@ from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import ALONE, Coordinates
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.run import Run, parse_run
 
 MICRO_BATCHES = 4

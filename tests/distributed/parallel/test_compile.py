@@ -10,8 +10,8 @@ from torch._dynamo.utils import counters
 from megatron.model.block import Block
 from megatron.model.layer_list import initialise
 from megatron.model.state import LayerState
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 LENGTH, HIDDEN = 16, 32
 SHAPE = {
@@ -24,20 +24,20 @@ SHAPE = {
 
 def job(sequence: bool) -> tuple[float, int]:
     """Largest relative difference from eager blocks, and graphs of two blocks."""
-    region = TensorParallel(tensor_group(), sequence)
+    tp = TensorParallel(tensor_group(), sequence)
     torch.compiler.reset()
     counters.clear()
     results = []
     for compiled in (False, True):
-        blocks = [Block(model_config(**SHAPE), layer, region, False) for layer in range(2)]
+        blocks = [Block(model_config(**SHAPE), layer, tp, False) for layer in range(2)]
         for block in blocks:
             for name, param in block.named_parameters():
                 name = shard_of(param).whole or name
-                initialise(name, param, 1, region.coordinates)
+                initialise(name, param, 1, tp.coordinates)
             if compiled:
                 block.compile(backend="aot_eager", dynamic=False)
         generator = torch.Generator().manual_seed(1)
-        x = region.own(torch.randn(2, LENGTH, HIDDEN, generator=generator), 1)
+        x = tp.own(torch.randn(2, LENGTH, HIDDEN, generator=generator), 1)
         stream = LayerState(x.clone().requires_grad_())
         first = stream
         for block in blocks:

@@ -13,8 +13,8 @@ from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
 from megatron.model.layer_list import initialise
 from megatron.model.state import LayerState
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 WIDTH, ENCODED, DECODED = 32, 12, 8
 PADDING = torch.arange(ENCODED) >= torch.tensor([[12], [7]])
@@ -28,7 +28,7 @@ def inputs() -> tuple[Tensor, Tensor, Tensor]:
     )
 
 
-def compute(kv_heads: int, region: TensorParallel) -> dict[str, tuple[Tensor, object]]:
+def compute(kv_heads: int, tp: TensorParallel) -> dict[str, tuple[Tensor, object]]:
     """This rank's share of everything, and how it is cut: by a shard, or, an activation, along the
     sequence or not."""
     model = model_config(
@@ -38,22 +38,22 @@ def compute(kv_heads: int, region: TensorParallel) -> dict[str, tuple[Tensor, ob
     )  # fmt: skip
     blocks = torch.nn.ModuleDict(
         {
-            "encoder": Block(model, 0, region, False, "full"),
-            "decoder": Block(model, 1, region, False, cross=True),
+            "encoder": Block(model, 0, tp, False, "full"),
+            "decoder": Block(model, 1, tp, False, cross=True),
         }
     ).double()
     for name, param in blocks.named_parameters():
         param.init = Init(std=0.3)
         whole = shard_of(param).whole  # queries, keys and values are drawn as one
         drawn = name if whole is None else f"{name.rpartition('.')[0]}.{whole}"
-        initialise(drawn, param, 1, region.coordinates)
-    encoded, decoded, weights = (region.own(x, 1) for x in inputs())
+        initialise(drawn, param, 1, tp.coordinates)
+    encoded, decoded, weights = (tp.own(x, 1) for x in inputs())
     encoded.requires_grad_(), decoded.requires_grad_()
     masks = AttentionMasks(padding_BT=PADDING)
     encoder = blocks["encoder"](LayerState(encoded, masks=masks)).hidden
     after = blocks["decoder"](LayerState(decoded, encoder, masks=masks)).hidden
     (after * weights).sum().backward()
-    cut = region.split
+    cut = tp.split
     found: dict[str, tuple[Tensor, object]] = {
         "output": (after.detach(), cut),
         "encoder output": (encoder.detach(), cut),
@@ -71,8 +71,8 @@ def on_rank(kv_heads: int, sequence: bool) -> dict[str, float]:
     expected = compute(kv_heads, TensorParallel())
     largest = max(float(values.abs().max()) for values, _ in expected.values())
     errors = {}
-    region = TensorParallel(group, sequence)
-    for name, (values, cut) in compute(kv_heads, region).items():
+    tp = TensorParallel(group, sequence)
+    for name, (values, cut) in compute(kv_heads, tp).items():
         kind = name.rpartition(".")[2]
         if kind in ("kv_weight", "kv_bias") and name not in expected:
             whole = expected[f"{name.rpartition('.')[0]}.{kind.removeprefix('kv_')}"][0]
@@ -81,7 +81,7 @@ def on_rank(kv_heads: int, sequence: bool) -> dict[str, float]:
         if isinstance(cut, bool):
             share = whole.chunk(group.size, 1)[group.rank] if cut else whole
         else:
-            share = cut.cut(whole, region.coordinates)
+            share = cut.cut(whole, tp.coordinates)
         bound = max(float(share.abs().max()), 1e-3 * largest)
         errors[name] = float((values - share).abs().max()) / bound
     return errors

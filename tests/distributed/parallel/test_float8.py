@@ -13,8 +13,8 @@ from megatron.model.layer_list import initialise
 from megatron.model.state import LayerState
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 BATCH, LENGTH, HIDDEN = 2, 16, 64
 SHAPE = {
@@ -29,19 +29,19 @@ def draw(*shape: int, seed: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).bfloat16()
 
 
-def outcome(region: TensorParallel, kv_heads: int, float8: Float8 | None) -> dict[str, Tensor]:
+def outcome(tp: TensorParallel, kv_heads: int, float8: Float8 | None) -> dict[str, Tensor]:
     """Output, input gradient and weight gradients of a block, joined from all ranks, float32."""
-    group = region.group
-    block = Block(model_config(**SHAPE, num_query_groups=kv_heads), 0, region, False)
+    group = tp.group
+    block = Block(model_config(**SHAPE, num_query_groups=kv_heads), 0, tp, False)
     for name, param in block.named_parameters():
-        initialise(shard_of(param).whole or name, param, 1, region.coordinates)
+        initialise(shard_of(param).whole or name, param, 1, tp.coordinates)
     block = block.bfloat16()
     for module in block.modules():
         if isinstance(module, ColumnParallelLinear | QKVParallelLinear | RowParallelLinear):
             module.float8 = float8
-    x = region.own(draw(BATCH, LENGTH, HIDDEN, seed=1), 1).clone().requires_grad_()
+    x = tp.own(draw(BATCH, LENGTH, HIDDEN, seed=1), 1).clone().requires_grad_()
     y = block(LayerState(x)).hidden
-    y.backward(region.own(draw(BATCH, LENGTH, HIDDEN, seed=2), 1))
+    y.backward(tp.own(draw(BATCH, LENGTH, HIDDEN, seed=2), 1))
 
     def everywhere(value: Tensor) -> list[Tensor]:
         found = [torch.empty_like(value).contiguous() for _ in range(group.size)]
@@ -53,7 +53,7 @@ def outcome(region: TensorParallel, kv_heads: int, float8: Float8 | None) -> dic
     found = {}
     for name, value in (("output", y.detach()), ("input", x.grad)):
         parts = everywhere(value)
-        found[name] = torch.cat(parts, 1) if region.split else parts[0]
+        found[name] = torch.cat(parts, 1) if tp.split else parts[0]
     for name, param in block.named_parameters():
         if not shard_of(param).part:
             found[name] = shard_of(param).join(everywhere(param.grad), {"tensor": group.size})
@@ -62,8 +62,8 @@ def outcome(region: TensorParallel, kv_heads: int, float8: Float8 | None) -> dic
 
 def job(sequence: bool, kv_heads: int, rowwise: bool) -> dict[str, tuple[float, float]]:
     """Relative errors of 8 bits, on two ranks and on one, against one process in bfloat16."""
-    region = TensorParallel(tensor_group(), sequence)
-    found = outcome(region, kv_heads, Float8(True, rowwise))
+    tp = TensorParallel(tensor_group(), sequence)
+    found = outcome(tp, kv_heads, Float8(True, rowwise))
     alone = outcome(TensorParallel(), kv_heads, Float8(True, rowwise))
     plain = outcome(TensorParallel(), kv_heads, None)
 

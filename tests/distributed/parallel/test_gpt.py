@@ -19,8 +19,8 @@ from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 VOCAB, BATCH, LENGTH = 50, 3, 16
 
@@ -87,7 +87,7 @@ class Result:
     norm: float
 
 
-def build(case: Case, region: TensorParallel) -> LayerStack:
+def build(case: Case, tp: TensorParallel) -> LayerStack:
     """The model, all of its values wide and random, biases and norms too, so that every gradient
     is large."""
     shape = {
@@ -104,14 +104,14 @@ def build(case: Case, region: TensorParallel) -> LayerStack:
         recompute_method="uniform" if case.recompute == "full" else None,
     )
     run = run_config(model=model_config(**(shape | MODELS[case.model])), parallel=parallel)
-    model = build_model(run.with_vocabulary(VOCAB).model, parallel, region).double()
+    model = build_model(run.with_vocabulary(VOCAB).model, parallel, tp).double()
     for name, param in model.canonical_parameters():
         param.init = Init(std=0.3)
-        initialise(name, param, 1234, region.coordinates)
+        initialise(name, param, 1234, tp.coordinates)
     return model
 
 
-def backward(case: Case, model: LayerStack, region: TensorParallel) -> Tensor:
+def backward(case: Case, model: LayerStack, tp: TensorParallel) -> Tensor:
     """The loss of a batch, after its backward pass."""
     draw = torch.Generator().manual_seed(1)
     tokens = torch.randint(VOCAB, (BATCH, LENGTH + 1), generator=draw)
@@ -128,10 +128,10 @@ def backward(case: Case, model: LayerStack, region: TensorParallel) -> Tensor:
     return loss.detach()
 
 
-def join_gradients(model: LayerStack, region: TensorParallel) -> dict[str, Tensor]:
+def join_gradients(model: LayerStack, tp: TensorParallel) -> dict[str, Tensor]:
     """Whole gradients by canonical name, from the copies that count. Every other copy must be the
     same: bit by bit where a collective made it, else nearly, for ranks compute it each."""
-    group, joined = region.group, {}
+    group, joined = tp.group, {}
     for name, param in model.canonical_parameters():
         shard = shard_of(param)
         shares = [param.grad.contiguous()]
@@ -146,20 +146,20 @@ def join_gradients(model: LayerStack, region: TensorParallel) -> dict[str, Tenso
             if shard.counted(place):
                 shard.place(joined[name], share, place)
                 first = share
-            elif cut is not None or region.split:
+            elif cut is not None or tp.split:
                 assert torch.equal(share, first), name
             else:
                 assert torch.allclose(share, first, rtol=1e-13, atol=0), name
     return joined
 
 
-def compute(case: Case, region: TensorParallel) -> Result:
-    model = build(case, region)
-    loss = backward(case, model, region)
-    group = region.group
+def compute(case: Case, tp: TensorParallel) -> Result:
+    model = build(case, tp)
+    loss = backward(case, model, tp)
+    group = tp.group
     mesh = Mesh(group, {"tensor": group.size}, {("tensor",): group})
     norm = gradient_norm(list(model.parameters()), mesh)
-    return Result(float(loss), join_gradients(model, region), float(norm))
+    return Result(float(loss), join_gradients(model, tp), float(norm))
 
 
 def on_ranks(cases: list[Case]) -> list[Result]:
@@ -257,13 +257,13 @@ def test_recomputation_repeats_dropout(pool, sequence):
 
 def with_precision(dtype: torch.dtype, autocast: bool, case: Case) -> tuple[float, list[float]]:
     """Loss, and the cosine between each gradient and that in float64."""
-    region = TensorParallel(tensor_group(), case.sequence)
-    exact, model = build(case, region), build(case, region)
-    backward(case, exact, region)
+    tp = TensorParallel(tensor_group(), case.sequence)
+    exact, model = build(case, tp), build(case, tp)
+    backward(case, exact, tp)
     model = model.float() if autocast else model.to(dtype)
     with torch.autocast("cpu", dtype, enabled=autocast):
-        loss = backward(case, model, region)
-    expected, found = join_gradients(exact, region), join_gradients(model, region)
+        loss = backward(case, model, tp)
+    expected, found = join_gradients(exact, tp), join_gradients(model, tp)
     return float(loss), [
         float(torch.cosine_similarity(found[name].flatten(), grad.flatten(), dim=0))
         for name, grad in expected.items()

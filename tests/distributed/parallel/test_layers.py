@@ -33,8 +33,8 @@ from megatron.parallel.layers import (
     VocabParallelEmbedding,
 )
 from megatron.parallel.mesh import Group, build_mesh
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 SIZES = [2, 4]
 BATCH, LENGTH, INPUTS, OUTPUTS, VOCAB, ROWS = 2, 8, 12, (16, 8, 8), 21, 24
@@ -86,15 +86,15 @@ def draw(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def outside(x_whole: Tensor, region: TensorParallel) -> Tensor:
+def outside(x_whole: Tensor, tp: TensorParallel) -> Tensor:
     """What this rank holds of activations between the layers, as a leaf."""
-    return region.own(x_whole, 1).clone().requires_grad_()
+    return tp.own(x_whole, 1).clone().requires_grad_()
 
 
-def gathered(x: Tensor, region: TensorParallel) -> Tensor:
+def gathered(x: Tensor, tp: TensorParallel) -> Tensor:
     """The whole of activations between the layers, which must be equal where they overlap."""
-    found = on_all(x.detach(), region.group)
-    if region.split:
+    found = on_all(x.detach(), tp.group)
+    if tp.split:
         return torch.cat(found, dim=1)
     assert all(torch.equal(each, found[0]) for each in found)
     return found[0]
@@ -108,14 +108,14 @@ def check(expected: Tensor, inputs: list[Tensor], grad: Tensor, found: list[Tens
 
 
 def column(sequence: bool) -> None:
-    region = TensorParallel(tensor_group(), sequence)
-    group = region.group
-    made = ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, init=Init(0.5), region=region)
+    tp = TensorParallel(tensor_group(), sequence)
+    group = tp.group
+    made = ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, init=Init(0.5), tp=tp)
     layer = prepare(made, group)
     x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, sum(OUTPUTS), seed=1)
-    x, share = outside(x_whole, region), shard_of(layer.bias)
+    x, share = outside(x_whole, tp), shard_of(layer.bias)
     y = layer(x)
-    of_rows = [share.cut(row, region.coordinates) for row in grad.flatten(0, 1)]
+    of_rows = [share.cut(row, tp.coordinates) for row in grad.flatten(0, 1)]
     y.backward(torch.stack(of_rows).view_as(y))
     weight, weight_grad = whole([layer.weight], group)
     bias, bias_grad = whole([layer.bias], group)
@@ -124,27 +124,25 @@ def column(sequence: bool) -> None:
     rows = [share.join([piece[row] for piece in pieces], sizes) for row in range(BATCH * LENGTH)]
     inputs = [t.requires_grad_() for t in (x_whole, weight, bias)]
     y_whole = torch.stack(rows).view_as(grad)
-    found = [y_whole, gathered(x.grad, region), weight_grad, bias_grad]
+    found = [y_whole, gathered(x.grad, tp), weight_grad, bias_grad]
     check(F.linear(*inputs), inputs, grad, found)
 
 
 def heads(sequence: bool) -> None:
     """Queries, keys and values with more, as many and fewer key and value heads than ranks."""
-    region = TensorParallel(tensor_group(), sequence)
+    tp = TensorParallel(tensor_group(), sequence)
     for kv_heads in (1, 2, 4, 8):
         for bias in (False, True):
-            _heads(region, kv_heads, bias)
+            _heads(tp, kv_heads, bias)
 
 
-def _heads(region: TensorParallel, kv_heads: int, bias: bool) -> None:
-    group, width, query_heads = region.group, 3, 8
-    made = QKVParallelLinear(
-        INPUTS, query_heads, kv_heads, width, bias=bias, init=Init(0.5), region=region
-    )
+def _heads(tp: TensorParallel, kv_heads: int, bias: bool) -> None:
+    group, width, query_heads = tp.group, 3, 8
+    made = QKVParallelLinear(INPUTS, query_heads, kv_heads, width, bias=bias, init=Init(0.5), tp=tp)
     layer = prepare(made, group)
     x_whole = draw(BATCH, LENGTH, INPUTS)
     grads = [draw(BATCH, LENGTH, query_heads, width, seed=seed) for seed in (1, 2, 3)]
-    x, mine = outside(x_whole, region), query_heads // group.size
+    x, mine = outside(x_whole, tp), query_heads // group.size
     first = group.rank * mine
     seen = [head * kv_heads // query_heads for head in range(first, first + mine)]
     local = sorted(set(seen))
@@ -158,7 +156,7 @@ def _heads(region: TensorParallel, kv_heads: int, bias: bool) -> None:
     weight, weight_grad = whole(
         [w for w in (layer.weight, layer.kv_weight) if w is not None], group
     )
-    inputs, gradients = [x_whole, weight], [gathered(x.grad, region), weight_grad]
+    inputs, gradients = [x_whole, weight], [gathered(x.grad, tp), weight_grad]
     if bias:
         vector, vector_grad = whole(
             [b for b in (layer.bias, layer.kv_bias) if b is not None], group
@@ -176,105 +174,105 @@ def _heads(region: TensorParallel, kv_heads: int, bias: bool) -> None:
 
 
 def row(sequence: bool) -> None:
-    region = TensorParallel(tensor_group(), sequence)
-    group = region.group
-    made = RowParallelLinear(INPUTS, 10, bias=True, init=Init(0.5), region=region)
+    tp = TensorParallel(tensor_group(), sequence)
+    group = tp.group
+    made = RowParallelLinear(INPUTS, 10, bias=True, init=Init(0.5), tp=tp)
     layer = prepare(made, group)
     x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, 10, seed=1)
     x = x_whole.chunk(group.size, -1)[group.rank].clone().requires_grad_()
     y = layer(x)
-    y.backward(region.own(grad, 1))
+    y.backward(tp.own(grad, 1))
     weight, weight_grad = whole([layer.weight], group)
     bias, bias_grad = whole([layer.bias], group)
     inputs = [t.requires_grad_() for t in (x_whole, weight, bias)]
     x_grad = torch.cat(on_all(x.grad, group), -1)
-    check(F.linear(*inputs), inputs, grad, [gathered(y, region), x_grad, weight_grad, bias_grad])
+    check(F.linear(*inputs), inputs, grad, [gathered(y, tp), x_grad, weight_grad, bias_grad])
 
 
 def embedding(sequence: bool) -> None:
     """Lookup and projection by one table, whose gradient is the sum of both."""
-    region = TensorParallel(tensor_group(), sequence)
-    group = region.group
-    head = LossHead(VOCAB, None, 0, region)
+    tp = TensorParallel(tensor_group(), sequence)
+    group = tp.group
+    head = LossHead(VOCAB, None, 0, tp)
     made = VocabParallelEmbedding(ROWS, INPUTS, init=Init(0.5), head=head)
     table = prepare(made, group)
     ids = torch.randint(VOCAB, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
     x_whole = draw(BATCH, LENGTH, INPUTS)
     grads = draw(BATCH, LENGTH, INPUTS, seed=2), draw(BATCH, LENGTH, ROWS, seed=1)
-    x = outside(x_whole, region)
+    x = outside(x_whole, tp)
     found, logits = table(ids), table(x, project=True)
-    own = region.own(grads[0], 1), grads[1].chunk(group.size, -1)[group.rank]
+    own = tp.own(grads[0], 1), grads[1].chunk(group.size, -1)[group.rank]
     torch.autograd.backward([found, logits], own)
     weight, weight_grad = whole([table.weight], group)
     reference = torch.cat([weight, weight.new_zeros(ROWS - VOCAB, INPUTS)]).requires_grad_()
     x_whole.requires_grad_()
     found_whole, logits_whole = F.embedding(ids, reference), F.linear(x_whole, reference)
     torch.autograd.backward([found_whole, logits_whole], grads)
-    assert torch.equal(gathered(found, region), found_whole)
+    assert torch.equal(gathered(found, tp), found_whole)
     assert close(torch.cat(on_all(logits.detach(), group), -1), logits_whole)
     assert close(weight_grad, reference.grad[:VOCAB])
-    assert close(gathered(x.grad, region), x_whole.grad)
+    assert close(gathered(x.grad, tp), x_whole.grad)
 
 
 def positions(sequence: bool) -> None:
     """Positions of one sequence for all, and of each."""
-    region = TensorParallel(tensor_group(), sequence)
-    table = prepare(PositionEmbedding(LENGTH, 4, init=Init(0.5), region=region), region.group)
+    tp = TensorParallel(tensor_group(), sequence)
+    table = prepare(PositionEmbedding(LENGTH, 4, init=Init(0.5), tp=tp), tp.group)
     each = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH) % 3])
     for ids in (torch.arange(LENGTH), each):
         table.zero_grad()
         grad = draw(*ids.shape, 4)
         found = table(ids)
-        found.backward(region.own(grad, -2))
-        weight, weight_grad = whole([table.weight], region.group)
+        found.backward(tp.own(grad, -2))
+        weight, weight_grad = whole([table.weight], tp.group)
         expected = F.embedding(ids, weight.requires_grad_())
         if ids.dim() == 2:
-            assert torch.equal(gathered(found, region), expected)
+            assert torch.equal(gathered(found, tp), expected)
         (expected_grad,) = torch.autograd.grad(expected, weight, grad)
         assert close(weight_grad, expected_grad)
 
 
 def norm(sequence: bool) -> None:
-    region = TensorParallel(tensor_group(), sequence)
+    tp = TensorParallel(tensor_group(), sequence)
     for name in ("LayerNorm", "RMSNorm"):
-        _norm(region, name)
+        _norm(tp, name)
 
 
-def _norm(region: TensorParallel, name: str) -> None:
+def _norm(tp: TensorParallel, name: str) -> None:
     config = model_config(hidden_size=INPUTS, normalization=name)
-    layer = prepare(build_norm(config, region), region.group)
+    layer = prepare(build_norm(config, tp), tp.group)
     x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, INPUTS, seed=1)
-    x = outside(x_whole, region)
+    x = outside(x_whole, tp)
     y = layer(x)
-    y.backward(region.own(grad, 1))
-    params = [whole([param], region.group) for param in layer.parameters()]
+    y.backward(tp.own(grad, 1))
+    params = [whole([param], tp.group) for param in layer.parameters()]
     inputs = [t.requires_grad_() for t in (x_whole, *(values for values, _ in params))]
     whole_norm = {"LayerNorm": F.layer_norm, "RMSNorm": F.rms_norm}[name]
     expected = whole_norm(inputs[0], (INPUTS,), *inputs[1:], eps=config.norm.norm_epsilon)
-    found = [gathered(y, region), gathered(x.grad, region), *(grad for _, grad in params)]
+    found = [gathered(y, tp), gathered(x.grad, tp), *(grad for _, grad in params)]
     check(expected, inputs, grad, found)
 
 
 def dropout(sequence: bool) -> None:
     """Ranks draw the same where they hold the same, and differently for their own slices."""
-    region = TensorParallel(tensor_group(), sequence)
-    layer = Dropout(0.5, region)
+    tp = TensorParallel(tensor_group(), sequence)
+    layer = Dropout(0.5, tp)
     torch.manual_seed(7)
-    found = on_all(layer(torch.ones(2, 50)), region.group)
-    after = on_all(torch.rand(3), region.group)
+    found = on_all(layer(torch.ones(2, 50)), tp.group)
+    after = on_all(torch.rand(3), tp.group)
     assert torch.equal(found[0], found[1]) is not sequence
     assert all(torch.equal(each, after[0]) for each in after)
     before = torch.get_rng_state()
-    assert (layer.eval()(torch.ones(3)) == 1).all() and (Dropout(0.0, region)(after[0]) < 1).all()
+    assert (layer.eval()(torch.ones(3)) == 1).all() and (Dropout(0.0, tp)(after[0]) < 1).all()
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def kept_bytes(sequence: bool) -> tuple[int, int]:
     """Bytes that a column layer keeps for its backward pass beside its parameters, and those of
     the input that this rank holds."""
-    region = TensorParallel(tensor_group(), sequence)
-    layer = ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, init=Init(0.5), region=region)
-    x = region.own(torch.randn(BATCH, LENGTH, INPUTS), 1).clone().requires_grad_()
+    tp = TensorParallel(tensor_group(), sequence)
+    layer = ColumnParallelLinear(INPUTS, OUTPUTS, bias=True, init=Init(0.5), tp=tp)
+    x = tp.own(torch.randn(BATCH, LENGTH, INPUTS), 1).clone().requires_grad_()
     return _kept(lambda: layer(x), layer), x.nbytes
 
 
@@ -294,13 +292,13 @@ def _kept(forward, module: nn.Module) -> int:
 
 def block_bytes(sequence: bool) -> int:
     """Bytes that a block keeps for its backward pass."""
-    region = TensorParallel(tensor_group(), sequence)
+    tp = TensorParallel(tensor_group(), sequence)
     config = model_config(
         num_layers=1, hidden_size=64, ffn_hidden_size=256, num_attention_heads=8, kv_channels=8,
         num_query_groups=8, max_position_embeddings=32, hidden_dropout=0.1, attention_dropout=0.0,
     )  # fmt: skip
-    block = Block(config, 0, region, recompute_attention=False)
-    x = region.own(torch.randn(2, 32, 64), 1).clone().requires_grad_()
+    block = Block(config, 0, tp, recompute_attention=False)
+    x = tp.own(torch.randn(2, 32, 64), 1).clone().requires_grad_()
     return _kept(lambda: block(LayerState(x)), block)
 
 
@@ -311,19 +309,19 @@ def low_precision(dtype: torch.dtype, autocast: bool) -> None:
         _low_precision(TensorParallel(group, sequence), dtype, autocast)
 
 
-def _low_precision(region: TensorParallel, dtype: torch.dtype, autocast: bool) -> None:
-    up = ColumnParallelLinear(INPUTS, (16,), bias=True, init=Init(0.5), region=region)
-    down = RowParallelLinear(16, INPUTS, bias=True, init=Init(0.5), region=region)
-    exact = prepare(nn.Sequential(up, nn.GELU(), down), region.group)
+def _low_precision(tp: TensorParallel, dtype: torch.dtype, autocast: bool) -> None:
+    up = ColumnParallelLinear(INPUTS, (16,), bias=True, init=Init(0.5), tp=tp)
+    down = RowParallelLinear(16, INPUTS, bias=True, init=Init(0.5), tp=tp)
+    exact = prepare(nn.Sequential(up, nn.GELU(), down), tp.group)
     x_whole, grad = draw(BATCH, LENGTH, INPUTS), draw(BATCH, LENGTH, INPUTS, seed=1)
     results = []
     for kind in (torch.float64, torch.float32 if autocast else dtype):
         model = exact.to(kind)
         model.zero_grad()
-        x = outside(x_whole, region).detach().to(kind).requires_grad_()
+        x = outside(x_whole, tp).detach().to(kind).requires_grad_()
         with torch.autocast("cpu", dtype, enabled=autocast and kind == torch.float32):
             y = model(x)
-        y.backward(region.own(grad, 1).to(y.dtype))
+        y.backward(tp.own(grad, 1).to(y.dtype))
         found = [x.grad, *(param.grad for param in model.parameters())]
         assert all(each.dtype == kind for each in found)
         results.append([y.detach().double(), *(each.double() for each in found)])
@@ -335,15 +333,15 @@ def _low_precision(region: TensorParallel, dtype: torch.dtype, autocast: bool) -
 def cross_entropy(vocab: int, sequence: bool, softcap: float | None) -> None:
     """ROWS rows, of which the last ranks hold only padding when ``vocab`` is small; chunks of three
     tokens."""
-    region = TensorParallel(tensor_group(), sequence)
-    group, width = region.group, ROWS // region.group.size
+    tp = TensorParallel(tensor_group(), sequence)
+    group, width = tp.group, ROWS // tp.group.size
     weight = draw(ROWS, INPUTS)
     mine = weight.chunk(group.size)[group.rank].clone().requires_grad_()
     x_whole = draw(BATCH, LENGTH, INPUTS) * 2
     labels = torch.randint(vocab, (BATCH, LENGTH), generator=torch.Generator().manual_seed(3))
     mask = (draw(BATCH, LENGTH, seed=1) > -1).double()
-    x = outside(x_whole, region)
-    head = LossHead(vocab, softcap, 3 * 8 * min(vocab, width), region)
+    x = outside(x_whole, tp)
+    head = LossHead(vocab, softcap, 3 * 8 * min(vocab, width), tp)
     loss = linear_cross_entropy(x, mine, Targets(labels, mask), head)
     (7 * loss).backward()
     reference = [weight.requires_grad_(), x_whole.requires_grad_()]
@@ -355,7 +353,7 @@ def cross_entropy(vocab: int, sequence: bool, softcap: float | None) -> None:
     weight_grad, x_grad = torch.autograd.grad(7 * expected, reference)
     assert close(loss.detach(), expected.detach())
     assert close(torch.cat(on_all(mine.grad, group)), weight_grad)
-    assert close(gathered(x.grad, region), x_grad)
+    assert close(gathered(x.grad, tp), x_grad)
 
 
 def collectives() -> None:
@@ -380,14 +378,14 @@ def collectives() -> None:
 
 def frozen() -> None:
     """Gradients that nothing needs are neither computed nor waited for."""
-    region = TensorParallel(tensor_group(), sequence=True)
+    tp = TensorParallel(tensor_group(), sequence=True)
     x = torch.randn(1, 2, INPUTS, requires_grad=True)
     weight, bias = torch.randn(4, INPUTS, requires_grad=True), torch.randn(4)
     for leaf, other in ((x, weight), (weight, x)):
         leaf.grad = other.grad = None
         leaf.requires_grad_(True), other.requires_grad_(False)
-        for copies in (1, region.group.size):
-            (y,) = column_linear(x, (LinearMap(weight, bias, copies),), region.group, region.split)
+        for copies in (1, tp.group.size):
+            (y,) = column_linear(x, (LinearMap(weight, bias, copies),), tp.group, tp.split)
             y.sum().backward()
         assert leaf.grad is not None and other.grad is None
 

@@ -11,7 +11,7 @@ from training_jobs import LAYOUTS, TINY, gradients
 
 from megatron.config.layouts import parse_layout
 from megatron.families import spec_of
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import first_difference, reference_gradients
 from megatron.training.run import parse_run
 

@@ -18,7 +18,7 @@ from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.families import family_names, spec_of
 from megatron.model.spec import Measure
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import first_difference, reference_gradients
 from megatron.parity.training import Drift, rounding_noise, train_plainly
 from megatron.training.pretraining import build_trainer

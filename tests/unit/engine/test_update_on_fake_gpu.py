@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from megatron.config import OptimizerConfig
 from megatron.engine.optimizer import build_optimizer
-from megatron.engine.queued_update import QueuedUpdate
+from megatron.engine.queued_update import AsyncOptimizerStep
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, Shard, parameter
 
@@ -29,8 +29,8 @@ def params(monkeypatch) -> list[nn.Parameter]:
         return [parameter(Shard(shape), Init()) for shape in ((6, 4), (5,))]
 
 
-def queued(wrapper, optimizer: Optimizer, params: list[nn.Parameter]) -> QueuedUpdate:
-    return QueuedUpdate(wrapper, optimizer, params, Mesh(), GPU, clip_grad=1.0, hold=True)
+def queued(wrapper, optimizer: Optimizer, params: list[nn.Parameter]) -> AsyncOptimizerStep:
+    return AsyncOptimizerStep(wrapper, optimizer, params, Mesh(), GPU, clip_grad=1.0, hold=True)
 
 
 def test_update_of_whole_parameters(params):

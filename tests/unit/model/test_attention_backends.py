@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend
 
 from megatron.model.attention_backends import (
     PLAIN,
-    Scores,
+    AttentionScoring,
     attention_backend,
     cudnn,
     eager,
@@ -25,13 +25,13 @@ HEADS, WIDTH = 4, 8
 SLOPES = (0.5, 0.125, 0.3, 0.01)
 SCORES = {
     "plain": PLAIN,
-    "scale": Scores(scale=0.2),
-    "softcap": Scores(softcap=0.7),
-    "window": Scores(window=3),
-    "window-of-one": Scores(window=1),
-    "wide-window": Scores(window=6),
-    "alibi": Scores(slopes=SLOPES),
-    "all": Scores(scale=0.5, softcap=0.7, window=2, slopes=SLOPES),
+    "scale": AttentionScoring(scale=0.2),
+    "softcap": AttentionScoring(softcap=0.7),
+    "window": AttentionScoring(window=3),
+    "window-of-one": AttentionScoring(window=1),
+    "wide-window": AttentionScoring(window=6),
+    "alibi": AttentionScoring(slopes=SLOPES),
+    "all": AttentionScoring(scale=0.5, softcap=0.7, window=2, slopes=SLOPES),
 }
 DOCUMENTS = torch.tensor([[0, 0, 0, 1, 1, 2], [0, 1, 1, 1, 1, 1]])
 SHAPES = {
@@ -131,13 +131,13 @@ def kernel(monkeypatch):
 
 @pytest.mark.parametrize("window", [None, 6, 7])
 def test_no_mask_where_the_window_is_as_long_as_the_sequence(kernel, window):
-    sdpa(*tensors(6, 6, 2), Scores(window=window), AttentionMasks(), 0.0)
+    sdpa(*tensors(6, 6, 2), AttentionScoring(window=window), AttentionMasks(), 0.0)
     assert kernel[0]["attn_mask"] is None and kernel[0]["is_causal"]
 
 
 def test_keys_in_front_of_the_window_are_left_out(kernel):
     for queries in (1, 3):
-        sdpa(*tensors(queries, 6, 2), Scores(window=2), AttentionMasks(), 0.0)
+        sdpa(*tensors(queries, 6, 2), AttentionScoring(window=2), AttentionMasks(), 0.0)
     assert [call["keys"] for call in kernel] == [2, 4]
     assert kernel[0]["attn_mask"] is None, "one query sees all that is left"
 
@@ -170,7 +170,9 @@ def flash_attn(monkeypatch):
         assert causal and dropout_p == 0 and window_size[1] in (-1, 0)
         window = None if window_size[0] == -1 else window_size[0] + 1
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return definition(q, k, v, Scores(softmax_scale, window=window), None).transpose(1, 2)
+        return definition(q, k, v, AttentionScoring(softmax_scale, window=window), None).transpose(
+            1, 2
+        )
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_func = flash_attn_func

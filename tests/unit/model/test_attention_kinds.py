@@ -13,11 +13,11 @@ from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.attention import Attention
-from megatron.model.attention_backends import Scores, cudnn, eager, flash, sdpa
+from megatron.model.attention_backends import AttentionScoring, cudnn, eager, flash, sdpa
 from megatron.model.attention_masks import AttentionMasks, alibi_slopes
 from megatron.model.block import Block
 from megatron.model.state import LayerState
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 BATCH, HEADS, WIDTH = 3, 4, 8
 PADDING = torch.tensor([[False] * 7, [False] * 5 + [True] * 2, [False] + [True] * 6])
@@ -66,7 +66,7 @@ def test_kernels_against_torch(backend, queries, kv_heads, padded, alibi):
         mask = mask - torch.tensor(slopes).double()[:, None, None] * distances
     expected = F.scaled_dot_product_attention(*reference, attn_mask=mask, enable_gqa=True)
     masks = AttentionMasks(padding_BT=PADDING if padded else None)
-    found = backend(*inputs, Scores(causal=False, slopes=slopes), masks, 0.0)
+    found = backend(*inputs, AttentionScoring(causal=False, slopes=slopes), masks, 0.0)
     # ALiBi's distances and slopes are float32.
     close = {"rtol": 1e-6, "atol": 1e-7} if alibi else {"rtol": 1e-11, "atol": 1e-12}
     torch.testing.assert_close(found, expected, **close)
@@ -79,7 +79,7 @@ def test_kernels_against_torch(backend, queries, kv_heads, padded, alibi):
 
 def test_short_sequences_on_cpus_do_not_take_the_causal_kernel():
     q, k, v = (x.detach().bfloat16() for x in tensors(7, 7))
-    found = sdpa(q, k, v, Scores(causal=False), AttentionMasks(), 0.0)
+    found = sdpa(q, k, v, AttentionScoring(causal=False), AttentionMasks(), 0.0)
     expected = F.scaled_dot_product_attention(q, k, v)
     torch.testing.assert_close(found, expected, rtol=2e-2, atol=2e-2)
 

@@ -7,7 +7,7 @@ import torch
 from configs import model_config
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from megatron.model.attention_backends import Scores
+from megatron.model.attention_backends import AttentionScoring
 from megatron.model.attention_masks import (
     AttentionMasks,
     alibi_slopes,
@@ -65,7 +65,9 @@ def test_slopes_against_transformers(heads):
 @pytest.mark.parametrize("size", [2, 4])
 def test_ranks_have_the_slopes_of_their_heads(heads, size):
     config = model_config(num_attention_heads=heads, position_embedding_type="alibi")
-    found = [Scores.of(config, 0, Group(tuple(range(size)), rank)) for rank in range(size)]
+    found = [
+        AttentionScoring.of(config, 0, Group(tuple(range(size)), rank)) for rank in range(size)
+    ]
     assert tuple(slope for scores in found for slope in scores.slopes) == alibi_slopes(heads)
 
 
@@ -74,8 +76,8 @@ def test_scores_of_a_configuration():
         num_layers=4, num_attention_heads=4, query_pre_attn_scalar=16.0, sliding_window=5,
         window_attn_skip_freq=3, attn_logit_softcapping=50.0,
     )  # fmt: skip
-    found = [Scores.of(config, layer) for layer in range(4)]
-    assert found[0] == Scores(scale=1 / math.sqrt(16), softcap=50.0, window=5)
+    found = [AttentionScoring.of(config, layer) for layer in range(4)]
+    assert found[0] == AttentionScoring(scale=1 / math.sqrt(16), softcap=50.0, window=5)
     assert [scores.window for scores in found] == [5, 5, None, 5]
     assert config.windows == (5, 5, None, 5)
-    assert Scores.of(model_config(), 0) == Scores()
+    assert AttentionScoring.of(model_config(), 0) == AttentionScoring()

@@ -20,7 +20,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3Rot
 from megatron.model.attention_masks import AttentionMasks, causal_mask, window_mask
 from megatron.model.block import Block
 from megatron.model.state import LayerState
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 HIDDEN, HEADS, WIDTH, INNER, LENGTH, BATCH = 32, 4, 8, 48, 10, 2
 CPU = torch.device("cpu")

@@ -20,8 +20,8 @@ from megatron.model.layer_list import (
 )
 from megatron.model.state import LayerState
 from megatron.parallel.cross_entropy import Targets
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import Init, init_of, shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 VOCAB, LENGTH = 40, 12
 

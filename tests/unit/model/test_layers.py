@@ -10,8 +10,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_head_norm, build_norm
-from megatron.parallel.region import TensorParallel
 from megatron.parallel.shard import init_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 
 def randomise(module):

@@ -18,12 +18,12 @@ from torch import Tensor
 from megatron.config import OptimizerConfig
 from megatron.engine.compile import compile_blocks
 from megatron.engine.optimizer import build_optimizer
-from megatron.engine.queued_update import QueuedUpdate
+from megatron.engine.queued_update import AsyncOptimizerStep
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 sys.path.append(str(Path(__file__).parents[1]))
 from small_gpts import BATCH, KINDS, LENGTH, VOCAB, small_gpt  # noqa: E402
@@ -198,7 +198,7 @@ def test_a_step_waits_for_nothing_and_holds_back_what_is_not_finite(kind, docume
         stack = build(device, torch.float32, **KINDS[kind])
         params = dict.fromkeys(stack.parameters())
         optimizer = build_optimizer(params, OptimizerConfig(lr=1e-2))
-        update = QueuedUpdate(optimizer, optimizer, params, Mesh(), device, 1.0, hold=False)
+        update = AsyncOptimizerStep(optimizer, optimizer, params, Mesh(), device, 1.0, hold=False)
         batch = moved(micro_batch(0, documents), device)
         for number in range(3):  # the first makes what is made once
             with no_waiting() if number else contextlib.nullcontext():

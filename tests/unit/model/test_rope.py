@@ -12,7 +12,7 @@ from transformers.models.phi import modeling_phi
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from megatron.config.rope_scaling import RopeScaling, llama3_scaling
-from megatron.model.rope import Rotation, _table, apply_rope
+from megatron.model.rope import RotaryEmbedding, _table, apply_rope
 from megatron.model.rope_scaling import stretched
 
 CPU = torch.device("cpu")
@@ -25,7 +25,7 @@ def angles(rotation, length):
 @pytest.mark.parametrize("rotated", [8, 4])
 def test_rotates_pairs_as_complex_numbers(rotated):
     x_BSND = torch.randn(2, 5, 3, 8, dtype=torch.float64)
-    found = apply_rope(x_BSND, *angles(Rotation(rotated, 100.0, 5), 5))
+    found = apply_rope(x_BSND, *angles(RotaryEmbedding(rotated, 100.0, 5), 5))
     half = rotated // 2
     pairs = torch.complex(x_BSND[..., :half], x_BSND[..., half:rotated])
     frequencies = 100.0 ** (-2 * torch.arange(half, dtype=torch.float64) / rotated)
@@ -38,7 +38,7 @@ def test_rotates_pairs_as_complex_numbers(rotated):
 def test_scores_depend_on_distance_only():
     torch.manual_seed(0)
     q, k = torch.randn(1, 1, 1, 8).double(), torch.randn(1, 1, 1, 8).double()
-    cos, sin = angles(Rotation(8, 10000.0, 64), 64)
+    cos, sin = angles(RotaryEmbedding(8, 10000.0, 64), 64)
 
     def score(at_q, at_k):
         turned = [apply_rope(x, cos[at, None], sin[at, None]) for x, at in ((q, at_q), (k, at_k))]
@@ -50,7 +50,7 @@ def test_scores_depend_on_distance_only():
 
 def test_table_outlives_inference_mode():
     _table.cache_clear()
-    rotation = Rotation(4, 10.0, 4)
+    rotation = RotaryEmbedding(4, 10.0, 4)
     with torch.inference_mode():
         angles(rotation, 4)
     x = torch.randn(1, 4, 1, 4, requires_grad=True)
@@ -129,7 +129,7 @@ def test_longrope_angles_against_transformers(length):
         )
     )  # fmt: skip
     cos_BSD, sin_BSD = theirs(torch.zeros(1), torch.arange(length)[None])
-    rotation = Rotation.of(config(rope_scaling=json.dumps(LONG)), 0)
+    rotation = RotaryEmbedding.of(config(rope_scaling=json.dumps(LONG)), 0)
     cos, sin = angles(rotation, length)
     torch.testing.assert_close(cos[:, 0], cos_BSD[0], rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(sin[:, 0], sin_BSD[0], rtol=1e-5, atol=1e-5)
@@ -167,7 +167,9 @@ def test_partial_rotation_against_transformers(module, made, share):
     shape = config(
         kv_channels=80, rotary_percent=share, rotary_base=5000.0, max_position_embeddings=16
     )
-    found = apply_rope(x_BNSD.transpose(1, 2), *angles(Rotation.of(shape, 0), 7)).transpose(1, 2)
+    found = apply_rope(x_BNSD.transpose(1, 2), *angles(RotaryEmbedding.of(shape, 0), 7)).transpose(
+        1, 2
+    )
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-6)
 
 
@@ -176,10 +178,10 @@ def test_blocks_with_a_window_have_a_base_of_their_own():
         sliding_window=8, window_attn_skip_freq=2, rotary_base=1e6, rotary_base_local=1e4,
         rope_scaling=json.dumps(FORMS["linear"]),
     )  # fmt: skip
-    local, whole = Rotation.of(shape, 0), Rotation.of(shape, 1)
+    local, whole = RotaryEmbedding.of(shape, 0), RotaryEmbedding.of(shape, 1)
     assert (local.base, local.scaling.rope_type) == (1e4, "default")
     assert (whole.base, whole.scaling.factor) == (1e6, 2.5)
-    assert Rotation.of(model_config(position_embedding_type="alibi"), 0) is None
+    assert RotaryEmbedding.of(model_config(position_embedding_type="alibi"), 0) is None
 
 
 def test_use_rope_scaling_is_llama_3_1():

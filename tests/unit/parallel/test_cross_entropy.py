@@ -7,7 +7,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.parallel import cross_entropy
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 
 TOLERANCE = {torch.float64: 1e-13, torch.float32: 2e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 ROWS, WIDTH, VOCAB, PADDED = 7, 12, 33, 40
@@ -127,8 +127,8 @@ def test_no_token_counts():
 def test_large_logits_do_not_overflow():
     x = torch.tensor([[[1.0]]])
     weight = torch.tensor([[1e4], [-1e4], [0.0]])
-    region = LossHead(3, None, 0, TensorParallel())
-    loss, _, weight_grad = ours(x, weight, torch.tensor([[1]]), torch.ones(1, 1), region)
+    tp = LossHead(3, None, 0, TensorParallel())
+    loss, _, weight_grad = ours(x, weight, torch.tensor([[1]]), torch.ones(1, 1), tp)
     assert loss.item() == 2e4 and weight_grad.flatten().tolist() == [1.0, -1.0, 0.0]
 
 

@@ -13,7 +13,7 @@ from megatron.families import build_model
 from megatron.model import blocked_attention
 from megatron.model.norm import build_head_norm, build_norm
 from megatron.parallel.cross_entropy import Targets
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.planning.memory import (
     activation_bytes,
     buffer_bytes,

@@ -10,7 +10,7 @@ from megatron.families import build_model
 from megatron.model.gpt import gpt_layers
 from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
-from megatron.parallel.region import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.planning.parameters import (
     layer_shares,
     model_parameters,
@@ -39,7 +39,7 @@ def numel(module):
 def test_against_built_layers(small, kind, tensor):
     model = small(kind, tensor)
     with torch.device("meta"):
-        whole = numel(build_model(model, region=ranks(tensor)))
+        whole = numel(build_model(model, tp=ranks(tensor)))
     layers = layer_shares(model, tensor)
     assert [layer.block for layer in layers] == [False, False, *[True] * 4, False, False]
     (share,) = rank_shares(model, Layout(tensor=tensor))

@@ -11,7 +11,7 @@ from megatron.config.flags import ConfigError, Setting, Settings, flag_of
 T = TypeVar("T")
 
 
-class Draft:
+class ConfigResolver:
     """What is known of every flag while a configuration is resolved.
 
     Values are computed with as attributes of the flag classes; here they are for messages and for
