@@ -23,8 +23,7 @@ from megatron.corpus.preprocessing.inputs import (
 )
 from megatron.corpus.preprocessing.progress import Progress
 from megatron.data.json_lines import BadLine, texts_of_line
-from megatron.tokenizer.train import TRAINERS, TrainingOptions
-from megatron.tokenizer.train_sentence_piece import KINDS
+from megatron.tokenizer.train import KINDS, TRAINERS, TrainingOptions
 
 FILES = {
     "GPT2BPETokenizer": "vocab.json and merges.txt",
