@@ -9,7 +9,8 @@ For a change of structure, which may change no number. Of every run it compares 
 gradient norm and the loss scale of each step as exact numbers, and the SHA-256 of every final
 weight and moment (through each tree's own reader, so that the layout of files does not matter).
 Then the tree AFTER loads the checkpoints that BEFORE wrote half-way, and must continue as BEFORE
-did. BEFORE may be a folder of results that --record or --keep made. Exit status 1 on any difference.
+did. BEFORE may be a folder of results that --record or --keep made. Exit status 1 on any
+difference.
 """
 
 from __future__ import annotations
