@@ -17,9 +17,9 @@ from megatron.model.layer_list import initialise
 from megatron.model.layer_sequence import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline_messages import Exchange, work_plan
 from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.timeline import Exchange, work_plan
 
 
 class PipelineBackend:

@@ -20,9 +20,9 @@ from megatron.engine.pipeline_module import StageModule
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.model.state import LayerState
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline_messages import Exchange, Transfer
 from megatron.parallel.pipeline_schedules import Action
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.timeline import Exchange, Transfer
 
 _Key = tuple[int, int]
 """(stage, micro batch)."""

@@ -19,10 +19,9 @@ from megatron.model.layer_list import LayerSpec, initialise
 from megatron.model.norm import FinalNorm
 from megatron.model.spec import Measure, ModelSpec
 from megatron.model.state import LayerState
-from megatron.parallel.collectives import reduce_from_ranks
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.shard import Init
-from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel, reduce_from_ranks
 
 VOCAB, SAMPLES, ENCODED, DECODED = 50, 2, 16, 8
 SQUARE_LOSS = "square loss"
