@@ -12,6 +12,7 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -310,9 +311,9 @@ def column_linear(
     Raises:
         ValueError: weights are trained in 8 bits and the number of tokens is not a multiple of 16.
     """
-    if tp.group.size == 1:
-        return tuple(linear(x_BSI, m.weight, m.bias, m.float8) for m in maps)
     weights, biases, copies, float8s = zip(*maps, strict=True)
+    if tp.group.size == 1:
+        return tuple(map(linear, repeat(x_BSI), weights, biases, float8s))
     if any(float8s) and torch.is_grad_enabled():
         check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
     return _ColumnLinear.apply(x_BSI, tp.group, tp.split, copies, float8s, *weights, *biases)

@@ -13,9 +13,8 @@ from pool import tensor_group
 from torch import Tensor, nn
 
 from megatron.model.block import Block
-from megatron.model.layer_list import initialise
+from megatron.model.layer_list import LayerState, initialise
 from megatron.model.norm import build_norm
-from megatron.model.state import LayerState
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.layers import (
     ColumnParallelLinear,
