@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model.attention_backends import PLAIN, eager
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_backends import PLAIN, AttentionMasks, eager
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_BSND, k_BSKD, v_BSKD) -> [B, S, N, D]."""
