@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Measures how difficult the training samples of a run are, for a curriculum to draw them by.
+# PYTHON_ARGCOMPLETE_OK
+r"""Measures how difficult the training samples of a run are, for a curriculum to draw them by.
 
-    python tools/analyze_data.py --analyzing-metric vocab_rarity --analyzing-num-threads 8 \\
+    python tools/analyze_data.py --analyzing-metric vocab_rarity --analyzing-num-threads 8 \
         --save analysis [the flags of pretrain_gpt.py]
 
 It writes analysis/vocab_rarity/vocab_rarity_index_to_sample.bin and .idx and their like, which

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Megatron-LM's reshaping command: a checkpoint at other tensor- and pipeline-parallel sizes.
+# PYTHON_ARGCOMPLETE_OK
+r"""Megatron-LM's reshaping command: a checkpoint at other tensor- and pipeline-parallel sizes.
 
-    python tools/checkpoint/util.py --model-type GPT --load-dir old --save-dir new \\
+    python tools/checkpoint/util.py --model-type GPT --load-dir old --save-dir new \
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
 
 It reads any format and writes Megatron's old layout, or with --saver safetensors this project's
