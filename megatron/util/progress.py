@@ -10,30 +10,33 @@ from tqdm import tqdm
 from megatron.util.processes import is_main_process
 
 
-def progress(
-    what: str, items: Any = None, total: int | None = None, unit: str = "it", **settings: Any
+def progress_bar(
+    what: str, items: Any = None, total: int | None = None, unit: str = "B"
 ) -> tqdm[Any]:
     """A bar on standard error: iterate over it, or use it in ``with`` and call ``update(n)``.
 
-    It is silent where standard error is no terminal, so that no log file has escape codes, and in
-    all processes of a run but the main one. It disappears when it is done.
+    It shows nothing where standard error is not a terminal, so that log files contain no escape
+    codes, and nothing in processes other than the main one. It disappears when the work is done.
 
     Args:
-        what: what is done, before the bar.
-        items: what it iterates over.
-        total: number of items, where they have no length.
-        unit: what is counted; ``B`` is shown as kB, MB, GB.
-        settings: further arguments of tqdm.
+        what: the work, shown before the bar.
+        items: what to iterate over.
+        total: number of units, if ``items`` is not given or has no length.
+        unit: what is counted, such as ``" samples"``; bytes by default.
     """
     return tqdm(
         items,
         desc=what,
         total=total,
         unit=unit,
-        unit_scale=unit == "B",
+        unit_scale=unit in ("B", " tokens"),
         file=sys.stderr,
         disable=not (sys.stderr.isatty() and is_main_process()),
         leave=False,
         dynamic_ncols=True,
-        **settings,
     )
+
+
+def say(line: str) -> None:
+    """Prints a line on standard output, above any bar."""
+    tqdm.write(line, file=sys.stdout)
