@@ -5,9 +5,9 @@
         --save analysis [the flags of pretrain_gpt.py]
 
 It writes analysis/vocab_rarity/vocab_rarity_index_to_sample.bin and .idx and their like, which
-"data_efficiency" of the DeepSpeed JSON names; docs/curriculum.md shows how. The flags must be those
-of the run to come (data, sequence length, seed, length of the run): they decide what its samples
-are. --save is where the files go.
+"data_efficiency" of the DeepSpeed JSON names (docs/guides/curriculum.md). The flags must be
+those of the run to come (data, sequence length, seed, length of the run): they decide what its
+samples are. --save is where the files go.
 """
 
 from __future__ import annotations
