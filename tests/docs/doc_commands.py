@@ -16,7 +16,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from doc_pages import ROOT, Block
@@ -60,6 +60,7 @@ class Command:
         program: file of the program in the repository, or None for other commands.
         processes: how many a launcher starts.
         environment: assignments in front of it.
+        may_fail: whether any exit status will do.
     """
 
     text: str
@@ -67,6 +68,7 @@ class Command:
     program: str | None = None
     processes: int = 1
     environment: dict[str, str] = field(default_factory=dict)
+    may_fail: bool = False
 
 
 def commands(block: Block) -> list[Command]:
@@ -83,6 +85,8 @@ def commands(block: Block) -> list[Command]:
 def understood(line: str, words: Sequence[str]) -> Command:
     """Finds the program of a command, behind its launcher."""
     words = list(words)
+    if words[-2:] == ["||", "true"]:  # whatever its status
+        return replace(understood(line, words[:-2]), may_fail=True)
     command = Command(line)
     while words and re.match(r"[A-Z_]+=", words[0]):
         name, _, value = words.pop(0).partition("=")

@@ -25,7 +25,8 @@ from megatron.engine.environment import prepare_deepspeed  # noqa: E402
 prepare_deepspeed()
 
 import deepspeed  # noqa: E402, F401
-import transformers  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401
+import transformers.models.llama.modeling_llama  # noqa: E402, F401
 
 import megatron.formats.conversion.from_hf  # noqa: E402
 import megatron.formats.conversion.to_hf  # noqa: E402
