@@ -42,9 +42,13 @@ FAST = ["fastokens>=0.3.5,<0.4"]
 BENCH = ["accelerate>=1.1"]
 """For one of the peers of benchmarks/train.py, transformers' own Trainer."""
 
+# For `make docs`.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.27"]
+
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
+    "docs": DOCS,
     "fast": FAST,
     "http": ["aiohttp>=3.9"],
     "numba": ["numba"],

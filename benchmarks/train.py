@@ -10,7 +10,8 @@
 Every contestant is a process of its own that starts from the same weights and reads the same
 samples: it builds its model, warms up, and waits. In each round each makes its steps, in another
 order every time, while the others wait. Times are those of the CPU (user and system time of the
-process), or CUDA events where there is a GPU. docs/benchmarks.md says what each contestant is.
+process), or CUDA events where there is a GPU.
+docs/reference/benchmarks.md says what each contestant is.
 """
 
 import argparse

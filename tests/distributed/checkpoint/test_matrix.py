@@ -3,7 +3,7 @@
 Of every pair: weights and moments are bitwise those of the run that saved them, and the next losses
 are those of the first layout to rounding. ``MEGATRON_MATRIX=FILE`` writes the table::
 
-    MEGATRON_MATRIX=docs/checkpoint-matrix.md pytest -m "" tests/distributed/checkpoint/
+    MEGATRON_MATRIX=docs/reference/checkpoint-matrix.md pytest -m "" tests/distributed/checkpoint/
 """
 
 import os
@@ -173,7 +173,7 @@ def markdown(cells):
     lines = [
         "# Which layout continues which",
         "",
-        "Written by `MEGATRON_MATRIX=docs/checkpoint-matrix.md pytest -m '' "
+        "Written by `MEGATRON_MATRIX=docs/reference/checkpoint-matrix.md pytest -m '' "
         f"tests/distributed/checkpoint/test_matrix.py` on {time.strftime('%Y-%m-%d')}.",
         "",
         "A row saved a checkpoint after three steps and continued, a column loaded it. In every "
