@@ -22,6 +22,7 @@ REQUIRES = [
     "tiktoken",
     "tokenizers>=0.20",
     "transformers>=4.46",
+    "xopen>=2.1",  # earlier ones accept a truncated zstd file
     "zstandard",
 ]
 

@@ -1,13 +1,16 @@
-"""Files of instructions in the layouts that are in use, to one form: turns of a conversation."""
+"""Files of instructions in their various layouts, to one form: turns of a conversation."""
 
 from __future__ import annotations
 
+import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
+
+from megatron.data.json_lines import BYTE_ORDER_MARK, ArrayReader
 
 ANSWER = "assistant"
 _ROLE_OF_SPEAKER = {
@@ -28,17 +31,16 @@ _LAYOUTS = (
 
 
 class Turn(NamedTuple):
-    """What one side says."""
+    """One side's message."""
 
     role: str
-    """"system", "user", "assistant", or what else a chat template knows."""
+    """"system", "user", "assistant", or another that a chat template knows."""
     content: str
     context: str = ""
-    """Alpaca's "input": what an instruction is about."""
+    """Alpaca's "input": the text that an instruction is about."""
 
     @property
     def text(self) -> str:
-        """Content and context."""
         return f"{self.content}\n{self.context}" if self.context else self.content
 
 
@@ -52,7 +54,7 @@ class Example:
 
 
 def read_examples(path: str) -> Iterator[tuple[str, Example]]:
-    """(where it is, for messages; example) of each record of a JSON array or of JSON lines.
+    """Each record of a JSON array or of JSON lines, after its place for messages.
 
     Raises:
         ValueError: a record is malformed; names file and line or record.
@@ -65,10 +67,10 @@ def read_examples(path: str) -> Iterator[tuple[str, Example]]:
 
 
 def parse_example(record: Any) -> Example:
-    """A record of any of the layouts.
+    """A record in any layout.
 
     Raises:
-        ValueError: it has none of them, or there is no answer in it.
+        ValueError: the layout is unknown, or the record contains no answer.
     """
     if not isinstance(record, dict):
         raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
@@ -153,19 +155,27 @@ def _string(record: Mapping[str, Any], key: str) -> str:
 
 def _records(path: str) -> Iterator[tuple[str, Any]]:
     with open(path, "rb") as file:
-        start = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
+        start = len(BYTE_ORDER_MARK) if file.peek(3)[:3] == BYTE_ORDER_MARK else 0
         file.seek(start)
         while (byte := file.read(1)).isspace():
             pass
         file.seek(start)
         if byte == b"[":
-            for number, record in enumerate(_parsed(file.read(), path), 1):
-                yield f"{path}, record {number}", record
+            for number, item in enumerate(_items(file, path), 1):
+                place = f"{path}, record {number}"
+                yield place, _parsed(item, place)
         else:
             for number, line in enumerate(file, 1):
                 if not line.isspace():
                     place = f"{path}, line {number}"
                     yield place, _parsed(line, place)
+
+
+def _items(file: io.BufferedReader, path: str) -> Iterator[bytes]:
+    try:
+        yield from ArrayReader(file)
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}") from None
 
 
 def _parsed(text: bytes, place: str) -> Any:

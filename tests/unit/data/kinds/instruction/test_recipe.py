@@ -17,10 +17,9 @@ from megatron.data.batch import GPTCollator
 from megatron.data.blended_dataset import BlendedDataset
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.instruction.encode import EncodedExample, ExampleEncoder
+from megatron.data.kinds.instruction.example_encoder import EncodedExample, ExampleEncoder
 from megatron.data.kinds.instruction.examples import InstructionExamples
-from megatron.data.kinds.instruction.packing import best_fit, shuffled
-from megatron.data.kinds.instruction.recipe import InstructionRecipe
+from megatron.data.kinds.instruction.recipe import InstructionRecipe, best_fit, shuffled
 from megatron.data.samples import PackedSample
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import build_tokenizer
@@ -98,7 +97,7 @@ def test_cache_depends_on(change: dict, gpt2: Built, write, monkeypatch) -> None
 
 
 def test_no_examples(gpt2: Built, write) -> None:
-    with pytest.raises(ValueError, match=r"data\.jsonl holds no example"):
+    with pytest.raises(ValueError, match=r"data\.jsonl contains no example"):
         open_examples(gpt2, write([]))
 
 
