@@ -19,7 +19,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, tokenizer_config = parse_configs(
         (PreprocessConfig, TokenizerConfig),
         argv,
-        description="Converts JSON lines, text and Parquet to the indexed files that training reads.",
+        description="Converts JSON lines, text and Parquet to the indexed files of training.",
     )
     try:
         summary = preprocess(config, tokenizer_config)

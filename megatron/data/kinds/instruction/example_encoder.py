@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import re
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.kinds.instruction import InstructionConfig
-from megatron.data.kinds.instruction.records import ANSWER, Example, Turn
+from megatron.data.kinds.instruction.records import ANSWER, Example
 from megatron.data.text_encoder import refused, tokenizer_identity
 from megatron.tokenizer import Tokenizer
 
@@ -31,6 +31,8 @@ ALPACA_PREAMBLE_WITH_INPUT = (
 _MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 
 Messages = list[dict[str, str]]
+PromptAnswer = tuple[str, str]
+"""A prompt and the answer that follows it."""
 
 
 class EncodedExample(NamedTuple):
@@ -67,7 +69,9 @@ class ExampleEncoder:
                 raise FileNotFoundError(f"--chat-template {config.chat_template} is not a file")
             self._template = Path(config.chat_template).read_text("utf-8")
         elif config.prompt_format in ("auto", "chat"):
-            self._template = own_template(tokenizer)
+            of_transformers = getattr(tokenizer, "transformers_tokenizer", None)
+            if of_transformers is not None and of_transformers.chat_template:
+                self._template = of_transformers.get_chat_template()
             if config.prompt_format == "chat" and self._template is None:
                 raise ConfigError(
                     "--prompt-format chat: the tokenizer brings no chat template; give "
@@ -91,125 +95,90 @@ class ExampleEncoder:
             ValueError: an example cannot be put into the format or tokenized; names its place.
         """
         encoded: dict[int, EncodedExample] = {}
-        exchanges: dict[int, list[PromptAnswer]] = {}
+        plain: dict[int, list[PromptAnswer]] = {}
         for number, (place, example) in enumerate(examples):
-            by_headings = self._headings(example)
-            if by_headings is not None:
-                exchanges[number] = by_headings(example)
+            kind = self._config.prompt_format
+            if kind == "auto":
+                kind = "alpaca" if self._template is None else "chat"
+                kind = "plain" if example.is_pair else kind
+            if kind != "chat":
+                plain[number] = list(plain_texts(example, alpaca=kind == "alpaca"))
                 continue
             try:
-                ids, counted = self._chat.encode(example, self._config.loss_on)
+                encoded[number] = _encoded(*self._chat.encode(example, self._config.loss_on))
             except ValueError as error:
                 raise ValueError(f"{place}: {error}") from error
-            encoded[number] = _example(np.array(ids, np.int32), counted)
-        of_examples = list(exchanges.values())
         try:
-            found = self._encode_exchanges(of_examples)
+            encoded.update(zip(plain, self._encode_plain(list(plain.values())), strict=True))
         except ValueError:
-            for number, refusal in refused(self._encode_exchanges, of_examples):
-                place = examples[list(exchanges)[number]][0]
+            for number, refusal in refused(self._encode_plain, list(plain.values())):
+                place = examples[list(plain)[number]][0]
                 raise ValueError(f"{place}: {refusal}") from refusal
             raise
-        encoded.update(zip(exchanges, found, strict=True))
         return [encoded[number] for number in range(len(examples))]
-
-    def _headings(self, example: Example) -> Callable[[Example], list[PromptAnswer]] | None:
-        """The function that puts an example into plain text; None for a chat template."""
-        kind = self._config.prompt_format
-        if kind == "auto":
-            kind = "alpaca" if self._template is None else "chat"
-            kind = "plain" if example.is_pair else kind
-        return {"plain": plain_exchanges, "alpaca": alpaca_exchanges}.get(kind)
 
     @cached_property
     def _chat(self) -> ChatTemplate:
         assert self._template is not None
-        return chat_template(self._tokenizer, self._template)
+        return ChatTemplate(self._tokenizer, self._template)
 
-    @cached_property
-    def _eod(self) -> int:
-        return self._tokenizer.eod
-
-    def _encode_exchanges(self, examples: Sequence[Sequence[PromptAnswer]]) -> list[EncodedExample]:
-        """An exchange is tokenized whole, so that prompt and answer join as in any text. The first
+    def _encode_plain(self, examples: Sequence[Sequence[PromptAnswer]]) -> list[EncodedExample]:
+        """Prompt and answer are tokenized together, so that they join as in any text. The first
         token that the prompt alone would not have is the first of the answer."""
         texts = [t for e in examples for p, a in e for t in (p, p + a)]
         ids = iter(self._tokenizer.tokenize_batch(texts))
-        loss_on = self._config.loss_on
+        loss_on, eod = self._config.loss_on, self._tokenizer.eod if texts else -1
         encoded = []
-        for exchanges in examples:
+        for pairs in examples:
             tokens, counted = [], []
-            for place in range(len(exchanges)):
+            for place in range(len(pairs)):
                 prompt, whole = np.asarray(next(ids)), np.asarray(next(ids))
                 shared = min(len(prompt), len(whole))
                 differs = np.flatnonzero(prompt[:shared] != whole[:shared])
                 start = int(differs[0]) if len(differs) else shared
-                if not len(whole) or whole[-1] != self._eod:
-                    whole = np.append(whole, self._eod)
+                if not len(whole) or whole[-1] != eod:
+                    whole = np.append(whole, eod)
                 counts = np.arange(len(whole)) >= start
                 if loss_on == "everything":
                     counts[:] = True
-                elif loss_on == "last" and place < len(exchanges) - 1:
+                elif loss_on == "last" and place < len(pairs) - 1:
                     counts[:] = False
                 tokens.append(whole)
                 counted.append(counts)
-            encoded.append(_example(np.concatenate(tokens), np.concatenate(counted)))
+            encoded.append(_encoded(np.concatenate(tokens), np.concatenate(counted)))
         return encoded
 
 
-def _example(tokens: np.ndarray, counted: npt.NDArray[np.bool_]) -> EncodedExample:
+def _encoded(tokens: npt.ArrayLike, counted: npt.NDArray[np.bool_]) -> EncodedExample:
     counted[:1] = False
-    return EncodedExample(tokens.astype(np.int32), counted)
+    return EncodedExample(np.asarray(tokens, np.int32), counted)
 
 
-class PromptAnswer(NamedTuple):
-    """A prompt and the answer that follows it."""
-
-    prompt: str
-    answer: str
-
-
-def plain_exchanges(example: Example) -> list[PromptAnswer]:
-    """Only the texts; in a conversation a line break ends each turn before an answer."""
-    if example.is_pair:
-        return [PromptAnswer(example.turns[0].content, example.turns[1].content)]
-    return [
-        PromptAnswer("".join(f"{turn.text}\n" for turn in prompt), answer)
-        for prompt, answer in _by_answer(example)
-    ]
-
-
-def alpaca_exchanges(example: Example) -> list[PromptAnswer]:
-    """With Alpaca's headings. A system message replaces the first sentence."""
-    exchanges: list[PromptAnswer] = []
-    for prompt, answer in _by_answer(example):
-        sections = []
-        for turn in prompt:
-            if turn.role == "system":
-                sections.append(turn.content)
-                continue
-            if not exchanges and not sections:
-                sections.append(ALPACA_PREAMBLE_WITH_INPUT if turn.context else ALPACA_PREAMBLE)
-            heading = "Instruction" if turn.role == "user" else turn.role.capitalize()
-            sections.append(f"### {heading}:\n{turn.content}")
-            if turn.context:
-                sections.append(f"### Input:\n{turn.context}")
-        sections.append("### Response:\n")
-        exchanges.append(PromptAnswer("\n\n".join(sections), answer))
-    return exchanges
-
-
-def _by_answer(example: Example) -> list[tuple[list[Turn], str]]:
-    """The turns before each answer, and the answer."""
-    found: list[tuple[list[Turn], str]] = []
-    before: list[Turn] = []
+def plain_texts(example: Example, alpaca: bool) -> Iterator[PromptAnswer]:
+    """The example as plain text: a pair as it is, a conversation with a line break after each turn
+    before an answer; or with Alpaca's headings, where a system message replaces the preamble."""
+    if example.is_pair and not alpaca:
+        yield example.turns[0].content, example.turns[1].content
+        return
+    prompt: list[str] = []
+    is_first = True
     for turn in example.turns:
         if turn.role == ANSWER:
-            found.append((before, turn.content))
-            before = []
+            if alpaca:
+                prompt = ["\n\n".join([*prompt, "### Response:\n"])]
+            yield "".join(prompt), turn.content
+            prompt, is_first = [], False
+        elif not alpaca:
+            prompt.append(f"{turn.text}\n")
+        elif turn.role == "system":
+            prompt.append(turn.content)
         else:
-            before.append(turn)
-    return found
+            if is_first and not prompt:
+                prompt.append(ALPACA_PREAMBLE_WITH_INPUT if turn.context else ALPACA_PREAMBLE)
+            heading = "Instruction" if turn.role == "user" else turn.role.capitalize()
+            prompt.append(f"### {heading}:\n{turn.content}")
+            if turn.context:
+                prompt.append(f"### Input:\n{turn.context}")
 
 
 class ChatTemplate:
@@ -220,9 +189,21 @@ class ChatTemplate:
     token that ends the turn, without the line break after that.
     """
 
-    def __init__(self, tokenizer: Any, template: str) -> None:
-        """`tokenizer` is a fast one of `transformers`."""
-        self._tokenizer, self.template = tokenizer, template
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        """Raises ValueError where the tokenizer cannot map its tokens to places in a text."""
+        fast = getattr(tokenizer, "transformers_tokenizer", None)
+        if fast is None:
+            from transformers import AutoTokenizer  # takes seconds: only where it is needed
+
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save_pretrained(folder)
+                fast = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if not fast.is_fast:
+            raise ValueError(
+                "--prompt-format chat needs a tokenizer with a tokenizer.json (a fast one of "
+                f"transformers); {type(fast).__name__} is not"
+            )
+        self._tokenizer, self._template = fast, template
         self._marks_answers = bool(_MARKS_ANSWERS.search(template))
 
     def encode(self, example: Example, loss_on: str) -> tuple[list[int], npt.NDArray[np.bool_]]:
@@ -282,35 +263,7 @@ class ChatTemplate:
 
         try:
             return self._tokenizer.apply_chat_template(
-                messages, chat_template=self.template, **arguments
+                messages, chat_template=self._template, **arguments
             )
         except TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
-
-
-def own_template(tokenizer: Tokenizer) -> str | None:
-    of_transformers = getattr(tokenizer, "transformers_tokenizer", None)
-    if of_transformers is None or not of_transformers.chat_template:
-        return None
-    return of_transformers.get_chat_template()
-
-
-def chat_template(tokenizer: Tokenizer, template: str) -> ChatTemplate:
-    """A template over any of the project's tokenizers.
-
-    Raises:
-        ValueError: the tokenizer cannot say where in a text its tokens are.
-    """
-    of_transformers = getattr(tokenizer, "transformers_tokenizer", None)
-    if of_transformers is None:
-        from transformers import AutoTokenizer  # seconds: only for whoever needs it
-
-        with tempfile.TemporaryDirectory() as folder:
-            tokenizer.save_pretrained(folder)
-            of_transformers = AutoTokenizer.from_pretrained(folder, local_files_only=True)
-    if not of_transformers.is_fast:
-        raise ValueError(
-            "--prompt-format chat needs a tokenizer with a tokenizer.json (a fast one of "
-            f"transformers); {type(of_transformers).__name__} is not"
-        )
-    return ChatTemplate(of_transformers, template)

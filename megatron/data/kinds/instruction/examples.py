@@ -79,11 +79,6 @@ class InstructionExamples:
         """Identifies the lengths of the examples."""
         return digest(self.sequence_lengths.tobytes())
 
-    @cached_property
-    def counted_digest(self) -> str:
-        """Identifies the first tokens that count in the loss."""
-        return digest(self.first_counted.tobytes())
-
     def __len__(self) -> int:
         return len(self._offsets) - 1
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 import logging
 import zlib
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,6 +17,7 @@ from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.instruction.examples import InstructionExamples
 from megatron.data.samples import Documents, PackedSample, Piece, checked_index
 from megatron.tokenizer import Tokenizer
+from megatron.util.digests import digest
 
 logger = logging.getLogger(__name__)
 
@@ -79,7 +79,7 @@ class InstructionRecipe:
         depends_on = {
             "version": INDEX_VERSION,
             "lengths": documents.lengths_digest,
-            "counted": documents.counted_digest,
+            "counted": digest(documents.first_counted.tobytes()),
             "examples": [units.start, units.stop],
             "part": name,
             "seq length": self.seq_length,
@@ -109,17 +109,12 @@ class InstructionRecipe:
                 f"within --seq-length {self.seq_length}"
             )
         if is_long.any() or not answered.all():
+            cut = 0 if self.skip_long else (is_long & answered).sum()
             logger.warning(
-                "%s, %s: of %d examples %d are longer than --seq-length %d; %d are cut off there, "
-                "%d left out (%d of them without an answer before that)",
-                documents.prefix,
-                name,
-                len(units),
-                is_long.sum(),
-                self.seq_length,
-                0 if self.skip_long else (is_long & answered).sum(),
-                len(units) - len(usable),
-                (~answered).sum(),
+                f"{documents.prefix}, {name}: of {len(units)} examples {is_long.sum()} are longer "
+                f"than --seq-length {self.seq_length}; {cut} are cut off there, "
+                f"{len(units) - len(usable)} left out ({(~answered).sum()} of them without an "
+                "answer before that)"
             )
         return usable
 
@@ -128,28 +123,26 @@ class InstructionRecipe:
     ) -> dict[str, np.ndarray]:
         capacity = self.seq_length + 1
         lengths = np.minimum(documents.sequence_lengths, capacity)
-        examples, bounds = [], [np.zeros(1, np.int64)]
+        examples, sizes = [], []
         samples = epoch = 0
         while samples < num_samples:
             rng = np.random.default_rng([self.seed, zlib.crc32(name.encode()), epoch])
             order = rng.permutation(usable)
+            sample_of = np.arange(len(order))
             if self.packing:
-                packed = shuffled(best_fit(lengths, order, capacity), rng)
-            else:
-                packed = Packed(order, np.arange(len(order) + 1, dtype=np.int64))
-            examples.append(packed.examples)
-            bounds.append(bounds[-1][-1] + packed.bounds[1:])
-            samples += len(packed.bounds) - 1
+                packed = best_fit(lengths, order, capacity)
+                sample_of = np.argsort(rng.permutation(packed.max() + 1))[packed]
+            examples.append(order[np.argsort(sample_of, kind="stable")])
+            sizes.append(np.bincount(sample_of))
+            samples += len(sizes[-1])
             epoch += 1
+        padding = 1 - lengths[usable].sum() / (len(sizes[0]) * capacity)
         logger.info(
-            "%s, %s: %d examples in %d samples an epoch, %.1f %% of their tokens padding",
-            documents.prefix,
-            name,
-            len(usable),
-            len(bounds[1]),
-            100 * (1 - lengths[usable].sum() / (len(bounds[1]) * capacity)),
+            f"{documents.prefix}, {name}: {len(usable)} examples in {len(sizes[0])} samples an "
+            f"epoch, {100 * padding:.1f} % of their tokens padding"
         )
-        return {"examples": np.concatenate(examples), "bounds": np.concatenate(bounds)}
+        bounds = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
+        return {"examples": np.concatenate(examples), "bounds": bounds}
 
 
 class InstructionDataset:
@@ -196,18 +189,9 @@ class InstructionDataset:
         ]
 
 
-class Packed(NamedTuple):
-    """The examples of each sample."""
-
-    examples: npt.NDArray[np.int64]
-    """Example numbers, sample after sample."""
-    bounds: npt.NDArray[np.int64]
-    """Sample i contains examples[bounds[i]] up to examples[bounds[i + 1]]."""
-
-
 def best_fit(
     lengths: npt.NDArray[np.integer], order: npt.NDArray[np.int64], capacity: int
-) -> Packed:
+) -> npt.NDArray[np.int64]:
     """Puts each example, uncut, into the fullest sample with space for it, else into a new one.
 
     Best fit needs at most 1.7 times the fewest samples possible (Johnson et al. 1974); on lengths
@@ -218,6 +202,9 @@ def best_fit(
         lengths: tokens of every example, none above `capacity`.
         order: numbers of the examples to pack, in the order in which they come.
         capacity: tokens that fit into a sample.
+
+    Returns:
+        The number of the sample of each example in `order`, from 0.
     """
     open_samples: list[list[int]] = [[] for _ in range(capacity + 1)]  # by their free space
     spaces = 0  # bit s is set where a sample has space for s tokens: shifts find the next in C
@@ -239,20 +226,4 @@ def best_fit(
         if space:
             open_samples[space].append(sample)
             spaces |= 1 << space
-    by_sample = np.argsort(sample_of, kind="stable")
-    bounds = np.zeros(samples + 1, np.int64)
-    np.cumsum(np.bincount(sample_of, minlength=samples), out=bounds[1:])
-    return Packed(order[by_sample], bounds)
-
-
-def shuffled(packed: Packed, rng: np.random.Generator) -> Packed:
-    """The same samples in a random order."""
-    sizes = np.diff(packed.bounds)
-    samples = rng.permutation(len(sizes))
-    bounds = np.zeros(len(sizes) + 1, np.int64)
-    np.cumsum(sizes[samples], out=bounds[1:])
-    # Number within its sample, of every example in the new order, plus where that sample began.
-    within = np.arange(bounds[-1]) - np.repeat(bounds[:-1], sizes[samples])
-    return Packed(
-        packed.examples[within + np.repeat(packed.bounds[:-1][samples], sizes[samples])], bounds
-    )
+    return sample_of

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -74,23 +74,28 @@ def parse_example(record: Any) -> Example:
     """
     if not isinstance(record, dict):
         raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
-    if "messages" in record:
-        return _conversation(record, "messages")
-    if "conversations" in record:
-        return _conversation(record, "conversations")
+    for key in ("messages", "conversations"):
+        if key in record:
+            return _until_last_answer(_system(record) + _turns(record[key], key))
+    response = "response" if "response" in record else None
     if "instruction" in record:
-        return _alpaca(record)
+        turns = _system(record) + _history(record.get("history") or [])
+        context = _string(record, "input") if record.get("input") else ""
+        turns.append(Turn("user", _string(record, "instruction"), context))
+        turns.append(Turn(ANSWER, _string(record, response or "output")))
+        return Example(tuple(turns))
     if "prompt" in record:
-        return _pair(record)
-    keys = ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
-    raise ValueError(f"unknown layout (its keys: {keys}); {_LAYOUTS}")
+        answer = response or "completion"
+        if isinstance(record["prompt"], list):
+            turns = _turns(record["prompt"], "prompt") + _turns(record.get(answer), answer)
+            return _until_last_answer(turns)
+        pair = (Turn("user", _string(record, "prompt")), Turn(ANSWER, _string(record, answer)))
+        return Example(pair, is_pair=True)
+    raise ValueError(f"unknown layout (its keys: {_keys(record)}); {_LAYOUTS}")
 
 
-def _conversation(record: Mapping[str, Any], key: str) -> Example:
-    turns = _turns(record[key], key)
-    if record.get("system"):
-        turns.insert(0, Turn("system", _string(record, "system")))
-    return _until_last_answer(turns)
+def _system(record: Mapping[str, Any]) -> list[Turn]:
+    return [Turn("system", _string(record, "system"))] if record.get("system") else []
 
 
 def _turns(messages: Any, key: str) -> list[Turn]:
@@ -112,28 +117,11 @@ def _turns(messages: Any, key: str) -> list[Turn]:
     return turns
 
 
-def _alpaca(record: Mapping[str, Any]) -> Example:
-    turns = []
-    if record.get("system"):
-        turns.append(Turn("system", _string(record, "system")))
-    for exchange in record.get("history") or []:
-        if not isinstance(exchange, list) or [type(text) for text in exchange] != [str, str]:
+def _history(pairs: Sequence[Any]) -> list[Turn]:
+    for pair in pairs:
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
             raise ValueError('"history" must be a list of pairs: an instruction and its answer')
-        turns += [Turn("user", exchange[0]), Turn(ANSWER, exchange[1])]
-    context = _string(record, "input") if record.get("input") else ""
-    turns.append(Turn("user", _string(record, "instruction"), context))
-    turns.append(Turn(ANSWER, _string(record, "response" if "response" in record else "output")))
-    return Example(tuple(turns))
-
-
-def _pair(record: Mapping[str, Any]) -> Example:
-    answer = "response" if "response" in record else "completion"
-    if isinstance(record["prompt"], list):
-        return _until_last_answer(
-            _turns(record["prompt"], "prompt") + _turns(record.get(answer), answer)
-        )
-    turns = (Turn("user", _string(record, "prompt")), Turn(ANSWER, _string(record, answer)))
-    return Example(turns, is_pair=True)
+    return [Turn(*turn) for q, a in pairs for turn in (("user", q), (ANSWER, a))]
 
 
 def _until_last_answer(turns: list[Turn]) -> Example:
@@ -144,10 +132,13 @@ def _until_last_answer(turns: list[Turn]) -> Example:
     return Example(tuple(turns))
 
 
+def _keys(record: Mapping[str, Any]) -> str:
+    return ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
+
+
 def _string(record: Mapping[str, Any], key: str) -> str:
     if key not in record:
-        keys = ", ".join(f'"{name}"' for name in list(record)[:8]) or "none"
-        raise ValueError(f'no key "{key}" (the keys: {keys})')
+        raise ValueError(f'no key "{key}" (the keys: {_keys(record)})')
     if not isinstance(record[key], str):
         raise ValueError(f'"{key}" must be a string, not {json.dumps(record[key])[:40]}')
     return record[key]
