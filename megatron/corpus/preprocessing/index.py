@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from megatron.data.indexed.reader import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
+from megatron.data.indexed.dataset import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
 from megatron.util.files import sync
 
 _ENTRIES = 1 << 20

@@ -30,7 +30,7 @@ from megatron.corpus.preprocessing.description import Description, difference, i
 from megatron.corpus.preprocessing.encode import BlockCounts
 from megatron.corpus.preprocessing.index import write_index
 from megatron.corpus.preprocessing.summary import KeySummary
-from megatron.data.indexed import writer
+from megatron.data.indexed import dataset_writer
 from megatron.util.files import sync, sync_path, write_whole
 from megatron.util.locks import Lock, LockTakenError
 
@@ -206,7 +206,7 @@ def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
 def publish(ours: Sequence[Path], finals: Sequence[str]) -> None:
     """Gives complete files their final names, for each key the tokens before the index."""
     for prefix, final in zip(ours, finals, strict=True):
-        writer.publish(_with_ending(prefix, ".bin"), _with_ending(prefix, ".idx"), final)
+        dataset_writer.publish(_with_ending(prefix, ".bin"), _with_ending(prefix, ".idx"), final)
 
 
 def lock_folder(folder: Path) -> Lock:

@@ -16,7 +16,7 @@ from megatron.data.kinds.raw_text.records import text_records
 from megatron.data.kinds.raw_text.scan import batches
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.sentences import available_splitter
-from megatron.data.sources import Source
+from megatron.data.sources import DataSource
 
 
 class RawText(DataKind):
@@ -25,13 +25,13 @@ class RawText(DataKind):
     def reader(self, data: DataPipeline) -> SourceReader:
         """See :meth:`DataKind.reader`; samples are made as of indexed documents."""
 
-        def open_text(path: str, source: Source) -> RawTextDocuments:
+        def open_text(path: str, source: DataSource) -> RawTextDocuments:
             config = with_key_of(source, data.config.kind(RawTextConfig))
             return open_raw_text(path, config, text_encoder(data), data.cache(path))
 
         return SourceReader(open_text, data.recipe())
 
-    def texts(self, config: RunConfig, sources: Sequence[Source]) -> Iterator[str]:
+    def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
         """See :meth:`DataKind.texts`."""
         for source in sources:
             for path in source.paths:
@@ -50,7 +50,7 @@ def text_encoder(data: DataPipeline) -> TextEncoder:
     return TextEncoder(settings, data.tokenizer)
 
 
-def with_key_of(source: Source, config: RawTextConfig) -> RawTextConfig:
+def with_key_of(source: DataSource, config: RawTextConfig) -> RawTextConfig:
     """How a source's files are read: with the key that it names itself, if it does."""
     return dataclasses.replace(config, text_key=source.text_key or config.text_key)
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.data.batch import GPTCollator
+from megatron.data.gpt_batch import GPTCollator
 from megatron.data.kinds.curriculum.lengths import truncated
 from megatron.data.kinds.masked_data.batch import BertBatch
 from megatron.training.plan import TrainingPlan
