@@ -194,7 +194,8 @@ class DatasetBuilder:
         return self._opened[key]
 
     def _total(self, source: DataSource, path: str) -> int:
-        return self._reader(source.kind).recipe.units(self._documents(source, path))
+        documents = self._documents(source, path)
+        return self._reader(source.kind).recipe.units(documents)
 
     def _units(self, blend: Blend, source: DataSource, path: str) -> range:
         """The documents of a file that belong to the part."""
