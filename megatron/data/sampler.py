@@ -16,10 +16,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import TypeVar
 
 from megatron.config import ConfigError
-from megatron.data.samples import Piece, SampleDataset, checked_index
+from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 
 Sample = TypeVar("Sample")
 
@@ -93,7 +93,7 @@ def position(skipped: Sequence[range], consumed_samples: int) -> int:
     return at
 
 
-class SkippedSamples(Generic[Sample]):
+class SkippedSamples(RenumberedSamples[Sample]):
     """A dataset without some of its samples; its length stays the same.
 
     Args:
@@ -105,7 +105,8 @@ class SkippedSamples(Generic[Sample]):
     """
 
     def __init__(self, dataset: SampleDataset[Sample], skipped: tuple[range, ...]) -> None:
-        self.dataset, self.skipped = dataset, skipped
+        super().__init__(dataset)
+        self.skipped = skipped
         self._kept = len(dataset) - sum(map(len, skipped))
         if skipped and (skipped[-1].stop > len(dataset) or self._kept < 1):
             raise ConfigError(
@@ -113,17 +114,8 @@ class SkippedSamples(Generic[Sample]):
                 f"data have {len(dataset)} samples, and at least one must be left"
             )
 
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitem__(self, index: int, /) -> Sample:
-        return self.dataset[self._position(index)]
-
-    def origin(self, index: int, /) -> Sequence[Piece]:
-        """Where sample `index` comes from, in the order of its tokens."""
-        return self.dataset.origin(self._position(index))
-
-    def _position(self, index: int) -> int:
+    def number(self, index: int) -> int:
+        """The number of sample `index` in the original dataset."""
         return position(self.skipped, checked_index(index, len(self)) % self._kept)
 
 

@@ -9,8 +9,9 @@ Shape suffixes: S sequence, T the S + 1 tokens of a sample.
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -68,6 +69,27 @@ class SampleDataset(Protocol[Sample_co]):
 
     def origin(self, index: int, /) -> Sequence[Piece]:
         """Where sample `index` comes from, in the order of its tokens."""
+
+
+class RenumberedSamples(ABC, Generic[Sample_co]):
+    """Samples of another dataset under other numbers."""
+
+    def __init__(self, dataset: SampleDataset[Sample_co]) -> None:
+        self.dataset = dataset
+
+    @abstractmethod
+    def number(self, index: int) -> int:
+        """The number of sample `index` in the original dataset."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int, /) -> Sample_co:
+        return self.dataset[self.number(index)]
+
+    def origin(self, index: int, /) -> Sequence[Piece]:
+        """Where sample `index` comes from, in the order of its tokens."""
+        return self.dataset.origin(self.number(index))
 
 
 class SampleRecipe(Protocol[Sample_co]):

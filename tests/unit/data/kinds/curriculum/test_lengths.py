@@ -89,7 +89,7 @@ def test_batches_of_a_run():
 
 
 def test_lengths_beyond_the_samples():
-    message = "curriculum_learning goes up to sequences of 72 tokens, .* --seq-length 64"
+    message = "curriculum_learning grows to sequences of 72 tokens, .* --seq-length 64"
     with pytest.raises(ConfigError, match=message):
         plan("--train-iters 5", section(LINEAR, highest=72))
 
