@@ -157,7 +157,7 @@ class SentencePieceTokenizer(Tokenizer):
         """Writes tokenizer.model, the model itself, and tokenizer.json, which `transformers` reads.
 
         In transformers' own library ids are the same but for rare characters that it normalizes in
-        another way (docs/tokenizers.md).
+        another way (docs/guides/tokenizers.md).
         """
         directory = Path(directory)
         begin = self.bos if len(self._begin) else None
