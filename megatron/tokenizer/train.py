@@ -1,4 +1,4 @@
-"""Learns a vocabulary from text."""
+"""Trains vocabularies on text."""
 
 from __future__ import annotations
 
@@ -7,8 +7,7 @@ import json
 import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,21 +33,31 @@ _MOST_CHARACTERS = 1000
 _LEAST_WORDPIECES = 32
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
-    """What vocabulary to train."""
-
-    vocab_size: int
-    """Number of tokens."""
-    min_frequency: int = 2
-    """A pair is merged only when it occurs this often; SentencePiece has no such limit."""
-    model_type: str = "bpe"
-    """Of SentencePiece: unigram, bpe or char."""
-    byte_fallback: bool = False
-    """Of SentencePiece: see `train_sentencepiece`."""
+TRAINED_FILES = {
+    "GPT2BPETokenizer": "vocab.json and merges.txt",
+    "BertWordPieceLowerCase": "vocab.txt",
+    "BertWordPieceCase": "vocab.txt",
+    "SentencePieceTokenizer": "tokenizer.model",
+}
+"""For each --tokenizer-type that can be trained, the files of its vocabulary."""
 
 
-Trainer = Callable[[TextSource, TrainingOptions], Tokenizer]
+def train_tokenizer(
+    tokenizer_type: str,
+    texts: TextSource,
+    vocab_size: int,
+    min_frequency: int,
+    sentence_piece_kind: str,
+    byte_fallback: bool,
+) -> Tokenizer:
+    """Trains a tokenizer; the last two arguments are those of `train_sentencepiece_model`."""
+    if tokenizer_type == "GPT2BPETokenizer":
+        return train_byte_level_bpe(texts(), vocab_size, min_frequency)
+    if tokenizer_type == "SentencePieceTokenizer":
+        model = train_sentencepiece_model(texts(), sentence_piece_kind, vocab_size, byte_fallback)
+        return SentencePieceTokenizer.gpt_from_model(model)
+    lower_case = tokenizer_type == "BertWordPieceLowerCase"
+    return train_wordpiece(texts, vocab_size, min_frequency, lower_case)
 
 
 def train_byte_level_bpe(
@@ -261,22 +270,3 @@ def _checked(kind: str) -> str:
             f"trained; it is one of {', '.join(KINDS)}"
         )
     return kind
-
-
-TRAINERS: dict[str, Trainer] = {
-    "GPT2BPETokenizer": lambda texts, options: train_byte_level_bpe(
-        texts(), options.vocab_size, options.min_frequency
-    ),
-    "BertWordPieceLowerCase": lambda texts, options: train_wordpiece(
-        texts, options.vocab_size, options.min_frequency, lower_case=True
-    ),
-    "BertWordPieceCase": lambda texts, options: train_wordpiece(
-        texts, options.vocab_size, options.min_frequency, lower_case=False
-    ),
-    "SentencePieceTokenizer": lambda texts, options: SentencePieceTokenizer.gpt_from_model(
-        train_sentencepiece_model(
-            texts(), options.model_type, options.vocab_size, options.byte_fallback
-        )
-    ),
-}
-"""Trainer of each --tokenizer-type."""
