@@ -66,7 +66,7 @@ BYTE_OF_CHARACTER = {character: byte for byte, character in enumerate(CHARACTER_
 
 
 def token_bytes(token: str) -> bytes:
-    """The bytes a token stands for; a token that is not in the byte alphabet is its own UTF-8."""
+    """The bytes of a token; a token that is not in the byte alphabet is its own UTF-8."""
     try:
         return bytes([BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
@@ -174,7 +174,7 @@ class RankedEncoding:
 
         Raises:
             ValueError: a lone surrogate, or a run of about a million white-space characters, which
-                is more than the regex engine can take back.
+                is too long for the regex engine.
         """
         ranks = self._encoding.encode_to_numpy(
             text, allowed_special=self._specials, disallowed_special=()
@@ -201,7 +201,7 @@ class GPT2BPETokenizer(Tokenizer):
     """Gives the ids of `transformers.GPT2Tokenizer` over the same two files.
 
     As there, `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in
-    ordinary tokens instead); with a vocabulary that lacks it, it is text, and there is no `eod`.
+    ordinary tokens instead); if the vocabulary lacks it, it is text, and `eod` is missing.
     """
 
     def __init__(self, vocab: Vocabulary, merges: Merges, source: str = "the vocabulary") -> None:

@@ -29,8 +29,8 @@ from megatron.tokenizer.sentence_piece_ranked import RankedPieces, ranked_pieces
 class SentencePieceTokenizer(Tokenizer):
     """Gives the ids of `sentencepiece.SentencePieceProcessor.encode`.
 
-    With `specials`, these stand for themselves in a text, and the text between them is encoded by
-    itself; without, no text contains a special token, and detokenizing leaves them out.
+    With `specials`, these keep their ids in a text, and the text between them is encoded
+    separately; without, no text contains a special token, and detokenizing leaves them out.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class SentencePieceTokenizer(Tokenizer):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids.
 
-        Of a model with `specials` these stand between spaces; of others, control symbols give no
+        With `specials`, these are put between spaces; without, control symbols give no
         text, as with `sentencepiece`.
         """
         self._check_ids(ids)

@@ -31,7 +31,7 @@ from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, starts_with_space
 Ranks = dict[bytes, int]
 
 # How text is split before it is encoded. The first two are Llama 3's and Megatron's v1 and v2 but
-# for one thing: what needs no look-ahead is in one group, which the regex engine compiles to an
+# except that all that needs no look-ahead is in one group, which the regex engine compiles to an
 # automaton instead of backtracking; and after `\s+(?!\S)`, which matches all white space but the
 # last, `\s` matches as much as `\s+`.
 _LLAMA3_SPLIT = (
@@ -71,7 +71,7 @@ class TikTokenizer(Tokenizer):
             ranks: ids by token; of two merges that are possible, that of the lower id is made.
             split: regular expression of the parts of a text that are encoded by themselves.
             specials: ids of special tokens.
-            specials_in_text: whether the name of a special token in a text stands for it.
+            specials_in_text: whether the name of a special token in a text becomes that token.
         """
         super().__init__(source, 1 + max([*ranks.values(), *specials.values()]), ids)
         self._ranks, self._split, self._specials = ranks, split, dict(specials)

@@ -39,7 +39,7 @@ _MOST_PARTS, _LONGEST_PART = 1 << 17, 64
 class WordPieceTokenizer(Tokenizer):
     """Gives the ids of `transformers.BertTokenizer` over the same file, without [CLS] and [SEP].
 
-    As there, the special tokens in a text stand for themselves. With `extra_ids`, [BOS], [EOS] and
+    As there, the special tokens in a text keep their ids. With `extra_ids`, [BOS], [EOS] and
     `<extra_id_0>`, `<extra_id_1>`, ... follow the vocabulary in this order, as in Megatron (which
     appends [BOS] and [EOS] without them, too). A document ends with [EOS], else with [SEP].
     """
@@ -195,7 +195,7 @@ class _CachedWordPiece:
     """Gives the ids of `encoding.encode(text, add_special_tokens=False)`, at twice the speed.
 
     BERT's encoding treats what is between spaces, tabs and line ends by itself: its normalization
-    changes characters one by one, it never merges across white space, and no special token holds
+    changes characters one by one, it never merges across white space, and no special token contains
     any. So the ids of a text are those of its parts, and each part needs to be encoded only once.
     Other white space stays inside of parts: some of it is dropped, not a boundary.
     """
