@@ -40,7 +40,7 @@ Indices = npt.NDArray[np.int64]
 Interval = tuple[float, float]
 
 
-class Entry(NamedTuple):
+class TimeEntry(NamedTuple):
     """A row of one of the lists of a breakdown, per step.
 
     Attributes:
@@ -88,10 +88,10 @@ class Breakdown:
     on_device: bool
     cells: Mapping[tuple[str, str], float]
     hidden: float
-    operators: Sequence[Entry]
-    collectives: Sequence[Entry]
-    gemms: Sequence[Entry]
-    waits: Sequence[Entry]
+    operators: Sequence[TimeEntry]
+    collectives: Sequence[TimeEntry]
+    gemms: Sequence[TimeEntry]
+    waits: Sequence[TimeEntry]
     about: Mapping[str, Any]
 
     def of_category(self, category: str) -> float:
@@ -338,7 +338,7 @@ class _Grid:
                 memory[found[0].name] += size * parts / len(self.steps)
         return memory
 
-    def collective_calls(self) -> list[Entry]:
+    def collective_calls(self) -> list[TimeEntry]:
         """Collectives of the mean step, the slowest first."""
         inside = np.concatenate(([0], np.cumsum(self._width * self.window)))
         named: dict[str, list[Event]] = defaultdict(list)
@@ -349,7 +349,7 @@ class _Grid:
                 name = f"nccl:{short[1]}" if short else event.name
                 named[event.args.get("Collective name") or name].append(event)
         found = [
-            Entry(
+            TimeEntry(
                 name,
                 "",
                 len(events),
@@ -360,7 +360,7 @@ class _Grid:
         ]
         return _summed(found, len(self.steps))
 
-    def waits(self) -> list[Entry]:
+    def waits(self) -> list[TimeEntry]:
         """Reads of tensors' values, and CUDA calls that wait for the device."""
         reads = [
             event
@@ -369,7 +369,7 @@ class _Grid:
             if event.name == "aten::_local_scalar_dense"
         ]
         found = [
-            Entry(e.name, self.label(e.thread, e.start).phase, 1, e.end - e.start)
+            TimeEntry(e.name, self.label(e.thread, e.start).phase, 1, e.end - e.start)
             for e in [*reads, *self.trace.waits]
             if self._in_steps(e.start)
         ]
@@ -451,26 +451,28 @@ def _least(work: Sequence[Work], steps: int) -> list[Work]:
     return [min(each, key=lambda w: w.time) for each in found.values() if len(each) == steps]
 
 
-def _summed(entries: Iterable[Entry], parts: int) -> list[Entry]:
+def _summed(entries: Iterable[TimeEntry], parts: int) -> list[TimeEntry]:
     """Entries of ``parts`` steps added up by name and phase, the slowest first."""
-    found: dict[tuple[str, str], list[Entry]] = defaultdict(list)
+    found: dict[tuple[str, str], list[TimeEntry]] = defaultdict(list)
     for entry in entries:
         found[entry.name, entry.phase].append(entry)
     sums = [
-        Entry(*key, *(sum(values) / parts for values in zip(*(e[2:] for e in each), strict=True)))
+        TimeEntry(
+            *key, *(sum(values) / parts for values in zip(*(e[2:] for e in each), strict=True))
+        )
         for key, each in found.items()
     ]
     return sorted(sums, key=lambda each: -each.time)
 
 
-def _operators(work: Iterable[Work], memory: Mapping[str, float]) -> Iterator[Entry]:
+def _operators(work: Iterable[Work], memory: Mapping[str, float]) -> Iterator[TimeEntry]:
     for part in work:
         on_host = part.event is not None and part.event.name == part.name
         if part.name and (not on_host or mark_of(part.name).operator):
             calls = part.category == part.launched or not on_host
-            yield Entry(part.name, "", calls, part.time)
+            yield TimeEntry(part.name, "", calls, part.time)
     for name, size in memory.items():
-        yield Entry(name, "", 0, 0.0, size)
+        yield TimeEntry(name, "", 0, 0.0, size)
 
 
 _FACTORS = {
@@ -491,14 +493,14 @@ def gemm_shape(event: Event) -> tuple[int, int, int] | None:
     return math.prod(rows), k, dims[second][0 if "linear" in event.name else 1]
 
 
-def _gemms(work: Iterable[Work]) -> Iterator[Entry]:
+def _gemms(work: Iterable[Work]) -> Iterator[TimeEntry]:
     seen: set[int] = set()
     for part in work:
         if part.event and part.launched == GEMMS and (shape := gemm_shape(part.event)):
             calls = id(part.event) not in seen  # one operator may launch several kernels
             seen.add(id(part.event))
             name = " x ".join(map(str, shape))
-            yield Entry(name, part.phase, calls, part.time, 2.0 * math.prod(shape) * calls)
+            yield TimeEntry(name, part.phase, calls, part.time, 2.0 * math.prod(shape) * calls)
 
 
 _BYTES = {
