@@ -1,12 +1,19 @@
 """Installs the package, the training commands and the tools."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+PACKAGE = (Path(__file__).parent / "megatron" / "__init__.py").read_text()
+VERSION = re.findall(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[0]
 
 # torch and deepspeed are held to the range that the tests ran with: both change their behaviour
 # between minor releases.
 REQUIRES = [
     "torch>=2.11,<2.14",
     "deepspeed>=0.19.0,<=0.19.8",
+    "argcomplete>=3.1",
     "filelock>=4",  # earlier ones truncate a file that another process holds, and hold on in forks
     "fsspec",
     "google-crc32c>=1.5",
@@ -21,6 +28,7 @@ REQUIRES = [
     "tensorboard",
     "tiktoken",
     "tokenizers>=0.20",
+    "tqdm>=4.64",
     "transformers>=4.46",
     "zstandard",
 ]
@@ -76,7 +84,7 @@ COMMANDS = [
 
 setup(
     name="megatron-deepspeed",
-    version="0.1.0",
+    version=VERSION,
     description="Megatron's layers, data and model code, trained by DeepSpeed's engine",
     license="Apache-2.0",
     license_files=["LICENSE"],

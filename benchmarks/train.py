@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--micro-batch", type=int, default=4, help="samples of a micro batch (4)")
     add("--micro-batches", type=int, default=1, help="micro batches of a step (1)")
     add("--architecture", choices=("gpt2", "llama"), default="gpt2", help="kind of model (gpt2)")
-    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="number format (bf16)")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="dtype (bf16)")
     add("--threads", type=int, default=1, help="threads of a process on a CPU (1)")
     add("--warmup", type=int, default=3, help="steps before anything is measured (3)")
     add("--rounds", type=int, default=5, help="rounds that are measured (5)")

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Compares parallel layouts with one process, on your model and data, before you rent GPUs.
+# PYTHON_ARGCOMPLETE_OK
+r"""Compares parallel layouts with one process, on your model and data, before you rent GPUs.
 
-    python tools/check_parity.py --layouts tp2,pp2,tp2-sp-dp2-zero3 --num-layers 4 \\
+    python tools/check_parity.py --layouts tp2,pp2,tp2-sp-dp2-zero3 --num-layers 4 \
         --hidden-size 64 --num-attention-heads 4 --seq-length 64
 
 A layout that is right trains as one process does: the same weights at the start, the same data,

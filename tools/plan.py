@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 r"""Finds the layout of least estimated step time that fits into the GPUs' memory.
 
     python tools/plan.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu \

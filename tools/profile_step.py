@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Splits a training step: where its time goes.
 
     python tools/profile_step.py [the flags of pretrain_gpt.py] --mock-data

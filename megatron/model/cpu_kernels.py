@@ -1,12 +1,16 @@
-"""Causal attention on CPUs in bfloat16, as matrix products over blocks of queries.
+"""Kernels for CPUs, which :mod:`attention_backends` and :mod:`norm` choose there; GPUs use torch's.
 
-torch's fused kernel multiplies small tiles, which on CPUs takes up to twice the time of whole
-products (benchmarks/RESULTS.md has the figures). Here a block of queries meets all keys up to its
-own end at once. Scores and softmax are in float32, as in the fused kernel, the other products in
-bfloat16. The probabilities are kept for the backward pass, so this is for short sequences.
+- Causal attention in bfloat16, as GEMMs over blocks of queries. torch's fused kernel multiplies
+  small tiles, which takes up to twice the time (benchmarks/RESULTS.md). A block of queries meets
+  all keys up to its own end at once. Scores and softmax are in float32, as in the fused kernel, the
+  other GEMMs in bfloat16. The probabilities are kept for the backward pass, so this is for short
+  sequences.
+- RMSNorm, of which torch needs a dozen passes over memory, in chunks of rows that stay in a core's
+  caches.
 
 Shapes: B batch, N query heads, K key and value heads, G = N / K query heads that share one, S
-sequence, D head width; X = B x K; Q queries of a block, T keys that they see.
+sequence, D head width; X = B x K; Q queries of a block, T keys that they see. Of RMSNorm: T rows, C
+rows of a chunk, H width.
 """
 
 from __future__ import annotations
@@ -21,9 +25,12 @@ from torch.autograd.function import once_differentiable
 BLOCK = 128
 """Queries of a block."""
 
+_CHUNK = 1 << 16
+"""Elements of a chunk of rows: 256 KiB in float32."""
+
 
 def suits(q_BNSD: Tensor, k_BKTD: Tensor) -> bool:
-    """Whether this is for plain causal attention of these: a CPU, bfloat16, whole sequences whose
+    """Whether :func:`causal_attention` is for these: on a CPU, in bfloat16, whole sequences whose
     probabilities are at most twice as large as queries, keys, values and output together."""
     length, width = q_BNSD.shape[2:]
     on_cpu = q_BNSD.device.type == "cpu" and q_BNSD.dtype == torch.bfloat16
@@ -41,7 +48,7 @@ class _CausalAttention(torch.autograd.Function):
         ctx.scale, ctx.shape = scale, q.shape
         batch, heads, length, width = q.shape
         values_XSD, kept = _flat(v), []
-        # In the order in which the projection takes it.
+        # In the layout that the projection reads.
         y_BSND = q.new_empty(batch, length, heads, width)
         y_XGSD = y_BSND.permute(0, 2, 1, 3).unflatten(1, (k.shape[1], -1))
         for (first, end), weights_XQT in _softmax(q, k, scale):
@@ -104,3 +111,45 @@ def _flat(x_BKSD: Tensor) -> Tensor:
 
 def _grouped(x_BNSD: Tensor, kv_heads: int) -> Tensor:
     return x_BNSD.unflatten(1, (kv_heads, -1)).flatten(0, 1).contiguous()
+
+
+def rms_norm(x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
+    """x / sqrt(mean(x^2) + epsilon) * weight over [..., H], computed in float32 or better; the
+    weight and the result have the dtype of ``x`` (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    return _RMSNorm.apply(x, weight_H, epsilon)
+
+
+class _RMSNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight_H: Tensor, epsilon: float) -> Tensor:
+        kind = torch.promote_types(x.dtype, torch.float32)
+        x_TH = x.reshape(-1, x.shape[-1])
+        factor_T1 = torch.linalg.vector_norm(x_TH, dim=-1, keepdim=True, dtype=kind)
+        factor_T1.square_().div_(x.shape[-1]).add_(epsilon).rsqrt_()
+        ctx.save_for_backward(x, weight_H, factor_T1)
+        y_TH, weight_H = torch.empty_like(x_TH), weight_H.to(kind)
+        for x_CH, factor_C1, y_CH in _chunks(x_TH, factor_T1, y_TH):
+            y_CH.copy_((x_CH.to(kind) * factor_C1).mul_(weight_H))
+        return y_TH.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, None]:
+        x, weight, factor_T1 = ctx.saved_tensors
+        width, kind = x.shape[-1], factor_T1.dtype
+        x_TH, weight_H = x.reshape(-1, width), weight.to(kind)
+        x_grad_TH, weight_grad_H = torch.empty_like(x_TH), torch.zeros_like(weight_H)
+        grad_TH = grad.reshape(-1, width)
+        for x_CH, factor_C1, grad_CH, x_grad_CH in _chunks(x_TH, factor_T1, grad_TH, x_grad_TH):
+            # With n = x * factor and d = grad * weight: (d - n * mean(n * d)) * factor.
+            n_CH, grad_CH = x_CH.to(kind) * factor_C1, grad_CH.to(kind)
+            weight_grad_H += (grad_CH * n_CH).sum(0)
+            d_CH = grad_CH * weight_H
+            mean_C1 = torch.linalg.vecdot(d_CH, n_CH).unsqueeze(-1).div_(width)
+            x_grad_CH.copy_(d_CH.addcmul_(n_CH, mean_C1, value=-1).mul_(factor_C1))
+        return x_grad_TH.view(x.shape), weight_grad_H.to(weight.dtype), None
+
+
+def _chunks(*tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    rows = max(1, _CHUNK // tensors[0].shape[-1])
+    return zip(*(tensor.split(rows) for tensor in tensors), strict=True)

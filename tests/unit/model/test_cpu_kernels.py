@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model import blocked_attention
-from megatron.model.blocked_attention import causal_attention, suits
+from megatron.model import cpu_kernels
+from megatron.model.cpu_kernels import causal_attention, suits
 
 BATCH, WIDTH = 2, 16
 
@@ -39,7 +39,7 @@ def ours(q, k, v):
 @pytest.mark.parametrize("block", [8, 128])
 def test_against_torch(monkeypatch, block, length, heads, kv_heads):
     """In float32, in which torch's own sums differ by as much."""
-    monkeypatch.setattr(blocked_attention, "BLOCK", block)
+    monkeypatch.setattr(cpu_kernels, "BLOCK", block)
     exact = case(heads, kv_heads, length)
     single = [x.float() for x in exact]
     expected = results(torchs, *exact)
@@ -51,7 +51,7 @@ def test_against_torch(monkeypatch, block, length, heads, kv_heads):
 
 @pytest.mark.parametrize("kv_heads", [4, 2])
 def test_bfloat16_is_as_close_as_torchs_kernel(monkeypatch, kv_heads):
-    monkeypatch.setattr(blocked_attention, "BLOCK", 32)
+    monkeypatch.setattr(cpu_kernels, "BLOCK", 32)
     half = case(4, kv_heads, 100, torch.bfloat16)
     exact = results(torchs, *(x.double() for x in half))
     for found, theirs, expected in zip(
