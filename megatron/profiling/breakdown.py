@@ -1,8 +1,8 @@
 """The breakdown of a step: every moment of it belongs to one category and one phase.
 
 HolisticTraceAnalysis (0.5.0) answers some of this for traces of several GPUs; it reads no trace of
-a CPU, knows neither phases nor categories of kernels, and depends on JupyterLab. docs/guides/profiling.md
-shows what it adds.
+a CPU, knows neither phases nor categories of kernels, and depends on JupyterLab.
+docs/guides/profiling.md shows what it adds.
 """
 
 from __future__ import annotations
