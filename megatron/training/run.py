@@ -28,9 +28,8 @@ from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
+from megatron.engine.deepspeed_json import Json, read_json
 from megatron.engine.environment import world_size
-from megatron.engine.json_file import read_json
-from megatron.engine.json_keys import Json
 from megatron.families import family_of
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.training.checkpoint_settings import with_checkpoint

@@ -20,7 +20,7 @@ from megatron.data.kinds.curriculum.drawn import draw_samples
 from megatron.data.kinds.curriculum.metric_files import read_rows, write_rows
 from megatron.data.kinds.curriculum.schedule import difficulty, stages
 from megatron.data.sampler import MicroBatchSampler
-from megatron.engine.json_keys import section_text
+from megatron.engine.deepspeed_json import section_text
 
 
 def schedules():

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import StepResult
 from megatron.training.guard import NonFiniteGuard, TrainingStopped
 from megatron.training.lagged import LaggedReads
 from megatron.training.signals import StopAgreement
