@@ -19,10 +19,15 @@ from megatron.checkpoint.files import write_text
 from megatron.checkpoint.registry import open_checkpoint
 from megatron.config import ConfigError, ModelConfig, parse_configs
 from megatron.config.flags import option
-from megatron.inference.generate import Continuation, OnToken, generate
+from megatron.inference.generate import (
+    Continuation,
+    OnToken,
+    TextStream,
+    continuation_text,
+    generate,
+)
 from megatron.inference.load import load_model, load_tokenizer
 from megatron.inference.sampling import Sampling
-from megatron.inference.text import TextStream, continuation_text
 from megatron.model.layer_list import LayerStack
 from megatron.tokenizer import Tokenizer
 
