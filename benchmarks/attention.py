@@ -135,7 +135,7 @@ def _flex_attention(grouped: bool) -> Kernel:
 def measure(
     shape: tuple[int, int, int, int, int], device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """Milliseconds of every kernel for B, S, N, K, D; a string says why there are none."""
+    """Milliseconds of every kernel for B, S, N, K, D; a string says why a kernel has none."""
     batch, length, heads, kv_heads, head_dim = shape
     torch.manual_seed(0)
     # Laid out as the trainer has them: heads side by side in one product of B x S rows.

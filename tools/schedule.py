@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Shows what each rank of a pipeline does when, without running it.
+# PYTHON_ARGCOMPLETE_OK
+r"""Shows what each rank of a pipeline does when, without running it.
 
     python tools/schedule.py --pipeline-schedule interleaved --pipeline-model-parallel-size 4 \
         --num-virtual-stages-per-pipeline-rank 2 --micro-batches 8 --picture schedule.png
@@ -101,9 +102,7 @@ def flag(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    (options,) = parse_configs(
-        (ScheduleConfig,), argv, description="Shows pipeline schedules without running them."
-    )
+    (options,) = parse_configs((ScheduleConfig,), argv, description=__doc__)
     try:
         run(options)
     except (ValueError, OSError) as error:
