@@ -44,8 +44,6 @@ class AsyncOptimizerStep:
         wrapper: DeepSpeed's optimizer around ``optimizer``; ``optimizer`` itself at stage 0.
         optimizer: torch's AdamW, fused.
         params: the parameters of which this process has a part.
-        mesh: the layout's process groups.
-        device: of the gradients.
         clip_grad: largest norm; 0 for any.
         hold: after a step with gradients that are not finite, change no weight any more: when the
             trainer learns of that step, the weights are still those before it.

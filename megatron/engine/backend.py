@@ -29,19 +29,8 @@ from megatron.parallel.timeline import Exchange, work_plan
 
 
 class Backend(ABC):
-    """The layers of a process, and how a step takes micro batches through them.
-
-    Args:
-        config: the run.
-        settings: DeepSpeed's configuration.
-        spec: the model.
-        mesh: the layout's process groups.
-        device: where the model runs.
-
-    Attributes:
-        layers: the whole layer list.
-        model: this process's layers, uninitialised at first.
-    """
+    """The layers of a process (``model``, uninitialised at first, of the whole layer list
+    ``layers``), and how a step takes micro batches through them."""
 
     model: nn.Module
 
@@ -68,8 +57,7 @@ class Backend(ABC):
 
     @abstractmethod
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
-        """Builds and returns DeepSpeed's engine around model and optimizer; once, before the first
-        step."""
+        """DeepSpeed's engine around model and optimizer; called once, before the first step."""
 
     @abstractmethod
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
@@ -179,11 +167,8 @@ def runs_graphs(config: RunConfig, device: torch.device) -> bool:
 
 
 class PipelineBackend(Backend):
-    """Layers cut over the ranks of a pipeline, at ZeRO stage 0 or 1.
-
-    Attributes:
-        executor: DeepSpeed's engine, once it is started.
-    """
+    """Layers cut over the ranks of a pipeline, at ZeRO stage 0 or 1; ``executor`` is DeepSpeed's
+    engine, once it is started."""
 
     executor: PipelineExecutor
 

@@ -70,13 +70,10 @@ def checkpoint_writer(
 def write_engine_folder(
     engine: TrainEngine, folder: Path, state: dict[str, Any], info: Json
 ) -> None:
-    """Writes a folder of DeepSpeed's engine; every rank must call it.
+    """Writes the engine's state into an existing folder; every rank must call it.
 
-    Args:
-        engine: whose state is saved.
-        folder: an existing folder.
-        state: counters; see :class:`megatron.checkpoint.source.Source`.
-        info: see :func:`universal_info`.
+    ``state`` are the counters of :class:`megatron.checkpoint.source.Source`, ``info`` is that of
+    :func:`universal_info`.
 
     Raises:
         OSError: a file cannot be written.

@@ -340,14 +340,9 @@ def take_norm_over(
     flat_gradient: Callable[[int], Tensor],
     step: Callable[[], None],
 ) -> None:
-    """Replaces DeepSpeed's clipping in a ZeRO optimizer.
-
-    Args:
-        wrapper: DeepSpeed's optimizer, of stage 1 or higher.
-        clip: scales flat gradients.
-        flat_gradient: the gradient of a group of parameters at stages 1 and 2.
-        step: the whole step, at stage 1 with sums in float32.
-    """
+    """Replaces DeepSpeed's clipping in a ZeRO optimizer of stage 1 or higher: by ``clip``, which
+    scales flat gradients; at stages 1 and 2 with the ``flat_gradient`` of a group of parameters; at
+    stage 1 with sums in float32 by the whole ``step``."""
     if isinstance(wrapper, BF16_Optimizer):
         wrapper.step = lambda closure=None: step()
     elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
@@ -371,15 +366,9 @@ def average_by(engine: Any, average: Callable[[], None]) -> None:
 class PlacedModule(PipelineModule):
     """DeepSpeed's pipeline module with arbitrary bounds, and several stages in a process.
 
-    Args:
-        layers: DeepSpeed's descriptions of all layers.
-        topology: of the processes.
-        bounds: where each stage starts in the layers, and their number.
-        stages: those of this process.
-        owner: the pipeline rank of a stage.
-
-    Attributes:
-        stage_modules: the modules of each stage, by the index of its first layer.
+    ``bounds`` are where each stage starts in the layers, and their number; ``owner`` gives the
+    pipeline rank of a stage; ``stage_modules`` are the modules of each of this process's stages, by
+    the index of its first layer.
 
     Raises:
         ConfigError: this version of DeepSpeed was not tested with it.

@@ -177,7 +177,7 @@ def prepare_deepspeed() -> None:
     environment's own folder, so that environments do not wait for each other's locks.
 
     Raises:
-        ConfigError: a killed build left a lock, on which the next build would hang.
+        ConfigError: a killed build left a lock.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     os.environ.setdefault("DS_LOG_LEVEL", "warning")

@@ -22,11 +22,8 @@ def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
     """Whether this rank's copy of a parameter counts in the norm of the gradients and in
     checkpoints.
 
-    Args:
-        param: the parameter.
-        mesh: this rank's view of the mesh.
-        among: the axes along which only one copy counts: ``SHARDED`` for sums over the ranks of one
-            replica, ``MODEL`` where each replica has its own part, ``AXES`` for one of all ranks.
+    Only one copy counts along the axes ``among``: ``SHARDED`` for sums over the ranks of one
+    replica, ``MODEL`` where each replica has its own part, ``AXES`` for one of all ranks.
     """
     # DeepSpeed marks the copies of tied parameters on pipeline stages after the first.
     replicated = getattr(param, "ds_pipe_replicated", False)
@@ -51,12 +48,7 @@ def average_gradients(params: Iterable[nn.Parameter], mesh: Mesh) -> None:
 @torch.no_grad()
 def gradient_norm(params: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     """2-norm over all gradients of the whole model, each counted once (float32, or float64 for
-    float64 gradients).
-
-    Args:
-        params: all of this rank, gradients averaged over the replicas.
-        mesh: this rank's view of the mesh.
-    """
+    float64 gradients). ``params`` are all of this rank, gradients averaged over the replicas."""
     dtypes = {param.grad.dtype for param in params if param.grad is not None}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     grads = [p.grad for p in params if p.grad is not None and owned(p, mesh, SHARDED)]

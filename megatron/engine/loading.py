@@ -45,9 +45,6 @@ def load_checkpoint(
         found: the checkpoint.
         weights_only: keep optimizer, loss scaler and random state as they are.
 
-    Returns:
-        The checkpoint, for its configuration and its counters.
-
     Raises:
         CheckpointError: the checkpoint is damaged or of another architecture.
     """

@@ -24,17 +24,8 @@ from megatron.parallel.pipeline_schedules import PipelineSchedule
 
 
 class StageModule(PlacedModule):
-    """The stages of a layer list on one process.
-
-    Args:
-        layers: the whole layer list.
-        parallel: how the list is cut, and what is recomputed.
-        placement: a schedule that assigns the stages to processes.
-        mesh: the layout's process groups.
-
-    Attributes:
-        sequences: each stage as it runs, by its number.
-    """
+    """The stages of a layer list that ``placement``, any schedule, assigns to one process;
+    ``sequences`` are the stages as they run, by number."""
 
     def __init__(
         self,
@@ -104,13 +95,8 @@ _COMPUTED = ("hidden", "encoder")
 
 
 class Boundary(NamedTuple):
-    """The tensors that cross one boundary, in the order in which they are sent.
-
-    Attributes:
-        names: fields of the state, or losses.
-        shapes: of each.
-        dtypes: of each.
-    """
+    """The tensors that cross one boundary, in the order of sending: fields of the state or losses
+    by name, their shapes and dtypes."""
 
     names: tuple[str, ...]
     shapes: tuple[tuple[int, ...], ...]

@@ -57,19 +57,15 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A save in progress, which training does not change.
-
-    Attributes:
-        folder: the incomplete folder that is written.
-        iteration: number of steps.
-        slices: what this rank writes; copies when in the background.
-        state: counters; see :class:`megatron.checkpoint.source.Source`.
-    """
+    """A save in progress, which training does not change."""
 
     folder: Path
+    """The incomplete folder that is written."""
     iteration: int
     slices: SliceWriter
+    """This rank's part; copies when in the background."""
     state: dict[str, Any]
+    """Counters; see :class:`megatron.checkpoint.source.Source`."""
 
 
 class CheckpointWriter:
@@ -77,12 +73,7 @@ class CheckpointWriter:
 
     Every rank must create one and call the methods in the same order. With ``--async-save`` a
     thread of each rank writes copies; these threads use their own gloo group, separate from the
-    collectives of training.
-
-    Args:
-        engine: whose state is saved.
-        content: the completed DeepSpeed JSON.
-        save_tokenizer: writes the tokenizer's files into a folder.
+    collectives of training. ``content`` is the completed DeepSpeed JSON.
     """
 
     def __init__(
@@ -110,11 +101,8 @@ class CheckpointWriter:
         """Saves a checkpoint, or begins to in the background; :meth:`finished` has the result.
 
         It becomes visible only when every rank has written its part. On an error on any rank the
-        part-written folder is removed, and earlier checkpoints stay as they are.
-
-        Args:
-            iteration: number of steps.
-            counters: what the training loop needs to continue.
+        part-written folder is removed, and earlier checkpoints stay as they are. ``counters`` are
+        those that the training loop needs to continue.
         """
         began = time.perf_counter()
         self._wait()
@@ -291,16 +279,10 @@ def hold_folder(
     save: str | None, world: Group, device: torch.device, say: Callable[[str], None]
 ) -> Lock | None:
     """Locks a folder for the saves of this run, and removes what killed runs left half written or
-    half deleted there; every rank must call it.
-
-    Args:
-        save: the folder; None for a run that does not save.
-        world: all ranks; the first one has the lock.
-        device: where their collectives work.
-        say: called with a line for the user.
+    half deleted there; every rank must call it. ``say`` is called with lines for the user.
 
     Returns:
-        The lock, on the first rank; None on others.
+        The lock, on the first rank; None on others and without a folder.
 
     Raises:
         CheckpointError: another run is saving there, or the folder cannot be written to.

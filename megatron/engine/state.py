@@ -99,7 +99,7 @@ def _flat_partition(engine: TrainEngine) -> _PlaceOf:
     def place_of(param: nn.Parameter) -> tuple[int, Tensor, int, int]:
         group, offset = places[param]
         holder = flat[group]
-        first = engine.data_rank * holder.numel() - offset
+        first = engine.mesh.data.rank * holder.numel() - offset
         start, end = max(0, first), min(param.numel(), first + holder.numel())
         return start, holder, start - first, end - start
 

@@ -55,9 +55,8 @@ class TrainEngine:
         backend: this process's layers, initialised.
         names: canonical name of each parameter of which this process has a part.
         optimizer: torch's optimizer.
-        engine: DeepSpeed's engine around the two.
-        asynchronous: whether norm, clipping and update are queued without synchronizing with the
-            device.
+        engine: DeepSpeed's engine around model and optimizer.
+        asynchronous: whether steps are :class:`AsyncOptimizerStep`.
     """
 
     def __init__(
@@ -95,11 +94,6 @@ class TrainEngine:
         """The layers of this process as they run, a sequence for each pipeline stage."""
         return self.backend.sequences
 
-    @property
-    def data_rank(self) -> int:
-        """This process's data-parallel rank."""
-        return self.mesh.data.rank
-
     def train_step(
         self,
         batches: Iterator[Batch],
@@ -113,13 +107,7 @@ class TrainEngine:
         All work is queued when this returns, without synchronizing with the device, except for the
         numbers that fp16, SGD and offloaded state need, and for DeepSpeed's streams at stage 3 and
         with ``overlap_comm``.
-
-        Args:
-            batches: this rank's micro batches.
-            micro_batches: number of micro batches of this step.
-            consumed_samples: samples of all earlier steps.
-            lr: learning rate.
-            weight_decay: of the matrices.
+        ``consumed_samples`` counts those of all earlier steps.
         """
         set_rates(self.optimizer, lr, weight_decay)
         self.prepare(micro_batches)
@@ -153,13 +141,8 @@ class TrainEngine:
     def evaluate(
         self, batches: Iterator[Batch], count: int, measure: Measure | None = None
     ) -> dict[str, float]:
-        """Means by name over ``count`` micro batches of every data-parallel rank.
-
-        Args:
-            batches: this rank's micro batches.
-            count: number of batches to take.
-            measure: computed for each; None for the losses.
-        """
+        """Means by name of a measure's numbers (by default the losses) over ``count`` of each
+        data-parallel rank's batches."""
         self.engine.eval()
         measure = measure or self.spec.loss_measure
         sums = self.backend.evaluate(batches, count, measure)
