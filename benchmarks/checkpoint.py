@@ -36,8 +36,7 @@ from megatron.checkpoint.retention import apply_retention
 from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint
-from megatron.engine.saving import CheckpointWriter, SaveResult
-from megatron.engine.snapshot import own_slices
+from megatron.engine.saving import CheckpointWriter, SaveResult, own_slices
 from megatron.training.run import Run, build_trainer, parse_run
 from megatron.training.trainer import Trainer
 
