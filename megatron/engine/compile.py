@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.config.fast_paths import GRAPH_MODES
+from megatron.config.engine import GRAPH_MODES
 from megatron.model.rope import rope_table
 from megatron.util.processes import is_main_process
 

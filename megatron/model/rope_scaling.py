@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from megatron.config.rope_scaling import RopeScaling
+from megatron.config.positions import RopeScaling
 
 
 def stretched(

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 
 from megatron.config import RunConfig
-from megatron.config.profiling import ProfilingConfig
+from megatron.config.output import ProfilingConfig
 from megatron.profiling.split import split
 from megatron.profiling.table import split_text
 from megatron.profiling.trace import read_trace

@@ -7,7 +7,7 @@ import os
 from typing import Any
 
 from megatron.config import RunConfig
-from megatron.config.profiling import ProfilingConfig
+from megatron.config.output import ProfilingConfig
 from megatron.engine.train_engine import TrainEngine
 from megatron.training.profile_phases import phases_marked
 from megatron.training.profile_recorders import MemoryHistory, NsysRange, Recorder, TorchTrace

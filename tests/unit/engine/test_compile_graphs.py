@@ -11,7 +11,7 @@ import torch
 from configs import run_config
 from torch import Tensor, nn
 
-from megatron.config.fast_paths import FastPathsConfig
+from megatron.config.engine import FastPathsConfig
 from megatron.engine import compile as compile_module
 from megatron.engine.compile import compile_blocks, runs_graphs
 from megatron.engine.plain_backend import PlainBackend

@@ -12,7 +12,7 @@ import torch
 from configs import run_config
 
 from megatron.config import PART_FLAGS, FlagParser, RunConfig, resolve
-from megatron.config.profiling import ProfilingConfig
+from megatron.config.output import ProfilingConfig
 from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.mesh import Mesh
