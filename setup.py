@@ -30,6 +30,7 @@ REQUIRES = [
     "tokenizers>=0.20",
     "tqdm>=4.64",
     "transformers>=4.46",
+    "xopen>=2.1",  # earlier ones accept a truncated zstd file
     "zstandard",
 ]
 
@@ -42,9 +43,13 @@ FAST = ["fastokens>=0.3.5,<0.4"]
 BENCH = ["accelerate>=1.1"]
 """For one of the peers of benchmarks/train.py, transformers' own Trainer."""
 
+# For `make docs`.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.27"]
+
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
+    "docs": DOCS,
     "fast": FAST,
     "http": ["aiohttp>=3.9"],
     "numba": ["numba"],

@@ -6,9 +6,9 @@ r"""Measures how difficult the training samples of a run are, for a curriculum t
         --save analysis [the flags of pretrain_gpt.py]
 
 It writes analysis/vocab_rarity/vocab_rarity_index_to_sample.bin and .idx and their like, which
-"data_efficiency" of the DeepSpeed JSON names; docs/curriculum.md shows how. The flags must be those
-of the run to come (data, sequence length, seed, length of the run): they decide what its samples
-are. --save is where the files go.
+"data_efficiency" of the DeepSpeed JSON names (docs/guides/curriculum.md). The flags must be
+those of the run to come (data, sequence length, seed, length of the run): they decide what its
+samples are. --save is where the files go.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ this starts its processes on this machine's CPU and compares
      one every gradient and every new weight.
 
 It prints the numbers beside those of one process and, for a layout that differs, what differs
-first. docs/parity.md says how to read them.
+first. docs/guides/parity.md says how to read them.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 """Prints what goes with what: every kind of layout, supported or refused, with the reason.
 
 python tools/layouts.py
-python tools/layouts.py --markdown > docs/layouts.md
+python tools/layouts.py --markdown > docs/reference/layouts.md
 """
 
 from collections.abc import Iterator, Sequence

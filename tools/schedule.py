@@ -22,9 +22,8 @@ from typing import TYPE_CHECKING
 
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.parallel.pipeline_messages import transfer_of
 from megatron.parallel.pipeline_schedules import SCHEDULES, Action, PipelineSchedule
-from megatron.parallel.timeline import Timeline, simulate, theory
+from megatron.parallel.timeline import Timeline, simulate, theory, transfer_of
 from megatron.util.files import replacing
 
 if TYPE_CHECKING:

@@ -95,8 +95,7 @@ class TokenizerConfig:
     tokenizer_type: str | None = option(None)
     """Tokenizer: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase,
     SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer, HFTokenizer,
-    ByteLevelTokenizer, NullTokenizer, or a name of Megatron's 2019 scripts (see the guide to
-    tokenizers)."""
+    ByteLevelTokenizer, NullTokenizer, or a name of 2019's scripts (docs/guides/tokenizers.md)."""
     vocab_file: str | None = option(None, aliases=("--vocab",))
     """Vocabulary file: vocab.json (GPT2BPETokenizer) or vocab.txt (BertWordPiece...)."""
     merge_file: str | None = option(None)
