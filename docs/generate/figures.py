@@ -38,7 +38,7 @@ CHECKPOINT: tuple[tuple[str, str, str], ...] = (
     ("Slices of parameters by canonical name", "megatron/checkpoint/slices.py", "Slice"),
     ("safetensors per rank, index, manifest", "megatron/checkpoint/writer.py", "SliceWriter"),
     ("A folder that appears by a rename", "megatron/checkpoint/folder.py", ""),
-    ("Which format a folder has", "megatron/checkpoint/registry.py", "open_checkpoint"),
+    ("Which format a folder has", "megatron/checkpoint/source.py", "open_checkpoint"),
     ("Reading, the same for every format", "megatron/checkpoint/source.py", "Source"),
     ("Only what each process keeps", "megatron/engine/loading.py", ""),
 )

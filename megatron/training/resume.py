@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import CheckpointConfig, RunConfig
 from megatron.data.skip import check_skipped
 from megatron.engine.loading import load_checkpoint
