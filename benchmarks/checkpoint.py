@@ -31,8 +31,8 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.registry import locate_checkpoint
-from megatron.checkpoint.retention import apply_retention
+from megatron.checkpoint.folder import apply_retention
+from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megatron.config import RunConfig
-from megatron.config.fast_paths import GRAPH_MODES
+from megatron.config.engine import GRAPH_MODES
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.environment import Mpu
