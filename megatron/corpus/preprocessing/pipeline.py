@@ -75,7 +75,7 @@ class _Part:
 
 
 class _Preprocessing:
-    """The partitions of a command, and what is made of them."""
+    """The partitions of a command."""
 
     def __init__(
         self, config: PreprocessConfig, inputs: Sequence[InputFile], encoder: BlockEncoder
