@@ -100,7 +100,7 @@ class PreprocessJob:
     def run(
         self, workers: int, report: Callable[[int, int, int], None], is_over: Callable[[], bool]
     ) -> None:
-        """Reads, encodes and writes what is left to do.
+        """Reads, encodes and writes what is left to do, if anything.
 
         Args:
             workers: processes; with 0, this one.
@@ -114,6 +114,8 @@ class PreprocessJob:
             InterruptedError: `is_over`.
         """
         state, config, saved = self.state, self._config, time.monotonic()
+        if state.is_complete:
+            return
         can_resume = all(file.path is not None for file in self._inputs)
         blocks = read_blocks(
             self._inputs, config.keys, config.max_line_bytes, state.file, state.cursor
