@@ -45,7 +45,7 @@ SECONDS_BETWEEN_SAVES = 10.0
 _FORMAT = 2
 """Of the folder; a job does not continue another format's."""
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 16
 _INDEX_ENTRIES = 1 << 20
 
 Description = dict[str, Any]
