@@ -34,7 +34,7 @@ from megatron.corpus.preprocessing.encode import BlockEncoder, EncodedBlock
 from megatron.corpus.preprocessing.inputs import Form, InputFile
 from megatron.corpus.preprocessing.progress import BadLines, KeySummary, located
 from megatron.corpus.preprocessing.readers import FileRange, RecordBlock, read_blocks
-from megatron.data.indexed.reader import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
+from megatron.data.indexed.dataset import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
 from megatron.data.json_lines import lines_in
 from megatron.util.digests import digest
 from megatron.util.files import sync, write_whole

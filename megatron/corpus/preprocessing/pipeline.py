@@ -23,7 +23,7 @@ from megatron.corpus.preprocessing.progress import (
     Progress,
 )
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.data.indexed.writer import publish
+from megatron.data.indexed.dataset_writer import publish
 from megatron.data.sentences import available_splitter
 from megatron.data.text_encoder import TextSettings
 from megatron.util.processes import usable_processors
