@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.data.kinds.masked_data.sentences import Sentences, join, token_count, trimmed
+from megatron.data.kinds.masked_data.sentence_numbers import Sentences, join, token_count, trimmed
 from megatron.data.samples import Piece
 
 

@@ -1,8 +1,7 @@
-"""The sentences of some documents, numbered through: none of them empty, none over a length.
+"""Numbers for the sentences of some documents: none is empty, none longer than a limit.
 
 A sentence is a sequence of the documents. Empty ones are left out, and one that is longer than a
-sample can be counts as several, so that no token is out of reach: a text that was not split into
-sentences, or a sentence that a splitter did not find the end of, is read whole.
+sample counts as several, so that a text that was not split into sentences is still read whole.
 
 Shape suffixes: N sentences, D documents, X sequences that are not exactly one sentence.
 """
@@ -20,18 +19,18 @@ from megatron.data.samples import Documents, Piece
 
 @dataclass(frozen=True)
 class SentenceNumbers:
-    """Finds the tokens of a sentence; small, whatever the size of the corpus."""
+    """Finds the tokens of a sentence; its size does not grow with the corpus."""
 
     first_sequence: int
-    """Sequence of sentence 0, were it not an exception."""
+    """The first sequence of the documents."""
     limit: int
     """Most tokens of a sentence."""
     exceptions_X: npt.NDArray[np.int64]
-    """Sequences that are no sentence, or several, in rising order."""
+    """Sequences that are not exactly one sentence, ascending."""
     exception_starts_X: npt.NDArray[np.int64]
-    """Number of the first sentence of each, or the one behind it where it has none."""
+    """Number of the first sentence of each, or of the next sentence if it has none."""
     exception_counts_X: npt.NDArray[np.int64]
-    """Sentences that each one is."""
+    """Number of sentences of each."""
 
     @classmethod
     def from_arrays(
@@ -47,7 +46,7 @@ class SentenceNumbers:
         )
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What depends on the corpus, for the cache."""
+        """The arrays, for the cache."""
         return {
             "exceptions": self.exceptions_X,
             "exception_starts": self.exception_starts_X,
@@ -71,30 +70,30 @@ class SentenceNumbers:
         return found
 
     def _locate(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sequence of each sentence, and which part of that sequence it is."""
+        """Sequence of each sentence, and its number within that sequence."""
         if not len(self.exceptions_X):
             return self.first_sequence + sentences, np.zeros_like(sentences)
-        # The last exception that begins at or before the sentence: in it, or counted on from it.
+        # The last exception at or before the sentence, which contains it or is counted from.
         x = np.searchsorted(self.exception_starts_X, sentences, side="right") - 1
         before_all = x < 0
         x = np.maximum(x, 0)
         part = sentences - self.exception_starts_X[x]
-        behind = part - self.exception_counts_X[x]
-        sequence = self.exceptions_X[x] + np.maximum(behind + 1, 0)
-        part = np.where(behind >= 0, 0, part)
+        after = part - self.exception_counts_X[x]
+        sequence = self.exceptions_X[x] + np.maximum(after + 1, 0)
+        part = np.where(after >= 0, 0, part)
         sequence = np.where(before_all, self.first_sequence + sentences, sequence)
         return sequence, np.where(before_all, 0, part)
 
 
 @dataclass(frozen=True)
 class Sentences:
-    """What is needed of all sentences at once to say which of them make a sample."""
+    """The sentences of some documents, to choose those of each sample."""
 
     numbers: SentenceNumbers
     starts_N: npt.NDArray[np.int64]
-    """Number of the first token of each sentence, and one more for the end: int64[N + 1]."""
+    """Number of the first token of each sentence, and of the end: int64[N + 1]."""
     document_starts_D: npt.NDArray[np.int64]
-    """Number of the first sentence of each document, and one more for the end: int64[D + 1]."""
+    """Number of the first sentence of each document, and of the end: int64[D + 1]."""
 
     @classmethod
     def of(cls, documents: Documents, units: range, limit: int) -> Sentences:
@@ -125,7 +124,7 @@ def join(documents: Documents, pieces: Sequence[Piece]) -> npt.NDArray[np.int64]
 
 
 def token_count(pieces: Sequence[Piece]) -> int:
-    """Tokens of pieces together."""
+    """Total tokens of pieces."""
     return sum(piece.stop - piece.start for piece in pieces)
 
 
@@ -143,14 +142,13 @@ def trimmed(pieces: Sequence[Piece], front: int, back: int) -> list[Piece]:
 
 
 def _starts(counts: np.ndarray) -> npt.NDArray[np.int64]:
-    """0 and the running sums."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, dtype=np.int64, out=starts[1:])
     return starts
 
 
 def _split(lengths: np.ndarray, counts: np.ndarray, limit: int) -> np.ndarray:
-    """The lengths of sentences of sequences that have `counts` each: the last one has the rest."""
+    """The lengths of the sentences of sequences with `counts` each: the last one has the rest."""
     split = np.full(int(counts.sum(dtype=np.int64)), limit, np.int32)
     ends = np.cumsum(counts, dtype=np.int64)
     some = counts > 0
