@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Shows the contents of indexed datasets (PREFIX.bin and PREFIX.idx).
+# PYTHON_ARGCOMPLETE_OK
+r"""Shows the contents of indexed datasets (PREFIX.bin and PREFIX.idx).
 
     python tools/inspect_index.py data/corpus_text_document
-    python tools/inspect_index.py data/corpus_text_document --document 7 \\
+    python tools/inspect_index.py data/corpus_text_document --document 7 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
 A folder means all datasets in it. --document prints the token ids of that document, and its text if

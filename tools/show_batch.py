@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Prints the batch of a step of a run.
 
 For each rank it prints the samples, the files, documents and tokens that they come from, their

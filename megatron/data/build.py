@@ -17,6 +17,7 @@ from megatron.data.blend import BlendedDataset, normalised_weights, part_samples
 from megatron.data.index_cache import IndexCache
 from megatron.data.samples import Documents, SampleDataset, SampleRecipe
 from megatron.data.sources import PARTS, Blend, DataSource, Parts, split_documents
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -285,8 +286,11 @@ def in_processes(jobs: Sequence[Job], workers: int) -> None:
     fork = multiprocessing.get_context("fork")
     with ProcessPoolExecutor(min(workers, len(jobs)), fork, _jobs.extend, (jobs,)) as pool:
         try:
-            for future in as_completed([pool.submit(_run_job, n) for n in range(len(jobs))]):
-                future.result()
+            futures = [pool.submit(_run_job, n) for n in range(len(jobs))]
+            with progress_bar("indexing", total=len(jobs), unit=" jobs") as bar:
+                for future in as_completed(futures):
+                    future.result()
+                    bar.update()
         except BrokenProcessPool:
             raise OSError(
                 "a process that built indices was killed; if memory is too small for several at "

@@ -30,6 +30,7 @@ from megatron.data.sampler import SkippedSamples, parse_skipped
 from megatron.data.samples import SampleDataset, SampleRecipe
 from megatron.data.sources import INDEXED, PARTS, DataSource, Parts, parts_of
 from megatron.tokenizer import Tokenizer
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -339,6 +340,8 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
 def _extremes(indexed: IndexedDataset) -> Mapping[str, np.ndarray]:
     logger.info("checking the token ids of %s.bin, once", indexed.prefix)
     extremes = TokenExtremes()
-    for start, tokens in indexed.token_blocks():
-        extremes.add(start, tokens)
+    with progress_bar("token ids", total=indexed.num_tokens, unit=" tokens") as bar:
+        for start, tokens in indexed.token_blocks():
+            extremes.add(start, tokens)
+            bar.update(len(tokens))
     return {"tokens_and_positions": extremes.array()}

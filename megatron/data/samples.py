@@ -130,6 +130,29 @@ def checked_index(index: int, length: int) -> int:
     return index
 
 
+def checked_range(
+    lengths: npt.NDArray[np.integer], index: int, offset: int, length: int | None, name: str
+) -> tuple[int, int]:
+    """A sequence's number, and the token after `length` (default: the rest) from `offset` on.
+
+    Args:
+        lengths: tokens in each sequence of `name`.
+
+    Raises:
+        IndexError: no such sequence, or the range leaves it.
+    """
+    index = operator.index(index)
+    if not 0 <= index < len(lengths):
+        raise IndexError(f"sequence {index} of {name}, which has {len(lengths)}")
+    available = int(lengths[index])
+    stop = available if length is None else offset + length
+    if not 0 <= offset <= stop <= available:
+        raise IndexError(
+            f"tokens {offset} to {stop} of sequence {index} of {name}, which has {available} tokens"
+        )
+    return index, stop
+
+
 class PackedSample(NamedTuple):
     """A sample of a causal model with explicit document ids and loss mask, which do not follow from
     end-of-document tokens."""

@@ -24,9 +24,9 @@ import numpy.typing as npt
 from megatron.config.kinds.fill_in_the_middle import FimConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.raw_text import text_encoder
-from megatron.data.kinds.raw_text.encode import TextEncoder
 from megatron.data.pipeline import DataKind, DataPipeline, SampleTokens
 from megatron.data.samples import Documents, Piece, SampleDataset, SampleRecipe
+from megatron.data.text_encoder import TextEncoder
 from megatron.tokenizer import Tokenizer
 
 Ids = npt.NDArray[np.int64]

@@ -9,7 +9,7 @@ from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.data.build import SourceReader
 from megatron.data.indexed import idx_path
-from megatron.data.kinds.instruction.encode import ExampleEncoder
+from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.kinds.instruction.examples import InstructionExamples
 from megatron.data.kinds.instruction.recipe import InstructionRecipe
 from megatron.data.pipeline import DataKind, DataPipeline
@@ -17,10 +17,9 @@ from megatron.data.sources import DataSource
 
 
 class Instruction(DataKind):
-    """See :class:`DataKind`."""
+    """Files of instructions and answers instead of .bin/.idx."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        """See :meth:`DataKind.reader`; examples have a recipe of their own."""
         config = data.config.kind(InstructionConfig)
         if sequence_lengths(data.config.kind(CurriculumConfig)) is not None:
             raise ConfigError(
