@@ -42,7 +42,9 @@ def _parts() -> Iterator[tuple[str, type]]:
 
 def _section(name: str, cls: type) -> str:
     title = (cls.__doc__ or name).split("\n")[0].rstrip(".")
-    return "\n".join([f"## {title} {{#{name}}}", "", '<dl class="flags">', *_fields(cls), "</dl>\n"])
+    return "\n".join(
+        [f"## {title} {{#{name}}}", "", '<dl class="flags">', *_fields(cls), "</dl>\n"]
+    )
 
 
 def _fields(cls: type) -> Iterator[str]:
@@ -70,7 +72,9 @@ def _default(field: dataclasses.Field, kind: type) -> str:
     if meta.get("derived"):
         return f"Default: {meta['derived']}"
     if kind is bool:
-        return "" if not field.default or meta.get("off") and not meta.get("flag") else "Default: on"
+        return (
+            "" if not field.default or meta.get("off") and not meta.get("flag") else "Default: on"
+        )
     if field.default is None or field.default == () or field.default is dataclasses.MISSING:
         return "Default: not set"
     value = field.default
