@@ -15,7 +15,6 @@ class MaskedData(DataKind):
     """See :class:`DataKind`."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        """See :meth:`DataKind.reader`."""
         recipe = TFRecordRecipe.from_config(data.tokenizer, data.seq_length, data.seed)
         return SourceReader(lambda path, source: TFRecords(path, data.cache(path)), recipe)
 

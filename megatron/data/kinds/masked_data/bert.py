@@ -79,7 +79,6 @@ class BertRecipe(SegmentRecipe[BertSample]):
 
     @property
     def rules(self) -> SegmentRules:
-        """See `SegmentRecipe.rules`."""
         special = 2 if self.pairs == "none" else 3
         return SegmentRules(self.seq_length - special, self.short_seq_prob, self.pairs)
 

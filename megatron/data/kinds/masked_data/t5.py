@@ -105,7 +105,6 @@ class T5Recipe(SegmentRecipe[T5Sample]):
 
     @property
     def rules(self) -> SegmentRules:
-        """See `SegmentRecipe.rules`."""
         most = self.corruption.most_tokens(self.encoder_length, self.decoder_length)
         return SegmentRules(most, self.short_seq_prob, "none")
 

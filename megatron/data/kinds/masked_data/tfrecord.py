@@ -115,12 +115,7 @@ class TFRecordFile:
         return type(self), (self.path,)
 
     def offsets(self) -> Iterator[int]:
-        """The byte at which each record begins.
-
-        Raises:
-            ValueError: a record is cut short, or its length is damaged; the message names the file
-                and the number of the record.
-        """
+        """The byte at which each record begins; ValueError names a damaged record."""
         position, record = 0, 0
         while position < len(self._bytes):
             yield position
@@ -128,14 +123,7 @@ class TFRecordFile:
             record += 1
 
     def read(self, offset: int, record: int) -> bytes:
-        """The bytes of the record at byte `offset`, checked.
-
-        Args:
-            record: its number, for messages.
-
-        Raises:
-            ValueError: the record is damaged.
-        """
+        """The bytes of the record at byte `offset`; ValueError with its number if it is damaged."""
         length = self._length(offset, record)
         start = offset + _LENGTH.size
         data = self._bytes[start : start + length]
@@ -191,15 +179,8 @@ class BertRecord(NamedTuple):
 
 
 def bert_record(features: Mapping[str, Any], where: str) -> BertRecord:
-    """Checks the features of a record.
-
-    Args:
-        features: lists of values by name.
-        where: names the record in messages.
-
-    Raises:
-        ValueError: a feature is missing, or has the wrong length or values.
-    """
+    """The record of some features, lists of values by name; ValueError, which begins with `where`,
+    if one is missing or has the wrong length or values."""
     missing = [name for name in (*_INTEGERS, _WEIGHTS) if name not in features]
     if missing:
         raise ValueError(
@@ -304,11 +285,7 @@ class TFRecords(Documents):
         """Nothing: every record was checked when its file was first opened."""
 
     def record(self, index: int) -> BertRecord:
-        """Record `index`, counted through all files.
-
-        Raises:
-            ValueError: the file has been damaged since it was checked.
-        """
+        """Record `index`, counted through all files."""
         file, number = self._place(index)
         return _read_record(self._files[file], int(self._entries[file]["offsets"][number]), number)
 
@@ -328,11 +305,7 @@ class TFRecords(Documents):
         return tokens[offset : None if length is None else offset + length]
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check that all ids, including those to be predicted, are below `vocab_size`.
-
-        Raises:
-            ValueError: naming the file, the record and the id.
-        """
+        """Check that all ids, including those to be predicted, are below `vocab_size`."""
         for file, entry in zip(self._files, self._entries, strict=True):
             token, record = entry["largest_id"].tolist()
             if token >= vocab_size:
