@@ -15,7 +15,8 @@ class MaskedData(DataKind):
     """See :class:`DataKind`."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        recipe = TFRecordRecipe.from_config(data.tokenizer, data.seq_length, data.seed)
+        tokenizer = data.tokenizer
+        recipe = TFRecordRecipe(data.seq_length, data.seed, tokenizer.pad, tokenizer.vocab_size)
         return SourceReader(lambda path, source: TFRecords(path, data.cache(path)), recipe)
 
 

@@ -27,6 +27,7 @@ import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.masked_data.sentence_numbers import (
+    EXCEPTIONS,
     SentenceNumbers,
     Sentences,
     join,
@@ -177,7 +178,8 @@ class SegmentDataset(Generic[Sample]):
         index = checked_index(index, len(self))
         rng = sample_rng(self.recipe.seed, self.name, index)
         limit = self._rules.max_tokens
-        numbers = SentenceNumbers.from_arrays(self._first_sequence, limit, self._index)
+        exceptions = (self._index[name] for name in EXCEPTIONS)
+        numbers = SentenceNumbers(self._first_sequence, limit, *exceptions)
         row = self._index["segments"][index].tolist()
         segments = [numbers.pieces(self.documents, *row[i : i + 2]) for i in range(0, len(row), 2)]
         is_random = False
@@ -248,6 +250,7 @@ def build_segments(
         index[filled : filled + len(order)] = rows[order]
         filled += len(order)
         epoch += 1
+    skipped = len(counts) - len(usable)
     logger.info(
         "%s: %d samples for %s of %d documents in %d epochs%s",
         source,
@@ -255,7 +258,9 @@ def build_segments(
         part,
         len(usable),
         epoch,
-        _left_out(rules, counts, len(usable)),
+        f"; {skipped} documents of fewer than {rules.min_sentences} sentences are left out"
+        if skipped
+        else "",
     )
     return index
 
@@ -350,10 +355,3 @@ def _check(
             f"{where} are only one document with text, and --bert-pair-task next-sentence takes "
             "half of its second segments from another one: add documents, or use sentence-order"
         )
-
-
-def _left_out(rules: SegmentRules, counts: np.ndarray, usable: int) -> str:
-    skipped = len(counts) - usable
-    if not skipped:
-        return ""
-    return f"; {skipped} documents of fewer than {rules.min_sentences} sentences are left out"

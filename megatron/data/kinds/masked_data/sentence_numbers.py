@@ -3,55 +3,39 @@
 A sentence is a sequence of the documents. Empty ones are left out, and one that is longer than a
 sample counts as several, so that a text that was not split into sentences is still read whole.
 
-Shape suffixes: N sentences, D documents, X sequences that are not exactly one sentence.
+Shape suffixes: N sentences, D documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.data.samples import Documents, Piece
 
+EXCEPTIONS = ("exceptions", "exception_starts", "exception_counts")
 
-@dataclass(frozen=True)
-class SentenceNumbers:
+
+class SentenceNumbers(NamedTuple):
     """Finds the tokens of a sentence; its size does not grow with the corpus."""
 
     first_sequence: int
     """The first sequence of the documents."""
     limit: int
     """Most tokens of a sentence."""
-    exceptions_X: npt.NDArray[np.int64]
-    """Sequences that are not exactly one sentence, ascending."""
-    exception_starts_X: npt.NDArray[np.int64]
-    """Number of the first sentence of each, or of the next sentence if it has none."""
-    exception_counts_X: npt.NDArray[np.int64]
-    """Number of sentences of each."""
+    exceptions: npt.NDArray[np.int64]
+    """Sequences that are not exactly one sentence, ascending: [X]."""
+    exception_starts: npt.NDArray[np.int64]
+    """Number of the first sentence of each, or of the next sentence if it has none: [X]."""
+    exception_counts: npt.NDArray[np.int64]
+    """Number of sentences of each: [X]."""
 
-    @classmethod
-    def from_arrays(
-        cls, first_sequence: int, limit: int, arrays: Mapping[str, np.ndarray]
-    ) -> SentenceNumbers:
-        """The inverse of :meth:`arrays`."""
-        return cls(
-            first_sequence,
-            limit,
-            arrays["exceptions"],
-            arrays["exception_starts"],
-            arrays["exception_counts"],
-        )
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """The arrays, for the cache."""
-        return {
-            "exceptions": self.exceptions_X,
-            "exception_starts": self.exception_starts_X,
-            "exception_counts": self.exception_counts_X,
-        }
+    def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
+        """The arrays by name, for the cache."""
+        return {name: getattr(self, name) for name in EXCEPTIONS}
 
     def pieces(self, documents: Documents, start: int, stop: int) -> list[Piece]:
         """The tokens of the sentences `start` to `stop` - 1, in order."""
@@ -71,22 +55,21 @@ class SentenceNumbers:
 
     def _locate(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Sequence of each sentence, and its number within that sequence."""
-        if not len(self.exceptions_X):
+        if not len(self.exceptions):
             return self.first_sequence + sentences, np.zeros_like(sentences)
         # The last exception at or before the sentence, which contains it or is counted from.
-        x = np.searchsorted(self.exception_starts_X, sentences, side="right") - 1
+        x = np.searchsorted(self.exception_starts, sentences, side="right") - 1
         before_all = x < 0
         x = np.maximum(x, 0)
-        part = sentences - self.exception_starts_X[x]
-        after = part - self.exception_counts_X[x]
-        sequence = self.exceptions_X[x] + np.maximum(after + 1, 0)
+        part = sentences - self.exception_starts[x]
+        after = part - self.exception_counts[x]
+        sequence = self.exceptions[x] + np.maximum(after + 1, 0)
         part = np.where(after >= 0, 0, part)
         sequence = np.where(before_all, self.first_sequence + sentences, sequence)
         return sequence, np.where(before_all, 0, part)
 
 
-@dataclass(frozen=True)
-class Sentences:
+class Sentences(NamedTuple):
     """The sentences of some documents, to choose those of each sample."""
 
     numbers: SentenceNumbers

@@ -36,7 +36,6 @@ from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.masked_data.masked_batch import BertSample
 from megatron.data.kinds.masked_data.segments import INDEX_VERSION, epoch_rng
 from megatron.data.samples import Documents, Piece, checked_index
-from megatron.tokenizer.protocol import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -353,11 +352,6 @@ class TFRecordRecipe:
     seed: int
     pad: int
     vocab_size: int
-
-    @classmethod
-    def from_config(cls, tokenizer: Tokenizer, seq_length: int, seed: int) -> TFRecordRecipe:
-        """The recipe for `--use-tfrecords`; masks and pairs are those of the records."""
-        return cls(seq_length, seed, tokenizer.pad, tokenizer.vocab_size)
 
     def units(self, documents: Documents) -> int:
         """The number of records, which --split divides."""

@@ -157,7 +157,7 @@ def test_tfrecords_of_tensorflow(realdata: Path, wordpiece: WordPieceTokenizer) 
     path = str(realdata / "tfrecord/tf_examples.tfrecord")
     records = TFRecords(path, IndexCache(None))
     assert len(records) == 60
-    recipe = TFRecordRecipe.from_config(wordpiece, 128, 1)
+    recipe = TFRecordRecipe(128, 1, wordpiece.pad, wordpiece.vocab_size)
     dataset = recipe.build(records, range(60), 60, "train", IndexCache(None))
     documents = [
         [int(i) for sentence in text for i in wordpiece.tokenize(sentence)]
