@@ -23,7 +23,7 @@ READERS = {
 """The :class:`Source` of each format, in the order in which they are tried. A universal checkpoint
 is a copy, which may be older than what it was made of."""
 
-WRITERS = {"universal": "megatron.formats.deepspeed_folders.universal_writer:save_universal"}
+WRITERS = {"universal": "megatron.formats.deepspeed_folders.universal:save_universal"}
 """What writes a copy of a checkpoint in another format."""
 
 

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.formats.deepspeed_folders.parameters import whole_shards
+from megatron.formats.deepspeed_folders.naming import whole_shards
 from megatron.parallel.shard import Cut, Shard
 
 
