@@ -1,13 +1,14 @@
 #!/usr/bin/env python
-"""Measures how difficult the training samples of a run are, for a curriculum to draw them by.
+# PYTHON_ARGCOMPLETE_OK
+r"""Measures how difficult the training samples of a run are, for a curriculum to draw them by.
 
-    python tools/analyze_data.py --analyzing-metric vocab_rarity --analyzing-num-threads 8 \\
+    python tools/analyze_data.py --analyzing-metric vocab_rarity --analyzing-num-threads 8 \
         --save analysis [the flags of pretrain_gpt.py]
 
 It writes analysis/vocab_rarity/vocab_rarity_index_to_sample.bin and .idx and their like, which
-"data_efficiency" of the DeepSpeed JSON names; docs/curriculum.md shows how. The flags must be those
-of the run to come (data, sequence length, seed, length of the run): they decide what its samples
-are. --save is where the files go.
+"data_efficiency" of the DeepSpeed JSON names (docs/guides/curriculum.md). The flags must be
+those of the run to come (data, sequence length, seed, length of the run): they decide what its
+samples are. --save is where the files go.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from megatron.config.kinds.curriculum import CurriculumConfig, without_sampling
 from megatron.data.kinds.curriculum.analysis import METRICS, MetricSummary, analyse
 from megatron.training.run import Run, run_data, run_of
 from megatron.training.run_flags import RunToolParser
+from megatron.util.progress import progress_bar
 
 
 @dataclass(frozen=True)
@@ -83,7 +85,13 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     rows = plain.model.vocabulary.padded
     assert rows is not None
     names = tuple(dict.fromkeys(config.analyzing_metric))
-    return analyse(datasets.train, names, folder, rows, config.analyzing_num_threads)
+    with progress_bar("measuring", unit=" samples") as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        return analyse(datasets.train, names, folder, rows, config.analyzing_num_threads, show)
 
 
 def report(summaries: Sequence[MetricSummary], seconds: float) -> None:

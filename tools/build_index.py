@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Builds the sample indices of a run beforehand, without a GPU.
 
     python tools/build_index.py --workers 8 --world-size 64 [the flags of pretrain_gpt.py]

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Shows what is in indexed datasets (PREFIX.bin and PREFIX.idx).
+# PYTHON_ARGCOMPLETE_OK
+r"""Shows what is in indexed datasets (PREFIX.bin and PREFIX.idx).
 
     python tools/inspect_index.py data/corpus_text_document
-    python tools/inspect_index.py data/corpus_text_document --document 7 \\
+    python tools/inspect_index.py data/corpus_text_document --document 7 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
 Folders stand for all datasets in them. With --document it prints the token ids of that document,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Merges indexed datasets (PREFIX.bin and PREFIX.idx) into one.
 
     python tools/merge_datasets.py --input parts/ --output-prefix data/corpus_text_document

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Turns JSON lines, text and Parquet into the indexed files that training reads.
+# PYTHON_ARGCOMPLETE_OK
+r"""Turns JSON lines, text and Parquet into the indexed files that training reads.
 
     python tools/preprocess_data.py --input corpus.jsonl.zst --output-prefix data/corpus \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
@@ -19,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, tokenizer_config = parse_configs(
         (PreprocessConfig, TokenizerConfig),
         argv,
-        description="Turns JSON lines, text and Parquet into the indexed files of training.",
+        description=__doc__,
     )
     try:
         summary = preprocess(config, tokenizer_config)

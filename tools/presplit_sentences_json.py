@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Puts each sentence of a text on a line of its own, for --presplit-sentences.
 
 python tools/presplit_sentences_json.py corpus.jsonl corpus_sentences.jsonl
@@ -14,7 +15,7 @@ from megatron.corpus.collection.presplit import PresplitConfig, presplit
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "presplit_sentences_json.py",
-        "Puts each sentence of a text on a line of its own, for --presplit-sentences.",
+        __doc__,
         (PresplitConfig, RunConfig),
         presplit,
         argv,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Splits a training step: where its time goes.
 
     python tools/profile_step.py [the flags of pretrain_gpt.py] --mock-data
@@ -8,8 +9,8 @@
 With the flags of a run it trains a few steps of it and saves nothing; with --trace it reads what
 --profile wrote. Milliseconds and share of the step for attention, matrix products, norms,
 elementwise work, embedding, loss, optimizer, communication, data, copies, host and idle time, for
-the forward pass, the backward pass and the optimizer each by itself. docs/profiling.md says how the
-time is told apart.
+the forward pass, the backward pass and the optimizer each by itself. docs/guides/profiling.md says
+how the time is told apart.
 """
 
 import json

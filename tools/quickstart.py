@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """The main job from end to end, on text that every Python installation carries.
 
     python tools/quickstart.py

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Prints what a run saw, or will see, at a step.
 
 For each rank its samples, the files, documents and tokens that they come from, their text, and

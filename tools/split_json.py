@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Splits a corpus into train, valid and test; equal texts are in one part.
 
 python tools/split_json.py --input corpus.jsonl --output-dir parts --split 90,5,5
@@ -14,7 +15,7 @@ from megatron.corpus.collection.parts import SplitConfig, split_corpus
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "split_json.py",
-        "Splits a corpus into train, valid and test; equal texts are in one part.",
+        __doc__,
         (SplitConfig, RunConfig),
         split_corpus,
         argv,

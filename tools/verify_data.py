@@ -1,8 +1,9 @@
 #!/usr/bin/env python
-"""Looks whether indexed datasets (PREFIX.bin and PREFIX.idx) are whole.
+# PYTHON_ARGCOMPLETE_OK
+r"""Looks whether indexed datasets (PREFIX.bin and PREFIX.idx) are whole.
 
     python tools/verify_data.py data/
-    python tools/verify_data.py data/corpus_text_document \\
+    python tools/verify_data.py data/corpus_text_document \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
     python tools/verify_data.py data/ --write-checksums
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Turns WikiExtractor's folders into one JSON object per article.
 
 python tools/wikiextractor_json.py --input extracted --output wikipedia.jsonl
@@ -14,7 +15,7 @@ from megatron.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "wikiextractor_json.py",
-        "Turns WikiExtractor's folders into one JSON object per article.",
+        __doc__,
         (WikipediaConfig, RunConfig),
         read_wikipedia,
         argv,

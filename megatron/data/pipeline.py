@@ -30,6 +30,7 @@ from megatron.data.samples import SampleDataset, SampleRecipe
 from megatron.data.skip import SkippedSamples, parse_skipped
 from megatron.data.sources import INDEXED, PARTS, Parts, Source, parts_of
 from megatron.tokenizer import Tokenizer
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -348,6 +349,8 @@ def _extremes(indexed: IndexedDataset) -> Mapping[str, np.ndarray]:
     """Smallest and largest token id, each with its position in the .bin: int64[2, 2]."""
     logger.info("checking the token ids of %s.bin, once", indexed.prefix)
     extremes = Extremes()
-    for start, tokens in indexed.token_blocks():
-        extremes.add(start, tokens)
+    with progress_bar("token ids", total=indexed.num_tokens, unit=" tokens") as bar:
+        for start, tokens in indexed.token_blocks():
+            extremes.add(start, tokens)
+            bar.update(len(tokens))
     return {"tokens_and_positions": extremes.array()}

@@ -12,6 +12,7 @@ import multiprocessing
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import Any
 
 from megatron.data.build import DatasetBuilder, SourceReader
@@ -19,6 +20,7 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import Documents, Piece, SampleRecipe
 from megatron.data.sources import Source
+from megatron.util.progress import progress_bar
 
 Job = Callable[[], object]
 
@@ -149,8 +151,10 @@ def in_processes(jobs: Sequence[Job], workers: int) -> None:
     try:
         for process in processes:
             process.start()
-        for process in processes:
-            process.join()
+        with progress_bar("indexing", total=len(jobs), unit=" jobs") as bar:
+            while alive := [process.sentinel for process in processes if process.is_alive()]:
+                wait(alive, timeout=0.2)
+                bar.update(min(next_job.value, len(jobs)) - bar.n)
     finally:
         for process in processes:
             if process.is_alive():

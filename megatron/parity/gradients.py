@@ -24,10 +24,8 @@ from megatron.engine.environment import distributed, training_device
 from megatron.engine.gradient_norm import average_gradients, gradient_norm, owned
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import spec_of
-from megatron.model.layer_list import LayerSpec, LayerStack, initialise
-from megatron.model.layer_sequence import LayerSequence
+from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState, initialise
 from megatron.model.spec import ModelSpec
-from megatron.model.state import LayerState
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Gives each document an id.
 
 python tools/openwebtext/add_id.py --input-file a.jsonl --output-file b.jsonl --id-prefix owt
@@ -14,7 +15,7 @@ from megatron.corpus.collection.numbering import AddIdConfig, add_ids
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "add_id.py",
-        "Gives each document an id.",
+        __doc__,
         (AddIdConfig, RunConfig),
         add_ids,
         argv,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Leaves out addresses that lead to no prose, and keeps each page once.
 
 python tools/openwebtext/blacklist_urls.py urls clean_urls.txt
@@ -14,7 +15,7 @@ from megatron.corpus.collection.urls import UrlConfig, choose_urls
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "blacklist_urls.py",
-        "Leaves out addresses that lead to no prose, and keeps each page once.",
+        __doc__,
         (UrlConfig, RunConfig),
         choose_urls,
         argv,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Repairs texts, and leaves out other languages and short documents.
 
 python tools/openwebtext/cleanup_dataset.py pages.jsonl clean.jsonl
@@ -15,7 +16,7 @@ from megatron.corpus.collection.job import RunConfig
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "cleanup_dataset.py",
-        "Repairs texts, and leaves out other languages and short documents.",
+        __doc__,
         (CleanupConfig, TokenizerConfig, RunConfig),
         cleanup,
         argv,

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Filters and repairs documents by named tasks.
+# PYTHON_ARGCOMPLETE_OK
+r"""Filters and repairs documents by named tasks.
 
 python tools/openwebtext/cleanup_fix_dataset.py --input-files clean.jsonl \
     --tasks remove_512 general_cleaning --output-path fixed
@@ -15,7 +16,7 @@ from megatron.corpus.collection.job import RunConfig
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "cleanup_fix_dataset.py",
-        "Filters and repairs documents by named tasks.",
+        __doc__,
         (FixConfig, RunConfig),
         fix,
         argv,

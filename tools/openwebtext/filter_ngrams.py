@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Takes out of a corpus what it shares with evaluation sets.
+# PYTHON_ARGCOMPLETE_OK
+r"""Takes out of a corpus what it shares with evaluation sets.
 
 python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada.jsonl \
     --dedup-dataset unique.jsonl text --output decontaminated.jsonl
@@ -15,7 +16,7 @@ from megatron.corpus.collection.job import RunConfig
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "filter_ngrams.py",
-        "Takes out of a corpus what it shares with evaluation sets.",
+        __doc__,
         (FilterConfig, RunConfig),
         filter_ngrams,
         argv,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Finds near-duplicates by MinHash and locality-sensitive hashing.
 
 python tools/openwebtext/find_duplicates.py --inputs clean.jsonl url --output duplicates.json
@@ -14,7 +15,7 @@ from megatron.corpus.collection.job import RunConfig
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "find_duplicates.py",
-        "Finds near-duplicates by MinHash and locality-sensitive hashing.",
+        __doc__,
         (DuplicateConfig, RunConfig),
         find_duplicates,
         argv,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Groups the near-duplicates that find_duplicates.py found.
 
 python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json
@@ -14,7 +15,7 @@ from megatron.corpus.collection.job import RunConfig
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "group_duplicate_url.py",
-        "Groups the near-duplicates that find_duplicates.py found.",
+        __doc__,
         (GroupConfig, RunConfig),
         group_duplicates,
         argv,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Puts JSON-lines files together.
 
 python tools/openwebtext/merge_jsons.py --json-path folder --output-file merged.jsonl
@@ -14,7 +15,7 @@ from megatron.corpus.collection.numbering import MergeConfig, merge
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "merge_jsons.py",
-        "Puts JSON-lines files together.",
+        __doc__,
         (MergeConfig, RunConfig),
         merge,
         argv,

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Leaves out all but the first document of each group of near-duplicates.
 
 python tools/openwebtext/remove_group_duplicates.py groups.json clean.jsonl unique.jsonl
@@ -14,7 +15,7 @@ from megatron.corpus.collection.job import RunConfig
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "remove_group_duplicates.py",
-        "Leaves out all but the first document of each group of near-duplicates.",
+        __doc__,
         (RemoveConfig, RunConfig),
         remove_duplicates,
         argv,

@@ -14,6 +14,7 @@ import numpy as np
 from megatron.data.indexed.reader import IndexedDataset, bin_path, idx_path
 from megatron.util.digests import sha256_of_file
 from megatron.util.files import write_whole
+from megatron.util.progress import progress_bar
 
 _BLOCK = 1 << 24
 _LINE = re.compile(r"([0-9a-f]{64}) [ *](.+)")
@@ -133,9 +134,12 @@ def _read_tokens(dataset: IndexedDataset) -> tuple[np.ndarray | None, str]:
     """Extremes of the token ids, None where there are none, and the SHA-256 of the .bin."""
     digest, extremes, position = hashlib.sha256(), Extremes(), 0
     integers = dataset.dtype.kind in "iu"
-    with bin_path(dataset.prefix).open("rb") as file:
+    path = bin_path(dataset.prefix)
+    bar = progress_bar(f"reading {path}", total=path.stat().st_size)
+    with bar, path.open("rb") as file:
         while block := file.read(_BLOCK):
             digest.update(block)
+            bar.update(len(block))
             if integers:
                 tokens = np.frombuffer(block, dataset.dtype)
                 extremes.add(position, tokens)

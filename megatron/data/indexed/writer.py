@@ -23,6 +23,7 @@ from megatron.data.indexed.reader import (
     idx_path,
 )
 from megatron.util.files import sync
+from megatron.util.progress import progress_bar
 
 # Entries, or tokens, that are held in memory at once.
 _BLOCK = 1 << 20
@@ -127,11 +128,14 @@ class IndexedDatasetWriter:
                 f"({self.dtype.name} tokens): preprocess them with the same vocabulary"
             )
         # Read, not mapped: pages of a mapped file would count as memory of this process.
-        with bin_path(prefix).open("rb") as source:
+        path = bin_path(prefix)
+        bar = progress_bar(f"appending {path}", total=path.stat().st_size)
+        with bar, path.open("rb") as source:
             while block := source.read(_BLOCK * other.dtype.itemsize):
                 tokens = np.frombuffer(block, other.dtype).astype(self.dtype, copy=False)
                 with _naming(self._bin_part):
                     self._stream.write(tokens.data)
+                bar.update(len(block))
         first = self._lengths.count
         for bounds in _blocks(other.document_indices[1:]):
             self._bounds.append(bounds + first)

@@ -27,6 +27,7 @@ from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.inference.load import model_of, training_dtype
+from megatron.util.progress import say
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -86,7 +87,7 @@ def to_hf(argv: Sequence[str]) -> None:
     with published(Path(output), config.overwrite, found.folder) as folder:
         source = found.open()
         dtype = config.dtype or _dtype_of(source)
-        write_model(source, folder, dtype, shard_bytes, config.architecture, progress=print)
+        write_model(source, folder, dtype, shard_bytes, config.architecture, progress=say)
         # Our weights are rounded like theirs.
         ours = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
         result = compare_logits(ours, folder, source.model)
@@ -139,7 +140,7 @@ def from_hf(argv: Sequence[str]) -> None:
         # The checkpoint uses its own copy of the tokenizer, wherever it is moved.
         source.tokenizer = None
         written = write_checkpoint(
-            folder, source, iteration=0, moments=False, max_file_bytes=shard_bytes, progress=print
+            folder, source, iteration=0, moments=False, max_file_bytes=shard_bytes, progress=say
         )
         ours = model_of(CheckpointReader(written), torch.float32, torch.device("cpu"))
         result = compare_logits(ours, path, source.model, strict=False)
@@ -242,7 +243,7 @@ def export_megatron(
                 raise CheckpointError(f"{folder}: {name} differs from {source.folder}")
 
     folder = write_megatron(
-        source, output, *sizes, iteration, dtype, progress=print,
+        source, output, *sizes, iteration, dtype, progress=say,
         check=check if checking else None,
     )  # fmt: skip
     result = "read back and equal, bit by bit" if checking else "not read back"
@@ -285,7 +286,7 @@ def to_universal(argv: Sequence[str]) -> None:
     found = _located(load, checkpoint.iteration)
     if output.resolve() == found.folder.resolve():
         raise ConfigError(f"--output {output} is the checkpoint that is read")
-    write_universal(found.open(), output, config.zero_stage, progress=print)
+    write_universal(found.open(), output, config.zero_stage, progress=say)
     stages = "3" if config.zero_stage == 3 else "1 and 2"
     print(
         f"{output}: {found.folder} for loaders of ZeRO stages {stages}; "

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
+from megatron.engine.universal_info import Registered, registered_parameters
 from megatron.families import spec_of
 from megatron.formats.legacy_megatron.names import (
     is_buffer,
@@ -26,7 +27,6 @@ from megatron.formats.legacy_megatron.names import (
     rename_block,
 )
 from megatron.model.layer_list import LayerSpec
-from megatron.model.registration import Registered, registered_parameters
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Shard
 from megatron.parallel.tensor_parallel import TensorParallel

@@ -19,6 +19,7 @@ from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface.architecture import Parameter
 from megatron.formats.huggingface.registry import architecture_of, departure
 from megatron.util.files import sync_path
+from megatron.util.progress import progress_bar
 
 
 def write_model(
@@ -95,7 +96,7 @@ def _write_weights(
         if len(shards) > 1:
             path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
-        for parameter in members:
+        for parameter in progress_bar(f"writing {path.name}", members, unit=" parameters"):
             tensors |= parameter.to_hf(source.tensor(parameter.ours).to(dtype))
         try:
             save_file(tensors, path, metadata={"format": "pt"})

@@ -169,8 +169,8 @@ class MegatronCheckpoint(Source):
         self.vocabulary_is_guessed = size is None
         if size is None:
             self.notes.append(
-                f"the token table has {rows:,} rows and the checkpoint does not say how many are "
-                "padding: all are taken for tokens"
+                f"the token embedding has {rows:,} rows, and the checkpoint does not say how many "
+                "are padding: all count as tokens"
             )
         return dataclasses.replace(model, vocabulary=Vocabulary(size or rows, rows))
 

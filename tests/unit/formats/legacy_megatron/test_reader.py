@@ -248,7 +248,7 @@ def test_a_vocabulary_of_unknown_size_stays_padded(
     write_legacy(tmp_path, weights, model, arguments={"tokenizer_type": "Other"})
     source = opened(tmp_path)
     assert_holds(source, weights)
-    assert any("64 rows and the checkpoint does not say" in note for note in source.notes)
+    assert any("64 rows, and the checkpoint does not say" in note for note in source.notes)
 
 
 @pytest.mark.parametrize(

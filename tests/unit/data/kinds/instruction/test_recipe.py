@@ -325,7 +325,7 @@ def test_batch_without_a_counted_token_gives_zero(gpt_config, random_gpt) -> Non
 
 @pytest.mark.realdata
 def test_alpaca_packs_tightly(realdata: Path, tmp_path: Path) -> None:
-    """The padding that docs/instruction-data.md states."""
+    """The padding that docs/guides/instruction-data.md states."""
     config = TokenizerConfig(
         tokenizer_type="GPT2BPETokenizer",
         vocab_file=str(realdata / "gpt2_bpe" / "gpt2-vocab.json"),
