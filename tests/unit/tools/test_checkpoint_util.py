@@ -134,7 +134,7 @@ def test_to_megatron(dtype, convert, saved, tmp_path, capsys):
         assert_equal(load, output)
     last = capsys.readouterr().out.splitlines()[-1]
     assert f"in {dtype or 'float32'} for tensor-parallel size 1 and" in last
-    with pytest.raises(SystemExit, match="release is there already"):
+    with pytest.raises(SystemExit, match="release exists already"):
         convert.main(["to-megatron", "--load", load, "--output", output, "--release"])
 
 
