@@ -9,6 +9,7 @@ import torch
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.slices import Slice
+from megatron.formats.inspection import verify_all
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 
 
@@ -119,6 +120,9 @@ def test_zip_archive(
         source = opened(spelling)
         assert source.folder == path / "release"
         assert_holds(source, weights)
+    (verdict,) = verify_all(path)
+    assert verdict.error is None and verdict.parameters == len(weights)
+    assert (verdict.files, verdict.bytes) == (1, path.stat().st_size)
     assert sorted(tmp_path.rglob("*")) == before, "nothing is unpacked to the disk"
 
 
