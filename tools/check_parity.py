@@ -32,8 +32,16 @@ from megatron.checkpoint.files import write_json
 from megatron.config import ConfigError
 from megatron.config.flags import option
 from megatron.config.layouts import Layout, parse_layout
-from megatron.parity.check import FACTOR, FIRST_STEP, HALF_LOSS, HALF_NORM, Checker, Outcome
-from megatron.parity.flags import CheckFlags, check_flags
+from megatron.parity.check import (
+    FACTOR,
+    FIRST_STEP,
+    HALF_LOSS,
+    HALF_NORM,
+    Checker,
+    CheckFlags,
+    Outcome,
+    check_flags,
+)
 from megatron.training.run import RunToolParser
 
 EPILOG = """All flags of pretrain_gpt.py (its --help lists them) describe model, data, optimizer and

@@ -10,7 +10,7 @@ from megatron.data.kinds.curriculum.metric_files import read_rows
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import distributed
 from megatron.parity import training
-from megatron.parity.training import Record
+from megatron.parity.runs import RunRecord
 from megatron.training import pretraining
 from megatron.training.run import parse_run, run_data
 from tools import analyze_data
@@ -28,7 +28,7 @@ LIMITS = [1, 1, 1, 2, 2, 2, 4, 4]
 def train_drawn(argv):
     """A run's record, and the tokens of all its batches, in the order of their making; for the
     pool."""
-    run, record, seen = parse_run(None, argv), Record(), []
+    run, record, seen = parse_run(None, argv), RunRecord(), []
     read = pretraining.run_data
 
     def watched_data(run):
