@@ -308,7 +308,7 @@ class Checker:
 
 
 def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
-    """A step in float64, then training in the same process: starting one takes longer than both."""
+    """A step in float64, then training in the same process, as starting one is slow."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         yield gradients_in(run, mesh)

@@ -33,7 +33,7 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """Processes that run a generator function and hand over what it yields.
+    """Processes that run a generator function and return the values that it yields.
 
     They run on this machine's CPU with a launcher's environment variables. Their output is kept for
     the message of :class:`RankError`. Each is a new interpreter, which imports the main module like

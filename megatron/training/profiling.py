@@ -26,7 +26,7 @@ from megatron.util.files import replacing
 
 
 def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Callback]:
-    """The callback that profiles a run, if its flags ask for one on this rank.
+    """The callback that profiles a run, if its flags select this rank.
 
     Args:
         config: the run.
