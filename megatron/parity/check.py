@@ -88,12 +88,7 @@ class CheckFlags:
 
 
 def check_flags(settings: Settings, layouts: Sequence[Layout], steps: int) -> CheckFlags:
-    """Turns flags of pretrain_gpt.py, as in a script, into those of a check.
-
-    Args:
-        settings: the given flags.
-        layouts: the layouts to compare.
-        steps: how many steps to train.
+    """Turns flags of pretrain_gpt.py, as in a script, into those of a check of ``steps`` steps.
 
     Raises:
         ConfigError: a layout's flag is among them, or the DeepSpeed JSON is wrong.
@@ -233,13 +228,7 @@ class PlainRun:
 
 
 class Checker:
-    """Checks layouts of one model.
-
-    Args:
-        flags: of model, data and training.
-
-    Raises:
-        ValueError, OSError: they are wrong for every layout.
+    """Checks layouts of one model; a ValueError or OSError if the flags are wrong for every layout.
     """
 
     def __init__(self, flags: CheckFlags) -> None:
@@ -250,11 +239,8 @@ class Checker:
         self._plain_training = cache(_plain_training)
 
     def check(self, name: str, layout: Layout) -> Outcome:
-        """Compares one step in float64, then whole steps through the engine.
-
-        Raises:
-            ValueError, OSError: one process fails too, because of data or training flags.
-        """
+        """Compares one step in float64, then whole steps through the engine; a ValueError or OSError if
+        one process fails too, because of data or training flags."""
         argv = [*self._flags.layout, *layout.flags()]
         try:
             check_layout(layout)

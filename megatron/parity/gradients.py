@@ -56,14 +56,8 @@ is above 1e-3 x the parameter's largest are compared."""
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference, in the order in which a step computes.
-
-    Attributes:
-        what: layer output, loss, gradient of a parameter, or gradient norm.
-        rank: global rank on which it was seen; None if it is missing on all ranks.
-        found: largest difference.
-        allowed: largest difference that rounding explains.
-    """
+    """The first difference, in the order in which a step computes: of what, on which global rank (None
+    if it is missing on all), and the largest found and allowed one."""
 
     what: str
     rank: int | None

@@ -33,15 +33,11 @@ class RankError(RuntimeError):
 
 
 class Ranks:
-    """Processes that run a generator function and return the values that it yields.
+    """Processes that run a generator function of a module and return the values that it yields.
 
     They run on this machine's CPU with a launcher's environment variables. Their output is kept for
     the message of :class:`RankError`. Each is a new interpreter, which imports the main module like
     any other. Leaving the context ends them; so does the end of the process that started them.
-
-    Args:
-        size: number of processes.
-        function: generator function of a module; runs on each with ``args``.
     """
 
     def __init__(self, size: int, function: Callable[..., Iterable[Any]], *args: Any) -> None:

@@ -32,14 +32,8 @@ ORDERS = 5
 
 @dataclass
 class RunRecord:
-    """A run as one rank saw it.
-
-    Attributes:
-        losses, norms, scales: loss, gradient norm and loss scale of every step.
-        skipped: whether a step changed nothing.
-        state: slices of weights and moments at the end, by ``name/kind/start``.
-        iteration: steps done.
-    """
+    """A run as one rank saw it: loss, gradient norm and loss scale of every step, whether it was
+    skipped, and slices of weights and moments at the end by ``name/kind/start``."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -200,12 +194,8 @@ def train_plainly(
 
 @dataclass(frozen=True)
 class Drift:
-    """How far runs are from the reference, step by step; the largest of several runs.
-
-    Attributes:
-        losses: absolute differences of the loss.
-        norms: relative differences of the gradient norm.
-    """
+    """How far runs are from the reference in each step, the largest of several runs: differences of the
+    loss, absolute, and of the gradient norm, relative."""
 
     losses: np.ndarray
     norms: np.ndarray

@@ -148,11 +148,8 @@ class CommandChain:
     """Runs commands in order, and skips those whose results are up to date.
 
     A command's stamp hashes its words, the files that it reads, and the stamp before; so after a
-    change the commands from there on run again and no earlier ones.
-
-    Args:
-        stamps: folder of the stamps.
-        start: identifies the input of the first command.
+    change the commands from there on run again and no earlier ones. ``start`` identifies the input of
+    the first command.
     """
 
     def __init__(self, stamps: Path, start: str) -> None:
@@ -160,11 +157,8 @@ class CommandChain:
         stamps.mkdir(parents=True, exist_ok=True)
 
     def run(self, command: Command) -> bool:
-        """Runs ``command`` unless it is up to date; returns whether it ran.
-
-        Raises:
-            CommandFailed: it failed, or its results are missing.
-        """
+        """Runs ``command`` unless it is up to date; returns whether it ran. A CommandFailed if it fails or
+        its results are missing."""
         read = [sha256_of_file(path) for path in command.reads]
         self._previous = digest = sha256(json.dumps([self._previous, command.words, read]))
         stamp = self._stamps / command.name
@@ -188,11 +182,7 @@ class CommandChain:
 
 
 def run_command(command: Command) -> None:
-    """Prints a command and runs it.
-
-    Raises:
-        CommandFailed: it could not start, or its exit status is not 0.
-    """
+    """Prints a command and runs it; a CommandFailed if it cannot start or fails."""
     words = [str(free_port()) if word == FREE_PORT else word for word in command.words]
     print(f"$ {shown(words)}", flush=True)
     if words[0] == "python":

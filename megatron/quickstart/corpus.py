@@ -110,17 +110,8 @@ class HeldOut:
 
 
 def held_out(prefix: Path, corpus: Path, split: str, vocab_size: int) -> HeldOut:
-    """Measures the validation part of a preprocessed corpus.
-
-    Args:
-        prefix: the indexed file, one sequence a document.
-        corpus: the JSON lines that it was made of, one a document.
-        split: the value of ``--split``.
-        vocab_size: number of tokens in the vocabulary.
-
-    Raises:
-        ValueError: the two files do not have the same documents.
-    """
+    """Measures the validation part (by ``--split``) of a corpus and its indexed file, which has one
+    sequence a document; a ValueError if they do not have the same documents."""
     documents = IndexedDataset(prefix)
     with corpus.open("rb") as lines:
         text_bytes = [len(json.loads(line)["text"].encode()) for line in lines]
