@@ -30,6 +30,7 @@ REQUIRES = [
     "tokenizers>=0.20",
     "tqdm>=4.64",
     "transformers>=4.46",
+    "xopen>=2.1",  # earlier ones accept a truncated zstd file
     "zstandard",
 ]
 

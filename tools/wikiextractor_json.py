@@ -7,8 +7,7 @@ python tools/wikiextractor_json.py --input extracted --output wikipedia.jsonl
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import run_tool
 from megatron.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia
 
 
@@ -16,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "wikiextractor_json.py",
         __doc__,
-        (WikipediaConfig, RunConfig),
+        (WikipediaConfig,),
         read_wikipedia,
         argv,
         positional=("--input", "--output"),

@@ -10,10 +10,9 @@ import numpy as np
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
-from megatron.data.batch import GPTBatch, GPTCollator
-from megatron.data.gpt_dataset import GPTRecipe
-from megatron.data.mock import MockGPTDataset
-from megatron.data.pipeline import DataPipeline, SampleView, SpecialTokens
+from megatron.data.gpt_batch import GPTBatch, GPTCollator
+from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
+from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
 from megatron.families.family import Family
 from megatron.model.attention_backends import AttentionMasks
@@ -100,7 +99,7 @@ class GPTData(DataPipeline):
             yield text if predicted[part[0]] else f"[[{text}]]"
 
     @property
-    def _special(self) -> SpecialTokens | None:
+    def _special(self) -> SampleTokens | None:
         """Those of the samples, where a kind of data has its own."""
         return next(filter(None, (kind.special_tokens(self) for kind in self.acting)), None)
 

@@ -11,7 +11,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint
 from megatron.checkpoint.source import Source
 from megatron.config import CheckpointConfig, RunConfig
-from megatron.data.skip import check_skipped
+from megatron.data.sampler import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
 from megatron.engine.train_engine import TrainEngine

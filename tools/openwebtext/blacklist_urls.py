@@ -7,8 +7,7 @@ python tools/openwebtext/blacklist_urls.py urls clean_urls.txt
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import run_tool
 from megatron.corpus.collection.urls import UrlConfig, choose_urls
 
 
@@ -16,7 +15,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "blacklist_urls.py",
         __doc__,
-        (UrlConfig, RunConfig),
+        (UrlConfig,),
         choose_urls,
         argv,
         positional=("--input", "--output"),

@@ -8,16 +8,15 @@ python tools/openwebtext/cleanup_dataset.py pages.jsonl clean.jsonl
 from collections.abc import Sequence
 
 from megatron.config import TokenizerConfig
-from megatron.corpus.collection.cleanup import CleanupConfig, cleanup
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.cleaning import CleanupConfig, cleanup
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "cleanup_dataset.py",
         __doc__,
-        (CleanupConfig, TokenizerConfig, RunConfig),
+        (CleanupConfig, TokenizerConfig),
         cleanup,
         argv,
         positional=("--input", "--output"),

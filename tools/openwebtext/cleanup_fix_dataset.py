@@ -8,16 +8,15 @@ python tools/openwebtext/cleanup_fix_dataset.py --input-files clean.jsonl \
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.fixes import FixConfig, fix
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.cleaning import FixConfig, fix
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "cleanup_fix_dataset.py",
         __doc__,
-        (FixConfig, RunConfig),
+        (FixConfig,),
         fix,
         argv,
     )

@@ -8,16 +8,15 @@ python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
 from megatron.corpus.collection.decontamination import FilterConfig, filter_ngrams
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "filter_ngrams.py",
         __doc__,
-        (FilterConfig, RunConfig),
+        (FilterConfig,),
         filter_ngrams,
         argv,
     )

@@ -7,16 +7,15 @@ python tools/openwebtext/find_duplicates.py --inputs clean.jsonl url --output du
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
 from megatron.corpus.collection.duplicates import DuplicateConfig, find_duplicates
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "find_duplicates.py",
         __doc__,
-        (DuplicateConfig, RunConfig),
+        (DuplicateConfig,),
         find_duplicates,
         argv,
     )

@@ -7,16 +7,15 @@ python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.groups import GroupConfig, group_duplicates
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.duplicates import GroupConfig, group_duplicates
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "group_duplicate_url.py",
         __doc__,
-        (GroupConfig, RunConfig),
+        (GroupConfig,),
         group_duplicates,
         argv,
         positional=("--input", "--output", "--threshold"),

@@ -7,16 +7,15 @@ python tools/openwebtext/merge_jsons.py --json-path folder --output-file merged.
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.numbering import MergeConfig, merge
+from megatron.corpus.collection.line_job import run_tool
+from megatron.corpus.collection.reshaping import MergeConfig, merge
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "merge_jsons.py",
         __doc__,
-        (MergeConfig, RunConfig),
+        (MergeConfig,),
         merge,
         argv,
     )

@@ -7,16 +7,15 @@ python tools/openwebtext/remove_group_duplicates.py groups.json clean.jsonl uniq
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.groups import RemoveConfig, remove_duplicates
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.duplicates import RemoveConfig, remove_duplicates
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "remove_group_duplicates.py",
         __doc__,
-        (RemoveConfig, RunConfig),
+        (RemoveConfig,),
         remove_duplicates,
         argv,
         positional=("--groups", "--input", "--output"),

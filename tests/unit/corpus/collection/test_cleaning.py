@@ -5,9 +5,15 @@ import json
 import pytest
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.corpus.collection.cleanup import CleanupConfig, cleanup, short_finder
-from megatron.corpus.collection.fixes import FixConfig, fix, tidied
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.cleaning import (
+    CleanupConfig,
+    FixConfig,
+    cleanup,
+    fix,
+    short_finder,
+    tidied,
+)
+from megatron.corpus.collection.line_job import LineJobConfig
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.train import train_byte_level_bpe
 
@@ -24,7 +30,7 @@ OTHERS = {
 def run_cleanup(files, texts, tokenizer=None, workers=1, **flags):
     path = files.lines("a.jsonl", [{"n": n, "text": text} for n, text in enumerate(texts)])
     config = CleanupConfig((path,), files / "b.jsonl", dropped=files / "dropped.jsonl", **flags)
-    return cleanup(config, tokenizer or TokenizerConfig(), RunConfig(workers=workers))
+    return cleanup(config, tokenizer or TokenizerConfig(), LineJobConfig(workers=workers))
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -108,7 +114,7 @@ def test_real_web_text_is_english(files, realdata):
     """Of 1,000 documents of OpenWebText one is not English (it is Croatian)."""
     source = realdata / "openwebtext" / "openwebtext-1000.decoded.jsonl"
     config = CleanupConfig((str(source),), files / "b.jsonl", dropped=files / "dropped.jsonl")
-    report = cleanup(config, TokenizerConfig(), RunConfig())
+    report = cleanup(config, TokenizerConfig(), LineJobConfig())
     others = {k: n for k, n in report.counts.items() if k.startswith("left out: language")}
     assert sum(others.values()) <= 2
     assert "Istraživanja" in json.dumps(files.records("dropped.jsonl"), ensure_ascii=False)
@@ -129,7 +135,7 @@ def test_tasks(files):
 
     def run_fix(*tasks):
         config = FixConfig((path,), tasks, files / "out")
-        report = fix(config, RunConfig())
+        report = fix(config, LineJobConfig())
         found = [files.records(f"out/a_{kind}.jsonl.gz") for kind in ("cleaned", "filtered")]
         return [r["n"] for r in found[0]], [r["n"] for r in found[1]], found[0], report.counts
 
@@ -151,7 +157,7 @@ def test_tasks(files):
 def test_two_inputs_of_one_name(files):
     paths = tuple(files.lines(f"{folder}/a.jsonl", [{"text": "x"}]) for folder in "xy")
     with pytest.raises(ConfigError, match="two outputs have the name"):
-        fix(FixConfig(paths, ("remove_512",), files / "out"), RunConfig())
+        fix(FixConfig(paths, ("remove_512",), files / "out"), LineJobConfig())
 
 
 def test_tidied():

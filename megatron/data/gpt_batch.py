@@ -1,4 +1,4 @@
-"""From samples to the tensors that a GPT is trained on.
+"""Batches of GPT samples, and how samples are collated into them.
 
 Shape suffixes: B micro batch, S sequence, T the S + 1 tokens of a sample.
 """
@@ -26,20 +26,19 @@ class GPTBatch(NamedTuple):
     loss_mask_BS: Tensor
     """1.0 where the loss counts, else 0.0; float32."""
     position_ids_BS: Tensor | None
-    """int64; None when positions simply count from 0 to S - 1."""
+    """int64; None if they are 0 to S - 1."""
     document_ids_BS: Tensor | None
-    """int64; a token attends to equal ids only. None when it attends across documents."""
+    """int64; a token attends to equal ids only. None if it attends across documents."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
-        """The same batch on another device."""
+        """The batch on another device."""
         return GPTBatch._make(
             None if tensor is None else tensor.to(device, non_blocking=non_blocking)
             for tensor in self
         )
 
     def shortened(self, seq_length: int) -> GPTBatch:
-        """The first ``seq_length`` tokens of every sample. Labels are the next tokens already, so
-        nothing is lost but what comes after them."""
+        """The first ``seq_length`` tokens of every sample."""
         assert self.tokens_BS.shape[1] >= seq_length
         return GPTBatch._make(
             None if tensor_BS is None else tensor_BS[:, :seq_length].contiguous()
@@ -51,9 +50,8 @@ class GPTBatch(NamedTuple):
 class GPTCollator:
     """Stacks samples into a GPTBatch.
 
-    A sample is int64[S + 1], whose documents end with end-of-document tokens and whose positions,
-    attention and loss the flags decide; or a PackedSample, which says all that itself. Both may be
-    in one batch.
+    A sample is int64[S + 1], whose positions, attention and loss follow from its end-of-document
+    tokens and the flags, or a PackedSample, which contains them. A batch may have both.
 
     Raises:
         ValueError: a flag needs the end-of-document token and the tokenizer has none.
@@ -63,15 +61,14 @@ class GPTCollator:
     reset_position_ids: bool = False
     """Positions restart after each end-of-document token."""
     reset_attention_mask: bool = False
-    """Attention stays within a document; an end-of-document token belongs to what it ends."""
+    """Attention stays within a document, including its end-of-document token."""
     eod_mask_loss: bool = False
     """No loss where the input is the end-of-document token."""
     pad_token: int | None = None
-    """No loss where the label is this token; None for samples that are never filled up."""
+    """No loss where the label is this token; None for samples without padding."""
 
     def __post_init__(self) -> None:
-        flags = ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
-        for name in flags:
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
             if getattr(self, name) and self.eod_token is None:
                 raise ValueError(
                     f"--{name.replace('_', '-')} needs an end-of-document token, and the tokenizer "
@@ -79,7 +76,6 @@ class GPTCollator:
                 )
 
     def __call__(self, samples: Sequence[np.ndarray | PackedSample]) -> GPTBatch:
-        """B samples to a batch."""
         packed = {row: s for row, s in enumerate(samples) if isinstance(s, PackedSample)}
         batch = self._by_flags(
             np.stack([s.tokens_T if isinstance(s, PackedSample) else s for s in samples])
@@ -107,7 +103,7 @@ class GPTCollator:
 
 
 def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatch:
-    """The batch with those rows as the samples have them."""
+    """The batch with some rows replaced by packed samples."""
     shape = batch.tokens_BS.shape
     positions_BS, document_ids_BS = batch.position_ids_BS, batch.document_ids_BS
     if positions_BS is None:
@@ -123,12 +119,12 @@ def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatc
 
 
 def _document_ids(is_eod_BS: Tensor) -> Tensor:
-    """End-of-document tokens strictly before each position."""
+    """Number of end-of-document tokens strictly before each position."""
     return is_eod_BS.cumsum(dim=1) - is_eod_BS.long()
 
 
 def _restarting_positions(is_last_BS: Tensor) -> Tensor:
-    """Positions that count from 0 again after each place where a document ends."""
+    """Positions that restart at 0 after the last token of each document."""
     positions_S = torch.arange(is_last_BS.shape[1])
     start_BS = torch.zeros_like(is_last_BS, dtype=torch.int64)
     start_BS[:, 1:] = torch.where(is_last_BS[:, :-1], positions_S[1:], 0)

@@ -1,13 +1,14 @@
-"""One text to the sequences of its document, by the rules of tools/preprocess_data.py."""
+"""Texts to the token sequences of their documents: for preprocessing and for raw text alike."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -18,30 +19,32 @@ from megatron.data.sentences import SentenceSplitter, build_splitter
 from megatron.tokenizer import Tokenizer, build_tokenizer
 from megatron.util.digests import digest_of_parts
 
+Item = TypeVar("Item")
+
 
 @dataclass(frozen=True)
 class TextSettings:
-    """All that decides which tokens a text becomes."""
+    """Everything that decides which tokens a text becomes."""
 
     tokenizer: TokenizerConfig
     append_eod: bool = False
     """End each document with the tokenizer's end-of-document token."""
     presplit_sentences: bool = False
-    """A text holds one sentence a line."""
+    """A text contains one sentence per line."""
     splitter: str | None = None
-    """What finds sentences otherwise ("rules" or "punkt"); None: a document is one sequence."""
+    """Else what finds sentences ("rules" or "punkt"); None: a document is one sequence."""
     lang: str = "english"
     keep_newlines: bool = False
 
 
 class TextEncoder:
-    """Encodes texts; loads its tokenizer when it is first needed, once in every process.
+    """Encodes texts; loads its tokenizer on first use, once in every process.
 
     Pickles as its settings.
     """
 
     def __init__(self, settings: TextSettings, tokenizer: Tokenizer | None = None) -> None:
-        """`tokenizer` is that of the settings, where it is at hand."""
+        """`tokenizer` is that of the settings, where it is loaded already."""
         self.settings = settings
         if tokenizer is not None:
             self.tokenizer = tokenizer
@@ -51,27 +54,47 @@ class TextEncoder:
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            ValueError, FileNotFoundError: as `build_tokenizer`.
-        """
+        """Raises as `build_tokenizer`."""
         return build_tokenizer(self.settings.tokenizer)
 
     @cached_property
     def dtype(self) -> np.dtype:
-        """Of the tokens."""
+        """Of the tokens in files and samples; the smallest that the vocabulary fits."""
         return best_dtype(self.tokenizer.vocab_size)
 
     @cached_property
     def identity(self) -> dict[str, Any]:
-        """All that the tokens of a text depend on, as JSON values; files by their content."""
+        """Everything that the tokens of a text depend on, as JSON values; files by content."""
         values = dataclasses.asdict(self.settings)
         values["tokenizer"] = tokenizer_identity(self.settings.tokenizer)
         return values
 
-    def __call__(self, texts: Sequence[str]) -> list[list[npt.NDArray[np.integer]]]:
-        """The sequences of each text's document; none for a text without a token.
+    @cached_property
+    def eod(self) -> npt.NDArray[np.int32] | None:
+        """Ends a document; int32[1].
+
+        Raises:
+            ValueError: the tokenizer has no such token.
+        """
+        if not self.settings.append_eod:
+            return None
+        try:
+            return np.array([self.tokenizer.eod], np.int32)
+        except ValueError as error:
+            raise ValueError(
+                f"--append-eod: {error}; leave it out, or give --no-append-eod for raw text"
+            ) from error
+
+    @cached_property
+    def split(self) -> SentenceSplitter | None:
+        """Raises as `build_splitter`."""
+        if self.settings.splitter is None:
+            return None
+        settings = self.settings
+        return build_splitter(self.settings.splitter, settings.lang, settings.keep_newlines)
+
+    def __call__(self, texts: Sequence[str]) -> list[list[npt.NDArray[np.int32]]]:
+        """The sequences of each text's document; an empty list for a text without a token.
 
         Raises:
             ValueError: a text cannot be tokenized, or there is no end-of-document token.
@@ -80,38 +103,32 @@ class TextEncoder:
         ids = iter(self.tokenizer.tokenize_batch([s for of_text in sentences for s in of_text]))
         documents = []
         for of_text in sentences:
-            tokens = (next(ids) for _ in of_text)
-            document = [sequence.astype(self.dtype) for sequence in tokens if len(sequence)]
-            if document and self._eod is not None:
-                document[-1] = np.append(document[-1], self._eod)
+            document = [sequence for sequence in islice(ids, len(of_text)) if len(sequence)]
+            if document and self.eod is not None:
+                document[-1] = np.concatenate((document[-1], self.eod))
             documents.append(document)
         return documents
 
     def _sentences(self, text: str) -> list[str]:
         if self.settings.presplit_sentences:
             return [line for line in text.split("\n") if line and not line.isspace()]
-        return [text] if self._split is None else self._split(text)
+        return [text] if self.split is None else self.split(text)
 
-    @cached_property
-    def _split(self) -> SentenceSplitter | None:
-        kind = self.settings.splitter
-        if kind is None:
-            return None
-        return build_splitter(kind, self.settings.lang, self.settings.keep_newlines)
 
-    @cached_property
-    def _eod(self) -> npt.NDArray[np.integer] | None:
-        if not self.settings.append_eod:
-            return None
+def refused(
+    encode: Callable[[list[Item]], object], items: Sequence[Item]
+) -> Iterator[tuple[int, ValueError]]:
+    """Numbers of the items that cannot be encoded, each tried alone, with their errors."""
+    for number, item in enumerate(items):
         try:
-            return np.array([self.tokenizer.eod], self.dtype)
+            encode([item])
         except ValueError as error:
-            raise ValueError(f"--append-eod: {error}; or give --no-append-eod") from error
+            yield number, error
 
 
 def tokenizer_identity(config: TokenizerConfig) -> dict[str, Any]:
-    """The settings of a tokenizer as JSON values, with a digest of the content in place of the
-    path of each of its files and folders."""
+    """The settings of a tokenizer as JSON values; a path of a file or folder is replaced by a
+    digest of its content."""
     return {
         name: _with_content(value) if isinstance(value, str) else value
         for name, value in dataclasses.asdict(config).items()
@@ -119,7 +136,6 @@ def tokenizer_identity(config: TokenizerConfig) -> dict[str, Any]:
 
 
 def _with_content(text: str) -> str:
-    """The digest of the file or folder that a text names, or else the text."""
     try:
         exists = Path(text).exists()
     except OSError:  # too long for a path, for example

@@ -7,9 +7,15 @@ import re
 import pytest
 
 from megatron.config import ConfigError
-from megatron.corpus.collection.decontamination import FilterConfig, filter_ngrams
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.ngrams import Matcher, cuts, ngrams_of_task, pieces
+from megatron.corpus.collection.decontamination import (
+    FilterConfig,
+    Matcher,
+    cuts,
+    filter_ngrams,
+    ngrams_of_task,
+    pieces,
+)
+from megatron.corpus.collection.line_job import LineJobConfig
 
 QUESTION = (
     "when the old captain finally opened the heavy iron door he saw nothing but dust and silence"
@@ -97,7 +103,7 @@ def run_filter(files, texts, task=QUESTION, running=None, **flags):
         output=files / "out.jsonl",
         **flags,
     )
-    return filter_ngrams(config, running or RunConfig())
+    return filter_ngrams(config, running or LineJobConfig())
 
 
 @pytest.mark.parametrize("workers", [1, 2])
@@ -113,7 +119,7 @@ def test_planted_contamination(files, workers):
         f"{sentences(3, 4)} {QUESTION}. {after}",
         QUESTION,
     ]
-    report = run_filter(files, texts, running=RunConfig(workers=workers))
+    report = run_filter(files, texts, running=LineJobConfig(workers=workers))
     found = files.records("out.jsonl")
     # 200 characters are four sentences of 51 less 4: the cut goes to the end of the one before
     kept_before, kept_after = before[: 6 * 51].strip(), after[4 * 51 :].strip()
@@ -168,18 +174,18 @@ def test_dictionary_saved_and_loaded(files):
             load_dictionary=files / "dictionary.json",
             output=files / "out2.jsonl",
         ),
-        RunConfig(),
+        LineJobConfig(),
     )
     assert [r["text"] for r in files.records("out2.jsonl")] == [r["text"] for r in first]
     (files.folder / "other.json").write_text('{"ngrams": {"one": 1}}')
-    with pytest.raises(ValueError, match="other.json is no file that --save-dictionary wrote"):
+    with pytest.raises(ValueError, match="other.json is not a file that --save-dictionary wrote"):
         filter_ngrams(
             FilterConfig(
                 dedup_dataset=(files / "corpus.jsonl", "text"),
                 load_dictionary=files / "other.json",
                 output=files / "out2.jsonl",
             ),
-            RunConfig(),
+            LineJobConfig(),
         )
 
 
@@ -199,17 +205,17 @@ def test_counting_is_not_repeated_after_a_kill(files, monkeypatch, capsys):
     assert (files.folder / "out.jsonl.counts").exists()
     corpus = (files.folder / "corpus.jsonl").stat()
 
-    def refuse(_self, _text):
+    def refuse(*_args):
         raise AssertionError("counted again")
 
     with monkeypatch.context() as patch:
-        patch.setattr(decontamination.CountStep, "build", refuse)
+        patch.setattr(decontamination, "_count_step", refuse)
         config = FilterConfig(
             task_file=(f"{files / 'task.jsonl'}:q",),
             dedup_dataset=(files / "corpus.jsonl", "text"),
             output=files / "out.jsonl",
         )
-        filter_ngrams(config, RunConfig())
+        filter_ngrams(config, LineJobConfig())
     assert (files.folder / "corpus.jsonl").stat() == corpus
     assert len(files.records("out.jsonl")) == 2
     assert files.names() == {"task.jsonl", "corpus.jsonl", "out.jsonl"}
@@ -221,7 +227,7 @@ def test_text_files_as_tasks(files):
     config = FilterConfig(
         task_file=(files / "task.txt",), dedup_dataset=(corpus, "text"), output=files / "out.jsonl"
     )
-    assert filter_ngrams(config, RunConfig()).found == 5
+    assert filter_ngrams(config, LineJobConfig()).found == 5
 
 
 @pytest.mark.parametrize(
@@ -252,7 +258,7 @@ def test_refused_tasks(files):
             task_file=(f"{task}:q",), dedup_dataset=(corpus, "text"), output=files / "out.jsonl"
         )
         with pytest.raises(ValueError, match=message):
-            filter_ngrams(config, RunConfig())
+            filter_ngrams(config, LineJobConfig())
 
 
 @pytest.mark.realdata
@@ -277,7 +283,7 @@ def test_lambada_and_wikitext_planted_in_real_text(files, realdata):
         dedup_dataset=(corpus, "text"),
         output=files / "out.jsonl",
     )
-    report = filter_ngrams(config, RunConfig())
+    report = filter_ngrams(config, LineJobConfig())
     assert report.filtered is not None
     touched = len(texts) - report.filtered.counts["documents unchanged"]
     assert touched == len(passages)

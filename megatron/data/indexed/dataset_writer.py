@@ -1,4 +1,4 @@
-"""Writes indexed datasets."""
+"""Writes and merges indexed datasets."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.indexed.reader import (
+from megatron.data.indexed.dataset import (
     CODE_OF_DTYPE,
     HEADER,
     MAGIC,
@@ -25,7 +25,7 @@ from megatron.data.indexed.reader import (
 from megatron.util.files import sync
 from megatron.util.progress import progress_bar
 
-# Entries, or tokens, that are held in memory at once.
+# Entries, or tokens, in memory at a time.
 _BLOCK = 1 << 20
 
 
@@ -33,15 +33,15 @@ class IndexedDatasetWriter:
     """Writes an indexed dataset: `with IndexedDatasetWriter(prefix, dtype) as writer: ...`.
 
     Everything streams to temporary files in the same folder, so that memory is constant. Leaving
-    the `with` block (or `close()`) publishes .bin, then .idx, each by a rename; leaving it by an
-    exception removes everything.
+    the `with` block (or `close()`) renames the .bin, then the .idx, into place; an exception
+    removes everything.
     """
 
     def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
         self.dtype = np.dtype(dtype).newbyteorder("<")
         if self.dtype not in CODE_OF_DTYPE:
             raise ValueError(
-                f"indexed files cannot hold {self.dtype}; they hold "
+                f"indexed files cannot store {self.dtype}; they store "
                 + ", ".join(d.name for d in CODE_OF_DTYPE)
             )
         self.prefix = os.fspath(prefix)
@@ -60,7 +60,7 @@ class IndexedDatasetWriter:
     def add_document(
         self, sequences: Sequence[npt.ArrayLike], modes: Sequence[int] | None = None
     ) -> None:
-        """Append one document: its sequences, each 1-D; `modes` one per sequence.
+        """Append one document: 1-D sequences, and optionally a mode for each.
 
         Raises:
             ValueError: a token does not fit the dtype.
@@ -83,7 +83,7 @@ class IndexedDatasetWriter:
         """Append many documents at once.
 
         Args:
-            tokens: all tokens back to back, 1-D.
+            tokens: all tokens concatenated, 1-D.
             sequence_lengths: tokens in each sequence; they sum to the number of tokens.
             sequences_per_document: they sum to the number of sequences.
             modes: one per sequence, for all documents of a file or for none.
@@ -98,7 +98,7 @@ class IndexedDatasetWriter:
         )
         if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
             raise ValueError(
-                f"a sequence of {lengths.max()} tokens: the format holds up to 2**31 - 1"
+                f"a sequence of {lengths.max()} tokens: the format allows up to 2**31 - 1"
             )
         kinds = np.asarray([] if modes is None else modes, dtype="i1")
         if modes is not None and len(kinds) != len(lengths):
@@ -113,10 +113,10 @@ class IndexedDatasetWriter:
         """Append all documents of another indexed dataset.
 
         Args:
-            widen: take tokens of a narrower dtype too, such as uint16 into int32.
+            widen: accept tokens of a narrower dtype too, such as uint16 into int32.
 
         Raises:
-            ValueError: its dtype is another one, or does not fit.
+            ValueError: it has another dtype, or is damaged.
         """
         other = IndexedDataset(prefix)
         other.verify()
@@ -146,7 +146,7 @@ class IndexedDatasetWriter:
                 self._modes.append(modes)
 
     def close(self) -> None:
-        """Finish the files and publish them; a second call does nothing."""
+        """Finish the files and rename them into place; a second call does nothing."""
         if not self._open:
             return
         try:
@@ -167,7 +167,7 @@ class IndexedDatasetWriter:
             self.discard()
 
     def discard(self) -> None:
-        """Remove what was written and not published."""
+        """Remove the temporary files."""
         self._open = False
         for file in (self._stream, self._lengths, self._bounds, self._modes):
             with suppress(OSError):  # closing flushes again; the first error is the one to report
@@ -218,19 +218,88 @@ class IndexedDatasetWriter:
         yield from (block.data for block in self._modes.blocks())
 
 
+class Merged(NamedTuple):
+    """The result of a merge."""
+
+    dtype: np.dtype
+    documents: int
+    sequences: int
+    tokens: int
+    notes: tuple[str, ...]
+    """Lines for the user about changed dtypes."""
+
+
+def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> Merged:
+    """Append the documents of all datasets, in order, as one new dataset in constant memory.
+
+    Tokens get the narrowest dtype that can store those of all.
+
+    Raises:
+        ValueError: a file is damaged, the datasets are incompatible, or the output is an input.
+        OSError: a file is missing, or the disk is full; no output is left.
+    """
+    output = Path(output_prefix).absolute()
+    for prefix in prefixes:
+        if Path(prefix).absolute() == output:
+            raise ValueError(
+                f"--output-prefix {output_prefix} is one of the inputs: write elsewhere, or remove "
+                f"{bin_path(output_prefix).name} and {idx_path(output_prefix).name} first"
+            )
+    inputs = [IndexedDataset(prefix) for prefix in prefixes]
+    dtype = _common_dtype(inputs)
+    with_modes = [d.prefix for d in inputs if d.modes is not None]
+    without = [d.prefix for d in inputs if d.modes is None and len(d)]
+    if with_modes and without:
+        raise ValueError(
+            f"{with_modes[0]} has a mode for each sequence (multimodal data) and {without[0]} has "
+            "none: they cannot be merged"
+        )
+    with IndexedDatasetWriter(output_prefix, dtype) as writer:
+        for prefix in prefixes:
+            writer.merge(prefix, widen=True)
+    return Merged(
+        dtype,
+        sum(d.num_documents for d in inputs),
+        sum(len(d) for d in inputs),
+        sum(d.num_tokens for d in inputs),
+        tuple(
+            f"{bin_path(d.prefix)}: {d.dtype.name} tokens are written as {dtype.name}"
+            for d in inputs
+            if d.dtype != dtype
+        ),
+    )
+
+
+def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
+    if not inputs:
+        raise ValueError("there is nothing to merge")
+    kinds = {dataset.dtype.kind for dataset in inputs}
+    if "f" in kinds and len(kinds) > 1:
+        floats = next(d for d in inputs if d.dtype.kind == "f")
+        tokens = next(d for d in inputs if d.dtype.kind != "f")
+        raise ValueError(
+            f"{bin_path(floats.prefix)} holds {floats.dtype.name} values and "
+            f"{bin_path(tokens.prefix)} {tokens.dtype.name} tokens: they cannot be merged"
+        )
+    dtype = np.result_type(*(dataset.dtype for dataset in inputs)).newbyteorder("<")
+    # The format has no unsigned 32 bits, but they cannot result without such an input.
+    assert dtype in CODE_OF_DTYPE
+    return dtype
+
+
 def publish(new_bin: Path, new_idx: Path, prefix: str) -> None:
-    """Gives two complete files the names of a dataset; goes on where that was interrupted."""
+    """Renames two complete files to those of a dataset; completes an interrupted call."""
     if not new_idx.exists():
         return
     if new_bin.exists():
-        # An old index must never describe the new tokens, not even if we die between the two.
+        # An old index must never describe the new tokens, not even after a kill between the two.
         idx_path(prefix).unlink(missing_ok=True)
         os.replace(new_bin, bin_path(prefix))
     os.replace(new_idx, idx_path(prefix))
 
 
 class _Spool:
-    """A long array in a temporary file without a name: nothing of it stays if the process dies."""
+    """A long array in an unnamed temporary file, which disappears if the process dies."""
 
     def __init__(self, folder: Path, dtype: str, path: Path) -> None:
         self._dtype = np.dtype(dtype)
@@ -239,19 +308,16 @@ class _Spool:
         self.count = 0
 
     def append(self, values: np.ndarray) -> None:
-        """Values at the end."""
         with _naming(self._path):
             self._file.write(np.ascontiguousarray(values, self._dtype).data)
         self.count += len(values)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        """All values, in order."""
         self._file.seek(0)
         while block := self._file.read(_BLOCK * self._dtype.itemsize):
             yield np.frombuffer(block, self._dtype)
 
     def close(self) -> None:
-        """Gives its space on the disk back."""
         self._file.close()
 
 
@@ -263,13 +329,13 @@ def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
 def _counts(values: npt.ArrayLike, name: str, total: int, unit: str) -> np.ndarray:
     counts = np.ravel(np.asarray(values, dtype=np.int64))
     if (counts < 0).any() or counts.sum() != total:
-        raise ValueError(f"{name} must be counts that sum to the {total} {unit}, not {counts}")
+        raise ValueError(f"{name} must be counts that sum to {total} {unit}, not {counts}")
     return counts
 
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """A failed write (full disk) does not know its file: name it."""
+    """Adds the file's name to errors of writing, such as a full disk."""
     try:
         yield
     except OSError as error:

@@ -7,10 +7,9 @@ import pytest
 
 from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.curriculum.analysis import analyse
-from megatron.data.kinds.curriculum.drawn import DrawnSamples, draw_samples
-from megatron.data.kinds.curriculum.metric_files import read_rows, write_rows
-from megatron.data.kinds.curriculum.schedule import difficulty
+from megatron.data.kinds.curriculum.analysis import analyse, read_rows, write_rows
+from megatron.data.kinds.curriculum.lengths import difficulty
+from megatron.data.kinds.curriculum.order import DrawnSamples, draw_samples
 from megatron.data.samples import Piece
 
 METRIC = {
@@ -116,7 +115,7 @@ def test_samples_must_be_within_every_metric(tmp_path):
     drawn = draw_samples(Samples(values["first"]), config, [(10, 30)], 300, IN_MEMORY)
     for number in range(300):
         limit = difficulty(config.metrics[0].schedule, number // 10 + 1)
-        index = drawn.drawn(number)
+        index = drawn.number(number)
         assert values["first"][index] <= limit and values["second"][index] <= limit
 
 
@@ -126,9 +125,9 @@ def test_a_longer_run_begins_alike(tmp_path):
     short = draw_samples(samples, config, [(4, 5)], 20, IN_MEMORY)
     longer = draw_samples(samples, config, [(4, 9)], 36, IN_MEMORY)
     beyond = draw_samples(samples, config, [(4, 5)], 36, IN_MEMORY)  # skipped samples
-    wanted = [longer.drawn(i) for i in range(36)]
-    assert [short.drawn(i) for i in range(20)] == wanted[:20]
-    assert [beyond.drawn(i) for i in range(36)] == wanted
+    wanted = [longer.number(i) for i in range(36)]
+    assert [short.number(i) for i in range(20)] == wanted[:20]
+    assert [beyond.number(i) for i in range(36)] == wanted
 
 
 def test_where_samples_come_from(tmp_path):
@@ -136,7 +135,7 @@ def test_where_samples_come_from(tmp_path):
     drawn = draw_samples(samples, sampling(tmp_path, samples), [(4, 3)], 12, IN_MEMORY)
     assert isinstance(drawn, DrawnSamples)
     assert [drawn.origin(i)[0].sequence for i in range(12)] == [s[1] for s in samples_of(drawn)]
-    with pytest.raises(IndexError, match="sample 12 of a curriculum of 12"):
+    with pytest.raises(IndexError, match="sample 12 of a dataset of 12"):
         drawn[12]
 
 
@@ -155,8 +154,8 @@ def test_the_order_is_kept_and_made_again_when_it_must_be(tmp_path):
     draw_samples(samples, sampling(elsewhere, samples), [(4, 5)], 20, cache)
     assert entries() == 1, "the same files in another place"
     other = draw_samples(samples, sampling(tmp_path, samples, seed=8), [(4, 5)], 20, cache)
-    assert entries() == 2 and [first.drawn(i) for i in range(20)] != [
-        other.drawn(i) for i in range(20)
+    assert entries() == 2 and [first.number(i) for i in range(20)] != [
+        other.number(i) for i in range(20)
     ]
     draw_samples(samples, config, [(2, 10)], 20, cache)
     draw_samples(samples, sampling(tmp_path, samples, max_difficulty=4), [(4, 5)], 20, cache)
@@ -178,7 +177,7 @@ def test_what_cannot_be_drawn(tmp_path):
     )  # fmt: skip
     easy = Samples([1] * 4)
     refused(
-        "num_epochs 2 allows 8 samples, 4 an epoch; the run takes 9",
+        "num_epochs 2 allows 8 samples, 4 an epoch; the run needs 9",
         easy, sampling(tmp_path, easy, epochs=2), wanted=9,
     )  # fmt: skip
     config = sampling(tmp_path, easy)
@@ -210,10 +209,10 @@ def test_an_analysis_of_other_samples_is_refused(tmp_path):
     [
         (lambda b, i: (b[:-1], i), "cut short"),
         (lambda b, i: (b, i[:-1]), "idx is damaged"),
-        (lambda b, i: (b, b"X" + i[1:]), "is no index"),
+        (lambda b, i: (b, b"X" + i[1:]), "is not an index"),
         (lambda b, i: (b, i[:17] + b"\x09" + i[18:]), "dtype code 9"),
         (lambda b, i: (b, i[:9] + b"\x02" + i[10:]), "version 2"),
-        (lambda b, i: (b, b""), "is no index"),
+        (lambda b, i: (b, b""), "is not an index"),
     ],
 )
 def test_damaged_files(tmp_path, damage, message):

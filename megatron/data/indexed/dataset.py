@@ -1,7 +1,4 @@
-"""Reads indexed datasets: the constants of the format, the `.idx`, and both files together.
-
-An `.idx` is memory-mapped, and refused when it is damaged.
-"""
+"""Reads indexed datasets; both files are memory-mapped."""
 
 from __future__ import annotations
 
@@ -36,7 +33,7 @@ HEADER = struct.Struct("<9sQBQQ")
 
 
 def best_dtype(vocab_size: int | None) -> np.dtype:
-    """The token dtype Megatron chooses: uint16 below a vocabulary of 65,500, else int32."""
+    """The token dtype that Megatron uses: uint16 below a vocabulary of 65,500, else int32."""
     return np.dtype("<u2") if vocab_size is not None and vocab_size < 65_500 else np.dtype("<i4")
 
 
@@ -50,7 +47,7 @@ def idx_path(prefix: str | os.PathLike[str]) -> Path:
     return Path(f"{os.fspath(prefix)}.idx")
 
 
-# Opening looks at up to this many blocks of entries, evenly spaced: all of them below 16 million.
+# Opening checks up to this many blocks of entries, evenly spaced: all of them below 16 million.
 _BLOCK = 1 << 18
 _BLOCKS_AT_OPENING = 64
 
@@ -58,11 +55,11 @@ _BLOCKS_AT_OPENING = 64
 class IndexFile:
     """Lengths, offsets and document boundaries of the sequences of a `.bin`.
 
-    Opening a huge file looks at a part of its entries; `verify` looks at all of them.
+    Opening a huge file checks a part of its entries; `verify` checks all of them.
 
     Args:
         path: the file.
-        name: what messages call it; its path, unless it is a copy of something elsewhere.
+        name: for messages; None: its path.
 
     Raises:
         ValueError: the file is damaged or cut short; the message names it.
@@ -75,9 +72,9 @@ class IndexFile:
     sequence_offsets: npt.NDArray[np.int64]
     """Byte offset of each sequence in the .bin, int64[n]."""
     document_indices: npt.NDArray[np.int64]
-    """Document d holds the sequences document_indices[d] up to document_indices[d + 1]."""
+    """Document d is made of the sequences document_indices[d] up to document_indices[d + 1]."""
     modes: npt.NDArray[np.int8] | None
-    """Mode of each sequence, int8[n]; None when the file has none (text)."""
+    """Mode of each sequence, int8[n]; None for text."""
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.name = name or str(path)
@@ -90,21 +87,16 @@ class IndexFile:
 
     @property
     def bin_bytes(self) -> int:
-        """Size that the .bin must have."""
+        """Expected size of the .bin."""
         if not len(self):
             return 0
-        return int(self.sequence_offsets[-1]) + self.bytes_of(len(self) - 1)
+        return int(self.sequence_offsets[-1]) + self._bytes_of(len(self) - 1)
 
-    def bytes_of(self, sequence: int) -> int:
-        """Size of a sequence in the .bin."""
+    def _bytes_of(self, sequence: int) -> int:
         return int(self.sequence_lengths[sequence]) * self.dtype.itemsize
 
-    def lengths_digest(self) -> str:
-        """Identifies the sequence lengths, wherever the files lie: equal when those are equal."""
-        return digest_of_lengths(self.sequence_lengths)
-
     def check_bin_size(self, name: str, size: int) -> None:
-        """Compare the size of a .bin with what this describes.
+        """Compare the size of a .bin with the expected one.
 
         Raises:
             ValueError: naming both files, both sizes and the likely cause.
@@ -121,7 +113,7 @@ class IndexFile:
             )
 
     def check_sequence(self, sequence: int) -> None:
-        """Check the entries of one sequence, which opening may not have looked at.
+        """Check the entries of one sequence, which may not have been checked on opening.
 
         Raises:
             ValueError: naming the file and the sequence.
@@ -129,7 +121,7 @@ class IndexFile:
         start = int(self.sequence_offsets[sequence])
         last = sequence + 1 == len(self)
         stop = self.bin_bytes if last else int(self.sequence_offsets[sequence + 1])
-        if start < 0 or stop - start != self.bytes_of(sequence):
+        if start < 0 or stop - start != self._bytes_of(sequence):
             raise self._wrong_offset(sequence, stop)
 
     def verify(self) -> None:
@@ -151,11 +143,13 @@ class IndexFile:
         magic, version, code, sequences, boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
         if magic != MAGIC:
             raise ValueError(
-                f"{self.name} starts with {magic!r}, not {MAGIC!r}: it is no Megatron index "
+                f"{self.name} starts with {magic!r}, not {MAGIC!r}: it is not a Megatron index "
                 "(mmap) file"
             )
         if version != VERSION:
-            raise ValueError(f"{self.name} has format version {version}; only {VERSION} is known")
+            raise ValueError(
+                f"{self.name} has format version {version}; only {VERSION} is supported"
+            )
         if code not in DTYPE_OF_CODE:
             raise ValueError(
                 f"{self.name} has dtype code {code}; known are "
@@ -193,7 +187,8 @@ class IndexFile:
             if lengths[start:stop].min() < 0:
                 bad = start + int(np.argmax(lengths[start:stop] < 0))
                 raise ValueError(
-                    f"{self.name}: sequence {bad} has the length {lengths[bad]}; damaged file"
+                    f"{self.name}: sequence {bad} has the length {lengths[bad]}; the file is "
+                    "damaged"
                 )
             steps = np.diff(offsets[start : stop + 1])
             sizes = lengths[start : start + len(steps)].astype(np.int64) * self.dtype.itemsize
@@ -218,7 +213,7 @@ class IndexFile:
 
 
 def digest_of_lengths(lengths: np.ndarray) -> str:
-    """Equal for equal lengths, int32[n]."""
+    """Digest of int32[n]."""
     blocks = (lengths[start : start + _BLOCK] for start in range(0, len(lengths), _BLOCK))
     return digest_of_parts(np.ascontiguousarray(block).data for block in blocks)
 
@@ -232,44 +227,33 @@ def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
 
 def _blocks(count: int, max_blocks: int | None) -> Iterator[tuple[int, int]]:
     total = -(-count // _BLOCK)
-    looked_at = total if max_blocks is None else min(total, max_blocks)
-    for i in range(looked_at):
-        block = i * (total - 1) // max(looked_at - 1, 1)  # the first, the last, evenly between
+    checked = total if max_blocks is None else min(total, max_blocks)
+    for i in range(checked):
+        block = i * (total - 1) // max(checked - 1, 1)  # evenly spaced from the first to the last
         yield block * _BLOCK, min(block * _BLOCK + _BLOCK, count)
 
 
 class Tokens(Protocol):
-    """The content of a .bin, wherever that lies."""
+    """The content of a .bin."""
 
     def __len__(self) -> int:
         """Number of tokens."""
 
     def __getitem__(self, part: slice, /) -> np.ndarray:
-        """The tokens of a slice with a start and a stop within the file; read-only."""
+        """The tokens of a slice, whose start and stop are within the file; read-only."""
 
 
 class IndexedDataset(Sequence[np.ndarray]):
     """Read-only, memory-mapped view of `prefix.bin` and `prefix.idx`; item i is sequence i.
 
-    Items are read-only views into the file, of dtype `.dtype`. Pickling (loader workers) reopens
-    the files instead of copying them.
+    Items are read-only views into the file, of dtype `.dtype`. The arrays are those of `IndexFile`.
+    Unpickling (in loader workers) reopens the files.
 
     Raises:
         FileNotFoundError: one of the two files is missing.
         ValueError: the files are damaged, cut short, or do not belong together; the message names
             the file, both sizes and the likely cause.
     """
-
-    prefix: str
-    dtype: np.dtype
-    sequence_lengths: npt.NDArray[np.int32]
-    """Tokens in each sequence, int32[n]."""
-    sequence_offsets: npt.NDArray[np.int64]
-    """Byte offset of each sequence in the .bin, int64[n]."""
-    document_indices: npt.NDArray[np.int64]
-    """Document d holds the sequences document_indices[d] up to document_indices[d + 1]."""
-    modes: npt.NDArray[np.int8] | None
-    """Mode of each sequence, int8[n]; None when the file has none (text)."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
@@ -297,15 +281,15 @@ class IndexedDataset(Sequence[np.ndarray]):
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens (default: the rest) of sequence `index`, from token `offset` on.
+        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`.
 
         Raises:
-            IndexError: there is no such sequence, or the range leaves it.
+            IndexError: the sequence does not exist, or the range is outside of it.
             ValueError: its entries in the .idx are damaged.
         """
         index = operator.index(index)
         if not -len(self) <= index < len(self):
-            raise IndexError(f"sequence {index} of {self.index_file.name}, which holds {len(self)}")
+            raise IndexError(f"sequence {index} of {self.index_file.name}, which has {len(self)}")
         index %= len(self)
         available = int(self.sequence_lengths[index])
         length = available - offset if length is None else length
@@ -338,16 +322,16 @@ class IndexedDataset(Sequence[np.ndarray]):
 
     @cached_property
     def lengths_digest(self) -> str:
-        """Identifies the sequence lengths, wherever the files lie: equal when those are equal."""
-        return self.index_file.lengths_digest()
+        """Identifies the sequence lengths: equal if and only if they are equal."""
+        return digest_of_lengths(self.sequence_lengths)
 
     def bin_identity(self) -> dict[str, int | str]:
-        """Tells this .bin from another one, and from itself after a change."""
+        """JSON values that differ between .bin files and between versions of one."""
         stat = bin_path(self.prefix).stat()
         return {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
 
     def check_ids(self, extremes: np.ndarray, vocab_size: int | None) -> None:
-        """Check that token ids are in a vocabulary.
+        """Check that token ids are in a vocabulary; without one, that they are not negative.
 
         Args:
             extremes: the smallest and the largest id with their positions in the .bin, int64[2, 2].
@@ -362,7 +346,7 @@ class IndexedDataset(Sequence[np.ndarray]):
             sequence = int(np.searchsorted(self.sequence_offsets, byte, side="right")) - 1
             where = f"{self.prefix}.bin: sequence {sequence} holds the token id {token}"
             if vocab_size is None:
-                raise ValueError(f"{where}; ids count from 0: the file is damaged")
+                raise ValueError(f"{where}; ids start at 0: the file is damaged")
             raise ValueError(
                 f"{where}, but the vocabulary has "
                 f"{vocab_size} ids (0 to {vocab_size - 1}). The file was preprocessed with another "
@@ -371,25 +355,21 @@ class IndexedDataset(Sequence[np.ndarray]):
             )
 
     def limit_ids(self, vocab_size: int) -> bool:
-        """Have token ids checked whenever they are read, where that is better than to read them all
-        beforehand; returns whether it is."""
+        """Check token ids as they are read, if checking all of them in advance is too expensive;
+        returns whether it is."""
         return False
 
     def verify(self) -> None:
-        """Check every entry of the .idx, where opening a huge file looks at a part of them.
-
-        Raises:
-            ValueError: naming the file and the first bad sequence or document.
-        """
+        """Check every entry of the .idx; see `IndexFile.verify`."""
         self.index_file.verify()
 
 
 def _missing_message(prefix: str, path: Path) -> str:
     message = f"{path} does not exist; a data path is the prefix of a .bin and an .idx file"
     if path.exists():
-        return f"{path} is no file; a data path is the prefix of a .bin and an .idx file"
+        return f"{path} is not a file; a data path is the prefix of a .bin and an .idx file"
     if prefix.endswith((".bin", ".idx")):
         return f"{message}: give {prefix[:-4]}, without the ending"
     if path.suffix == ".idx" and bin_path(prefix).is_file():
-        return f"{message}; its .bin is there: the run that wrote it has not finished"
+        return f"{message}; its .bin exists: the run that wrote it has not finished"
     return message
