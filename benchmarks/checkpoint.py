@@ -38,8 +38,7 @@ from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import CheckpointWriter, SaveResult
 from megatron.engine.snapshot import own_slices
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import Run, parse_run
+from megatron.training.run import Run, build_trainer, parse_run
 from megatron.training.trainer import Trainer
 
 BLOCK = 2**24

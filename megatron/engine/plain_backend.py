@@ -8,6 +8,7 @@ from typing import Any
 import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron.config import RunConfig
 from megatron.engine.compile import runs_graphs
@@ -84,13 +85,17 @@ class PlainBackend:
         for number, seed in enumerate(seeds):
             last = number == len(seeds) - 1
             engine.set_gradient_accumulation_boundary(last)
-            batch = next(batches).to(self._device, non_blocking=True)
+            with record_function("megatron::data"):
+                batch = next(batches)
+            batch = batch.to(self._device, non_blocking=True)
             begin = self._spec.begin(batch)._replace(dropout_seed=seed)
             if self._graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             # Of the state only the losses are kept: the backward pass needs the memory.
-            losses = engine(begin).losses
-            engine.backward(self._spec.total(losses))
+            with record_function("megatron::forward"):
+                losses = engine(begin).losses
+            with record_function("megatron::backward"):
+                engine.backward(self._spec.total(losses))
             sums += measure.of(begin._replace(losses=losses), batch)
             if not last:
                 engine.step()

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron.config import RunConfig
 from megatron.engine.backend import Backend
@@ -122,6 +123,7 @@ class TrainEngine:
     def _dropout_seed(self, first_sample: int) -> int:
         return dropout_seed(self.config.training.seed, first_sample)
 
+    @record_function("megatron::evaluate")
     @torch.no_grad()
     def evaluate(
         self, batches: Iterator[Batch], count: int, measure: Measure | None = None
@@ -155,6 +157,7 @@ class TrainEngine:
             hold=options.training.check_for_nan_in_loss_and_grad,
         )
 
+    @record_function("megatron::optimizer")
     def update(self) -> tuple[Tensor | float, Tensor | bool]:
         """Clips and applies the gradients; returns their norm and whether nothing was changed."""
         if self._queued is not None:
