@@ -172,7 +172,8 @@ def test_links(path):
 def test_tests_that_pages_name(path):
     """``pytest FILE -k WORD``: the file has a test with that word."""
     missing = []
-    for command in re.findall(r"pytest [^`\n]*", (ROOT / path).read_text()):
+    text = re.sub(r"\\\n\s*", "", (ROOT / path).read_text())
+    for command in re.findall(r"pytest [^`\n]*", text):
         words = shlex.split(command.split("#")[0].replace("'", '"'), comments=True)
         files = [word for word in words if word.startswith("tests/")]
         if "-k" in words and files:
