@@ -11,13 +11,10 @@ import functools
 import inspect
 import json
 import sys
-import threading
 import typing
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,12 +38,11 @@ from megatron.corpus.preprocessing.inputs import (
     total_bytes,
 )
 from megatron.corpus.preprocessing.progress import Progress
-from megatron.util.processes import Worker
+from megatron.util.processes import map_in_order
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_BATCHES_PER_WORKER = 3
 _SHOWN_LINES = 5
 
 
@@ -242,7 +238,8 @@ def _work(job: LineJob, config: LineJobConfig, journal: _Journal, path: Path) ->
 
     try:
         remaining = _remaining(job.reader(job.inputs[journal.file :]), job, journal)
-        for batch, result in map_batches(remaining, job.batch_step, config.workers):
+        workers = config.workers if config.workers > 1 else 0
+        for batch, result in map_in_order(remaining, job.batch_step, workers):
             while batch.path != job.inputs[journal.file]:
                 journal.file, journal.line = journal.file + 1, 1
             outputs.write(journal.file, result.outputs)
@@ -271,42 +268,6 @@ def _remaining(
         done = line - batch.first_line if batch.path == first else 0
         if done < len(batch.lines):
             yield replace(batch, first_line=line, lines=batch.lines[done:]) if done > 0 else batch
-
-
-def map_batches(
-    batches: Iterable[LineBatch], prepare: Callable[[], BatchStep], workers: int
-) -> Generator[tuple[LineBatch, BatchResult], None, None]:
-    """Each batch and its result, in order; few of them are in memory at a time.
-
-    Raises:
-        ChildProcessError: a worker died.
-    """
-    if workers == 1:
-        step = prepare()
-        for batch in batches:
-            yield batch, step(batch)
-        return
-    processes = [Worker[LineBatch, BatchResult](prepare) for _ in range(workers)]
-    free, of_thread = deque(processes), threading.local()
-    threads = ThreadPoolExecutor(
-        workers, initializer=lambda: setattr(of_thread, "process", free.popleft())
-    )
-    batches = iter(batches)
-
-    def submit(batch: LineBatch) -> Future[BatchResult]:
-        return threads.submit(lambda: of_thread.process.ask(batch))
-
-    pending: deque[tuple[LineBatch, Future[BatchResult]]] = deque()
-    try:
-        pending.extend((b, submit(b)) for b in islice(batches, workers * _BATCHES_PER_WORKER))
-        while pending:
-            batch, result = pending.popleft()
-            yield batch, result.result()
-            pending.extend((b, submit(b)) for b in islice(batches, 1))
-    finally:
-        threads.shutdown(cancel_futures=True)
-        for process in processes:
-            process.stop()
 
 
 class _OutputFiles:
