@@ -47,12 +47,7 @@ class GPTRecipe:
         return len(documents)
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> GPTDataset:
         """At least `num_samples` samples of the sequences `units`; see `SampleRecipe.build`.
 

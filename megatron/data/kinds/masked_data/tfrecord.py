@@ -358,12 +358,7 @@ class TFRecordRecipe:
         return len(documents)
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> TFRecordDataset:
         """`num_samples` samples of the records `units`; see `SampleRecipe.build`.
 

@@ -8,8 +8,7 @@ import pytest
 from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.curriculum.analysis import analyse, read_rows, write_rows
-from megatron.data.kinds.curriculum.lengths import difficulty
-from megatron.data.kinds.curriculum.order import DrawnSamples, draw_samples
+from megatron.data.kinds.curriculum.order import DrawnSamples, difficulty, draw_samples
 from megatron.data.samples import Piece
 
 METRIC = {
