@@ -22,9 +22,9 @@ PACKAGE = ROOT / "megatron"
 BATCH: tuple[tuple[str, str, str], ...] = (
     ("Indexed files, raw text or examples", "megatron/data/pipeline.py", "Documents"),
     ("Sample i: seq-length + 1 token ids", "megatron/data/gpt_dataset.py", "GPTDataset"),
-    ("Blend: which file gives sample i", "megatron/data/blended_dataset.py", "BlendedDataset"),
+    ("Blend: which file gives sample i", "megatron/data/blend.py", "BlendedDataset"),
     ("Which samples this rank reads", "megatron/data/sampler.py", "MicroBatchSampler"),
-    ("Micro batches, loaded ahead", "megatron/data/prefetch.py", "Prefetcher"),
+    ("Micro batches, loaded ahead", "megatron/data/loader.py", "Prefetcher"),
     ("One optimizer step", "megatron/training/trainer.py", "Trainer"),
     ("Forward, backward, update", "megatron/engine/train_engine.py", "TrainEngine"),
     ("What travels between layers", "megatron/model/state.py", "LayerState"),

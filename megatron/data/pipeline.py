@@ -330,7 +330,9 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
         ValueError: naming the file, the sequence, the id and the vocabulary size.
     """
     if indexed.dtype.kind not in "iu":
-        raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} values, not token ids")
+        raise ValueError(
+            f"{indexed.prefix}.bin contains {indexed.dtype.name} values, not token ids"
+        )
     limits = np.iinfo(indexed.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return  # every value of the dtype is in the vocabulary

@@ -68,7 +68,7 @@ def test_out_of_range(tmp_path: Path) -> None:
 
 
 def test_no_tokens(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"corpus: the 2 documents for train hold no tokens"):
+    with pytest.raises(ValueError, match=r"corpus: the 2 documents for train have no tokens"):
         build(tmp_path, [0, 0], 4, 5)
 
 

@@ -118,8 +118,11 @@ def test_arrays_that_are_not_what_is_asked_for(tmp_path: Path) -> None:
     cache.arrays("x", {}, arrays, layout)
     assert equal(cache.arrays("x", {}, never, layout))
     for other, message in (
-        (layout | {"a": (np.dtype("i4"), (1000,))}, "a.npy holds uint32 .*not int32"),
-        (layout | {"a": (np.dtype("u4"), (1001,))}, r"a.npy holds .*not uint32 of shape \(1001,\)"),
+        (layout | {"a": (np.dtype("i4"), (1000,))}, "a.npy contains uint32 .*not int32"),
+        (
+            layout | {"a": (np.dtype("u4"), (1001,))},
+            r"a.npy contains .*not uint32 of shape \(1001,\)",
+        ),
         (layout | {"c": (np.dtype("u4"), (1,))}, "c.npy is missing"),
         ({"a": layout["a"]}, "b.npy is not of this entry"),
     ):

@@ -309,7 +309,7 @@ class TFRecords(Documents):
             token, record = entry["largest_id"].tolist()
             if token >= vocab_size:
                 raise ValueError(
-                    f"{file.path}, record {record}: it holds the token id {token}, but the "
+                    f"{file.path}, record {record}: it contains the token id {token}, but the "
                     f"vocabulary has {vocab_size} ids. The file was made with another vocabulary: "
                     "compare --tokenizer-type and --vocab-file"
                 )
