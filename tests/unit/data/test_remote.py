@@ -242,7 +242,7 @@ def test_a_web_server_without_ranges(
         ),
     ],
 )
-def test_what_is_not_there(url: str, message: str, tmp_path: Path) -> None:
+def test_missing_files(url: str, message: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, OSError), match=message):
         RemoteDataset(url, tmp_path / "cache")
 

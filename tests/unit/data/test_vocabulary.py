@@ -54,7 +54,7 @@ def test_reads_the_file_once_and_again_when_it_changed(
         check_vocabulary(write(tmp_path / "x", [[1, 12]]), 10, cache)
 
 
-def test_does_not_read_what_cannot_be_wrong(
+def test_does_not_read_dtypes_within_the_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_extremes", lambda _: pytest.fail("read"))

@@ -98,7 +98,7 @@ def test_the_number_of_processes_counts(corpus: list[str], tmp_path: Path, capsy
         (["--data-path", "nowhere"], r"--data-path nowhere: nowhere\.idx does not exist"),
     ],
 )
-def test_what_cannot_be_built(more: list[str], message: str) -> None:
+def test_flags_without_an_index(more: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=f"build_index.py: error: .*{message}"):
         build_index.main([*FLAGS, *more])
 

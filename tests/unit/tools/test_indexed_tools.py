@@ -121,7 +121,9 @@ def test_many_blocks_in_constant_memory(tmp_path: Path, monkeypatch: pytest.Monk
         ("cut", "c.bin has 4 bytes"),
     ],
 )
-def test_what_cannot_be_merged(damage: str, message: str, folder: Path, tmp_path: Path) -> None:
+def test_datasets_that_cannot_be_merged(
+    damage: str, message: str, folder: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "x"
     if damage == "empty":
         folder = tmp_path / "nothing"
@@ -242,7 +244,7 @@ def test_a_document_as_text(realdata: Path, tmp_path: Path, capsys) -> None:
         (["--tokenizer-type", "Nothing"], "--tokenizer-type Nothing is unknown"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_shown(flags: list[str], message: str, folder: Path) -> None:
+def test_documents_that_cannot_be_shown(flags: list[str], message: str, folder: Path) -> None:
     with pytest.raises(SystemExit, match=f"inspect_index.py: error: .*{message}"):
         inspect_index.main([str(folder / "a"), *flags])
 

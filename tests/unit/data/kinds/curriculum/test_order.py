@@ -118,7 +118,7 @@ def test_samples_must_be_within_every_metric(tmp_path):
         assert values["first"][index] <= limit and values["second"][index] <= limit
 
 
-def test_a_longer_run_begins_alike(tmp_path):
+def test_a_longer_run_begins_with_the_same_samples(tmp_path):
     samples = Samples([1, 2, 3, 4] * 10)
     config = sampling(tmp_path, samples)
     short = draw_samples(samples, config, [(4, 5)], 20, IN_MEMORY)
@@ -168,7 +168,7 @@ def refused(match, samples, config, wanted=8, error=ValueError):
         draw_samples(samples, config, [(4, 2)], wanted, IN_MEMORY)
 
 
-def test_what_cannot_be_drawn(tmp_path):
+def test_samples_that_cannot_be_drawn(tmp_path):
     samples = Samples([5, 6, 7, 8])
     refused(
         r"no sample has a hardness of at most 1 \(the lowest hardness is 5\).*min_difficulty",
