@@ -210,7 +210,7 @@ def export_megatron(
     dtype: str | None = None,
     release: bool = False,
     checking: bool = True,
-) -> Path:
+) -> None:
     """Writes a checkpoint in Megatron's old layout, and prints a summary.
 
     Args:
@@ -220,9 +220,6 @@ def export_megatron(
         dtype: of the weights; None for the one it was trained in.
         release: leave the iteration out.
         checking: read the result back before it gets its name.
-
-    Returns:
-        The new checkpoint's folder.
 
     Raises:
         ValueError: Megatron has no such network, or the sizes do not divide it.
@@ -253,7 +250,6 @@ def export_megatron(
     )
     if iteration is not None:
         print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
-    return folder
 
 
 @dataclass(frozen=True)
