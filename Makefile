@@ -13,7 +13,7 @@ export TORCH_EXTENSIONS_DIR := $(CURDIR)/.venv/torch_extensions
 # The deepspeed command starts whatever python comes first.
 export PATH := $(CURDIR)/$(BIN):$(PATH)
 
-.PHONY: help install quickstart test proof bench bench-gpu lint clean
+.PHONY: help install quickstart test proof docs bench bench-gpu lint clean
 
 help:  ## show this list
 	@sed -n 's/^\([a-z-]*\):.*##/  make \1\t/p' $(MAKEFILE_LIST) | expand -t 20
@@ -33,6 +33,15 @@ $(STAMP): setup.py
 quickstart: $(STAMP)  ## train a small GPT on Python's own source files, and export it
 	$(BIN)/python tools/quickstart.py
 
+docs: $(BIN)/docs-installed  ## build the documentation into site/
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site"
+
+# The packages for it are installed when it is first built, or by .ci/run.
+$(BIN)/docs-installed: $(STAMP)
+	$(BIN)/python -m pip install --quiet -e '.[docs]'
+	@touch $@
+
 lint: $(STAMP)  ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -49,7 +58,7 @@ test: lint  ## the test suite, with a fixed sample of the long tables
 proof: lint  ## the test suite with the long tables whole; PART=2/4 is the second of four parts
 	$(PYTEST) $(if $(PART),--part $(PART) --dist loadgroup --no-loadscope-reorder)
 
-bench: $(STAMP)  ## a training step on the CPU against its peers (docs/benchmarks.md)
+bench: $(STAMP)  ## a training step on the CPU against its peers (docs/reference/benchmarks.md)
 	mkdir -p benchmarks/results
 	for vocabulary in 50304 8192; do \
 	    $(BIN)/python benchmarks/train.py --vocab-size $$vocabulary --rounds 9 \
@@ -59,6 +68,6 @@ bench-gpu: $(STAMP)  ## all measurements for one GPU, and the tests; goes on whe
 	$(BIN)/python benchmarks/gpu.py
 
 clean:  ## remove runs/quickstart and what the tools leave behind; .venv stays
-	rm -rf runs/quickstart build dist *.egg-info
+	rm -rf runs/quickstart build dist site *.egg-info
 	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name .venv -prune -o -name __pycache__ -type d -print0 | xargs -0 rm -rf

@@ -1,4 +1,5 @@
-"""Pretrain a GPT.
+# PYTHON_ARGCOMPLETE_OK
+r"""Pretrain a GPT.
 
     deepspeed pretrain_gpt.py --deepspeed_config deepspeed_configs/ds_zero1.json \
         --num-layers 12 --hidden-size 768 --num-attention-heads 12 --seq-length 1024 \

@@ -1,12 +1,19 @@
 """Installs the package, the training commands and the tools."""
 
+import re
+from pathlib import Path
+
 from setuptools import find_packages, setup
+
+PACKAGE = (Path(__file__).parent / "megatron" / "__init__.py").read_text()
+VERSION = re.findall(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[0]
 
 # torch and deepspeed are held to the range that the tests ran with: both change their behaviour
 # between minor releases.
 REQUIRES = [
     "torch>=2.11,<2.14",
     "deepspeed>=0.19.0,<=0.19.8",
+    "argcomplete>=3.1",
     "filelock>=4",  # earlier ones truncate a file that another process holds, and hold on in forks
     "fsspec",
     "google-crc32c>=1.5",
@@ -21,7 +28,9 @@ REQUIRES = [
     "tensorboard",
     "tiktoken",
     "tokenizers>=0.20",
+    "tqdm>=4.64",
     "transformers>=4.46",
+    "xopen>=2.1",  # earlier ones accept a truncated zstd file
     "zstandard",
 ]
 
@@ -34,9 +43,13 @@ FAST = ["fastokens>=0.3.5,<0.4"]
 BENCH = ["accelerate>=1.1"]
 """For one of the peers of benchmarks/train.py, transformers' own Trainer."""
 
+# For `make docs`.
+DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.27"]
+
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
+    "docs": DOCS,
     "fast": FAST,
     "http": ["aiohttp>=3.9"],
     "numba": ["numba"],
@@ -72,7 +85,7 @@ COMMANDS = [
 
 setup(
     name="megatron-deepspeed",
-    version="0.1.0",
+    version=VERSION,
     description="Megatron's layers, data and model code, trained by DeepSpeed's engine",
     license="Apache-2.0",
     license_files=["LICENSE"],

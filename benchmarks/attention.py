@@ -29,8 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model.attention_backends import PLAIN, eager
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_backends import PLAIN, AttentionMasks, eager
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_BSND, k_BSKD, v_BSKD) -> [B, S, N, D]."""
@@ -136,7 +135,7 @@ def _flex_attention(grouped: bool) -> Kernel:
 def measure(
     shape: tuple[int, int, int, int, int], device: torch.device, rounds: int
 ) -> dict[str, Any]:
-    """Milliseconds of every kernel for B, S, N, K, D; a string says why there are none."""
+    """Milliseconds of every kernel for B, S, N, K, D; a string says why a kernel has none."""
     batch, length, heads, kv_heads, head_dim = shape
     torch.manual_seed(0)
     # Laid out as the trainer has them: heads side by side in one product of B x S rows.

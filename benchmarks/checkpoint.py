@@ -124,7 +124,7 @@ class Benchmark:
         self._take(result)
 
     def save_in_background(self) -> None:
-        """Steps before, and steps while the save goes on."""
+        """Steps before, and steps during the save."""
         os.sync()
         before = [self.step() for _ in range(3)]
         writer = self.writers["async"]

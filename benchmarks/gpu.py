@@ -9,7 +9,7 @@ Sizes from 124M to 7B in bf16 and fp8 with peers and the matrix products' own ti
 optimisation gives, the test suite, sequences from 1024 to 8192. Each measurement is a process of
 its own with a timeout; one that fails or finds no memory becomes a row that says so. What is done
 is kept in --results, a JSON file each and results.md, and is not done again: run the same command
-again to go on.
+again to continue.
 """
 
 import argparse

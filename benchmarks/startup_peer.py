@@ -1,5 +1,5 @@
 """The shortest training of `transformers` and stock DeepSpeed: what benchmarks/startup.py compares
-with. It reads random tokens, saves at step 2 and goes on from what it has saved."""
+with. It reads random tokens, saves at step 2 and continues from what it has saved."""
 
 import argparse
 import os

@@ -10,7 +10,8 @@
 Every contestant is a process of its own that starts from the same weights and reads the same
 samples: it builds its model, warms up, and waits. In each round each makes its steps, in another
 order every time, while the others wait. Times are those of the CPU (user and system time of the
-process), or CUDA events where there is a GPU. docs/benchmarks.md says what each contestant is.
+process), or CUDA events where there is a GPU.
+docs/reference/benchmarks.md says what each contestant is.
 """
 
 import argparse
@@ -52,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
     add("--micro-batch", type=int, default=4, help="samples of a micro batch (4)")
     add("--micro-batches", type=int, default=1, help="micro batches of a step (1)")
     add("--architecture", choices=("gpt2", "llama"), default="gpt2", help="kind of model (gpt2)")
-    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="number format (bf16)")
+    add("--dtype", choices=("bf16", "fp32"), default="bf16", help="dtype (bf16)")
     add("--threads", type=int, default=1, help="threads of a process on a CPU (1)")
     add("--warmup", type=int, default=3, help="steps before anything is measured (3)")
     add("--rounds", type=int, default=5, help="rounds that are measured (5)")

@@ -75,7 +75,7 @@ import json, sys
 
 rows = [row for row in map(json.loads, open(sys.argv[1])) if row["kind"] == "validation"]
 if not rows:
-    sys.exit("no evaluation yet: start it again, it goes on from its checkpoint")
+    sys.exit("no evaluation yet: start it again, it continues from its checkpoint")
 best = min(rows, key=lambda row: row["loss"])
 print(f"validation loss {best['loss']:.4f} (nanoGPT: {sys.argv[2]}), step {best['iteration']}")
 PYTHON

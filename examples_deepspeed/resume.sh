@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Goes on with a run, also on another number of processes or at another ZeRO stage. Model and
+# Continues a run, also on another number of processes or at another ZeRO stage. Model and
 # tokenizer come from the checkpoint; batch, length and schedule are given again:
 #
 #     DATA_PATH=data/corpus_text_document examples_deepspeed/resume.sh runs/gpt2-125m \

@@ -2,10 +2,9 @@
 
 from torch import Tensor
 
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_backends import AttentionMasks
 from megatron.model.embedding import LM_LOSS
-from megatron.model.layer_list import LayerStack
-from megatron.model.state import LayerCache, LayerState
+from megatron.model.layer_list import LayerCache, LayerStack, LayerState
 from megatron.parallel.cross_entropy import Targets
 
 

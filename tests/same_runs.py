@@ -8,8 +8,9 @@
 For a change of structure, which may change no number. Of every run it compares the loss, the
 gradient norm and the loss scale of each step as exact numbers, and the SHA-256 of every final
 weight and moment (through each tree's own reader, so that the layout of files does not matter).
-Then the tree AFTER loads the checkpoints that BEFORE wrote half-way, and must go on as BEFORE did.
-BEFORE may be a folder of results that --record or --keep made. Exit status 1 on any difference.
+Then the tree AFTER loads the checkpoints that BEFORE wrote half-way, and must continue as BEFORE
+did. BEFORE may be a folder of results that --record or --keep made. Exit status 1 on any
+difference.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def record(tree: Path, name: str, folder: Path) -> None:
         call(tree, [*convert, "to-hf", "--load", folder / "leg0", "--output", folder / "to-hf"])
 
 
-def go_on(tree: Path, name: str, before: Path, folder: Path) -> None:
+def continue_run(tree: Path, name: str, before: Path, folder: Path) -> None:
     """Does the end of a run from the checkpoint that another tree wrote."""
     leg = RUNS[name][-1]
     if leg.source:
@@ -272,12 +273,12 @@ def differences(name: str, before: dict, after: dict) -> list[str]:
 
 
 def old_checkpoint(tree: Path, name: str, before: Path, kept: dict, folder: Path) -> list[str]:
-    """What differs where a tree goes on from the other's checkpoint.
+    """What differs where a tree continues from the other's checkpoint.
 
     Raises:
         Failed: it does not load.
     """
-    go_on(tree, name, before / name, folder / "leg")
+    continue_run(tree, name, before / name, folder / "leg")
     last = f"leg{len(RUNS[name]) - 1}"
     first = 0 if RUNS[name][-1].source else HALF
     rows = {step: row for step, row in kept["numbers"][last].items() if int(step) > first}
@@ -302,7 +303,7 @@ def compare(before: Path, tree: Path, folder: Path, names: Sequence[str]) -> boo
             words = [f"{len(lines)} differences" if lines else "equal"]
             try:
                 old = old_checkpoint(tree, name, before, there[name], folder / "old" / name)
-                words.append(f"{len(old)} differences" if old else "goes on equally")
+                words.append(f"{len(old)} differences" if old else "continues equally")
                 lines += [f"from the old checkpoint, {line}" for line in old]
             except Failed as error:
                 words.append("failed")

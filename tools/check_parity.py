@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Compares parallel layouts with one process, on your model and data, before you rent GPUs.
+# PYTHON_ARGCOMPLETE_OK
+r"""Compares parallel layouts with one process, on your model and data, before you rent GPUs.
 
-    python tools/check_parity.py --layouts tp2,pp2,tp2-sp-dp2-zero3 --num-layers 4 \\
+    python tools/check_parity.py --layouts tp2,pp2,tp2-sp-dp2-zero3 --num-layers 4 \
         --hidden-size 64 --num-attention-heads 4 --seq-length 64
 
 A correct layout trains like one process: from the same weights and the same data it gets the same
@@ -13,7 +14,7 @@ this machine's CPU and compares
      one every gradient and every new weight.
 
 It prints the numbers beside those of one process and, for a layout that differs, the first
-difference. docs/parity.md explains them.
+difference. docs/guides/parity.md explains them.
 """
 
 from __future__ import annotations

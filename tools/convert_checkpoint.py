@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Converts checkpoints to the forms of other projects, and from them.
 
     python tools/convert_checkpoint.py to-hf --load checkpoints --output hf
@@ -12,9 +13,8 @@ it gets its name. tools/checkpoint/util.py turns any format into ours or into Me
 
 import sys
 from collections.abc import Sequence
-from pkgutil import resolve_name
 
-from megatron.config import ConfigError
+from megatron.config.command_line import run_command
 
 COMMANDS = {
     "to-hf": "megatron.formats.conversion.to_hf:to_hf",
@@ -26,15 +26,8 @@ COMMANDS = {
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    arguments = list(sys.argv[1:] if argv is None else argv)
-    command = arguments.pop(0) if arguments else None
-    if command in ("-h", "--help"):
-        print((__doc__ or "").strip() + "\n\nCommands (each has --help): " + ", ".join(COMMANDS))
-        return
     try:
-        if command not in COMMANDS:
-            raise ConfigError(f"{command or 'no command'}: the commands are {', '.join(COMMANDS)}")
-        resolve_name(COMMANDS[command])(arguments)
+        run_command(COMMANDS, __doc__, argv)
     except (ValueError, OSError) as error:
         sys.exit(f"convert_checkpoint.py: error: {error}")
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Generates text from a training checkpoint.
 
     python tools/generate.py --load checkpoints --prompt 'def main():' --temperature 0.8 --top-p 0.9
@@ -116,9 +117,7 @@ class Program:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    (options,) = parse_configs(
-        (GenerateConfig,), argv, description="Generates text from a training checkpoint."
-    )
+    (options,) = parse_configs((GenerateConfig,), argv, description=__doc__)
     try:
         run(options)
     except (ValueError, OSError) as error:

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Shows what is in a checkpoint of any format, or what differs between two.
 
     python tools/inspect_checkpoint.py checkpoints
@@ -10,7 +11,6 @@ zips, GPT-NeoX's and Hugging Face's folders. With --diff the exit status is 1 wh
 Checksums are not compared: tools/verify_checkpoint.py does that.
 """
 
-import argparse
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -18,6 +18,7 @@ from typing import Any
 
 from megatron.checkpoint.registry import open_checkpoint
 from megatron.checkpoint.source import Source
+from megatron.config.command_line import CommandParser
 from megatron.formats.summary import (
     TensorFacts,
     bytes_on_disk,
@@ -48,10 +49,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.exit(f"inspect_checkpoint.py: error: {error}")
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> CommandParser:
+    result = CommandParser(__doc__)
     where = result.add_mutually_exclusive_group(required=True)
     where.add_argument("checkpoint", nargs="?", help="one checkpoint, or a folder of several")
     where.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints")

@@ -1,8 +1,9 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Prints what goes with what: every kind of layout, supported or refused, with the reason.
 
 python tools/layouts.py
-python tools/layouts.py --markdown > docs/layouts.md
+python tools/layouts.py --markdown > docs/reference/layouts.md
 """
 
 from collections.abc import Iterator, Sequence
@@ -163,7 +164,7 @@ def markdown() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    (config,) = parse_configs((LayoutsConfig,), argv, description="What goes with what.")
+    (config,) = parse_configs((LayoutsConfig,), argv, description=__doc__)
     print(markdown() if config.markdown else text())
 
 

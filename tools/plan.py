@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 r"""Finds the layout with the shortest estimated step time that fits into the GPUs' memory.
 
     python tools/plan.py --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --swiglu \
@@ -10,7 +11,7 @@ block of GPT-2's shape (Korthikanti et al. 2022, arXiv:2205.05198), counted tens
 other shapes.
 Step time: FLOPs / (utilisation x peak) + exposed bytes / bandwidth + the pipeline's bubble,
 (p - 1) / (v m) of the work (Narayanan et al. 2021, arXiv:2104.04473). The assumptions are printed,
-and each is a flag. docs/planning.md has the formulas.
+and each is a flag. docs/guides/planning.md has the formulas.
 
 Exit status: 0; 1 if nothing fits; 2 for wrong flags.
 """
@@ -386,7 +387,7 @@ def published_tables(hardware: Hardware) -> str:
             f"{hardware.tensor_overlap:g};\nlarger matrices reach more of the "
             "peak, so the estimates are too fast for small models and too slow for large ones.\n"
             "\nMegatron-LM's distributed optimizer (its docs/distrib_optimizer.md); what DeepSpeed "
-            "holds differs,\nsee docs/planning.md.\n",
+            "holds differs,\nsee docs/guides/planning.md.\n",
             aligned(sizes),
         ]
     )

@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Turns JSON lines, text and Parquet into the indexed files that training reads.
+# PYTHON_ARGCOMPLETE_OK
+r"""Converts JSON lines, text and Parquet to the indexed files that training reads.
 
     python tools/preprocess_data.py --input corpus.jsonl.zst --output-prefix data/corpus \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt \
@@ -12,14 +13,14 @@ from collections.abc import Sequence
 from megatron.config import TokenizerConfig, parse_configs
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.pipeline import preprocess
-from megatron.corpus.preprocessing.summary import Summary
+from megatron.corpus.preprocessing.progress import PreprocessSummary
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     config, tokenizer_config = parse_configs(
         (PreprocessConfig, TokenizerConfig),
         argv,
-        description="Turns JSON lines, text and Parquet into the indexed files of training.",
+        description=__doc__,
     )
     try:
         summary = preprocess(config, tokenizer_config)
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     report(summary)
 
 
-def report(summary: Summary) -> None:
+def report(summary: PreprocessSummary) -> None:
     for key in summary.keys.values():
         empty = f" ({key.empty:,} empty ones left out)" if key.empty else ""
         print(

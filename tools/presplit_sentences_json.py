@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Puts each sentence of a text on a line of its own, for --presplit-sentences.
 
 python tools/presplit_sentences_json.py corpus.jsonl corpus_sentences.jsonl
@@ -6,16 +7,15 @@ python tools/presplit_sentences_json.py corpus.jsonl corpus_sentences.jsonl
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.presplit import PresplitConfig, presplit
+from megatron.corpus.collection.line_job import run_tool
+from megatron.corpus.collection.reshaping import PresplitConfig, presplit
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "presplit_sentences_json.py",
-        "Puts each sentence of a text on a line of its own, for --presplit-sentences.",
-        (PresplitConfig, RunConfig),
+        __doc__,
+        (PresplitConfig,),
         presplit,
         argv,
         positional=("--input", "--output"),

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Breaks a training step down: where its time goes.
 
     python tools/profile_step.py [the flags of pretrain_gpt.py] --mock-data
@@ -8,7 +9,8 @@
 With the flags of a run it trains a few steps and saves nothing; with --trace it reads a trace that
 --profile wrote. It prints milliseconds and share of the step of attention, matrix products, norms,
 elementwise work, embedding, loss, optimizer, communication, data, copies, host and idle time, each
-for the forward pass, the backward pass and the optimizer. docs/profiling.md explains the table.
+for the forward pass, the backward pass and the optimizer. docs/guides/profiling.md explains the
+table.
 """
 
 import json

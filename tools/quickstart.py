@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """The whole workflow from end to end, on text that every Python installation has.
 
     python tools/quickstart.py

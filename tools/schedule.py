@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Shows the timeline of each pipeline rank, without running it.
+# PYTHON_ARGCOMPLETE_OK
+r"""Shows the timeline of each pipeline rank, without running it.
 
     python tools/schedule.py --pipeline-schedule interleaved --pipeline-model-parallel-size 4 \
         --num-virtual-stages-per-pipeline-rank 2 --micro-batches 8 --picture schedule.png
@@ -21,9 +22,8 @@ from typing import TYPE_CHECKING
 
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.parallel.pipeline_messages import transfer_of
 from megatron.parallel.pipeline_schedules import SCHEDULES, Action, PipelineSchedule
-from megatron.parallel.timeline import Timeline, simulate, theory
+from megatron.parallel.timeline import Timeline, simulate, theory, transfer_of
 from megatron.util.files import replacing
 
 if TYPE_CHECKING:
@@ -102,9 +102,7 @@ def flag(name: str) -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    (options,) = parse_configs(
-        (ScheduleConfig,), argv, description="Shows pipeline schedules without running them."
-    )
+    (options,) = parse_configs((ScheduleConfig,), argv, description=__doc__)
     try:
         run(options)
     except (ValueError, OSError) as error:

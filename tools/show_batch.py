@@ -1,15 +1,15 @@
 #!/usr/bin/env python
-"""Prints what a run saw, or will see, at a step.
+# PYTHON_ARGCOMPLETE_OK
+"""Prints the batch of a step of a run.
 
-For each rank its samples, the files, documents and tokens that they come from, their text, and
-where the loss counts:
+For each rank it prints the samples, the files, documents and tokens that they come from, their
+text, and which tokens count in the loss:
 
     python tools/show_batch.py --iteration 1200 --world-size 8 [the flags of pretrain_gpt.py]
 
-What the loss does not ask for is in [[double brackets]]; of BERT's samples, "a -> b" says that the
-model gets a and is to predict b. With the flags and the number of processes that a run had from
-its first step on, the batch is the one that it has seen: the order of samples depends on nothing
-else.
+Text that does not count in the loss is in [[double brackets]]; in BERT's samples, "a -> b" means
+that the model reads a and must predict b. The batch depends on nothing but the flags and the number
+of processes of the run from its first step on.
 """
 
 import json
@@ -32,26 +32,26 @@ from megatron.training.run import Run, RunToolParser, run_of
 
 @dataclass(frozen=True)
 class ShowConfig:
-    """What to show; all flags of pretrain_gpt.py describe the run."""
+    """Show: output; all flags of pretrain_gpt.py describe the run."""
 
     iteration: int = option(1)
     """The step, from 1."""
     world_size: int = option(1)
     """Processes of the run."""
     rank: int | None = option(None, derived="all")
-    """Show what this rank reads only."""
+    """Print only the samples of this rank."""
     max_characters: int = option(400)
-    """Characters of a sample's text that are shown; 0 shows all."""
+    """Characters of a sample's text to print; 0 prints all."""
     samples: str = option("gpt", choices=family_names())
-    """What the samples are for."""
+    """Model family of the samples."""
     json: bool = option(False)
-    """One JSON object a line instead: all tokens, loss mask and text of each sample."""
+    """Print one JSON object per sample, with all tokens, loss mask and text."""
 
     def check(self) -> None:
         if self.iteration < 1 or self.world_size < 1 or self.max_characters < 0:
             raise ConfigError("--iteration and --world-size start at 1, --max-characters at 0")
         if self.rank is not None and not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"--rank {self.rank} is none of --world-size {self.world_size}")
+            raise ConfigError(f"--rank {self.rank} must be below --world-size {self.world_size}")
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def seen_samples(
 
 
 def ranks_by_data_rank(parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """The processes that read the same samples, for each data-parallel rank."""
+    """The ranks that read the same samples, for each data-parallel rank."""
     sizes = {
         "pipeline": parallel.pipeline_model_parallel_size,
         "data": parallel.data_parallel_size,

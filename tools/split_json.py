@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Splits a corpus into train, valid and test; equal texts are in one part.
 
 python tools/split_json.py --input corpus.jsonl --output-dir parts --split 90,5,5
@@ -6,16 +7,15 @@ python tools/split_json.py --input corpus.jsonl --output-dir parts --split 90,5,
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.parts import SplitConfig, split_corpus
+from megatron.corpus.collection.line_job import run_tool
+from megatron.corpus.collection.reshaping import SplitConfig, split_corpus
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "split_json.py",
-        "Splits a corpus into train, valid and test; equal texts are in one part.",
-        (SplitConfig, RunConfig),
+        __doc__,
+        (SplitConfig,),
         split_corpus,
         argv,
     )

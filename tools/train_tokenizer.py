@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Learns the vocabulary of a tokenizer from text or JSON-lines files.
 
 python tools/train_tokenizer.py --input 'corpus/*.jsonl' --vocab-size 8000 --output tokenizer
@@ -70,9 +71,7 @@ class TrainTokenizerConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    (config,) = parse_configs(
-        (TrainTokenizerConfig,), argv, description="Learns a vocabulary from text."
-    )
+    (config,) = parse_configs((TrainTokenizerConfig,), argv, description=__doc__)
     try:
         train(config)
     except (ValueError, OSError) as error:

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Looks whether checkpoints are whole.
 
     python tools/verify_checkpoint.py checkpoints
@@ -11,12 +12,12 @@ parameter must be all of it, and their tensors there. Of other formats it reads 
 exit status is 1 when anything is damaged; the file is named.
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from megatron.config.command_line import CommandParser
 from megatron.formats.verification import Verdict, verify_all
 
 TITLES = ("checkpoint", "files", "MB", "tensors", "seconds", "")
@@ -46,10 +47,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 1 if errors else 0
 
 
-def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+def parser() -> CommandParser:
+    result = CommandParser(__doc__)
     result.add_argument(
         "folders", nargs="+", type=Path, metavar="DIR",
         help="one checkpoint of any format, or a folder of several",

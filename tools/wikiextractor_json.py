@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Turns WikiExtractor's folders into one JSON object per article.
 
 python tools/wikiextractor_json.py --input extracted --output wikipedia.jsonl
@@ -6,16 +7,15 @@ python tools/wikiextractor_json.py --input extracted --output wikipedia.jsonl
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import run_tool
 from megatron.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "wikiextractor_json.py",
-        "Turns WikiExtractor's folders into one JSON object per article.",
-        (WikipediaConfig, RunConfig),
+        __doc__,
+        (WikipediaConfig,),
         read_wikipedia,
         argv,
         positional=("--input", "--output"),

@@ -49,7 +49,7 @@ def measured(options: argparse.Namespace, command: list[str]) -> dict[str, Any]:
         if getattr(options, option) < 1:
             raise ValueError(f"--{option.replace('_', '-')} is {getattr(options, option)}, below 1")
     if options.json and not options.json.absolute().parent.is_dir():
-        raise ValueError(f"--json {options.json}: there is no folder {options.json.parent}")
+        raise ValueError(f"--json {options.json}: {options.json.parent} is not a directory")
     if options.folder:
         options.folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=options.folder, prefix="train-benchmark-") as folder:

@@ -24,7 +24,7 @@ class Measurement:
         setting: what they train.
         tuned_malloc: give the peers the memory settings that this trainer gives itself.
         timeout: seconds for a start and for a round.
-        say: is told what goes on.
+        say: receives progress messages.
     """
 
     def __init__(

@@ -15,7 +15,7 @@ from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, Setting
 
 
 def build(setting: Setting, device: torch.device) -> GPT:
-    """The model on ``device`` in the setting's number format."""
+    """The model on ``device`` in the setting's dtype."""
     if setting.shared_weights:
         model = GPT(setting)
         model.load_state_dict(plain_weights(setting))

@@ -101,7 +101,7 @@ class InitialWeights(Source):
 
 def peak(setting: Setting, given: float | None) -> dict[str, Any]:
     """``peak_flops`` of the device, and where that is from: the data sheet of a known GPU; else
-    square matrix products in the setting's number format, on as many threads as a contestant has.
+    square matrix products in the setting's dtype, on as many threads as a contestant has.
     """
     if given is not None:
         return {"peak_flops": given, "peak_is": "--peak-tflops"}

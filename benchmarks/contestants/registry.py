@@ -22,8 +22,8 @@ class Contestant:
     """A way to train the model.
 
     Attributes:
-        module: of this package; its ``run(contestant, setting, after_step)`` trains for ever.
-        numerics: number formats with ``--dtype bf16``.
+        module: of this package; its ``run(contestant, setting, after_step)`` trains without end.
+        numerics: dtypes with ``--dtype bf16``.
         needs: modules without which it is skipped.
         stage: ZeRO stage.
         compiled: whether torch.compile is used.
@@ -42,7 +42,7 @@ class Contestant:
         return [name for name in self.needs if importlib.util.find_spec(name) is None]
 
     def numerics_in(self, dtype: str) -> str:
-        """Its number formats, for people."""
+        """Its dtypes, for people."""
         return self.numerics if dtype == "bf16" else "fp32"
 
     def run(self, setting: Setting, after_step: AfterStep) -> None:
@@ -85,7 +85,7 @@ def contestant(name: str) -> Contestant:
     """The contestant of a name; ``ours-zero1+torch-compile+lr=1`` adds flags to this trainer's.
 
     Raises:
-        ValueError: there is none of that name.
+        ValueError: no contestant has that name.
     """
     base, *extras = name.split("+")
     found = CONTESTANTS.get(base)

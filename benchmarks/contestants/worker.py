@@ -1,7 +1,7 @@
 """A contestant's process: trains, and measures a round of steps whenever it is told to.
 
 It speaks a line of JSON at a time: ``ready`` with the losses of the warm-up, then an answer to each
-line that it reads, until there are none left. What libraries print goes to the standard error.
+line that it reads, until its input ends. What libraries print goes to the standard error.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def compete(name: str, setting: Setting) -> NoReturn:
         _end()
     torch.set_num_threads(setting.threads)
     found.run(setting, Rounds(setting, answers).after_step)
-    raise AssertionError("a contestant trains for ever")
+    raise AssertionError("a contestant trains without end")
 
 
 class Rounds:

@@ -85,7 +85,7 @@ def run_all(
         results: where they are kept.
         limit: seconds for all of them together; a measurement that it cuts off is made the next
             time.
-        say: is told what goes on.
+        say: receives progress messages.
         after_each: called whenever there are new results.
 
     Returns:

@@ -33,7 +33,7 @@ def markdown(jobs: Sequence[Job], results: Results) -> str:
             f"({machine['peak_is']}), {machine['cores']} cores; {versions}; Python "
             f"{machine['python']}. fp8 rows are measured against the same peak. Each row is a run "
             "of its own; the JSON beside this file says by which command. Commands, numerics: "
-            "docs/benchmarks.md.",
+            "docs/reference/benchmarks.md.",
             "",
         ]
     for part, head in HEADS.items():

@@ -25,7 +25,7 @@ _DTYPES = {torch.float32: "F32", torch.uint8: "U8"}
 _BLOCK_BYTES = 2**22
 """Bytes that go through the checksum and into the file at a time, while the caches have them."""
 
-Facts = dict[str, int | str]
+Facts = dict[str, Any]
 """What a manifest says of a file: ``bytes`` and ``sha256``."""
 
 

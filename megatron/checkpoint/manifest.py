@@ -4,6 +4,7 @@ and by what the JSON files say a checkpoint is verified."""
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 
 from megatron.checkpoint.files import (
@@ -17,6 +18,7 @@ from megatron.checkpoint.files import (
 )
 from megatron.checkpoint.index import INDEX, read_index
 from megatron.util.digests import sha256, sha256_of_file
+from megatron.util.progress import progress_bar
 
 MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
 _FORMAT = 2
@@ -97,14 +99,18 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
             index's slices are not all of each parameter; the message names the file.
     """
     files = manifest(folder)
-    for name, facts in list(files.items())[share::shares]:
-        check_file(folder / name, facts)
+    mine = list(files.items())[share::shares]
+    with progress_bar(f"verifying {folder}", total=sum(facts["bytes"] for _, facts in mine)) as bar:
+        for name, facts in mine:
+            check_file(folder / name, facts, bar.update)
     if share == 0:
         read_index(folder, files)
         _check_counters(folder / STATE)
 
 
-def check_file(path: Path, facts: Facts) -> None:
+def check_file(
+    path: Path, facts: Facts, read: Callable[[int], object] = lambda count: None
+) -> None:
     """Compares one file with its entry.
 
     Raises:
@@ -116,7 +122,7 @@ def check_file(path: Path, facts: Facts) -> None:
             raise CheckpointError(f"{path} is missing")
         if size != facts["bytes"]:
             raise CheckpointError(f"{path} has {size} bytes, the manifest says {facts['bytes']}")
-        found = sha256_of_file(path)
+        found = sha256_of_file(path, read)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if found != facts["sha256"]:

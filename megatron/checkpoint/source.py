@@ -23,6 +23,7 @@ from megatron.config import (
     RunConfig,
     TokenizerConfig,
 )
+from megatron.util.progress import progress_bar
 
 TOKENIZER = "tokenizer"
 """Folder of the tokenizer's files in checkpoints that this project writes."""
@@ -154,7 +155,7 @@ class Source(ABC):
         Raises:
             CheckpointError: one is missing or malformed.
         """
-        for name in self.names():
+        for name in progress_bar("reading", self.names(), unit=" parameters"):
             for kind in self.kinds(name):
                 self.tensor(name, kind)
 

@@ -32,6 +32,7 @@ from megatron.checkpoint.manifest import CONFIG, STATE, file_facts
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.util.files import sync_path
+from megatron.util.progress import progress_bar
 
 _PROCESS = "slices-{:05d}.json"
 """What a process leaves for :func:`complete`: its part of the index, and facts of its files."""
@@ -210,7 +211,7 @@ def write_checkpoint(
         iteration = source.state.get("iteration", 0)
     with unfinished_folder(save / tag(iteration)) as folder:
         writer = SliceWriter(folder, 0, max_file_bytes, progress)
-        for name in source.names():
+        for name in progress_bar("writing", source.names(), unit=" parameters"):
             kinds = [kind for kind in source.kinds(name) if moments or kind == "weight"]
             tensors = ((kind, source.tensor(name, kind)) for kind in kinds)
             writer.add(name, Slice.whole(source.shape(name)), tensors)

@@ -1,10 +1,11 @@
 """Frozen dataclasses, one per concern, that generate the command-line flags."""
 
 from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.command_line import FlagParser, parse_configs
 from megatron.config.data import DataConfig
 from megatron.config.embedding import Vocabulary
 from megatron.config.engine import EngineConfig, LegacyFlags
-from megatron.config.flags import ConfigError, FlagParser, Setting, Settings, parse_configs
+from megatron.config.flags import ConfigError, Setting, Settings
 from megatron.config.logging import LoggingConfig
 from megatron.config.model import ModelConfig, ModelFlags
 from megatron.config.norm import NormConfig

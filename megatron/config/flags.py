@@ -7,7 +7,6 @@ from, so that later steps can tell a flag that was given from a default that was
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import functools
@@ -16,9 +15,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, NoReturn, TypeVar
-
-from megatron.util.nearest import nearest
+from typing import Any, Literal, NamedTuple, TypeVar
 
 C = TypeVar("C")
 
@@ -146,26 +143,26 @@ def field_help(cls: type) -> dict[str, str]:
     return texts
 
 
-@dataclasses.dataclass(frozen=True)
-class _Kind:
-    """What a field's type hint means on a command line."""
+def flag_names(field: dataclasses.Field) -> tuple[tuple[str, ...], str | None]:
+    """The flags that set a field, which may be none, and the flag that turns it off."""
+    meta = field.metadata
+    flag, off = meta.get("flag"), meta.get("off")
+    return () if off and not flag else (flag or _dashed(field.name), *meta.get("aliases", ())), off
 
-    parse: type
-    count: int | str | None  # argparse nargs
 
-
-def _kind(hint: Any) -> _Kind:
+def flag_value(hint: Any) -> tuple[type, int | str | None]:
+    """The type of a flag's value, or of its elements, and argparse's ``nargs``."""
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         (hint,) = [arg for arg in typing.get_args(hint) if arg is not type(None)]
     if typing.get_origin(hint) is tuple:
         args = typing.get_args(hint)
-        return _Kind(args[0], "+" if args[-1] is Ellipsis else len(args))
-    return _Kind(hint, 0 if hint is bool else None)
+        return args[0], "+" if args[-1] is Ellipsis else len(args)
+    return hint, 0 if hint is bool else None
 
 
 def value_type(hint: Any) -> type:
-    """The type of a field's value, or of its elements, where it is given."""
-    return _kind(hint).parse
+    """The type of a field's value, or of its elements."""
+    return flag_value(hint)[0]
 
 
 def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Setting:
@@ -179,133 +176,17 @@ def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Settin
     Raises:
         ConfigError: the value has another type, or is none of the choices.
     """
-    value, kind = setting.value, _kind(hint)
-    if kind.parse is float and type(value) is int:
+    value, (wanted, _) = setting.value, flag_value(hint)
+    if wanted is float and type(value) is int:
         return Setting(float(value), setting.origin)
-    if value is not None and type(value) is not kind.parse:
-        raise ConfigError(f"{setting.origin} is {value!r}, not of type {kind.parse.__name__}")
+    if value is not None and type(value) is not wanted:
+        raise ConfigError(f"{setting.origin} is {value!r}, not of type {wanted.__name__}")
     choices = field.metadata.get("choices")
     if choices and value is not None and value not in choices:
         raise ConfigError(
             f"{setting.origin} is {value!r}; it must be one of {', '.join(map(str, choices))}"
         )
     return setting
-
-
-class _Record(argparse.Action):
-    """Stores a Setting that remembers under which name the flag was given."""
-
-    def __call__(self, parser, namespace, values, option_string=None):
-        previous: Setting | None = getattr(namespace, self.dest, None)
-        if self.nargs == 0:
-            values = self.const
-        elif isinstance(values, list):
-            values = tuple(values)
-        # The same flag again overrides, as scripts that append to a common line expect.
-        if (
-            previous is not None
-            and previous.origin != f"flag {option_string}"
-            and previous.value != values
-        ):
-            parser.error(
-                f"{previous.origin.removeprefix('flag ')} {previous.value} and {option_string} "
-                f"{values} set the same thing; give one of them"
-            )
-        setattr(namespace, self.dest, Setting(values, f"flag {option_string}"))
-
-
-def _parser(parse: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:
-    return (lambda text: spellings.get(text, text)) if spellings else parse
-
-
-class FlagParser(argparse.ArgumentParser):
-    """An argument parser over config classes whose errors name the nearest known flag."""
-
-    def __init__(self, *classes: type, description: str | None = None, prog: str | None = None):
-        super().__init__(
-            prog=prog,
-            usage="%(prog)s [flags]",
-            description=description,
-            allow_abbrev=False,
-            argument_default=argparse.SUPPRESS,
-            formatter_class=argparse.RawDescriptionHelpFormatter,
-        )
-        for cls in classes:
-            self._add_class(cls)
-
-    def _add_class(self, cls: type) -> None:
-        group = self.add_argument_group((cls.__doc__ or cls.__name__).split("\n")[0].rstrip("."))
-        hints = typing.get_type_hints(cls)
-        texts = field_help(cls)
-        for field in dataclasses.fields(cls):
-            if field.metadata.get("internal"):
-                continue
-            meta = field.metadata
-            text = texts[field.name]
-            if meta.get("note"):
-                text += f" Accepted, not used: {meta['note']}."
-            elif meta.get("derived"):
-                text += f" (default: {meta['derived']})"
-            elif field.default not in (None, ()) and not isinstance(field.default, bool):
-                text += f" (default: {_plain(field.default)})"
-            kind = _kind(hints[field.name])
-            common: dict[str, Any] = {"dest": field.name, "action": _Record}
-            text = text.replace("%", "%%")
-            if kind.parse is bool:
-                names = (meta.get("flag") or _dashed(field.name), *meta.get("aliases", ()))
-                if meta.get("off"):
-                    off_text = f"Turn {names[0]} off." if meta.get("flag") else text
-                    group.add_argument(meta["off"], nargs=0, const=False, help=off_text, **common)
-                if meta.get("flag") or not meta.get("off"):
-                    group.add_argument(*names, nargs=0, const=True, help=text, **common)
-                continue
-            names = (meta.get("flag") or _dashed(field.name), *meta.get("aliases", ()))
-            choices = "|".join(map(str, meta["choices"])) if meta.get("choices") else None
-            group.add_argument(
-                *names,
-                type=_parser(kind.parse, meta.get("spellings") or {}),
-                nargs=kind.count,
-                choices=meta.get("choices"),
-                metavar=choices or kind.parse.__name__.upper(),
-                help=text,
-                **common,
-            )
-
-    def settings(self, argv: Sequence[str] | None = None) -> Settings:
-        """Parses ``argv``; exits with a message on an unknown flag or a malformed value."""
-        namespace, unknown = self.parse_known_args(argv)
-        if unknown:
-            self._refuse(unknown)
-        return dict(vars(namespace))
-
-    def error(self, message: str) -> NoReturn:
-        """Says what is wrong in one line, without the long list of flags, and exits with 2."""
-        self.exit(2, f"{self.prog}: error: {message}\n")
-
-    def _refuse(self, unknown: Sequence[str]) -> NoReturn:
-        word = next((w for w in unknown if w.startswith("-")), unknown[0])
-        if not word.startswith("-"):
-            self.error(f"'{word}' follows no flag that takes it")
-        name = word.split("=", 1)[0]
-        known = self._option_string_actions
-        hint = nearest(name, known, "; the nearest known flag is {}", cutoff=0.5)
-        self.error(f"unknown flag {name}{hint} (--help lists all)")
-
-
-def _plain(value: Any) -> str:
-    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-
-
-def parse_configs(
-    classes: Sequence[type],
-    argv: Sequence[str] | None = None,
-    *,
-    description: str | None = None,
-    prog: str | None = None,
-) -> tuple[Any, ...]:
-    """Parses a tool's command line into one instance of each config class."""
-    settings = FlagParser(*classes, description=description, prog=prog).settings(argv)
-    return tuple(build(cls, settings) for cls in classes)
 
 
 def build(cls: type[C], settings: Settings) -> C:

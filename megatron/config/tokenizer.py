@@ -14,7 +14,7 @@ class TokenizerConfig:
     tokenizer_type: str | None = option(None)
     """GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase, SentencePieceTokenizer,
     GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer, HFTokenizer, ByteLevelTokenizer,
-    NullTokenizer, or a name of 2019 (docs/tokenizers.md)."""
+    NullTokenizer, or a name of 2019 (docs/guides/tokenizers.md)."""
     vocab_file: str | None = option(None, aliases=("--vocab",))
     """Path of the vocabulary (vocab.json of GPT2BPETokenizer, vocab.txt of BertWordPiece...)."""
     merge_file: str | None = option(None)

@@ -1,17 +1,25 @@
-"""One JSON line to its texts, or what is wrong with it."""
+"""Records of JSON files: lines and arrays read one record at a time, in bounded memory, and what is
+wrong with a record that cannot be used."""
 
 from __future__ import annotations
 
+import codecs
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, BinaryIO
 
 import orjson
 
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+LONGEST_RECORD = 1 << 26
+"""Bytes of a line or an array's item; a longer one is an error. preprocess_data.py has a flag."""
 MAX_DEPTH = 1024
-"""Brackets inside brackets, as orjson has it."""
+"""Brackets inside brackets; orjson's limit."""
+_SKIPPED_BYTES = 1 << 20
+_ARRAY_BYTES = 1 << 18
+_SPACE = " \t\r\n"
 _STRING = re.compile(r'"[^"\\]*(?:\\.[^"\\]*)*"')
 _BRACKETS = re.compile(r"[\[\]{}]")
 
@@ -23,20 +31,47 @@ class BadLine:
     number: int
     """Counted from 1."""
     reason: str
-    """The kind of fault, the same words for all such lines."""
+    """The kind of error, the same words for all such lines."""
     detail: str
-    """What was found in this one."""
+    """What was found in this line."""
 
-    def shifted(self, lines: int) -> BadLine:
-        """The same line, where `lines` come before the one that was number 1."""
-        return replace(self, number=self.number + lines)
+
+def read_lines(
+    stream: BinaryIO,
+    longest: int = LONGEST_RECORD,
+    start: int = 0,
+    stop: int | None = None,
+) -> Iterator[tuple[int, bytes]]:
+    """Offset and content, without the line break, of the lines that begin in a range of bytes.
+
+    Of a line of more than `longest` bytes only the first `longest + 1` or so are read into memory
+    and given; the caller tells it by its length. With `start`, the stream must be seekable.
+    """
+    at = start
+    if start:
+        assert stop is not None
+        stream.seek(start - 1)
+        before = stream.readline(stop - start + 1)
+        if not before.endswith(b"\n"):
+            return  # the whole range is inside one line, which begins before it
+        at += len(before) - 1
+    elif stream.peek(3)[:3] == BYTE_ORDER_MARK:  # type: ignore[attr-defined]
+        at = len(stream.read(3))
+    while (stop is None or at < stop) and (line := stream.readline(longest + 2)):
+        yield at, line.removesuffix(b"\n")
+        at += len(line)
+        while not line.endswith(b"\n") and (stop is None or at < stop):  # the rest of a long line
+            line = stream.readline(_SKIPPED_BYTES)
+            at += len(line)
+            if not line:
+                return
 
 
 def texts_of_line(line: bytes, number: int, keys: Sequence[str]) -> list[str] | BadLine:
     """The strings under `keys` in a line that holds a JSON object.
 
-    orjson parses; what it refuses gets a second chance with Python's parser, which also takes NaN
-    and the like in fields nobody asked for. Of a key that is there twice, the last one counts.
+    orjson parses; what it refuses is tried again with Python's parser, which accepts NaN and the
+    like in other fields. Of a key that occurs twice, the last value counts.
     """
     try:
         record = orjson.loads(line)
@@ -112,3 +147,91 @@ def _shortened(line: bytes) -> str:
 def _described(value: Any) -> str:
     names = {dict: "an object", list: "an array", str: "a string", type(None): "null"}
     return names.get(type(value), json.dumps(value)[:60])
+
+
+class ArrayReader:
+    """The items of a JSON array as JSON text, holding no more than one and what is read ahead.
+
+    Not ijson, which parses three times as fast (a small part of the time beside tokenization): it
+    silently turns a lone surrogate into "?", ends at NaN, 1e999 or a long number in any field, and
+    reads an item without an end into memory.
+    """
+
+    def __init__(self, stream: BinaryIO, max_bytes: int = LONGEST_RECORD) -> None:
+        """An item of more than `max_bytes` is an error."""
+        self._stream, self._max_bytes = stream, max_bytes
+        self._decode = codecs.getincrementaldecoder("utf-8")().decode
+        # Only the end of an item matters here: the caller parses keys and numbers.
+        self._scan = json.JSONDecoder(parse_int=len, parse_float=len).raw_decode
+        self._text, self._at, self._is_whole = "", 0, False
+        self._number = 1
+
+    def __iter__(self) -> Iterator[bytes]:
+        """Each item without line breaks.
+
+        Raises:
+            ValueError: not a JSON array; names the item. What follows a malformed item cannot be
+                told apart, so such an item cannot be skipped.
+        """
+        self._expect("[")
+        if self._next_character() == "]":
+            self._at += 1
+        else:
+            while True:
+                yield self._item()
+                self._number += 1
+                if self._expect(",]") == "]":
+                    break
+        if self._next_character():
+            raise self._error("something follows the array; is this a file of JSON lines?")
+
+    def _item(self) -> bytes:
+        self._next_character()
+        while True:
+            try:
+                _, end = self._scan(self._text, self._at)
+            except json.JSONDecodeError as error:
+                if self._is_whole:
+                    raise self._error(f"not JSON: {error.msg}") from None
+            except RecursionError:
+                raise self._error("nested too deeply") from None
+            else:
+                if end < len(self._text) or self._is_whole:  # a number may continue otherwise
+                    item = self._text[self._at : end].replace("\r", " ").replace("\n", " ")
+                    self._at = end
+                    return item.encode()
+            size = len(self._text) - self._at
+            if size > self._max_bytes:
+                raise self._error(f"more than {self._max_bytes} bytes long, or never ending")
+            self._read(max(size, _ARRAY_BYTES))
+
+    def _expect(self, wanted: str) -> str:
+        found = self._next_character()
+        if not found or found not in wanted:
+            what = repr(found) if found else "the end of the file"
+            raise self._error(f"expected {' or '.join(wanted)}, found {what}")
+        self._at += 1
+        return found
+
+    def _next_character(self) -> str:
+        """The next one that is not white space; empty at the end of the file."""
+        while True:
+            while self._at < len(self._text) and self._text[self._at] in _SPACE:
+                self._at += 1
+            if self._at < len(self._text):
+                return self._text[self._at]
+            if self._is_whole:
+                return ""
+            self._read(_ARRAY_BYTES)
+
+    def _read(self, count: int) -> None:
+        data = self._stream.read(count)
+        self._is_whole = not data
+        try:
+            more = self._decode(data, final=self._is_whole)
+        except UnicodeDecodeError as error:
+            raise self._error(f"not UTF-8: {error}") from None
+        self._text, self._at = self._text[self._at :] + more, 0
+
+    def _error(self, finding: str) -> ValueError:
+        return ValueError(f"item {self._number} of the array: {finding}")

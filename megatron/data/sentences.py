@@ -1,4 +1,4 @@
-"""Splits text into sentences: NLTK's punkt where its data is at hand, otherwise a few rules."""
+"""Splits text into sentences: NLTK's punkt where its data is installed, else a few rules."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def build_splitter(kind: str, lang: str, keep_newlines: bool) -> SentenceSplitte
     """The splitter of --sentence-splitter `kind` ("rules" or "punkt") for a language.
 
     Raises:
-        ConfigError: punkt is asked for, and NLTK or its data for the language is missing.
+        ConfigError: `kind` is punkt, and NLTK or its data for the language is missing.
     """
     if kind == "rules":
         abbreviations = frozenset(_ABBREVIATIONS.get(lang, "").split())
@@ -63,7 +63,7 @@ def build_splitter(kind: str, lang: str, keep_newlines: bool) -> SentenceSplitte
     if find_spans is None:
         raise ConfigError(
             f"--sentence-splitter punkt needs the package nltk and its punkt_tab data for --lang "
-            f"{lang}, neither of which is fetched here: run `python -m nltk.downloader punkt_tab` "
+            f"{lang}, and downloads neither: run `python -m nltk.downloader punkt_tab` "
             "where there is a network, or use --sentence-splitter rules"
         )
     return SentenceSplitter(find_spans, keep_newlines)

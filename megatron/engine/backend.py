@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.engine.json_keys import Json
-from megatron.model.layer_list import LayerSpec
-from megatron.model.layer_sequence import LayerSequence
+from megatron.model.layer_list import LayerSequence, LayerSpec
 from megatron.model.spec import Batch, Measure
 
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerState
 from megatron.parallel.mesh import Group
 
 _COMPUTED = ("hidden", "encoder")

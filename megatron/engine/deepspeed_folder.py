@@ -21,8 +21,7 @@ from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.json_keys import Json
 from megatron.engine.saving import CheckpointWriter, SaveJob
 from megatron.engine.train_engine import TrainEngine
-from megatron.engine.universal_info import COUNTERS, RUN, universal_info
-from megatron.model.registration import registered_parameters
+from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
 from megatron.parallel.random import random_state
 from megatron.util.files import sync_path
 

@@ -10,15 +10,8 @@ from torch import nn
 from megatron.config import ConfigError, RunConfig
 from megatron.model.block import Block
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    KVParallelLinear,
-    QKVParallelLinear,
-    RowParallelLinear,
-)
+from megatron.parallel.layers import ParallelLinear
 from megatron.util.processes import is_main_process
-
-_LINEAR = (ColumnParallelLinear, KVParallelLinear, QKVParallelLinear, RowParallelLinear)
 
 
 def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.device) -> None:
@@ -44,7 +37,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
         if block.attention.layer not in chosen:
             continue
         for module in block.modules():
-            if isinstance(module, _LINEAR):
+            if isinstance(module, ParallelLinear):
                 module.float8 = float8
 
 

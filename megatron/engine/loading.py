@@ -21,7 +21,6 @@ from megatron.checkpoint.reader import differences
 from megatron.checkpoint.registry import FoundCheckpoint
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import Source
-from megatron.engine.agreement import any_rank
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
@@ -30,6 +29,7 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import TrainEngine
+from megatron.parallel.mesh import any_rank
 from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import shard_of
 

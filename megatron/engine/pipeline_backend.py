@@ -13,13 +13,12 @@ from megatron.config import RunConfig
 from megatron.engine.json_keys import Json
 from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.pipeline_module import StageModule
-from megatron.model.layer_list import initialise
-from megatron.model.layer_sequence import LayerSequence
+from megatron.model.layer_list import LayerSequence, initialise
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline_messages import Exchange, work_plan
 from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.timeline import Exchange, work_plan
 
 
 class PipelineBackend:

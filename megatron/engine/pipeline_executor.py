@@ -18,12 +18,12 @@ from megatron.engine.boundaries import Boundary, check_agreement
 from megatron.engine.json_keys import Json
 from megatron.engine.mpu import Mpu
 from megatron.engine.pipeline_module import StageModule
+from megatron.model.layer_list import LayerState
 from megatron.model.spec import Batch, Measure, ModelSpec
-from megatron.model.state import LayerState
 from megatron.parallel.mesh import Mesh
-from megatron.parallel.pipeline_messages import Exchange, Transfer
 from megatron.parallel.pipeline_schedules import Action
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.timeline import Exchange, Transfer
 
 _Key = tuple[int, int]
 """(stage, micro batch)."""
@@ -136,7 +136,7 @@ class PipelineExecutor(PipelineEngine):
             with record_function("megatron::data"):
                 batch = next(self._batches)
             batch = batch.to(self.device, non_blocking=True)
-            state = self._measure.asked(self._spec.begin(batch))
+            state = self._measure.start(self._spec.begin(batch))
             seed = self._seeds[self._next_batch_number]
             self._loaded[self._next_batch_number] = batch, state._replace(dropout_seed=seed)
             self._next_batch_number += 1

@@ -14,8 +14,7 @@ from torch import nn
 
 from megatron.config import ParallelConfig
 from megatron.engine.deepspeed_patches import PlacedModule
-from megatron.model.layer_list import LayerSpec, layer_sequence
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerSpec, LayerState, layer_sequence
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.pipeline_schedules import PipelineSchedule

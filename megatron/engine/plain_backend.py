@@ -15,8 +15,7 @@ from megatron.engine.compile import runs_graphs
 from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.json_keys import Json
 from megatron.engine.mpu import Mpu
-from megatron.model.layer_list import LayerStack, initialise
-from megatron.model.layer_sequence import LayerSequence
+from megatron.model.layer_list import LayerSequence, LayerStack, initialise
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import init_of, parameter, shard_of
@@ -109,7 +108,7 @@ class PlainBackend:
             batch = next(batches).to(self._device, non_blocking=True)
             if self._graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            sums += measure.of(self._engine(measure.asked(self._spec.begin(batch))), batch)
+            sums += measure.of(self._engine(measure.start(self._spec.begin(batch))), batch)
         return sums
 
     def apply(self) -> None:

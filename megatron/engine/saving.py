@@ -22,12 +22,11 @@ from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.registry import open_checkpoint, save_copy
 from megatron.checkpoint.retention import apply_retention
 from megatron.checkpoint.writer import SliceWriter, complete
-from megatron.engine.agreement import first_reason
 from megatron.engine.json_keys import Json
 from megatron.engine.snapshot import HostBuffers, own_slices
 from megatron.engine.state import loss_scaler_state, optimizer_step
 from megatron.engine.train_engine import TrainEngine
-from megatron.parallel.mesh import Group
+from megatron.parallel.mesh import Group, first_reason
 from megatron.util.locks import Lock
 
 

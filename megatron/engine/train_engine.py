@@ -17,7 +17,7 @@ from megatron.engine.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.optimizer import set_rates
 from megatron.engine.queued_update import AsyncOptimizerStep
 from megatron.engine.step_result import StepResult
-from megatron.model.layer_sequence import LayerSequence
+from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed

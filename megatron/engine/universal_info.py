@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, NamedTuple
 
-from megatron.config import ModelConfig
-from megatron.model.registration import Registered
-from megatron.parallel.shard import Cut, Shard
+import torch
+
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.model.layer_list import LayerSpec, LayerStack, canonical_parameters
+from megatron.parallel.shard import Cut, Shard, shard_of
 
 RUN, COUNTERS = "run_config", "run_state"
 """Content of config.json and state.json in the client state, which a conversion by DeepSpeed
@@ -23,6 +25,43 @@ keeps."""
 UNIVERSAL_VERSION = 0.4
 """DeepSpeed's number of the universal format."""
 _AFFINE_VERSION = 1
+
+
+class Registered(NamedTuple):
+    """A parameter of an engine's module.
+
+    Attributes:
+        name: what the module calls it.
+        shard: how it is cut over tensor-parallel ranks.
+    """
+
+    name: str
+    shard: Shard
+
+
+def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registered]]:
+    """The module's parameters by canonical name, in the order of the layers.
+
+    Most are one parameter; with fewer key and value heads than ranks, queries are one and keys and
+    values another.
+
+    Args:
+        layers: the whole layer list, cut over tensor-parallel ranks.
+    """
+    with torch.device("meta"):
+        stack = LayerStack(layers, ParallelConfig())
+    found: dict[str, list[Registered]] = {}
+    canonical = canonical_parameters(stack, layers)
+    for (registered, param), (name, _) in zip(stack.named_parameters(), canonical, strict=True):
+        found.setdefault(name, []).append(Registered(registered, shard_of(param)))
+    tied = {layer.tied_key: place for place, layer in reversed([*enumerate(layers)])}
+
+    def place(name: str) -> int:
+        """Tied modules are registered first, and stand where they are first used."""
+        first, second, *_ = found[name][0].name.split(".")
+        return tied[second] if first == "tied_modules" else int(first)
+
+    return {name: found[name] for name in sorted(found, key=place)}
 
 
 def universal_info(

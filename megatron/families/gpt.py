@@ -10,28 +10,37 @@ import numpy as np
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
-from megatron.data.batch import GPTBatch, GPTCollator
-from megatron.data.gpt_dataset import GPTRecipe
-from megatron.data.mock import MockGPTDataset
-from megatron.data.pipeline import DataPipeline, SampleView, SpecialTokens
+from megatron.data.gpt_batch import GPTBatch, GPTCollator
+from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
+from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
 from megatron.families.family import Family
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_backends import AttentionMasks
 from megatron.model.gpt import gpt_layers
-from megatron.model.spec import ModelSpec, hidden_travels
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerState
+from megatron.model.spec import ModelSpec
 from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 
 
 def begin(batch: GPTBatch) -> LayerState:
-    """The state that the layers start with."""
+    """The initial state of a micro batch."""
     return LayerState(
         hidden=batch.tokens_BS,
         position_ids=batch.position_ids_BS,
         masks=AttentionMasks(batch.document_ids_BS),
         targets=Targets(batch.labels_BS, batch.loss_mask_BS),
     )
+
+
+def travels(
+    hidden_size: int, state: LayerState, tp: TensorParallel, index: int
+) -> dict[str, tuple[int, ...]]:
+    """What crosses a stage boundary: hidden states [B, S / slices, H]."""
+    samples, length = state.hidden.shape
+    assert length % tp.slices == 0
+    return {"hidden": (samples, length // tp.slices, hidden_size)}
 
 
 class GPTData(DataPipeline):
@@ -90,7 +99,7 @@ class GPTData(DataPipeline):
             yield text if predicted[part[0]] else f"[[{text}]]"
 
     @property
-    def _special(self) -> SpecialTokens | None:
+    def _special(self) -> SampleTokens | None:
         """Those of the samples, where a kind of data has its own."""
         return next(filter(None, (kind.special_tokens(self) for kind in self.acting)), None)
 
@@ -110,7 +119,7 @@ class GPT(Family):
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         """See :meth:`Family.spec`."""
         layers = partial(gpt_layers, model, parallel)
-        return ModelSpec(layers, begin, partial(hidden_travels, model.hidden_size))
+        return ModelSpec(layers, begin, partial(travels, model.hidden_size))
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
         """See :meth:`Family.data`."""

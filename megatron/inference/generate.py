@@ -12,8 +12,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.inference.cache import KeyValueCache
 from megatron.inference.sampling import Sampling
-from megatron.model.layer_list import LayerStack
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerStack, LayerState
 from megatron.parallel.random import generator
 
 OnToken = Callable[[int, int], None]

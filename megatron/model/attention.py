@@ -7,11 +7,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.attention_backends import AttentionKind, AttentionScoring, attention_backend
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_backends import (
+    AttentionKind,
+    AttentionMasks,
+    AttentionScoring,
+    attention_backend,
+)
+from megatron.model.layer_list import LayerState
 from megatron.model.norm import build_head_norm
 from megatron.model.rope import RotaryEmbedding, apply_rope
-from megatron.model.state import LayerState
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     KVParallelLinear,
@@ -26,13 +30,13 @@ from megatron.parallel.tensor_parallel import TensorParallel
 class Attention(nn.Module):
     """Projects to queries, keys and values, attends, projects back.
 
-    Of one sequence all three are one product. Cross-attention makes queries of its input, and keys
-    and values, in a product of their own, of the encoder's output; positions play no part in it.
+    Self-attention projects to all three by one GEMM. Cross-attention computes queries from its
+    input, and keys and values, by another GEMM, from the encoder's output; it has no positions.
 
     Args:
         config: shape of the network.
-        layer: number of the block, from 0: its place in a cache, and whether it has a window.
-        region: the tensor-parallel ranks; heads are cut over it.
+        layer: index of the block: its place in a cache, and whether it has a window.
+        tp: the tensor-parallel ranks, over which heads are cut.
         recompute: compute the attention kernel again in the backward pass instead of keeping its
             inner activations.
         kind: which keys a query sees.
@@ -83,8 +87,8 @@ class Attention(nn.Module):
         else:
             projected = self.q(x_BSH), *self.kv(state.encoder)
         q, k, v = (x.unflatten(-1, (-1, self.head_dim)) for x in projected)
-        # Heads and sequence change places after all this, so that a kernel gives its output in the
-        # order in which the projection takes it.
+        # Heads and sequence are transposed only now, so that a kernel's output has the layout that
+        # the projection reads.
         if self.q_norm is not None and self.k_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.rotation is not None:
@@ -96,15 +100,15 @@ class Attention(nn.Module):
             k_BKSD, v_BKSD = state.cache.extend(self.layer, k_BKSD, v_BKSD)
         masks = state.masks or AttentionMasks()
         if self.recompute and x_BSH.requires_grad:
-            # Compiled code must find nothing changed by what it computes again.
-            again = self._attend_anew if torch.compiler.is_compiling() else self._attend
-            y_BNSD = checkpoint(again, q_BNSD, k_BKSD, v_BKSD, masks, use_reentrant=False)
+            # Recomputed compiled code must not find masks that the first pass made.
+            attend = self._attend_unmade if torch.compiler.is_compiling() else self._attend
+            y_BNSD = checkpoint(attend, q_BNSD, k_BKSD, v_BKSD, masks, use_reentrant=False)
         else:
             y_BNSD = self._attend(q_BNSD, k_BKSD, v_BKSD, masks)
         return self.proj(y_BNSD.transpose(1, 2).flatten(2))
 
-    def _attend_anew(self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks) -> Tensor:
-        return self._attend(q, k, v, masks.anew())
+    def _attend_unmade(self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks) -> Tensor:
+        return self._attend(q, k, v, masks.unmade())
 
     def _attend(self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks) -> Tensor:
         dropout = self.dropout if self.training else 0.0

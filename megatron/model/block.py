@@ -7,28 +7,28 @@ from torch import nn
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.attention import Attention
 from megatron.model.attention_backends import AttentionKind
+from megatron.model.layer_list import LayerState
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
-from megatron.model.state import LayerState
 from megatron.parallel.layers import Dropout
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Block(nn.Module):
     """Pre-norm attention and MLP, added to the residual stream one after the other, or, with
-    ``parallel_residual``, both computed from the same stream. Between the two, where asked for,
-    attention to the output of an encoder.
+    ``parallel_residual``, both computed from the same stream; with ``cross``, attention to the
+    output of an encoder between the two.
 
     Args:
         config: shape of the network.
-        layer: number of the block, from 0.
-        region: the tensor-parallel ranks.
+        layer: index of the block.
+        tp: the tensor-parallel ranks.
         recompute_attention: compute the attention kernel again in the backward pass.
         kind: which tokens of its own sequence a token sees.
         cross: whether there is cross-attention.
 
     Raises:
-        ConfigError: cross-attention beside a parallel residual.
+        ConfigError: cross-attention with a parallel residual.
     """
 
     def __init__(
@@ -50,8 +50,8 @@ class Block(nn.Module):
         if cross:
             if config.parallel_residual:
                 raise ConfigError(
-                    "--parallel-residual computes attention and MLP beside each other; a decoder's "
-                    "attention to its encoder comes between the two: leave the flag out"
+                    "--parallel-residual computes attention and MLP from the same input, but a "
+                    "decoder's attention to its encoder is between the two: leave the flag out"
                 )
             self.cross_attention_norm = build_norm(config, tp)
             self.cross_attention = Attention(config, layer, tp, recompute_attention, "cross")

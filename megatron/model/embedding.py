@@ -1,4 +1,4 @@
-"""The first layers: token table and positions."""
+"""The first layers: token embedding and positions."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ import torch
 from torch import nn
 
 from megatron.config import ModelConfig
+from megatron.model.layer_list import LayerState
 from megatron.model.norm import build_norm
-from megatron.model.state import LayerState
 from megatron.parallel.cross_entropy import LossHead
 from megatron.parallel.layers import Dropout, PositionEmbedding, VocabParallelEmbedding
 from megatron.parallel.shard import Init
@@ -18,18 +18,18 @@ LM_LOSS = "lm loss"
 
 
 class TokenEmbedding(VocabParallelEmbedding):
-    """A row per token: embeddings going in, or, with ``project``, logits coming out.
+    """The token embedding; with ``project`` the output head with the same weight.
 
     Args:
         config: shape of the network, with the vocabulary sizes filled in.
-        region: the tensor-parallel ranks; the table is cut over them.
-        chunk_bytes: size of the logits that are in memory at a time when there is a loss; None for
-            what suits the device.
+        tp: the tensor-parallel ranks, over which the rows are cut.
+        chunk_bytes: size of the logits in memory at a time when there is a loss; None for a default
+            that suits the device.
     """
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, chunk_bytes: int | None) -> None:
         vocabulary, softcap = config.vocabulary, config.embedding.final_logit_softcapping
-        assert vocabulary.size, "the vocabulary is not known yet"
+        assert vocabulary.size, "the vocabulary size is not known yet"
         super().__init__(
             vocabulary.padded,
             config.hidden_size,
@@ -39,7 +39,7 @@ class TokenEmbedding(VocabParallelEmbedding):
 
     def forward(self, state: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
         """Token ids [B, S] to [B, S, H]; with ``project`` hidden states [B, S, H] to this rank's
-        logits [B, S, V / tensor size], or, where the state has targets, to a loss beside them."""
+        logits [B, S, V / tensor size], or, where the state has targets, to a loss."""
         found = super().forward(state.hidden, project, state.targets)
         if project and state.targets is not None:
             return state.with_loss(LM_LOSS, found)
@@ -47,13 +47,8 @@ class TokenEmbedding(VocabParallelEmbedding):
 
 
 class InputEmbedding(nn.Module):
-    """What happens to embeddings before the blocks: scale, learned positions, norm, dropout; of the
-    first three what the model has.
-
-    Args:
-        config: shape of the network.
-        region: the tensor-parallel ranks.
-    """
+    """From embeddings to the input of the first block: scale, learned positions and norm, as far as
+    the model has them, then dropout."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
@@ -75,7 +70,7 @@ class InputEmbedding(nn.Module):
         """[B, S, H] to [B, S, H]."""
         x_BSH = state.hidden
         if self.scale is not None:
-            # Rounded to the number format of the embeddings, as Gemma is trained.
+            # Rounded to the dtype of the embeddings, as Gemma is trained.
             x_BSH = x_BSH * torch.full((), self.scale, dtype=x_BSH.dtype, device=x_BSH.device)
         if self.position_embeddings is not None:
             positions = state.position_ids

@@ -9,9 +9,8 @@ from torch import nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
 from megatron.model.embedding import InputEmbedding, TokenEmbedding
-from megatron.model.layer_list import LayerSpec, LayerStack
+from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import FinalNorm
-from megatron.model.state import LayerState
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
@@ -22,12 +21,12 @@ def _project(table: nn.Module, state: LayerState) -> LayerState:
 def gpt_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a GPT: token table, positions, blocks, final norm, head.
+    """The layers of a GPT: token embedding, positions, blocks, final norm, head.
 
     Args:
         model: shape of the network, with the vocabulary sizes filled in.
-        parallel: what is recomputed in the backward pass, and how large logits may become.
-        region: the tensor-parallel ranks; this process alone without it.
+        parallel: what is recomputed in the backward pass, and the size of a chunk of logits.
+        tp: the tensor-parallel ranks; None for a single process.
     """
     tp = tp or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
@@ -44,13 +43,3 @@ def gpt_layers(
         LayerSpec("final_norm", partial(FinalNorm, model, tp)),
         LayerSpec(words if model.embedding.tied else "output_layer", table, tied_key, _project),
     ]
-
-
-def build_gpt(
-    model: ModelConfig,
-    parallel: ParallelConfig | None = None,
-    tp: TensorParallel | None = None,
-) -> LayerStack:
-    """A GPT as one module, not yet initialised."""
-    parallel = parallel or ParallelConfig()
-    return LayerStack(gpt_layers(model, parallel, tp), parallel)

@@ -1,20 +1,73 @@
-"""A model is an ordered list of layers."""
+"""A model is an ordered list of layers, and a state that flows through them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
-from megatron.model.layer_sequence import LayerSequence, RecomputedLayers, Step
-from megatron.model.state import LayerState
+from megatron.model.attention_backends import AttentionMasks
+from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.mesh import ALONE, Coordinates
-from megatron.parallel.random import generator
+from megatron.parallel.random import derive_seed, generator, seed_devices
 from megatron.parallel.shard import init_of, shard_of
+
+
+class LayerCache(Protocol):
+    """Keys and values of earlier positions, for generation."""
+
+    def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends new keys and values of a layer; returns all of the layer's."""
+        ...
+
+
+class LayerState(NamedTuple):
+    """Input and output of a layer.
+
+    ``hidden``, ``encoder`` and ``losses`` are computed, and can travel between pipeline stages; the
+    others belong to the micro batch, of which every stage has its own copy. A layer returns
+    unchanged what it does not use.
+
+    Attributes:
+        hidden: token ids int64 [B, S] into the first layer; hidden states [B, S, H] between
+            layers (this rank's slice of S where the sequence is split); without targets, logits
+            [B, S, V / tensor size] out of the last layer.
+        encoder: output of the encoder that decoder blocks attend to, [B, T, H], sliced as
+            ``hidden`` is; None in a family without one.
+        losses: scalars by name, added by layers; with targets the last layer adds its own.
+        position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
+        masks: restrictions beyond the kind of attention; None for none.
+        cache: keys and values of earlier positions, for generation.
+        dropout_seed: seed of the dropout masks of this micro batch; None leaves torch's generators
+            alone.
+        targets: labels for the loss of the last layer.
+        batch: the micro batch itself, for families whose layers need more of it.
+    """
+
+    hidden: Tensor
+    encoder: Tensor | None = None
+    losses: Mapping[str, Tensor] = {}
+    position_ids: Tensor | None = None
+    masks: AttentionMasks | None = None
+    cache: LayerCache | None = None
+    dropout_seed: int | None = None
+    targets: Targets | None = None
+    batch: Any = None
+
+    def with_hidden(self, hidden: Tensor) -> LayerState:
+        return self._replace(hidden=hidden)
+
+    def with_loss(self, name: str, loss: Tensor) -> LayerState:
+        """The same state with a scalar added to the loss of that name."""
+        before = self.losses.get(name)
+        total = loss if before is None else before + loss
+        return self._replace(losses={**self.losses, name: total})
 
 
 @dataclass(frozen=True)
@@ -22,11 +75,11 @@ class LayerSpec:
     """How to build one layer.
 
     Attributes:
-        name: canonical name of the layer (``layers.3``); its parameters' names start with it.
+        name: canonical name (``layers.3``), the prefix of its parameters' names.
         build: makes the module, whose forward maps a LayerState to a LayerState.
-        tied_key: layers with the same key are one module at several places of the list.
-        forward: how the module runs at this place; None calls it with the state.
-        block: whether this is one of the repeated blocks, which recomputation is about.
+        tied_key: layers with the same key are one module at several positions of the list.
+        forward: how the module runs at this position; None calls it with the state.
+        block: whether this is one of the repeated blocks, which can be recomputed.
     """
 
     name: str
@@ -34,6 +87,68 @@ class LayerSpec:
     tied_key: str | None = None
     forward: Callable[[nn.Module, LayerState], LayerState] | None = None
     block: bool = False
+
+
+Step = Callable[[LayerState], LayerState]
+"""Applies one layer, or several, to the state."""
+
+
+class LayerSequence:
+    """Consecutive layers, as they run on one process.
+
+    Args:
+        steps: layers with their indices in the whole list; with None instead of an index, layers
+            that are recomputed together in the backward pass.
+        blocks: the repeated blocks among the layers.
+    """
+
+    def __init__(
+        self, steps: Sequence[tuple[int | None, Step]], blocks: Sequence[nn.Module] = ()
+    ) -> None:
+        self.steps, self.blocks = list(steps), list(blocks)
+
+    def __call__(self, state: LayerState) -> LayerState:
+        """The state after the last layer."""
+        for index, step in self.steps:
+            if state.dropout_seed is not None and index is not None:
+                # A layer's masks depend on its index, not on the layers before it on this process:
+                # they are the same however the list is cut into pipeline stages.
+                seed_devices(derive_seed(state.dropout_seed, index))
+            state = step(state)
+        return state
+
+    def observe(self, observer: Callable[[int, LayerState], None]) -> None:
+        """Calls a function with the index of every layer and the state after it, from now on."""
+        self.steps = [(index, _observed(index, step, observer)) for index, step in self.steps]
+
+
+class RecomputedLayers(LayerSequence):
+    """Layers of which only the first input is kept for the backward pass."""
+
+    def __call__(self, state: LayerState) -> LayerState:
+        """The state after the last layer."""
+        if not torch.is_grad_enabled():
+            return super().__call__(state)
+        return checkpoint(self._with_unmade_masks, state, use_reentrant=False)
+
+    def _with_unmade_masks(self, state: LayerState) -> LayerState:
+        # Recomputation must not find masks that the first pass made: compiled code would differ.
+        masks = None if state.masks is None else state.masks.unmade()
+        return super().__call__(state._replace(masks=masks))
+
+
+def _observed(index: int | None, step: Step, observer: Callable[[int, LayerState], None]) -> Step:
+    if index is None:
+        assert isinstance(step, LayerSequence)
+        step.observe(observer)
+        return step
+
+    def observed(state: LayerState) -> LayerState:
+        state = step(state)
+        observer(index, state)
+        return state
+
+    return observed
 
 
 def layer_sequence(
@@ -46,7 +161,7 @@ def layer_sequence(
 
     Args:
         specs: the layers.
-        first: place of the first one in the whole list.
+        first: index of the first one in the whole list.
         modules: a module for each; tied layers share one.
         parallel: what is recomputed in the backward pass.
     """
@@ -65,12 +180,8 @@ def layer_sequence(
 class LayerStack(nn.Module):
     """The whole layer list as one module.
 
-    Layers are registered as DeepSpeed's PipelineModule registers them (by their place in the list,
+    Layers are registered as DeepSpeed's PipelineModule registers them (by their index in the list,
     tied ones under ``tied_modules.<key>``), so that parameter names are the same in both engines.
-
-    Args:
-        specs: the layers, in order.
-        parallel: what is recomputed in the backward pass.
     """
 
     def __init__(self, specs: Sequence[LayerSpec], parallel: ParallelConfig) -> None:
@@ -89,12 +200,11 @@ class LayerStack(nn.Module):
         self.sequence = layer_sequence(specs, 0, modules, parallel)
 
     def forward(self, state: LayerState) -> LayerState:
-        """The state of a micro batch, beginning with token ids, to that after the last layer: with
-        losses where it has targets, else with logits.
+        """From the state with token ids to that after the last layer: with losses if there are
+        targets, else with logits.
 
-        Beside losses nothing has a gradient. DeepSpeed 0.19.0 divides the gradient of every tensor
-        that comes out by the number of micro batches, and what is below two of them is divided
-        twice.
+        Nothing but losses has a gradient. DeepSpeed 0.19.0 divides the gradient of every output by
+        the number of micro batches, so that what two outputs depend on would be divided twice.
         """
         state = self.sequence(state)
         if not state.losses:
@@ -103,7 +213,6 @@ class LayerStack(nn.Module):
         return state._replace(hidden=state.hidden.detach(), encoder=encoder)
 
     def blocks(self) -> list[nn.Module]:
-        """The repeated blocks, in order."""
         return self.sequence.blocks
 
     def canonical_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -114,7 +223,7 @@ class LayerStack(nn.Module):
 def recomputed_chunks(
     specs: Sequence[LayerSpec], parallel: ParallelConfig
 ) -> list[tuple[int, int, bool]]:
-    """(first, end, recomputed) runs of layers that cover the list in order.
+    """(first, end, recomputed) of consecutive parts that cover the list.
 
     ``full`` recomputation with method ``uniform`` recomputes all blocks, ``recompute_num_layers``
     at a time; with ``block`` the first ``recompute_num_layers`` blocks, one at a time.
@@ -138,7 +247,7 @@ def canonical_parameters(
     module: nn.Module, specs: Sequence[LayerSpec]
 ) -> Iterator[tuple[str, nn.Parameter]]:
     """(canonical name, parameter) of the parameters of a module that registers layers of this list
-    by their places; parameters that are parts of one have its name in common."""
+    by their indices; parts of one parameter share its name."""
     prefixes = canonical_prefixes(specs)
     for registered, param in module.named_parameters():
         name = canonical_name(registered, prefixes)
@@ -166,14 +275,8 @@ def canonical_name(registered: str, prefixes: dict[str, str]) -> str:
 
 @torch.no_grad()
 def initialise(name: str, param: nn.Parameter, seed: int, coordinates: Coordinates = ALONE) -> None:
-    """Fills one parameter: drawn whole, whatever the layout, then cut.
-
-    Args:
-        name: canonical name; with the seed it determines the values.
-        param: the parameter, at its local shape.
-        seed: the run's seed.
-        coordinates: this rank's place in the mesh.
-    """
+    """Fills a parameter of local shape: drawn whole, whatever the layout, then cut. The canonical
+    name and the seed determine the values."""
     shard, init, random = shard_of(param), init_of(param), generator(seed, name)
     plain = param.device.type == "cpu" and param.dtype == torch.float32 and param.is_contiguous()
     if plain and tuple(param.shape) == shard.full_shape == shard.canonical_shape:

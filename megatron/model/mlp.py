@@ -18,7 +18,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 def _gelu_tanh(x: Tensor) -> Tensor:
     if not torch.compiler.is_compiling():
         return F.gelu(x, approximate="tanh")
-    # 1 + tanh(u) = 2 sigmoid(2u), of which compiled code makes a third of the instructions.
+    # 1 + tanh(u) = 2 sigmoid(2u), which compiles to a third of the instructions.
     z = x.to(torch.promote_types(x.dtype, torch.float32))
     return (z * torch.sigmoid(z * (_TWICE * (1.0 + 0.044715 * z * z)))).to(x.dtype)
 
@@ -47,12 +47,8 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class MLP(nn.Module):
-    """Up, activation, down; a gate and what goes up are one product, gate first.
-
-    Args:
-        config: shape of the network.
-        region: the tensor-parallel ranks; the inner width is cut over it.
-    """
+    """Up, activation, down; the inner width is cut over ranks. A gate and the up projection are one
+    GEMM, gate first."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()

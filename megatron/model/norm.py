@@ -9,21 +9,21 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig, NormConfig
-from megatron.model.rms_norm import rms_norm
-from megatron.model.state import LayerState
+from megatron.model.cpu_kernels import rms_norm
+from megatron.model.layer_list import LayerState
 from megatron.parallel.shard import Init, Shard, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Norm(nn.Module, ABC):
-    """What both norms have in common.
+    """A norm with a weight, and a bias where the class has one.
 
     Args:
         width: of the last dimension.
         epsilon: added to the variance.
-        region: the tensor-parallel ranks.
+        tp: the tensor-parallel ranks.
         offset: added to the weight, which starts at 1 - offset.
-        heads: whether it is for a rank's heads instead of what lies between the cut layers.
+        heads: whether it normalises a rank's heads, inside the cut layers, and not hidden states.
     """
 
     biased = False
@@ -43,10 +43,10 @@ class Norm(nn.Module, ABC):
         self.bias = parameter(Shard((width,)), Init(), tp.coordinates) if self.biased else None
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., width] to the same shape and number format."""
+        """[..., width] to the same shape and dtype."""
         weight, *biases = self.share(*self.parameters())
         if self.offset:
-            # In 16 bits a weight that is much smaller than the offset would be lost in the sum.
+            # In 16 bits the offset would swallow a much smaller weight.
             weight = self.offset + weight.to(torch.promote_types(weight.dtype, torch.float32))
         kind = torch.promote_types(x.dtype, weight.dtype)
         bias = biases[0].to(kind) if biases else None
@@ -54,7 +54,7 @@ class Norm(nn.Module, ABC):
 
     @abstractmethod
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """The formula, all in one number format."""
+        """The formula, with all tensors of one dtype."""
 
 
 class LayerNorm(Norm):
@@ -63,7 +63,6 @@ class LayerNorm(Norm):
     biased = True
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See :meth:`Norm.normalise`."""
         return F.layer_norm(x, (self.width,), weight, bias, self.epsilon)
 
 
@@ -71,7 +70,6 @@ class RMSNorm(Norm):
     """x / sqrt(mean(x^2) + epsilon) * weight."""
 
     def normalise(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        """See :meth:`Norm.normalise`."""
         if x.device.type == "cpu" and not torch.compiler.is_compiling():
             return rms_norm(x, weight, self.epsilon)
         return F.rms_norm(x, (self.width,), weight, self.epsilon)
@@ -81,12 +79,12 @@ _NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
 def build_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
-    """The norm that ``--normalization`` names, of hidden states."""
+    """The norm that ``--normalization`` names, for hidden states."""
     return _norm(config.norm, config.hidden_size, tp, False)
 
 
 def build_head_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
-    """The same norm of each head by itself; one weight [D] for all of them."""
+    """The same norm for each head by itself, with one weight [D] for all heads."""
     return _norm(config.norm, config.attention.kv_channels, tp, True)
 
 
@@ -96,7 +94,7 @@ def _norm(norm: NormConfig, width: int, tp: TensorParallel, of_head: bool) -> No
 
 
 class FinalNorm(nn.Module):
-    """The norm in front of the head."""
+    """The norm before the head."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()

@@ -1,9 +1,18 @@
-"""Rotary position embedding (Su et al. 2021, arXiv:2104.09864), in the half-split order of
-GPT-NeoX and Llama: channel i is rotated together with channel i + R/2, R channels in all."""
+"""Rotary position embedding (RoPE; Su et al. 2021, arXiv:2104.09864) and RoPE scaling for sequences
+longer than those of the first training.
+
+Channels are in the half-split order of GPT-NeoX and Llama: channel i is rotated together with
+channel i + R/2, of R rotated channels. Scaled frequencies equal those of transformers'
+``modeling_rope_utils`` for the same JSON; its functions are not called, since they take
+transformers' own configurations, and importing it takes longer than a short run.
+
+Shapes: B batch, S sequence, N heads, D head width, P = R/2 pairs of rotated channels.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +20,6 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.config.rope_scaling import RopeScaling
-from megatron.model.rope_scaling import stretched
 
 
 @dataclass(frozen=True)
@@ -21,8 +29,8 @@ class RotaryEmbedding:
     Attributes:
         rotated: channels R of a head that are rotated.
         base: base of the frequencies.
-        positions: the longest sequence that the model can take.
-        scaling: how the frequencies are stretched.
+        positions: the model's longest sequence.
+        scaling: how the frequencies are scaled.
     """
 
     rotated: int
@@ -32,7 +40,7 @@ class RotaryEmbedding:
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> RotaryEmbedding | None:
-        """That of block ``layer``; None where positions enter the model in another way."""
+        """That of block ``layer``; None for a model without RoPE."""
         positions = config.positions
         if positions.position_embedding_type != "rope":
             return None
@@ -40,24 +48,22 @@ class RotaryEmbedding:
         base, scaling = positions.rotary_base, positions.rope_scaling
         if config.attention.window(layer) is not None and positions.rotary_base_local is not None:
             base, scaling = positions.rotary_base_local, RopeScaling("default")
-        longest = positions.max_position_embeddings
-        return _one_of_equals(cls(rotated, base, longest, scaling))
+        return _interned(cls(rotated, base, positions.max_position_embeddings, scaling))
 
     def angles(
         self, length: int, positions_BS: Tensor | None, cached: bool, device: torch.device
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines for :func:`apply_rope`, float32.
 
-        Longrope has other frequencies for sequences that are longer than the original ones. What
-        counts is the length of the whole sequence, so that positions which start anew with each
-        document leave the frequencies alone; with a cache of earlier tokens it is the last position
-        that tells the length.
+        LongRoPE has other frequencies for sequences longer than the original ones. The length of
+        the whole sequence decides, so that positions which restart with each document leave the
+        frequencies alone; with a cache of earlier tokens the last position gives the length.
 
         Args:
-            length: tokens at hand.
+            length: number of current tokens S.
             positions_BS: their positions; None for 0, 1, 2, ...
-            cached: whether they follow on tokens in a cache.
-            device: where to.
+            cached: whether a cache has earlier tokens.
+            device: of the result.
 
         Returns:
             Each [S, 1, R], or [B, S, 1, R] with positions.
@@ -77,9 +83,8 @@ class RotaryEmbedding:
 
 
 @functools.cache
-def _one_of_equals(rotation: RotaryEmbedding) -> RotaryEmbedding:
-    """The first that equals it. What was compiled for a block serves all that rotate by the same
-    object."""
+def _interned(rotation: RotaryEmbedding) -> RotaryEmbedding:
+    """One object for all equal ones: code compiled for a block then serves all blocks with it."""
     return rotation
 
 
@@ -88,12 +93,8 @@ def rope_table(
 ) -> tuple[Tensor, Tensor]:
     """Cosines and sines of all positions, each float32 [positions, R].
 
-    The angle of channel pair i at position p is p * base^(-2i / R) where nothing is stretched.
-
-    Args:
-        rotation: the frequencies.
-        long: whether the sequence is longer than the original ones (longrope).
-        device: where the tables lie.
+    The angle of channel pair i at position p is p * base^(-2i / R) without scaling; ``long`` is
+    whether the sequence is longer than the original ones (LongRoPE).
     """
     return _table(rotation, long, device)
 
@@ -104,7 +105,7 @@ def _table(rotation: RotaryEmbedding, long: bool, device: torch.device) -> tuple
     with torch.inference_mode(False), torch.no_grad():
         exponents = torch.arange(0, rotation.rotated, 2, device=device, dtype=torch.float32)
         frequencies_P = 1.0 / (rotation.base ** (exponents / rotation.rotated))
-        frequencies_P, factor = stretched(
+        frequencies_P, factor = scaled_frequencies(
             frequencies_P, rotation.base, rotation.scaling, rotation.positions, long
         )
         places = torch.arange(rotation.positions, device=device, dtype=torch.float32)
@@ -114,16 +115,98 @@ def _table(rotation: RotaryEmbedding, long: bool, device: torch.device) -> tuple
 
 
 def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotates the first R channels of each head.
-
-    Args:
-        x_BSND: queries or keys, [B, S, N, D].
-        cos: [S, 1, R] or [B, S, 1, R].
-        sin: like ``cos``.
-    """
+    """Rotates the first R channels of each head of queries or keys, [B, S, N, D], by cosines and
+    sines [S, 1, R] or [B, S, 1, R]."""
     rotated = cos.shape[-1]
     x, rest = x_BSND[..., :rotated], x_BSND[..., rotated:]
     first, second = x.chunk(2, dim=-1)
     turned = torch.cat([-second, first], dim=-1)
     x = x * cos.to(x.dtype) + turned * sin.to(x.dtype)
     return torch.cat([x, rest], dim=-1) if rest.shape[-1] else x
+
+
+def scaled_frequencies(
+    frequencies_P: Tensor, base: float, scaling: RopeScaling, positions: int, long: bool
+) -> tuple[Tensor, float]:
+    """Frequencies after RoPE scaling, float32 [P], and a factor of cosines and sines.
+
+    ``dynamic`` scales only sequences longer than ``positions``, which no model here accepts.
+
+    Args:
+        frequencies_P: base^(-2i / R) of each pair i, in radians per position.
+        base: base of the frequencies.
+        scaling: how to scale them.
+        positions: the model's longest sequence.
+        long: whether the sequence is longer than the original ones, for ``longrope``.
+    """
+    if scaling.rope_type in ("default", "dynamic"):
+        return frequencies_P, 1.0
+    if scaling.rope_type == "linear":
+        assert scaling.factor
+        return frequencies_P / scaling.factor, 1.0
+    if scaling.rope_type == "llama3":
+        return _llama3(frequencies_P, scaling), 1.0
+    if scaling.rope_type == "yarn":
+        return _yarn(frequencies_P, base, scaling)
+    assert scaling.rope_type == "longrope"
+    return _longrope(frequencies_P, scaling, positions, long)
+
+
+def _llama3(frequencies_P: Tensor, scaling: RopeScaling) -> Tensor:
+    """By parts, as Llama 3.1: short wavelengths stay, long ones are scaled, and between the two
+    bounds the share that stays grows with the number of turns over the original length."""
+    original, factor = scaling.original_max_position_embeddings, scaling.factor
+    low, high = scaling.low_freq_factor, scaling.high_freq_factor
+    assert original and factor and low and high
+    turns_P = original * frequencies_P / (2 * math.pi)
+    kept_P = ((turns_P - low) / (high - low)).clamp(0, 1)
+    return frequencies_P * (kept_P + (1 - kept_P) / factor)
+
+
+def _yarn(frequencies_P: Tensor, base: float, scaling: RopeScaling) -> tuple[Tensor, float]:
+    """Peng et al. 2023 (arXiv:2309.00071), sections 3.2 (frequencies by parts, with a ramp over the
+    number of the pair) and 3.4 (attention factor)."""
+    original, factor = scaling.original_max_position_embeddings, scaling.factor
+    assert original and factor
+    pairs = frequencies_P.shape[0]
+
+    def pair_of(turns: float) -> float:
+        """The pair, as a fraction, that turns this often over the original length."""
+        return pairs * math.log(original / (turns * 2 * math.pi)) / math.log(base)
+
+    first, last = pair_of(scaling.beta_fast or 32.0), pair_of(scaling.beta_slow or 1.0)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, 2 * pairs - 1)
+    width = last - first or 0.001  # a step
+    numbers_P = torch.arange(pairs, device=frequencies_P.device, dtype=torch.float32)
+    scaled_P = ((numbers_P - first) / width).clamp(0, 1)
+    frequencies_P = frequencies_P * (1 - scaled_P + scaled_P / factor)
+    if scaling.attention_factor is not None:
+        return frequencies_P, scaling.attention_factor
+    if scaling.mscale and scaling.mscale_all_dim:
+        ratio = _mscale(factor, scaling.mscale) / _mscale(factor, scaling.mscale_all_dim)
+        return frequencies_P, ratio
+    return frequencies_P, _mscale(factor, 1.0)
+
+
+def _mscale(factor: float, weight: float) -> float:
+    """0.1 ln(s) + 1, equation 22 of the paper; the weight is DeepSeek's."""
+    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
+
+
+def _longrope(
+    frequencies_P: Tensor, scaling: RopeScaling, positions: int, long: bool
+) -> tuple[Tensor, float]:
+    """Ding et al. 2024 (arXiv:2402.13753): a divisor for each pair, found by search, with other
+    divisors for sequences up to the original length."""
+    original = scaling.original_max_position_embeddings
+    divisors = scaling.long_factor if long else scaling.short_factor
+    assert original and divisors
+    frequencies_P = frequencies_P / torch.tensor(divisors, device=frequencies_P.device)
+    if scaling.attention_factor is not None:
+        return frequencies_P, scaling.attention_factor
+    factor = scaling.factor or positions / original
+    if factor <= 1:
+        return frequencies_P, 1.0
+    return frequencies_P, math.sqrt(1 + math.log(factor) / math.log(original))

@@ -1,4 +1,4 @@
-"""A model as its family describes it to what trains it."""
+"""A model as its family describes it for training."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron.model.embedding import LM_LOSS
-from megatron.model.layer_list import LayerSpec
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
@@ -30,56 +29,45 @@ Number = TypeVar("Number", Tensor, float)
 
 @dataclass(frozen=True)
 class Measure:
-    """Numbers that an evaluation takes of every micro batch.
+    """Numbers that an evaluation computes for every micro batch.
 
-    What is reported are their means over micro batches and data ranks. A quotient of two of them is
-    that of their sums: accuracy is the quotient of ``correct`` and ``counted``.
+    Reported are their means over micro batches and data-parallel ranks, so that a ratio of two
+    numbers is that of their sums: accuracy is ``correct`` / ``counted``.
 
     Attributes:
-        names: of the numbers; every rank knows them, also those that have none to give.
-        take: scalars by name, of the state after the last layer and the batch that it is of. The
-            tensor-parallel ranks must find the same.
-        logits: whether the last layer is asked for logits, ``hidden`` of the state, in place of
-            losses.
+        names: of the numbers, the same on every rank.
+        take: scalars by name, from the state after the last layer and its batch; the same on all
+            tensor-parallel ranks.
+        logits: whether the last layer computes logits, ``hidden`` of the state, and not losses.
     """
 
     names: tuple[str, ...]
     take: Callable[[LayerState, Any], Mapping[str, Tensor]]
     logits: bool = False
 
-    def asked(self, begin: LayerState) -> LayerState:
-        """The state that a micro batch starts with, for what the last layer is to give."""
+    def start(self, begin: LayerState) -> LayerState:
+        """The initial state of a micro batch from which the last layer computes what is needed."""
         return begin._replace(targets=None) if self.logits else begin
 
     def of(self, state: LayerState, batch: Any) -> Tensor:
-        """The numbers of a micro batch in order, float64 [N]."""
+        """The numbers of a micro batch, float64 [N]."""
         found = self.take(state, batch)
         assert found.keys() == set(self.names), f"{list(found)} instead of {list(self.names)}"
         return torch.stack([found[name].detach().double() for name in self.names])
 
 
-def hidden_travels(
-    hidden_size: int, state: LayerState, tp: TensorParallel, place: int
-) -> dict[str, tuple[int, ...]]:
-    """What crosses a boundary in a family in which hidden states alone do: [B, S / slices, H]."""
-    samples, length = state.hidden.shape
-    assert length % tp.slices == 0
-    return {"hidden": (samples, length // tp.slices, hidden_size)}
-
-
 @dataclass(frozen=True)
 class ModelSpec:
-    """A model as a layer list, and what to do with its batches.
+    """A model as a layer list, with its inputs and losses.
 
     Attributes:
         layers: the layers, cut over tensor-parallel ranks.
-        begin: the state that a micro batch starts with: token ids as ``hidden``, positions, masks,
-            targets. Every pipeline stage has its own, and replaces in it what travels.
-        travels: what crosses the boundary in front of a place of the layer list: of the beginning
-            state, the tensor-parallel ranks and the place, shapes by name: ``hidden``, ``encoder``,
-            or that of a loss that was added before.
-        losses: name of each loss that the state has after the last layer, and its weight in the
-            number that is minimised; in the order of logging.
+        begin: the initial state of a micro batch: token ids as ``hidden``, positions, masks,
+            targets. Every pipeline stage makes its own and replaces in it what travels.
+        travels: from the initial state, the tensor-parallel ranks and an index of the layer list:
+            shapes by name of the tensors that a pipeline stage starting there receives
+            (``hidden``, ``encoder``, or the name of a loss that was added before).
+        losses: weight of each loss in the number that is minimised, in the order of logging.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
@@ -97,5 +85,5 @@ class ModelSpec:
 
     @property
     def loss_measure(self) -> Measure:
-        """The losses, as an evaluation takes them."""
+        """The losses as a measure."""
         return Measure(tuple(self.losses), lambda state, _: state.losses)

@@ -1,1 +1,1 @@
-"""Process groups, tensor-parallel layers and the description of how a parameter is cut."""
+"""Process groups, tensor-parallel layers and how a parameter is cut."""

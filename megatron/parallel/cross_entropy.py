@@ -1,12 +1,12 @@
-"""Cross entropy of a linear map onto a vocabulary, whose logits are never in memory whole.
+"""Cross entropy of a linear map onto a vocabulary, without all of the logits in memory.
 
-The forward pass takes the tokens in chunks: logits, loss, and at once the gradients of the input
-and of the weight, after which the memory of the logits is free for the next chunk. There are the
-same three matrix products as with whole logits; the backward pass has only to scale.
+The forward pass computes, chunk of tokens by chunk, the logits, the loss, and the gradients of the
+input and of the weight; the next chunk reuses the memory of the logits. There are the same three
+GEMMs as with all logits at once; the backward pass only scales.
 
 Shapes: B batch, S sequence (outside the region a rank's slice of it if that is split), T tokens
 (B x S), C tokens of a chunk, R rows of a chunk, H hidden, P one rank's share of the padded
-vocabulary, V what of it are tokens.
+vocabulary, V those of P that are tokens.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.config.parallel import LOGITS_CHUNK_MIB
-from megatron.parallel.collectives import (
+from megatron.parallel.mesh import Group
+from megatron.parallel.tensor_parallel import (
+    TensorParallel,
+    autocast_dtype,
     start_all_reduce,
     start_gather_sequence,
     start_scatter_sequence,
 )
-from megatron.parallel.float8 import product_dtype
-from megatron.parallel.mesh import Group
-from megatron.parallel.tensor_parallel import TensorParallel
 
 WORK_BYTES = 2 * 2**20
-"""Size of the float32 work space on CPUs, so that it stays in a core's caches."""
+"""Size of the float32 work space on CPUs, which fits into a core's caches."""
 
 
 class Targets(NamedTuple):
-    """What a model should have said."""
+    """What a model should predict."""
 
     labels_BS: Tensor
     """Token ids, int64."""
@@ -48,11 +48,11 @@ class LossHead:
     """How hidden states become a loss.
 
     Attributes:
-        vocab_size: tokens of the whole vocabulary; rows of the weight beyond are padding.
+        vocab_size: tokens of the whole vocabulary; further rows of the weight are padding.
         softcap: logits are softcap x tanh(logit / softcap); None leaves them alone.
-        chunk_bytes: size of the logits that are in memory at a time; 0 for all; None for
-            what suits the device.
-        region: the tensor-parallel ranks, over which the rows of the weight are cut.
+        chunk_bytes: size of the logits in memory at a time; 0 for all; None for a default that
+            suits the device.
+        tp: the tensor-parallel ranks, over which the rows of the weight are cut.
     """
 
     vocab_size: int
@@ -61,7 +61,7 @@ class LossHead:
     tp: TensorParallel
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Logits within the bound, where there is one."""
+        """Softcapped logits, or the logits themselves without a softcap."""
         cap = self.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -73,7 +73,7 @@ def linear_cross_entropy(x_BSH: Tensor, weight: Tensor, targets: Targets, head: 
         x_BSH: hidden states, the same on every rank or, in a split region, this rank's slice.
         weight: this rank's rows of the vocabulary, padding included.
         targets: of the whole sequence.
-        head: the rest.
+        head: vocabulary, softcap, chunks and ranks.
 
     Returns:
         A scalar, float32 (float64 for float64 input), the same on every rank.
@@ -88,7 +88,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, targets: Targets, head: LossHead, training: bool
     ) -> Tensor:
-        dtype, tp = product_dtype(x), head.tp
+        dtype, tp = autocast_dtype(x), head.tp
         with torch.autocast(x.device.type, enabled=False):
             sliced = x.to(dtype)
             whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
@@ -107,8 +107,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x_grad, weight_grad = ctx.saved_tensors
         tp = ctx.head.tp
-        # Keeps its number format: rounded, as torch rounds one without dimensions on GPUs to the
-        # format of what it multiplies, it would scale all gradients by a little.
+        # One dimension, since torch on GPUs rounds a factor without dimensions to the dtype of what
+        # it multiplies, which would scale all gradients slightly.
         factor = (grad / ctx.counted).view(1)
         if x_grad is not None:
             x_grad = x_grad.view(ctx.shape)
@@ -125,15 +125,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 class _Chunks:
     """The tokens of a micro batch, chunk by chunk.
 
-    Args:
-        x_TH: hidden states of the whole sequence.
-        weight_PH: this rank's rows, padding included.
-        targets: labels and mask.
-        head: the rest.
-
     Attributes:
         counted: tokens whose mask is 1, at least 1. The gradients are those of ``counted`` x loss:
-            a token's share of them is 1, which 16 bits hold well.
+            each token has weight 1, which 16 bits represent well.
     """
 
     def __init__(self, x_TH: Tensor, weight_PH: Tensor, targets: Targets, head: LossHead) -> None:
@@ -151,18 +145,18 @@ class _Chunks:
         self.counted = self.mask_T.sum().clamp(min=1.0)
 
     def new_weight_gradient(self) -> Tensor:
-        """Memory for it, in a number format in which the chunks' gradients can be added."""
+        """Memory for it, in a dtype in which the chunks' gradients can be added."""
         dtype = self.work if len(self.chunks) > 1 else self.x_TH.dtype
         return torch.empty_like(self.weight_PH, dtype=dtype)
 
     def loss(self, x_grad_TH: Tensor | None, weight_grad_PH: Tensor | None) -> Tensor:
-        """The mean loss; fills in the gradients that are given."""
+        """The mean loss; fills in the gradients that are not None."""
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         memory_CP = self.x_TH.new_empty(self.chunks[0].stop, len(self.weight_PH))
         gradients = x_grad_TH is not None or weight_grad_PH is not None
         for chunk in self.chunks:
             x_CH, mask_C = self.x_TH[chunk], self.mask_T[chunk]
-            # With the padding, whose width suits the products.
+            # With the padding, whose width suits GEMMs.
             logits_CP = memory_CP[: len(x_CH)]
             torch.mm(x_CH, self.weight_PH.t(), out=logits_CP)
             logits_CP[:, self.used :] = 0.0
@@ -198,7 +192,7 @@ class _Chunks:
             if not (alone and gradients):
                 norm_C[at] = logits_RV.logsumexp(-1)
                 continue
-            # One pass instead of two: the largest probability tells what it was divided by.
+            # One pass instead of two: the largest probability gives the normaliser.
             slope_RV, largest_R = self._slope(logits_RV), logits_RV.amax(-1)
             softmax_RV = torch.softmax(logits_RV, -1, out=logits_RV)
             norm_C[at] = largest_R - softmax_RV.amax(-1).log()
@@ -220,11 +214,11 @@ class _Chunks:
         return _slices(len(logits_CV), rows)
 
     def _capped(self, logits_RV: Tensor) -> Tensor:
-        """The logits in the number format of the work; they may be overwritten."""
+        """The logits in the dtype of the work; they may be overwritten."""
         return self.head.capped(logits_RV.to(self.work))
 
     def _slope(self, capped_RV: Tensor) -> Tensor | None:
-        """Derivative of the cap, before the logits are overwritten."""
+        """Derivative of the softcap, before the logits are overwritten."""
         cap = self.head.softcap
         return None if cap is None else 1.0 - (capped_RV / cap).square_()
 
@@ -245,7 +239,7 @@ class _Chunks:
 
 
 def _add(sum_PH: Tensor, addend_PH: Tensor) -> None:
-    """In place. On a CPU torch would first copy the whole addend into the format of the sum."""
+    """In place. On a CPU torch would first copy the whole addend into the dtype of the sum."""
     rows = len(sum_PH)
     if sum_PH.device.type == "cpu":
         rows = max(1, WORK_BYTES // (4 * sum_PH.shape[1]))
@@ -254,7 +248,7 @@ def _add(sum_PH: Tensor, addend_PH: Tensor) -> None:
 
 
 def _over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:
-    """Loss of each token; the normaliser becomes that of the whole vocabulary, in place."""
+    """Loss of each token; ``norm_C`` becomes that of the whole vocabulary, in place."""
     if group.size > 1:
         largest_C = norm_C.clone()
         dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group.handle)
@@ -266,7 +260,7 @@ def _over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:
 
 
 def _even_slices(length: int, most: int) -> list[slice]:
-    """As few as go, of nearly one size."""
+    """As few slices as possible, of nearly equal size."""
     count = -(-length // most)
     return list(_slices(length, -(-length // count)))
 

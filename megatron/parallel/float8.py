@@ -1,10 +1,10 @@
-"""Matrix products of linear layers in 8-bit floating point, scaled as the values at hand need it.
+"""GEMMs of linear layers in 8-bit floating point, with scales computed from the current values.
 
-A tensor is multiplied so that its largest magnitude becomes the largest number of the format, and
-the product is divided by the factors again, in its accumulation (Micikevicius et al. 2022,
-arXiv:2209.05433, section 3.2). Weights stay as they are: every product casts them anew.
+A tensor is scaled so that its largest magnitude becomes the largest number of the 8-bit dtype, and
+the accumulated result is divided by the scales again (Micikevicius et al. 2022, arXiv:2209.05433,
+section 3.2). Weights keep their dtype: every GEMM casts them again.
 
-Shapes: T tokens, I input, O output; M, K, N are those of a product.
+Shapes: T tokens, I input, O output; M, K, N are those of a GEMM.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from megatron.parallel.tensor_parallel import autocast_dtype
+
 MULTIPLE = 16
-"""What both widths of a layer and its tokens must be multiples of: the alignment of the products on
-GPUs, asked for on a CPU as well."""
+"""Both widths of a layer and its tokens must be multiples of it: the alignment of 8-bit GEMMs on
+GPUs, required on a CPU as well."""
 
 FIRST_CAPABILITY = (8, 9)
-"""The first CUDA compute capability with 8-bit floating-point products (Ada)."""
+"""The first CUDA compute capability with 8-bit floating-point GEMMs (Ada)."""
 
 _FORWARD = torch.float8_e4m3fn
 _SMALLEST = 1e-12
-"""The least that a largest magnitude is taken for: a tensor of zeros has one too."""
+"""Lower bound of a largest magnitude, so that a tensor of zeros has a scale."""
 
 
 @dataclass(frozen=True)
@@ -34,37 +35,49 @@ class Float8:
     """How the linear layers of a block multiply in 8 bits.
 
     Attributes:
-        hybrid: whether gradients have two bits of mantissa and five of exponent (E5M2), not three
-            and four (E4M3) as inputs and weights have.
-        rowwise: whether each row of the left matrix and each column of the right one has a scale of
-            its own, not each matrix one.
+        hybrid: whether gradients are E5M2 (two bits of mantissa, five of exponent); inputs and
+            weights are always E4M3.
+        rowwise: whether each row of the left matrix and each column of the right one has its own
+            scale; otherwise each matrix has one.
     """
 
     hybrid: bool = True
     rowwise: bool = False
 
+    def linear(self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
+        """x W^T + b with its gradients, [B, S, O].
+
+        Raises:
+            ValueError: weights are trained and the number of tokens is not a multiple of 16.
+        """
+        if weight_OI.requires_grad and torch.is_grad_enabled():
+            check_tokens(x_BSI.shape[:-1].numel())
+        # Rows of tokens inside: a function's result may be overwritten unless it is a view.
+        y_TO = _Float8Linear.apply(x_BSI.flatten(0, -2), weight_OI, bias_O, self)
+        return y_TO.unflatten(0, x_BSI.shape[:-1])
+
     def output(self, x_TI: Tensor, weight_OI: Tensor) -> Tensor:
-        """x W^T, [T, O] in the number format of x."""
-        return self._product(x_TI, _FORWARD, weight_OI.t(), fast=True)
+        """x W^T, [T, O] in the dtype of x."""
+        return self._gemm(x_TI, _FORWARD, weight_OI.t(), fast=True)
 
     def input_gradient(self, grad_TO: Tensor, weight_OI: Tensor) -> Tensor:
-        """g W, [T, I] in the number format of g."""
-        return self._product(grad_TO, self._backward, weight_OI)
+        """g W, [T, I] in the dtype of g."""
+        return self._gemm(grad_TO, self._backward, weight_OI)
 
     def weight_gradient(self, grad_TO: Tensor, x_TI: Tensor) -> Tensor:
-        """g^T x, [O, I] in the number format of g."""
-        return self._product(grad_TO.t(), self._backward, x_TI)
+        """g^T x, [O, I] in the dtype of g."""
+        return self._gemm(grad_TO.t(), self._backward, x_TI)
 
     @property
     def _backward(self) -> torch.dtype:
         return torch.float8_e5m2 if self.hybrid else _FORWARD
 
-    def _product(
+    def _gemm(
         self, left_MK: Tensor, left_dtype: torch.dtype, right_KN: Tensor, fast: bool = False
     ) -> Tensor:
-        # GPUs sum along rows of the left matrix and columns of the right one as they lie in memory,
-        # and take scales by row for bfloat16 results only. On a CPU those would be rounded several
-        # times, and autocast reaches into the product.
+        # GPUs need the left matrix row-major and the right one column-major, and accept scales by
+        # row for bfloat16 results only. On a CPU those would be rounded several times, and autocast
+        # would change the dtype.
         result = torch.bfloat16 if self.rowwise else left_MK.dtype
         with torch.autocast(left_MK.device.type, enabled=False):
             left, left_scale = self._quantised(left_MK, left_dtype, 1)
@@ -75,16 +88,16 @@ class Float8:
                 scale_a=left_scale,
                 scale_b=right_scale,
                 out_dtype=torch.float32 if left.device.type == "cpu" else result,
-                # Sums of lower precision, twice as fast, are enough for outputs, not for gradients.
+                # Faster accumulation of lower precision is enough for outputs, not for gradients.
                 use_fast_accum=fast,
             )
         return found.to(left_MK.dtype)
 
     def _quantised(self, x: Tensor, dtype: torch.dtype, summed: int) -> tuple[Tensor, Tensor]:
-        """8-bit values, and what they are to be multiplied by.
+        """8-bit values, and the factor that restores them.
 
-        Infinities and NaN make NaN of all that they are scaled with, so that a loss scaler and the
-        check of the loss see them.
+        Infinities and NaN make all values that share their scale NaN, so that a loss scaler and the
+        check of the loss notice them.
         """
         dims = summed if self.rowwise else None
         largest = torch.linalg.vector_norm(
@@ -94,43 +107,18 @@ class Float8:
         return (x.float() * (limit / largest)).to(dtype), largest / limit
 
 
-def linear(
-    x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, float8: Float8 | None
-) -> Tensor:
-    """x W^T + b, [B, S, O], in 8 bits where ``float8`` says how.
-
-    Raises:
-        ValueError: weights are trained in 8 bits with a number of tokens that 16 does not divide.
-    """
-    if float8 is None:
-        return F.linear(x_BSI, weight_OI, bias_O)
-    if weight_OI.requires_grad and torch.is_grad_enabled():
-        check_tokens(x_BSI.shape[:-1].numel())
-    # Rows of tokens inside: what a function makes may be overwritten unless it is a view.
-    y_TO = _Float8Linear.apply(x_BSI.flatten(0, -2), weight_OI, bias_O, float8)
-    return y_TO.unflatten(0, x_BSI.shape[:-1])
-
-
 def check_tokens(count: int) -> None:
-    """Raises ValueError where weight gradients cannot be summed over so many tokens in 8 bits."""
+    """Raises ValueError if weight gradients cannot be summed over ``count`` tokens in 8 bits."""
     if count % MULTIPLE:
         raise ValueError(
-            f"--fp8-format: the {count} tokens of a micro batch are no multiple of {MULTIPLE}; "
+            f"--fp8-format: the {count} tokens of a micro batch are not a multiple of {MULTIPLE}; "
             "choose --micro-batch-size x --seq-length, and every length of a curriculum, so that "
             "they are, or leave --fp8-format out"
         )
 
 
-def product_dtype(x: Tensor) -> torch.dtype:
-    """What autocast makes of the inputs of a product; it leaves float64 alone."""
-    device = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
-        return torch.get_autocast_dtype(device)
-    return x.dtype
-
-
 class _Float8Linear(torch.autograd.Function):
-    # The parameter is saved as it came; see megatron/parallel/column_linear.py.
+    # The parameter is saved as it came; see _ColumnLinear in layers.py.
 
     @staticmethod
     def forward(
@@ -138,7 +126,7 @@ class _Float8Linear(torch.autograd.Function):
     ) -> Tensor:
         ctx.float8, ctx.input_dtype = float8, x_TI.dtype
         ctx.bias_dtype = None if bias is None else bias.dtype
-        x_TI = x_TI.to(product_dtype(x_TI))
+        x_TI = x_TI.to(autocast_dtype(x_TI))
         ctx.save_for_backward(x_TI, weight)
         y_TO = float8.output(x_TI, weight)
         return y_TO if bias is None else y_TO + bias.to(y_TO.dtype)

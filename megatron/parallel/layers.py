@@ -1,56 +1,93 @@
-"""Tensor-parallel layers. Shapes: B batch, S sequence (outside the cut layers a rank's slice of it
-if the region is split), I input, O output, V vocabulary, H hidden; a width followed by P is one
-rank's share of it."""
+"""Tensor-parallel layers, and the GEMM by which activations enter them.
+
+With sequence parallelism the input is gathered for the GEMM and again in the backward pass, so that
+only a rank's slice of it is kept in between (Korthikanti et al. 2022, arXiv:2205.05198, section
+4.2.2). Collectives of the backward pass overlap with GEMMs that do not wait for them.
+
+Shapes: B batch, S sequence (outside the cut layers a rank's slice of it if the region is split), I
+input, O output, V vocabulary, H hidden, T tokens (B x S); a width followed by P is one rank's share
+of it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
-from megatron.parallel.column_linear import LinearMap, column_linear
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
-from megatron.parallel.float8 import Float8, linear
+from megatron.parallel.float8 import Float8, check_tokens
+from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Cut, Init, Shard, parameter
-from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.tensor_parallel import (
+    Finish,
+    TensorParallel,
+    autocast_dtype,
+    start_all_reduce,
+    start_gather_sequence,
+    start_scatter_sequence,
+    start_sum_over_copies,
+)
 
 
-class ColumnParallelLinear(nn.Module):
-    """y = x A^T + b with the output features cut over the ranks of ``tp``.
+class ParallelLinear(nn.Module):
+    """What linear layers that are cut over the ranks of ``tp`` have in common.
+
+    Attributes:
+        float8: how the layer multiplies in 8 bits; None for the dtype of its input.
+    """
+
+    float8: Float8 | None = None
+
+    def __init__(self, tp: TensorParallel) -> None:
+        super().__init__()
+        self.tp = tp
+
+    def _parameters_of(
+        self, outputs: int, inputs: int, cut: Cut, bias: bool, init: Init, part: bool = False
+    ) -> tuple[nn.Parameter, nn.Parameter | None]:
+        """Weight and bias; ``part`` where another parameter has the rest of the same matrix."""
+        names = ("weight", "bias") if part else (None, None)
+        weight = Shard((outputs, inputs), (cut,), whole=names[0])
+        of_bias = Shard((outputs,), () if cut.dim else (cut,), whole=names[1])
+        return (
+            parameter(weight, init, self.tp.coordinates),
+            parameter(of_bias, Init(), self.tp.coordinates) if bias else None,
+        )
+
+
+class ColumnParallelLinear(ParallelLinear):
+    """y = x A^T + b with the output features cut over ranks.
 
     Args:
         inputs: width I of the input.
         outputs: widths of the fused outputs, each cut by itself; O is their sum.
         bias: whether there is a bias.
         init: initial values of the weight; the bias starts at zero.
-        region: the tensor-parallel ranks.
-
-    Attributes:
-        float8: how it multiplies in 8 bits; None, which it starts with, for the format of its
-            input.
+        tp: the tensor-parallel ranks.
     """
-
-    float8: Float8 | None = None
 
     def __init__(
         self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, tp: TensorParallel
     ) -> None:
-        super().__init__()
-        self.tp = tp
-        total, cuts = sum(outputs), (Cut(0, parts=tuple(outputs)),)
-        self.weight = parameter(Shard((total, inputs), cuts), init, tp.coordinates)
-        self.bias = parameter(Shard((total,), cuts), Init(), tp.coordinates) if bias else None
+        super().__init__(tp)
+        cut = Cut(0, parts=tuple(outputs))
+        self.weight, self.bias = self._parameters_of(sum(outputs), inputs, cut, bias, init)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
         whole = LinearMap(self.weight, self.bias, float8=self.float8)
-        (y_BSO,) = column_linear(x_BSI, (whole,), self.tp.group, self.tp.split)
+        (y_BSO,) = column_linear(x_BSI, (whole,), self.tp)
         return y_BSO
 
 
-class QKVParallelLinear(nn.Module):
-    """Queries, keys and values by one product, heads cut over the ranks of ``tp``.
+class QKVParallelLinear(ParallelLinear):
+    """Queries, keys and values by one GEMM, heads cut over ranks.
 
     With fewer key and value heads than ranks each is held by several neighbouring ranks, whose
     queries attend to it; its weights are then parameters of their own, ``kv_weight`` and
@@ -64,14 +101,8 @@ class QKVParallelLinear(nn.Module):
         head_dim: width of a head.
         bias: whether there are biases.
         init: initial values of the weights; biases start at zero.
-        region: the tensor-parallel ranks.
-
-    Attributes:
-        float8: how it multiplies in 8 bits; None, which it starts with, for the format of its
-            input.
+        tp: the tensor-parallel ranks.
     """
-
-    float8: Float8 | None = None
 
     def __init__(
         self,
@@ -84,29 +115,20 @@ class QKVParallelLinear(nn.Module):
         init: Init,
         tp: TensorParallel,
     ) -> None:
-        super().__init__()
-        self.tp = tp
+        super().__init__(tp)
         self.copies = max(1, tp.group.size // kv_heads)
         self.kv_width = max(1, kv_heads // tp.group.size) * head_dim
         parts = (heads * head_dim, kv_heads * head_dim, kv_heads * head_dim)
-
-        def share(
-            held: tuple[int, ...] | None, copies: int
-        ) -> tuple[nn.Parameter, nn.Parameter | None]:
-            cuts = (Cut(0, parts=parts, held=held, copies=copies),)
-            weight = Shard((sum(parts), inputs), cuts, whole="weight")
-            of_bias = Shard((sum(parts),), cuts, whole="bias")
-            return (
-                parameter(weight, init, tp.coordinates),
-                parameter(of_bias, Init(), tp.coordinates) if bias else None,
-            )
-
-        fused = self.copies == 1
-        self.weight, self.bias = share(None if fused else (0,), 1)
+        fused, rows = self.copies == 1, sum(parts)
+        cut = Cut(0, parts=parts, held=None if fused else (0,))
+        self.weight, self.bias = self._parameters_of(rows, inputs, cut, bias, init, part=True)
         self.kv_weight: nn.Parameter | None = None
         self.kv_bias: nn.Parameter | None = None
         if not fused:
-            self.kv_weight, self.kv_bias = share((1, 2), self.copies)
+            cut = Cut(0, parts=parts, held=(1, 2), copies=self.copies)
+            self.kv_weight, self.kv_bias = self._parameters_of(
+                rows, inputs, cut, bias, init, part=True
+            )
 
     def forward(self, x_BSI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, I] to this rank's queries, keys and values of the whole sequence, each with its
@@ -114,7 +136,7 @@ class QKVParallelLinear(nn.Module):
         maps = [LinearMap(self.weight, self.bias, float8=self.float8)]
         if self.kv_weight is not None:
             maps.append(LinearMap(self.kv_weight, self.kv_bias, self.copies, self.float8))
-        outputs = column_linear(x_BSI, maps, self.tp.group, self.tp.split)
+        outputs = column_linear(x_BSI, maps, self.tp)
         if len(outputs) == 2:
             q, kv = outputs
             k, v = kv.chunk(2, dim=-1)
@@ -124,24 +146,10 @@ class QKVParallelLinear(nn.Module):
         return q, k, v
 
 
-class KVParallelLinear(nn.Module):
-    """Keys and values by one product, heads cut over the ranks of ``tp``.
-
-    With fewer heads than ranks each is held by several neighbouring ranks.
-
-    Args:
-        inputs: width I of the input.
-        heads: number of key and value heads; it divides the number of ranks or is divisible by it.
-        head_dim: width of a head.
-        bias: whether there are biases.
-        init: initial values of the weight; the bias starts at zero.
-        region: the tensor-parallel ranks.
-
-    Attributes:
-        float8: how it multiplies in 8 bits; None, which it starts with, for the dtype of its input.
-    """
-
-    float8: Float8 | None = None
+class KVParallelLinear(ParallelLinear):
+    """Keys and values by one GEMM, heads cut over ranks; with fewer heads than ranks each is held
+    by several neighbouring ranks. The arguments are those of :class:`QKVParallelLinear`, with
+    ``heads`` of keys and values."""
 
     def __init__(
         self,
@@ -153,47 +161,37 @@ class KVParallelLinear(nn.Module):
         init: Init,
         tp: TensorParallel,
     ) -> None:
-        super().__init__()
-        self.tp = tp
+        super().__init__(tp)
         self.copies = max(1, tp.group.size // heads)
-        parts = (heads * head_dim, heads * head_dim)
-        cuts, place = (Cut(0, parts=parts, copies=self.copies),), tp.coordinates
-        self.weight = parameter(Shard((sum(parts), inputs), cuts), init, place)
-        self.bias = parameter(Shard((sum(parts),), cuts), Init(), place) if bias else None
+        rows = heads * head_dim
+        cut = Cut(0, parts=(rows, rows), copies=self.copies)
+        self.weight, self.bias = self._parameters_of(2 * rows, inputs, cut, bias, init)
 
     def forward(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
         by side in the last dimension."""
         both = LinearMap(self.weight, self.bias, self.copies, self.float8)
-        (kv,) = column_linear(x_BTI, (both,), self.tp.group, self.tp.split)
+        (kv,) = column_linear(x_BTI, (both,), self.tp)
         k, v = kv.chunk(2, dim=-1)
         return k, v
 
 
-class RowParallelLinear(nn.Module):
-    """y = x A^T + b with the input features cut over the ranks of ``tp``.
+class RowParallelLinear(ParallelLinear):
+    """y = x A^T + b with the input features cut over ranks.
 
     Args:
         inputs: width I of the whole input.
         outputs: width O of the output.
         bias: whether there is a bias; it is added once, after the sum over ranks.
         init: initial values of the weight; the bias starts at zero.
-        region: the tensor-parallel ranks.
-
-    Attributes:
-        float8: how it multiplies in 8 bits; None, which it starts with, for the format of its
-            input.
+        tp: the tensor-parallel ranks.
     """
-
-    float8: Float8 | None = None
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel
     ) -> None:
-        super().__init__()
-        self.tp = tp
-        self.weight = parameter(Shard((outputs, inputs), (Cut(1),)), init, tp.coordinates)
-        self.bias = parameter(Shard((outputs,)), Init(), tp.coordinates) if bias else None
+        super().__init__(tp)
+        self.weight, self.bias = self._parameters_of(outputs, inputs, Cut(1), bias, init)
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
@@ -204,8 +202,7 @@ class RowParallelLinear(nn.Module):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token table with its rows cut over the ranks of ``tp``; also the output head that shares
-    its weights.
+    """Token embedding with its rows cut over ranks; also the output head that shares its weights.
 
     Args:
         rows: rows of the table, padding included; divisible by the ranks.
@@ -232,8 +229,7 @@ class VocabParallelEmbedding(nn.Module):
         if project and targets is not None:
             return linear_cross_entropy(x, self.weight, targets, self.head)
         if project:
-            whole = LinearMap(self.weight, None)
-            (logits_BSV,) = column_linear(x, (whole,), self.tp.group, self.tp.split)
+            (logits_BSV,) = column_linear(x, (LinearMap(self.weight, None),), self.tp)
             return self.head.capped(logits_BSV)
         if self.tp.group.size == 1:
             return F.embedding(x, self.weight)
@@ -244,14 +240,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Table of learned positions, which every rank holds whole.
-
-    Args:
-        rows: number of positions.
-        width: width H of a row.
-        init: initial values.
-        region: the tensor-parallel ranks.
-    """
+    """Table of learned positions, [rows, H], which every rank holds whole."""
 
     def __init__(self, rows: int, width: int, *, init: Init, tp: TensorParallel) -> None:
         super().__init__()
@@ -266,12 +255,7 @@ class PositionEmbedding(nn.Module):
 
 
 class Dropout(nn.Module):
-    """Dropout outside the cut layers.
-
-    Args:
-        probability: of a zero.
-        region: the tensor-parallel ranks; where they hold the same, they draw the same.
-    """
+    """Dropout outside the cut layers; ranks that hold the same activations draw the same mask."""
 
     def __init__(self, probability: float, tp: TensorParallel) -> None:
         super().__init__()
@@ -283,3 +267,154 @@ class Dropout(nn.Module):
             return x_BSH
         with self.tp.random():
             return F.dropout(x_BSH, self.probability)
+
+
+class LinearMap(NamedTuple):
+    """One rank's share of y = x A^T + b.
+
+    Attributes:
+        weight: [OP, I].
+        bias: [OP] or None.
+        copies: number of neighbouring ranks with this same share; its gradient is summed over them.
+        float8: how it is multiplied in 8 bits; None for the dtype of the input.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    copies: int = 1
+    float8: Float8 | None = None
+
+
+def linear(
+    x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, float8: Float8 | None
+) -> Tensor:
+    """x A^T + b on one rank, [B, S, O].
+
+    Raises:
+        ValueError: weights are trained in 8 bits and the number of tokens is not a multiple of 16.
+    """
+    if float8 is None:
+        return F.linear(x_BSI, weight_OI, bias_O)
+    return float8.linear(x_BSI, weight_OI, bias_O)
+
+
+def column_linear(
+    x_BSI: Tensor, maps: Sequence[LinearMap], tp: TensorParallel
+) -> tuple[Tensor, ...]:
+    """Outputs of several maps of one input, each [B, S, OP].
+
+    Args:
+        x_BSI: [B, S, I], the same on every rank; in a split region this rank's [B, S/t, I].
+        maps: this rank's shares.
+        tp: the tensor-parallel ranks.
+
+    Raises:
+        ValueError: weights are trained in 8 bits and the number of tokens is not a multiple of 16.
+    """
+    weights, biases, copies, float8s = zip(*maps, strict=True)
+    if tp.group.size == 1:
+        return tuple(map(linear, repeat(x_BSI), weights, biases, float8s))
+    if any(float8s) and torch.is_grad_enabled():
+        check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
+    return _ColumnLinear.apply(x_BSI, tp.group, tp.split, copies, float8s, *weights, *biases)
+
+
+class _ColumnLinear(torch.autograd.Function):
+    # Parameters are saved as they came, not cast and not as views: ZeRO 3 frees their values after
+    # the forward pass and has them back before the backward pass.
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: Group,
+        sequence: bool,
+        copies: tuple[int, ...],
+        float8s: tuple[Float8 | None, ...],
+        *params: Any,
+    ) -> tuple[Tensor, ...]:
+        ctx.group, ctx.sequence, ctx.copies, ctx.input_dtype = group, sequence, copies, x.dtype
+        ctx.float8s = float8s
+        x = x.to(autocast_dtype(x))
+        ctx.save_for_backward(x, *params)
+        if sequence:
+            x = start_gather_sequence(x, group)()
+        weights, biases = params[: len(copies)], params[len(copies) :]
+        return tuple(
+            _output(x, weight, None if bias is None else bias.to(x.dtype), float8)
+            for weight, bias, float8 in zip(weights, biases, float8s, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads_BSO: Tensor) -> tuple[Tensor | None, ...]:
+        x, *params = ctx.saved_tensors
+        count = len(ctx.copies)
+        weights, biases = params[:count], params[count:]
+        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        finish_x: Finish = lambda: x  # noqa: E731
+        if ctx.sequence:
+            finish_x = start_gather_sequence(x, ctx.group)
+        finish_x_grad: Finish | None = None
+        if x_needs:
+            start = start_scatter_sequence if ctx.sequence else start_all_reduce
+            finish_x_grad = start(_input_gradient(grads_BSO, weights, ctx.float8s), ctx.group)
+        x_TI = finish_x().flatten(0, 1)
+        pending = []
+        for place, (grad_BSO, copies, float8) in enumerate(
+            zip(grads_BSO, ctx.copies, ctx.float8s, strict=True)
+        ):
+            grad_TO = grad_BSO.flatten(0, 1)
+            weight_grad = bias_grad = None
+            if needs[place]:
+                plain = float8 is None
+                weight_grad = grad_TO.t() @ x_TI if plain else float8.weight_gradient(grad_TO, x_TI)
+                weight_grad = weight_grad.to(weights[place].dtype)
+            if needs[count + place]:
+                bias_grad = grad_TO.sum(0).to(biases[place].dtype)
+            pending.append(_start_sums((weight_grad, bias_grad), copies, ctx.group))
+        weight_grads, bias_grads = zip(*(finish() for finish in pending), strict=True)
+        x_grad = None if finish_x_grad is None else finish_x_grad().to(ctx.input_dtype)
+        return x_grad, None, None, None, None, *weight_grads, *bias_grads
+
+
+def _output(x_BSI: Tensor, weight: Tensor, bias: Tensor | None, float8: Float8 | None) -> Tensor:
+    if float8 is None:
+        # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
+        return F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
+    y_BSO = float8.output(x_BSI.flatten(0, 1), weight).unflatten(0, x_BSI.shape[:2])
+    return y_BSO if bias is None else y_BSO + bias
+
+
+def _input_gradient(
+    grads_BSO: Sequence[Tensor], weights: Sequence[Tensor], float8s: Sequence[Float8 | None]
+) -> Tensor:
+    """This rank's addend of the gradient of the whole input [B, S, I]."""
+    first, *rest = (
+        grad_BSO @ weight.to(grad_BSO.dtype)
+        if float8 is None
+        else float8.input_gradient(grad_BSO.flatten(0, 1), weight).unflatten(0, grad_BSO.shape[:2])
+        for grad_BSO, weight, float8 in zip(grads_BSO, weights, float8s, strict=True)
+    )
+    for addend in rest:
+        first += addend
+    return first
+
+
+def _start_sums(
+    grads: tuple[Tensor | None, Tensor | None], copies: int, group: Group
+) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
+    """Sums the gradients of a map over the ranks that hold the same share, in one collective."""
+    found = [grad for grad in grads if grad is not None]
+    if copies == 1 or not found:
+        return lambda: grads
+    flat = torch.cat([grad.flatten() for grad in found])
+    finish_flat = start_sum_over_copies(flat, copies, group)
+
+    def finish() -> tuple[Tensor | None, Tensor | None]:
+        totals = finish_flat().split([grad.numel() for grad in found])
+        for grad, total in zip(found, totals, strict=True):
+            grad.copy_(total.view_as(grad))
+        return grads
+
+    return finish

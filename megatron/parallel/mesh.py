@@ -1,4 +1,4 @@
-"""The mesh of processes: along which axes they work on what together."""
+"""The mesh of processes, its axes and its process groups."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from functools import cached_property
 
+import torch
 import torch.distributed as dist
 
 AXES = ("pipeline", "data", "context", "expert", "tensor")
@@ -17,20 +18,19 @@ DeepSpeed's pipeline grid (axes pipe, data, model) has the same order.
 """
 
 REPLICAS = ("data", "context", "expert")
-"""The axes along which layers that are cut over none of them are replicated; together what
-DeepSpeed calls data parallel."""
+"""The axes along which dense layers are replicated; together they are DeepSpeed's data parallel."""
 
 MODEL = ("pipeline", "tensor")
-"""The axes that such layers are spread over."""
+"""The axes over which dense layers are divided."""
 
 SHARDED = ("pipeline", "expert", "tensor")
 """The axes along which ranks may hold different parameters."""
 
 Coordinates = Mapping[str, tuple[int, int]]
-"""A rank's place: (rank, size) along each axis; an axis that is missing is (0, 1)."""
+"""A rank's position: (rank, size) along each axis; a missing axis is (0, 1)."""
 
 ALONE: Coordinates = {}
-"""The place of a process that works alone."""
+"""The coordinates of a single process."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Group:
 
     Attributes:
         ranks: global ranks of the members, in order.
-        rank: this process's place among them.
+        rank: this process's index among them.
         handle: torch's group; None for a lone process without torch.distributed.
     """
 
@@ -49,22 +49,21 @@ class Group:
 
     @property
     def size(self) -> int:
-        """Number of members."""
         return len(self.ranks)
 
 
 SINGLE = Group()
-"""The group of a process that works alone."""
+"""The group of a single process."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of the mesh; by default that of a process that works alone.
+    """One rank's view of the mesh; by default that of a single process.
 
     Attributes:
         world: all ranks.
-        sizes: ranks along each axis; those that are missing have one.
-        groups: the groups that were made, by their axes that have more than one rank.
+        sizes: ranks along each axis; 1 for a missing axis.
+        groups: the groups that were created, by their axes with more than one rank.
     """
 
     world: Group = SINGLE
@@ -73,15 +72,15 @@ class Mesh:
 
     @cached_property
     def coordinates(self) -> Coordinates:
-        """This rank's place along every axis."""
+        """This rank's (rank, size) along every axis."""
         return coordinates_of(self.world.rank, self.sizes)
 
     def group(self, *axes: str) -> Group:
-        """The ranks whose places differ from this one's along these axes only."""
+        """The ranks whose coordinates differ from this one's along these axes only."""
         wide = _wide(axes, self.sizes)
         if not wide and wide not in self.groups:
             return Group((self.world.rank,))
-        assert wide in self.groups, f"no group is made along {axes}: name it in _COMBINATIONS"
+        assert wide in self.groups, f"no group was created along {axes}: add it to _COMBINATIONS"
         return self.groups[wide]
 
     @cached_property
@@ -106,14 +105,14 @@ class Mesh:
 
 
 _ALWAYS = (("tensor",), REPLICAS, ("pipeline",), MODEL)
-"""Combinations of axes whose groups are made at any sizes: DeepSpeed asks for their handles."""
+"""Combinations of axes whose groups are created at any size: DeepSpeed needs their handles."""
 
 _COMBINATIONS = (*_ALWAYS, ("context",), ("expert",), ("data", "context"), SHARDED)
 """All combinations of axes along which ranks communicate."""
 
 
 def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The place of a global rank in a mesh of these sizes, along every axis."""
+    """The coordinates of a global rank in a mesh of these sizes."""
     found = {}
     for axis in reversed(AXES):
         size = sizes.get(axis, 1)
@@ -136,14 +135,14 @@ def memberships(sizes: Mapping[str, int], axes: Collection[str]) -> list[tuple[i
 def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Mesh:
     """Creates the groups on every rank; torch.distributed must be initialised.
 
-    Groups of the same ranks share torch's group, and one of all ranks has the world's: each has
-    connections of its own, and threads that wake up a hundred times a second (gloo), or memory on
+    Groups of the same ranks share one group of torch, and a group of all ranks uses the world's:
+    each costs connections and threads that wake up a hundred times a second (gloo), or memory on
     the device (NCCL).
 
     Args:
-        sizes: ranks along each axis but ``data``, which has what is left of the world; those that
-            are missing have one.
-        timeout: how long a collective may take in groups of fewer ranks than the world.
+        sizes: ranks along each axis but ``data``, which gets the rest of the world; 1 for a missing
+            axis.
+        timeout: limit of a collective in groups of fewer ranks than the world.
     """
     world, rank = tuple(range(dist.get_world_size())), dist.get_rank()
     data_size, rest = divmod(len(world), math.prod(sizes.values()))
@@ -166,5 +165,33 @@ def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Me
 
 
 def _wide(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """Those of the axes that have more than one rank, in the order of the mesh."""
+    """The axes that have more than one rank, in the order of the mesh."""
     return tuple(axis for axis in AXES if axis in axes and sizes.get(axis, 1) > 1)
+
+
+def any_rank(flag: bool, device: torch.device, group: dist.ProcessGroup | None = None) -> bool:
+    """Whether ``flag`` is true on any rank of a group (None for all); every rank must call it."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return flag
+    flags = torch.tensor(float(flag), dtype=torch.float64, device=device)
+    dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=group)
+    return bool(flags > 0)
+
+
+def first_reason(
+    reason: str | None, device: torch.device, group: dist.ProcessGroup | None = None
+) -> str | None:
+    """The reason of the first rank that has one, None without; every rank must call it.
+
+    Args:
+        reason: this rank's.
+        device: where the group's collectives work.
+        group: the ranks; None for all.
+    """
+    if not any_rank(reason is not None, device, group):
+        return None
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return reason
+    reasons: list[str | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(reasons, reason, group=group)
+    return next(f"rank {rank}: {said}" for rank, said in enumerate(reasons) if said is not None)

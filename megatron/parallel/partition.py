@@ -1,4 +1,4 @@
-"""Cuts a layer list into pipeline stages."""
+"""Division of a layer list into pipeline stages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from itertools import accumulate
 def stage_bounds(
     blocks: Sequence[bool], weights: Sequence[int], stages: int, method: str
 ) -> list[int]:
-    """Where each stage starts in the layer list, and, last, the list's length.
+    """Where each stage starts in the layer list, followed by the list's length.
 
     Every stage gets at least one of the repeated blocks. Layers before the first block belong to
     the first stage, layers after the last block to the last one.
@@ -19,9 +19,9 @@ def stage_bounds(
         blocks: whether each layer is one of the repeated blocks.
         weights: parameters of each layer.
         stages: number of stages.
-        method: ``blocks`` (equal numbers of blocks; what is left over goes to the middle stages,
-            away from embedding and head), ``parameters`` (the largest stage as small as possible),
-            or the numbers of blocks, separated by commas.
+        method: ``blocks`` (equal numbers of blocks; the remainder goes to the middle stages, away
+            from embedding and head), ``parameters`` (the largest stage as small as possible), or
+            the numbers of blocks, separated by commas.
 
     Raises:
         ValueError: the list does not fit.
@@ -45,17 +45,13 @@ def stage_bounds(
 
 
 def explicit_counts(method: str) -> list[int]:
-    """The numbers of ``3,4,4,3``.
-
-    Raises:
-        ValueError: it is no such list.
-    """
+    """The numbers of ``3,4,4,3``; ValueError if it is not such a list."""
     try:
         return [int(count) for count in method.split(",")]
     except ValueError:
         raise ValueError(
-            f"--pipeline-partition {method}: blocks, parameters, or the number of blocks of each "
-            "stage, separated by commas"
+            f"--pipeline-partition {method}: expected blocks, parameters, or the number of blocks "
+            "of each stage, separated by commas"
         ) from None
 
 

@@ -5,7 +5,7 @@ The layer list is cut into ``ranks * chunks`` stages, numbered in layer order. A
 
 - ``1f1b``: one stage per rank. After its warm-up a rank alternates one forward, one backward
   (Narayanan et al. 2021, arXiv:2104.04473, section 2.2.1).
-- ``interleaved``: stage s lies on rank s % ranks. The same alternation over several chunks, groups
+- ``interleaved``: stage s is on rank s % ranks. The same alternation over several chunks, groups
   of ``ranks`` micro batches at a time (section 2.2.2).
 - ``dualpipev``: two stages per rank; micro batches go down the ranks and come back up, so that the
   first rank also holds the last stage (DeepSeek-AI, https://github.com/deepseek-ai/DualPipe;
@@ -32,17 +32,17 @@ class Action:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """Who does what in which order during one step of a pipeline.
+    """The order of actions on each rank during one step of a pipeline.
 
     Attributes:
         name: one of :data:`megatron.config.layouts.SCHEDULES`.
         ranks: processes of the pipeline.
         chunks: stages per rank.
         micro_batches: micro batches per step.
-        forward_only: evaluation; any number of micro batches goes.
+        forward_only: evaluation; any number of micro batches is possible.
 
     Raises:
-        ValueError: there is no such schedule; the message says why and what would be right.
+        ValueError: the schedule does not exist or does not fit; says why and what would fit.
     """
 
     name: str
@@ -53,25 +53,21 @@ class PipelineSchedule:
 
     def __post_init__(self) -> None:
         if self.name not in SCHEDULES:
-            raise ValueError(f"there is no schedule {self.name!r}, only {', '.join(SCHEDULES)}")
+            raise ValueError(
+                f"unknown schedule {self.name!r}; choose one of {', '.join(SCHEDULES)}"
+            )
         if self.ranks < 1 or self.micro_batches < 1:
             raise ValueError(
                 f"{self.ranks} processes and {self.micro_batches} micro batches per step: there "
                 "must be at least one of each"
             )
         counts = () if self.forward_only else (self.micro_batches,)
-        check_layout(
-            Layout(
-                pipeline=self.ranks,
-                schedule=self.name,
-                chunks=self.chunks,
-                micro_batches=counts,
-            )
-        )
+        check_layout(Layout(
+            pipeline=self.ranks, schedule=self.name, chunks=self.chunks, micro_batches=counts
+        ))  # fmt: skip
 
     @property
     def stages(self) -> int:
-        """Stages of the whole pipeline."""
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
@@ -86,7 +82,7 @@ class PipelineSchedule:
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     def actions(self, rank: int) -> list[Action]:
-        """What a rank does in one step, in order."""
+        """Actions of a rank in one step, in order."""
         assert 0 <= rank < self.ranks, (rank, self)
         if self.forward_only:
             return self._forwards(rank)
@@ -95,7 +91,7 @@ class PipelineSchedule:
         return self._alternating(rank)
 
     def _alternating(self, rank: int) -> list[Action]:
-        """Warm-up forwards, then one forward and one backward by turns, then what is left."""
+        """Warm-up forwards, then forwards and backwards in turn, then the remaining backwards."""
         p, m = self.ranks, self.micro_batches
         if self.name == "1f1b":
             warm_up = p - rank - 1
@@ -110,7 +106,7 @@ class PipelineSchedule:
         return order
 
     def _forwards(self, rank: int) -> list[Action]:
-        """All forwards of a rank, in the order in which a pipeline that never waits meets them."""
+        """All forwards of a rank, in the order of a pipeline that never waits."""
         forwards = [
             Action(False, stage, micro_batch)
             for stage in self.stages_of(rank)
@@ -125,8 +121,8 @@ class PipelineSchedule:
         return [Action(True, mirror[a.stage], a.micro_batch) for a in self._forwards(rank)]
 
     def _tick(self, forward: Action) -> int:
-        """When a forward runs if each takes one tick: later than that of the stage before, and
-        no two at once on one rank."""
+        """When a forward runs if each takes one tick: after that of the previous stage, and no two
+        at once on one rank."""
         if self.name == "dualpipev":
             # A rank's two stages are an odd number apart, so every second tick is free for each.
             return 2 * forward.micro_batch + forward.stage

@@ -1,10 +1,9 @@
 """Random numbers that do not depend on the layout.
 
-Weights: every parameter is drawn whole from a generator of its own, seeded by the run's seed and
-the parameter's canonical name, then cut. Dropout: the generators are seeded anew for every layer
-of every micro batch by the run's seed, the number of the batch's first sample and the layer's
-place, so that the masks are the same for any data-parallel size, in any pipeline, and after a
-resume.
+Weights: every parameter is drawn whole from its own generator, seeded by the run's seed and the
+parameter's canonical name, then cut. Dropout: the generators are seeded for every layer of every
+micro batch by the run's seed, the number of the batch's first sample and the layer's index, so that
+the masks are the same for any data-parallel size, in any pipeline, and after a resume.
 """
 
 from __future__ import annotations
@@ -21,8 +20,7 @@ from megatron.util.digests import hash64
 
 def derive_seed(*parts: object) -> int:
     """A 63-bit seed from anything printable, stable over processes and versions."""
-    text = "\0".join(map(str, parts)).encode()
-    return hash64(text) >> 1
+    return hash64("\0".join(map(str, parts)).encode()) >> 1
 
 
 def generator(seed: int, name: str) -> torch.Generator:
@@ -31,7 +29,7 @@ def generator(seed: int, name: str) -> torch.Generator:
 
 
 def dropout_seed(seed: int, first_sample: int) -> int:
-    """What the dropout masks of the micro batch that starts at a sample derive from."""
+    """Seed of the dropout masks of the micro batch that starts at a sample."""
     return derive_seed(seed, "dropout", first_sample)
 
 
@@ -49,10 +47,10 @@ def seed_devices(seed: int) -> None:
 
 @contextlib.contextmanager
 def tensor_parallel_random(group: Group) -> Iterator[None]:
-    """Random numbers inside differ over the ranks of ``group``; those after it agree again.
+    """Random numbers inside the block differ between the ranks of ``group``.
 
-    Outside, all ranks of a tensor-parallel group draw the same numbers, so the seed drawn here is
-    common to them; the state outside is put back on leaving.
+    Outside, all ranks of a tensor-parallel group draw the same numbers, so that they draw a common
+    seed here; the state outside is restored on leaving.
     """
     if group.size == 1:
         yield
@@ -65,7 +63,7 @@ def tensor_parallel_random(group: Group) -> Iterator[None]:
 
 
 def random_state() -> dict[str, Tensor]:
-    """The states of torch's generators on this process, as a checkpoint can hold them."""
+    """The states of torch's generators on this process, as tensors."""
     state = {"cpu": torch.get_rng_state()}
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state()

@@ -1,7 +1,7 @@
-"""A parameter says how it is cut.
+"""How a parameter is cut over the mesh.
 
 Initialisation, gradient norm, checkpoints, conversion and the parity tests all read this
-description; no other place knows a layout.
+description; nothing else knows a layout.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ class Cut:
         axis: the axis.
         parts: lengths along ``dim`` of matrices fused into this one, for example
             (query, key, value); each part is cut by itself. Empty means one part.
-        held: which of the parts this parameter holds, by number; None for all. What is left is in
-            another parameter of the same layer.
-        copies: how many neighbouring ranks hold the same share.
+        held: indices of the parts in this parameter; None for all. The others are in another
+            parameter of the same layer.
+        copies: number of neighbouring ranks with the same share.
         unpadded: length along ``dim`` without padding; None when nothing is padded.
     """
 
@@ -44,7 +44,7 @@ class Cut:
     unpadded: int | None = None
 
     def ranges(self, length: int, coordinates: Coordinates) -> Ranges:
-        """What of a dimension of this length, padding included, the rank at a place has."""
+        """The share of the rank at ``coordinates`` along a dimension of this padded length."""
         rank, size = coordinates.get(self.axis, (0, 1))
         parts = self.parts or (length,)
         starts = [0, *accumulate(parts)]
@@ -64,11 +64,10 @@ class Shard:
 
     Attributes:
         full_shape: shape of the whole parameter, padding included. (Under ``zero.Init`` the tensor
-            itself is empty, so the shape has to be known from here.)
+            itself is empty.)
         cuts: the dimensions that are cut, each over another axis. Along all other axes every rank
-            holds the same.
-        whole: last name of the whole parameter where it is held in several, each of which has a
-            name of its own.
+            has the same.
+        whole: last name of the whole parameter where several parameters are parts of it.
     """
 
     full_shape: tuple[int, ...]
@@ -84,7 +83,7 @@ class Shard:
 
     @property
     def canonical_shape(self) -> tuple[int, ...]:
-        """Shape of the whole parameter without padding; what checkpoints speak of."""
+        """Shape of the whole parameter without padding, as in checkpoints."""
         shape = list(self.full_shape)
         for cut in self.cuts:
             if cut.unpadded is not None:
@@ -93,23 +92,21 @@ class Shard:
 
     @property
     def reduced(self) -> tuple[str, ...]:
-        """The axes over which its gradient is averaged: those along which it is replicated."""
+        """The axes over which the gradient is averaged: those along which it is replicated."""
         return tuple(axis for axis in REPLICAS if self.over(axis) is None)
 
     @property
     def part(self) -> str:
-        """What tells apart the parameters that one whole parameter is held in; empty for one that
-        is held in one."""
+        """Distinguishes the parameters that are parts of one; empty for a whole parameter."""
         held = [part for cut in self.cuts for part in cut.held or ()]
         return "parts" + "-".join(map(str, held)) if held else ""
 
     def over(self, axis: str) -> Cut | None:
-        """The cut over an axis; None where every rank along it holds the same."""
+        """The cut over an axis; None where every rank along it has the same."""
         return next((cut for cut in self.cuts if cut.axis == axis), None)
 
     def ranges(self, coordinates: Coordinates = ALONE) -> dict[int, Ranges]:
-        """Where the share of the rank at a place lies in the whole, by dimension that is cut; the
-        share is the product of these and of all other dimensions."""
+        """Ranges of a rank's share in the whole, by dimension that is cut."""
         return {cut.dim: cut.ranges(self.full_shape[cut.dim], coordinates) for cut in self.cuts}
 
     def local_shape(self, coordinates: Coordinates = ALONE) -> tuple[int, ...]:
@@ -120,13 +117,13 @@ class Shard:
         return tuple(shape)
 
     def counted(self, coordinates: Coordinates, among: Sequence[str] = AXES) -> bool:
-        """Whether a rank's copy counts, in norms and checkpoints: of the ranks that hold the same
-        values the first one's does.
+        """Whether a rank's copy counts in norms and checkpoints: the first of those with the same
+        values does.
 
         Args:
-            coordinates: the rank's place.
-            among: the axes along which others are looked for. Pipeline stages hold other
-                parameters, so that ``pipeline`` plays no part.
+            coordinates: the rank's.
+            among: the axes along which other copies are considered. ``pipeline`` has no effect:
+                stages hold other parameters.
         """
         for axis in among:
             rank, _ = coordinates.get(axis, (0, 1))
@@ -148,7 +145,7 @@ class Shard:
     def place(self, canonical: Tensor, share: Tensor, coordinates: Coordinates = ALONE) -> None:
         """Writes one rank's share into a whole parameter without padding; inverse of :meth:`cut`.
 
-        What the share does not hold stays as it is.
+        Elements outside the share are left alone.
         """
         assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
         blocks = [(canonical, share)]
@@ -160,7 +157,7 @@ class Shard:
             whole.copy_(piece)
 
     def join(self, shares: Sequence[Tensor], sizes: Mapping[str, int] | None = None) -> Tensor:
-        """The whole parameter without padding; for a parameter that is held in one.
+        """The whole parameter without padding; not for a part of one.
 
         Args:
             shares: those of all ranks of a mesh, in order.
@@ -178,7 +175,7 @@ class Shard:
 def _matched(
     whole: Tensor, values: Tensor, dim: int, ranges: Ranges
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ranges of a whole along a dimension, each with those of the values that belong there."""
+    """Ranges of a whole along a dimension, each with its values."""
     taken = 0
     for start, length in ranges:
         kept = min(length, whole.shape[dim] - start)
@@ -188,7 +185,7 @@ def _matched(
 
 
 def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """A range along a dimension, with zeros for what lies after the end."""
+    """A range along a dimension, zero after the end."""
     size = values.shape[dim]
     kept = max(0, min(length, size - start))
     found = values.narrow(dim, min(start, size), kept)
@@ -216,17 +213,12 @@ class Init:
 
 
 def parameter(shard: Shard, init: Init, coordinates: Coordinates = ALONE) -> nn.Parameter:
-    """An uninitialised parameter: this rank's share, with its descriptions attached.
-
-    Args:
-        shard: how it is cut.
-        init: initial values.
-        coordinates: this rank's place along the axes over which it is cut.
-    """
+    """An uninitialised parameter: the share of the rank at ``coordinates``, with ``shard`` and
+    ``init`` attached."""
     param = nn.Parameter(torch.empty(shard.local_shape(coordinates)))
     param.shard = shard  # type: ignore[attr-defined]
     param.init = init  # type: ignore[attr-defined]
-    # DeepSpeed's gradient norm takes a parameter without this mark on tensor rank 0 only.
+    # DeepSpeed's gradient norm counts a parameter without this mark on tensor rank 0 only.
     param.tensor_model_parallel = shard.counted(coordinates, ("tensor",))  # type: ignore[attr-defined]
     return param
 

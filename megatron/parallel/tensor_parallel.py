@@ -1,24 +1,143 @@
 """The tensor-parallel region: how activations enter and leave layers that are cut over ranks.
 
-Outside, every rank holds the whole activations or, with sequence parallelism, its slice of the
-sequence; inside, the whole sequence and a share of the features.
+Outside, every rank has the whole activations or, with sequence parallelism, its slice of the
+sequence; inside, the whole sequence and a share of the features. Collectives are started here and
+finished by the caller, or have their own gradient.
+
+Shapes: B batch, S sequence, a slice of it S/t long on each of t ranks.
 """
 
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.collectives import reduce_from_ranks, scatter_to_ranks, sum_gradients
 from megatron.parallel.mesh import SINGLE, Coordinates, Group
 from megatron.parallel.random import tensor_parallel_random
+
+Finish = Callable[[], Tensor]
+"""Waits for a collective and returns its result; work done before the call overlaps with it."""
+
+# The names before torch 2.13.
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+
+
+def autocast_dtype(x: Tensor) -> torch.dtype:
+    """The dtype that autocast gives the inputs of a GEMM; it leaves float64 alone."""
+    device = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return x.dtype
+
+
+def start_all_reduce(x: Tensor, group: Group) -> Finish:
+    """Sums contiguous ``x`` over the ranks, in place."""
+    work = dist.all_reduce(x, group=group.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return x
+
+    return finish
+
+
+def start_gather_sequence(x: Tensor, group: Group) -> Finish:
+    """The slices [B, S/t, ...] of all ranks as [B, S, ...]; without a copy when B is 1."""
+    x = x.contiguous()
+    slices = x.new_empty(group.size, *x.shape)
+    work = _all_gather(slices.view(-1), x.view(-1), group=group.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return slices.transpose(0, 1).flatten(1, 2)
+
+    return finish
+
+
+def start_scatter_sequence(x: Tensor, group: Group) -> Finish:
+    """This rank's slice [B, S/t, ...] of the sum of all ranks' [B, S, ...]; without a copy when B
+    is 1."""
+    assert x.shape[1] % group.size == 0, (x.shape, group.size)
+    slices = x.unflatten(1, (group.size, -1)).transpose(0, 1).contiguous()
+    total = torch.empty_like(slices[0])
+    work = _reduce_scatter(total.view(-1), slices.view(-1), group=group.handle, async_op=True)
+
+    def finish() -> Tensor:
+        work.wait()
+        return total
+
+    return finish
+
+
+def start_sum_over_copies(x: Tensor, copies: int, group: Group) -> Finish:
+    """Sums flat ``x`` over each ``copies`` neighbouring ranks; no group of their own is needed."""
+    slots = x.new_zeros(group.size // copies, x.numel())
+    mine = slots[group.rank // copies].copy_(x)
+    finish_all = start_all_reduce(slots, group)
+
+    def finish() -> Tensor:
+        finish_all()
+        return mine
+
+    return finish
+
+
+class _ReduceFromRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(x)
+        return start_all_reduce(x, group)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad, None
+
+
+def reduce_from_ranks(x: Tensor, group: Group) -> Tensor:
+    """Sum over ``group`` forward, identity backward. Overwrites ``x``, which must be contiguous and
+    needed by nothing else."""
+    return _ReduceFromRanks.apply(x, group)
+
+
+class _ScatterToRanks(torch.autograd.Function):
+    """This rank's slice of the sum over the group forward; gathered backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return start_scatter_sequence(x, group)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return start_gather_sequence(grad, ctx.group)(), None
+
+
+class _SumGradients(torch.autograd.Function):
+    """Identity forward; backward the gradients are summed over the group, all at once."""
+
+    @staticmethod
+    def forward(ctx: Any, group: Group, *params: Tensor) -> tuple[Tensor, ...]:
+        ctx.group = group
+        return tuple(param.view_as(param) for param in params)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        flat = torch.cat([grad.reshape(-1) for grad in grads])
+        dist.all_reduce(flat, group=ctx.group.handle)
+        sums = flat.split([grad.numel() for grad in grads])
+        return None, *(total.view_as(grad) for total, grad in zip(sums, grads, strict=True))
 
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Over which ranks layers are cut, and how activations lie between them.
+    """Over which ranks layers are cut, and how activations are laid out between them.
 
     Attributes:
         group: the tensor-parallel group.
@@ -30,12 +149,12 @@ class TensorParallel:
 
     @property
     def coordinates(self) -> Coordinates:
-        """This rank's place among them, for parameters that are cut over them."""
+        """This rank's place, for parameters that are cut over the group."""
         return {"tensor": (self.group.rank, self.group.size)}
 
     @property
     def slices(self) -> int:
-        """How many slices the sequence is in outside."""
+        """Number of slices of the sequence outside."""
         return self.group.size if self.sequence else 1
 
     @property
@@ -44,31 +163,31 @@ class TensorParallel:
         return self.slices > 1
 
     def leave(self, x_BSO: Tensor) -> Tensor:
-        """Takes a rank's addend out of the cut layers, into which ``column_linear`` takes inputs:
-        the sum over ranks, or this rank's slice [B, S/t, O] of it.
+        """Sums the addends that cut layers compute on each rank; with sequence parallelism this
+        rank's slice [B, S/t, O] of the sum. The inverse of entering by ``column_linear``.
 
-        ``x_BSO`` may be overwritten; nothing else may need it.
+        ``x_BSO`` must be contiguous and may be overwritten; nothing else must need it.
         """
         if self.split:
-            return scatter_to_ranks(x_BSO, self.group)
+            return _ScatterToRanks.apply(x_BSO, self.group)
         return x_BSO if self.group.size == 1 else reduce_from_ranks(x_BSO, self.group)
 
     def shared(self, *params: Tensor) -> tuple[Tensor, ...]:
         """Parameters for use outside: where every rank applies them to its slice only, their
         gradients are summed over the ranks, with one collective for all that are given together."""
-        return sum_gradients(params, self.group) if self.split else params
+        return _SumGradients.apply(self.group, *params) if self.split else params
 
     def over_heads(self, *params: Tensor) -> tuple[Tensor, ...]:
-        """Parameters for use inside, by which every rank treats each of its heads alike: their
-        gradients are summed over the ranks. Where ranks hold the same key head, each has the part
-        of the gradient that comes from its own queries, so that the sum counts nothing twice."""
-        return params if self.group.size == 1 else sum_gradients(params, self.group)
+        """Parameters for use inside that every rank applies to each of its heads alike: their
+        gradients are summed over the ranks. Where ranks share a key head, each has the part of the
+        gradient that comes from its own queries, so the sum counts nothing twice."""
+        return params if self.group.size == 1 else _SumGradients.apply(self.group, *params)
 
     def own(self, x: Tensor, dim: int) -> Tensor:
-        """What belongs to the sequence positions that this rank holds outside, of a tensor that is
-        the same on every rank; ``dim`` is its sequence dimension."""
+        """This rank's slice, along the sequence dimension ``dim``, of a tensor that is the same on
+        every rank."""
         return x.chunk(self.group.size, dim)[self.group.rank] if self.split else x
 
     def random(self) -> contextlib.AbstractContextManager[None]:
-        """Random numbers for activations outside: the ranks' differ if what they hold does."""
+        """Random numbers for activations outside: they differ between ranks that have slices."""
         return tensor_parallel_random(self.group) if self.split else contextlib.nullcontext()

@@ -1,11 +1,12 @@
-"""A pipeline schedule in time: when each action runs, and what that costs.
+"""A pipeline schedule in time: when each action runs, what that costs, and which messages the ranks
+exchange when.
 
 Times are exact fractions, so that "at the same time" means just that.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -15,7 +16,7 @@ from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
 
 @dataclass(frozen=True)
 class Slot:
-    """An action on its rank, and from when to when it runs."""
+    """When an action runs on its rank."""
 
     rank: int
     action: Action
@@ -25,12 +26,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Timeline:
-    """One step of a pipeline in time.
-
-    Attributes:
-        schedule: whose step this is.
-        slots: all actions, rank after rank, each rank's in their order.
-    """
+    """One step of a schedule in time; ``slots`` are all actions, rank after rank, each in order."""
 
     schedule: PipelineSchedule
     slots: tuple[Slot, ...]
@@ -46,7 +42,7 @@ class Timeline:
 
     @property
     def bubble_share(self) -> Fraction:
-        """Share of the ranks' time in which they wait."""
+        """Share of the ranks' time that they spend waiting."""
         return 1 - self._busy / (self.schedule.ranks * self.span)
 
     @property
@@ -56,8 +52,8 @@ class Timeline:
 
     @property
     def peak_activations(self) -> tuple[Fraction, ...]:
-        """For each rank the most stage inputs it holds at once for backwards to come, in units of
-        one micro batch through the rank's whole share (an input of one chunk is 1/chunks)."""
+        """For each rank the most stage inputs kept at once for later backwards, in units of one
+        micro batch through the rank's whole share (an input of one chunk is 1/chunks)."""
         peaks = []
         for rank in range(self.schedule.ranks):
             held = peak = 0
@@ -77,13 +73,13 @@ def simulate(
     transfer_time: float | Fraction = 0.0,
 ) -> Timeline:
     """Runs a schedule: every rank does its actions in order, each as soon as the rank is free and
-    the action's input is there.
+    the action's input has arrived.
 
     Args:
         schedule: the schedule.
         forward_time: one micro batch forward through all stages of one rank.
         backward_time: the same backward.
-        transfer_time: from one rank to another, during which both can work.
+        transfer_time: from one rank to another; both can work meanwhile.
     """
     orders = [schedule.actions(rank) for rank in range(schedule.ranks)]
     return simulate_order(orders, schedule, forward_time, backward_time, transfer_time)
@@ -96,10 +92,10 @@ def simulate_order(
     backward_time: float | Fraction = 2.0,
     transfer_time: float | Fraction = 0.0,
 ) -> Timeline:
-    """Like :func:`simulate`, for the order in which each rank really did its actions.
+    """:func:`simulate` for the orders in which the ranks actually did their actions.
 
     Raises:
-        ValueError: a rank would wait for ever; the message names the action and what it waits for.
+        ValueError: a rank would wait indefinitely; names the action and what it waits for.
     """
     duration = {
         False: Fraction(forward_time) / schedule.chunks,
@@ -127,7 +123,9 @@ def simulate_order(
                 moved = True
     for rank, queue in enumerate(waiting):
         if queue:
-            raise ValueError(f"rank {rank} waits for ever: {queue[0]} needs {missing(queue[0])}")
+            raise ValueError(
+                f"rank {rank} waits indefinitely: {queue[0]} needs {missing(queue[0])}"
+            )
     return Timeline(schedule, tuple(done[action] for order in orders for action in order))
 
 
@@ -153,3 +151,61 @@ def inputs(schedule: PipelineSchedule, action: Action) -> list[Action]:
     elif action.stage > 0:
         needs.append(Action(False, action.stage - 1, action.micro_batch))
     return needs
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """A stage's output, or the gradient of its input, sent to another pipeline rank."""
+
+    gradient: bool
+    micro_batch: int
+    from_stage: int
+    to_stage: int
+    source: int
+    target: int
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """Transfers that a rank posts together, in the same order as its partners."""
+
+    sends: tuple[Transfer, ...]
+    receives: tuple[Transfer, ...]
+
+
+def work_plan(schedule: PipelineSchedule, rank: int) -> list[Action | Exchange]:
+    """Actions and communication of a rank in one step.
+
+    Transfers that become ready at the same moment of the simulated step make up a round. Every
+    rank posts its part of each round in the order of these moments: after its own actions that
+    have ended by then, before all later ones. A send thus follows the action that makes it, and a
+    receive comes before the action that needs it. As all ranks keep the same order of rounds, there
+    is no deadlock, even where a post blocks until its partners have posted.
+    """
+    slots = simulate(schedule).slots
+    sends: dict[Fraction, list[Transfer]] = defaultdict(list)
+    receives: dict[Fraction, list[Transfer]] = defaultdict(list)
+    for slot in slots:
+        transfer = transfer_of(schedule, slot.action)
+        if transfer is not None and transfer.source == rank:
+            sends[slot.end].append(transfer)
+        if transfer is not None and transfer.target == rank:
+            receives[slot.end].append(transfer)
+    # Sorting keeps the order of what is equal: actions that end at a moment come before its round.
+    timed: list[tuple[Fraction, Action | Exchange]] = [
+        (slot.end, slot.action) for slot in slots if slot.rank == rank
+    ]
+    for moment in sends.keys() | receives.keys():
+        timed.append((moment, Exchange(tuple(sends[moment]), tuple(receives[moment]))))
+    return [entry for _, entry in sorted(timed, key=lambda entry: entry[0])]
+
+
+def transfer_of(schedule: PipelineSchedule, action: Action) -> Transfer | None:
+    """How an action's result reaches the next stage; None when that is on the same rank."""
+    target_stage = action.stage + (-1 if action.backward else 1)
+    if not 0 <= target_stage < schedule.stages:
+        return None
+    source, target = schedule.rank_of(action.stage), schedule.rank_of(target_stage)
+    if source == target:
+        return None
+    return Transfer(action.backward, action.micro_batch, action.stage, target_stage, source, target)

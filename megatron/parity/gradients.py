@@ -29,10 +29,8 @@ from megatron.engine.gradient_norm import average_gradients, gradient_norm, owne
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import spec_of
-from megatron.model.layer_list import LayerSpec, initialise
-from megatron.model.layer_sequence import LayerSequence
+from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
 from megatron.model.spec import ModelSpec
-from megatron.model.state import LayerState
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
@@ -56,8 +54,8 @@ is above 1e-3 x the parameter's largest are compared."""
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference, in the order in which a step computes: of what, on which global rank (None
-    if it is missing on all), and the largest found and allowed one."""
+    """The first difference, in the order in which a step computes: of what, on which global rank
+    (None if it is missing on all), and the largest found and allowed one."""
 
     what: str
     rank: int | None

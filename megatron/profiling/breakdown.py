@@ -1,8 +1,8 @@
 """The breakdown of a step: every moment of it belongs to one category and one phase.
 
 HolisticTraceAnalysis (0.5.0) answers some of this for traces of several GPUs; it reads no trace of
-a CPU, knows neither phases nor categories of kernels, and depends on JupyterLab. docs/profiling.md
-shows what it adds.
+a CPU, knows neither phases nor categories of kernels, and depends on JupyterLab.
+docs/guides/profiling.md shows what it adds.
 """
 
 from __future__ import annotations
@@ -212,8 +212,8 @@ class Work(NamedTuple):
 
 
 def break_down(trace: Trace, least: bool = False) -> Breakdown:
-    """Breaks the mean of a trace's steps down: the training thread's time on a CPU, the device's on a
-    GPU; with ``least`` every operator as in the step in which it was fastest.
+    """Breaks the mean of a trace's steps down: the training thread's time on a CPU, the device's on
+    a GPU; with ``least`` every operator as in the step in which it was fastest.
 
     Raises:
         TraceError: the trace has no steps, or ``least`` and a GPU's time.

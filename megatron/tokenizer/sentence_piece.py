@@ -159,7 +159,7 @@ class SentencePieceTokenizer(SpecialTokens):
         """Writes tokenizer.model, the model itself, and tokenizer.json, which `transformers` reads.
 
         transformers takes the model into its own library; ids are the same but for rare characters
-        that it normalizes otherwise (docs/tokenizers.md).
+        that it normalizes otherwise (docs/guides/tokenizers.md).
         """
         directory = Path(directory)
         begin = self.bos if len(self._begin) else None

@@ -20,7 +20,7 @@ from megatron.config import (
     Settings,
 )
 from megatron.config.flags import build, names_of
-from megatron.data.skip import check_skipped
+from megatron.data.sampler import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
 from megatron.engine.train_engine import TrainEngine

@@ -4,7 +4,7 @@ content has the same digest in every version."""
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 Content = str | bytes | memoryview
@@ -36,10 +36,11 @@ def sha256(content: Content) -> str:
     return hashlib.sha256(content.encode() if isinstance(content, str) else content).hexdigest()
 
 
-def sha256_of_file(path: Path) -> str:
-    """SHA-256 of a file, as ``sha256sum`` prints it."""
+def sha256_of_file(path: Path, read: Callable[[int], object] = lambda count: None) -> str:
+    """SHA-256 of a file, as ``sha256sum`` prints it; ``read`` is told how many bytes were read."""
     found = hashlib.sha256()
     with open(path, "rb", buffering=0) as file:
         while block := file.read(_BLOCK_BYTES):
             found.update(block)
+            read(len(block))
     return found.hexdigest()

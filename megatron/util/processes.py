@@ -6,8 +6,10 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
+import threading
+from collections import deque
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing.connection import Connection
@@ -106,6 +108,58 @@ class Worker(Generic[Request, Answer]):
         """Ends the process, which finds its pipe closed."""
         self.pipe.close()
         self._process.join()
+
+
+def map_in_order(
+    items: Iterator[Request],
+    prepare: Callable[[], Callable[[Request], Answer]],
+    workers: int,
+    ahead: int = 4,
+) -> Generator[tuple[Request, Answer], None, None]:
+    """Each item and its answer, in order, worked on by several processes; at most `ahead` items for
+    each are in memory. With no workers, in this process.
+
+    Raises:
+        ChildProcessError: a worker process died.
+    """
+    if not workers:
+        answering = prepare()
+        for item in items:
+            yield item, answering(item)
+        return
+    processes = [Worker(prepare) for _ in range(workers)]
+    free, of_thread = deque(processes), threading.local()
+    under_way: deque[tuple[Request, Future[Answer]]] = deque()
+    failure: Exception | None = None
+
+    def take_process() -> None:
+        of_thread.process = free.popleft()
+
+    def ask(item: Request) -> Answer:
+        return of_thread.process.ask(item)
+
+    threads = ThreadPoolExecutor(workers, initializer=take_process)
+    try:
+        while True:
+            while failure is None and len(under_way) < ahead * workers:
+                try:
+                    item = next(items)
+                except StopIteration:
+                    break
+                except Exception as error:  # raised after all items before it
+                    failure = error
+                else:
+                    under_way.append((item, threads.submit(ask, item)))
+            if not under_way:
+                break
+            item, answer = under_way.popleft()
+            yield item, answer.result()
+        if failure is not None:
+            raise failure
+    finally:
+        threads.shutdown(cancel_futures=True)
+        for process in processes:
+            process.stop()
 
 
 def _died() -> ChildProcessError:

@@ -127,7 +127,7 @@ def most_buckets(argv: list[str]) -> int:
     """Bytes per element of the buckets of a rank's steps; for the pool."""
     run, buckets = parse_run(None, argv), Buckets()
     with distributed(run.config.parallel) as groups, pytest.MonkeyPatch.context() as patch:
-        # Once a process has used autocast, its later engines take their number formats from it.
+        # Once a process has used autocast, its later engines take their dtypes from it.
         patch.setattr("deepspeed.runtime.torch_autocast.TORCH_AUTOCAST_INITIALIZED", False)
         trainer = build_trainer(run, groups)
         for thing in gc.get_objects():  # stage 3 has its bucket from the start
@@ -158,7 +158,7 @@ MORE_BUCKETS = [
     [*BUCKETS, *(pytest.param(*case, marks=pytest.mark.proof) for case in MORE_BUCKETS)],
 )
 def test_buckets_against_deepspeed(pool, tmp_path, layout, accumulated):
-    """How many there are at once, and of what number format."""
+    """How many there are at once, and of what dtype."""
     planned = dataclasses.replace(parse_layout(layout), grads_in_fp32=accumulated)
     path = tmp_path / "ds.json"
     path.write_text(json.dumps({"zero_optimization": {"reduce_bucket_size": BUCKET}}))

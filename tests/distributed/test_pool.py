@@ -1,4 +1,4 @@
-"""The pool itself: it must report every way to fail, and go on."""
+"""The pool itself: it must report every way to fail, and continue."""
 
 import os
 import threading
@@ -36,10 +36,10 @@ def raise_on_one() -> None:
 
 def hang_on_one() -> None:
     if tensor_group().rank == 1:
-        sleep_for_ever()
+        sleep_long()
 
 
-def sleep_for_ever() -> None:
+def sleep_long() -> None:
     time.sleep(1000)
 
 
@@ -94,12 +94,12 @@ def test_a_worker_that_holds_many_threads_is_replaced(pool, count):
     "function, told",
     [
         (raise_on_one, ["rank 1 of 2: raised", "this rank is broken", "raise_on_one"]),
-        (hang_on_one, ["rank 1 of 2: still running (the limit is 3 s)", "sleep_for_ever"]),
+        (hang_on_one, ["rank 1 of 2: still running (the limit is 3 s)", "sleep_long"]),
         (die_on_one, ["rank 1 of 2: died with exit code 7"]),
     ],
     ids=["raises", "hangs", "dies"],
 )
-def test_failures_are_told_and_the_pool_goes_on(pool, function, told):
+def test_failures_are_told_and_the_pool_continues(pool, function, told):
     # The workers must be up, or the limit would be spent on their start.
     pool.run(2, find_traces)
     started = time.monotonic()

@@ -12,17 +12,15 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_backends import AttentionMasks
 from megatron.model.block import Block
 from megatron.model.embedding import LM_LOSS, InputEmbedding, TokenEmbedding
-from megatron.model.layer_list import LayerSpec, initialise
+from megatron.model.layer_list import LayerSpec, LayerState, initialise
 from megatron.model.norm import FinalNorm
 from megatron.model.spec import Measure, ModelSpec
-from megatron.model.state import LayerState
-from megatron.parallel.collectives import reduce_from_ranks
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.shard import Init
-from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.tensor_parallel import TensorParallel, reduce_from_ranks
 
 VOCAB, SAMPLES, ENCODED, DECODED = 50, 2, 16, 8
 SQUARE_LOSS = "square loss"

@@ -1,4 +1,4 @@
-"""Killed by SIGKILL at any moment, a run that is started again goes on at or after the last step
+"""Killed by SIGKILL at any moment, a run that is started again continues at or after the last step
 that it said it had saved, and ends with the weights of a run that was never killed."""
 
 import contextlib
@@ -156,7 +156,7 @@ def unbroken(warm, tmp_path_factory):
     return make
 
 
-def check_goes_on(printed, last):
+def check_continues(printed, last):
     """That a run began at or after the last step that was said to be saved."""
     found = re.search(r"resumed from \S+ at iteration (\d+)", printed)
     begun = int(found[1]) if found else 0
@@ -203,7 +203,7 @@ def test_killed_at_random_moments(warm, unbroken, tmp_path, mode, size, kills, r
             kill(processes)
             saving = bool(incomplete(save) - left)
             printed = text(output)
-            check_goes_on(printed, last)
+            check_continues(printed, last)
             resumed += "resumed from" in printed
             last = max([last, *announced(printed)])
             attempt += 1
@@ -229,5 +229,5 @@ def finish_or_resume(warm, argv, size, output, last):
     processes = warm.start(argv, size, output)
     wait(processes, lambda: False, pause=0.01)
     printed = text(output)
-    check_goes_on(printed, last)
+    check_continues(printed, last)
     return printed

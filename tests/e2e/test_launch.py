@@ -137,7 +137,7 @@ def small_disk(tmp_path):
 @pytest.mark.parametrize("mode", [[], ["--async-save"]])
 def test_a_disk_fills_during_a_run(small_disk, mode):
     """Two saves succeed; the others say what is wrong, and the run with them at its end. With room
-    for one more the same command goes on."""
+    for one more the same command continues."""
     flags = ["--save", small_disk, "--load", small_disk, "--save-interval", 2, *mode]
     done = run("python", "--train-iters", 8, *flags)
     assert done.returncode == 2, done.stdout + done.stderr

@@ -110,7 +110,7 @@ def test_the_check_finds_a_circle():
 
 def test_helpers_need_neither_torch_nor_numpy():
     """The configuration imports them, and nothing may make it slow."""
-    allowed = {*sys.stdlib_module_names, "megatron", "filelock"}
+    allowed = {*sys.stdlib_module_names, "megatron", "filelock", "tqdm"}
     for path in (ROOT / "megatron/util").glob("*.py"):
         found = {module.split(".")[0] for module in imports(path.read_text())}
         assert found <= allowed, path

@@ -1,7 +1,8 @@
 #!/usr/bin/env python
-"""Megatron-LM's reshaping command: a checkpoint at other tensor- and pipeline-parallel sizes.
+# PYTHON_ARGCOMPLETE_OK
+r"""Megatron-LM's reshaping command: a checkpoint at other tensor- and pipeline-parallel sizes.
 
-    python tools/checkpoint/util.py --model-type GPT --load-dir old --save-dir new \\
+    python tools/checkpoint/util.py --model-type GPT --load-dir old --save-dir new \
         --target-tensor-parallel-size 2 --target-pipeline-parallel-size 2
 
 It reads any format and writes Megatron's old layout, or with --saver safetensors this project's
@@ -20,6 +21,7 @@ from megatron.config.flags import option
 from megatron.formats.conversion.needs import required
 from megatron.formats.conversion.to_megatron import export, opened
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
+from megatron.util.progress import say
 
 SAVERS = ("megatron", "safetensors")
 
@@ -95,7 +97,7 @@ def reshape(argv: Sequence[str]) -> None:
         ):
             if value is not None:
                 print(f"{flag} {value} is accepted and not used: any layout loads what is written")
-        print(f"{write_checkpoint(save, source, progress=print)}: any layout loads it with --load")
+        print(f"{write_checkpoint(save, source, progress=say)}: any layout loads it with --load")
         return
     tensor = config.target_tensor_parallel_size or tensor
     pipeline = config.target_pipeline_parallel_size or pipeline

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Gives each document an id.
 
 python tools/openwebtext/add_id.py --input-file a.jsonl --output-file b.jsonl --id-prefix owt
@@ -6,16 +7,15 @@ python tools/openwebtext/add_id.py --input-file a.jsonl --output-file b.jsonl --
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.numbering import AddIdConfig, add_ids
+from megatron.corpus.collection.line_job import run_tool
+from megatron.corpus.collection.reshaping import AddIdConfig, add_ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "add_id.py",
-        "Gives each document an id.",
-        (AddIdConfig, RunConfig),
+        __doc__,
+        (AddIdConfig,),
         add_ids,
         argv,
     )

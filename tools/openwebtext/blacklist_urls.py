@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Leaves out addresses that lead to no prose, and keeps each page once.
 
 python tools/openwebtext/blacklist_urls.py urls clean_urls.txt
@@ -6,16 +7,15 @@ python tools/openwebtext/blacklist_urls.py urls clean_urls.txt
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import run_tool
 from megatron.corpus.collection.urls import UrlConfig, choose_urls
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "blacklist_urls.py",
-        "Leaves out addresses that lead to no prose, and keeps each page once.",
-        (UrlConfig, RunConfig),
+        __doc__,
+        (UrlConfig,),
         choose_urls,
         argv,
         positional=("--input", "--output"),

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Repairs texts, and leaves out other languages and short documents.
 
 python tools/openwebtext/cleanup_dataset.py pages.jsonl clean.jsonl
@@ -7,16 +8,15 @@ python tools/openwebtext/cleanup_dataset.py pages.jsonl clean.jsonl
 from collections.abc import Sequence
 
 from megatron.config import TokenizerConfig
-from megatron.corpus.collection.cleanup import CleanupConfig, cleanup
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.cleaning import CleanupConfig, cleanup
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "cleanup_dataset.py",
-        "Repairs texts, and leaves out other languages and short documents.",
-        (CleanupConfig, TokenizerConfig, RunConfig),
+        __doc__,
+        (CleanupConfig, TokenizerConfig),
         cleanup,
         argv,
         positional=("--input", "--output"),

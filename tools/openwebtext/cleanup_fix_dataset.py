@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Filters and repairs documents by named tasks.
+# PYTHON_ARGCOMPLETE_OK
+r"""Filters and repairs documents by named tasks.
 
 python tools/openwebtext/cleanup_fix_dataset.py --input-files clean.jsonl \
     --tasks remove_512 general_cleaning --output-path fixed
@@ -7,16 +8,15 @@ python tools/openwebtext/cleanup_fix_dataset.py --input-files clean.jsonl \
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.fixes import FixConfig, fix
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.cleaning import FixConfig, fix
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "cleanup_fix_dataset.py",
-        "Filters and repairs documents by named tasks.",
-        (FixConfig, RunConfig),
+        __doc__,
+        (FixConfig,),
         fix,
         argv,
     )

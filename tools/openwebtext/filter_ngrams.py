@@ -1,5 +1,6 @@
 #!/usr/bin/env python
-"""Takes out of a corpus what it shares with evaluation sets.
+# PYTHON_ARGCOMPLETE_OK
+r"""Takes out of a corpus what it shares with evaluation sets.
 
 python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada.jsonl \
     --dedup-dataset unique.jsonl text --output decontaminated.jsonl
@@ -7,16 +8,15 @@ python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
 from megatron.corpus.collection.decontamination import FilterConfig, filter_ngrams
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "filter_ngrams.py",
-        "Takes out of a corpus what it shares with evaluation sets.",
-        (FilterConfig, RunConfig),
+        __doc__,
+        (FilterConfig,),
         filter_ngrams,
         argv,
     )

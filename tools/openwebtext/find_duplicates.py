@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Finds near-duplicates by MinHash and locality-sensitive hashing.
 
 python tools/openwebtext/find_duplicates.py --inputs clean.jsonl url --output duplicates.json
@@ -6,16 +7,15 @@ python tools/openwebtext/find_duplicates.py --inputs clean.jsonl url --output du
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
 from megatron.corpus.collection.duplicates import DuplicateConfig, find_duplicates
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "find_duplicates.py",
-        "Finds near-duplicates by MinHash and locality-sensitive hashing.",
-        (DuplicateConfig, RunConfig),
+        __doc__,
+        (DuplicateConfig,),
         find_duplicates,
         argv,
     )

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Groups the near-duplicates that find_duplicates.py found.
 
 python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json
@@ -6,16 +7,15 @@ python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.groups import GroupConfig, group_duplicates
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.duplicates import GroupConfig, group_duplicates
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "group_duplicate_url.py",
-        "Groups the near-duplicates that find_duplicates.py found.",
-        (GroupConfig, RunConfig),
+        __doc__,
+        (GroupConfig,),
         group_duplicates,
         argv,
         positional=("--input", "--output", "--threshold"),

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Puts JSON-lines files together.
 
 python tools/openwebtext/merge_jsons.py --json-path folder --output-file merged.jsonl
@@ -6,16 +7,15 @@ python tools/openwebtext/merge_jsons.py --json-path folder --output-file merged.
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.numbering import MergeConfig, merge
+from megatron.corpus.collection.line_job import run_tool
+from megatron.corpus.collection.reshaping import MergeConfig, merge
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "merge_jsons.py",
-        "Puts JSON-lines files together.",
-        (MergeConfig, RunConfig),
+        __doc__,
+        (MergeConfig,),
         merge,
         argv,
     )

@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """Leaves out all but the first document of each group of near-duplicates.
 
 python tools/openwebtext/remove_group_duplicates.py groups.json clean.jsonl unique.jsonl
@@ -6,16 +7,15 @@ python tools/openwebtext/remove_group_duplicates.py groups.json clean.jsonl uniq
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.command import run_tool
-from megatron.corpus.collection.groups import RemoveConfig, remove_duplicates
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.duplicates import RemoveConfig, remove_duplicates
+from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "remove_group_duplicates.py",
-        "Leaves out all but the first document of each group of near-duplicates.",
-        (RemoveConfig, RunConfig),
+        __doc__,
+        (RemoveConfig,),
         remove_duplicates,
         argv,
         positional=("--groups", "--input", "--output"),

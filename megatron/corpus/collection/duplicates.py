@@ -1,16 +1,20 @@
-"""Finds documents that are nearly the same: MinHash, locality-sensitive hashing, verification.
+"""Near-duplicates: MinHash, locality-sensitive hashing, verification.
 
 The signature of a document is cut into bands; documents with an equal band are candidates. Of two
 with Jaccard similarity J, and signatures of b bands of r values, that happens with probability
 1 - (1 - J^r)^b (Leskovec, Rajaraman, Ullman: Mining of Massive Datasets, section 3.4). Candidates
 whose signatures are alike are compared shingle by shingle, so that what is reported is exact.
+
+`group_duplicates` and `remove_duplicates` then leave one document of each group.
 """
 
 from __future__ import annotations
 
+import functools
+import json
 import shutil
 import sys
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,21 +24,33 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.corpus.collection.command import required
 from megatron.corpus.collection.fingerprints import (
+    FingerprintConfig,
     FingerprintedDocuments,
-    FingerprintStep,
     make_fingerprints,
+    similarity,
 )
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.lines import json_line
-from megatron.corpus.collection.outputs import write_packed
-from megatron.corpus.collection.shingles import similarity
+from megatron.corpus.collection.json_files import (
+    JsonRecord,
+    RecordStep,
+    json_line,
+    read_records,
+    write_packed,
+)
+from megatron.corpus.collection.line_job import (
+    JobReport,
+    LineJob,
+    LineJobConfig,
+    json_inputs,
+    required,
+    run,
+)
+from megatron.util.digests import sha256
 
 _ALL_PAIRS = 50
-"""Up to so many documents of one bucket, each is compared with each."""
+"""Documents of one bucket up to which each is compared with each."""
 _DEVIATIONS = 4.0
-"""How far an estimate may lie below the threshold, in standard deviations, to be verified."""
+"""An estimate this many standard deviations below the threshold is still verified."""
 _ROWS_AT_A_TIME = 1 << 16
 
 
@@ -50,7 +66,7 @@ class DuplicateConfig:
     text_key: str = option("text")
     """Key of the text."""
     threshold: float = option(0.7)
-    """Similarity from which on two documents are near-duplicates."""
+    """Least similarity of near-duplicates."""
     jaccard: str = option("union", choices=("union", "min", "max"))
     """Shingles in common, over those of both together, of the smaller or of the larger set."""
     num_seeds: int = option(252)
@@ -58,18 +74,18 @@ class DuplicateConfig:
     num_bands: int = option(42)
     """Bands that the signature is cut into."""
     heuristic_iter: int = option(-1)
-    """In a bucket of many documents, one is compared with all others, and what resembles it leaves;
-    so often at most (-1: until none is left)."""
+    """In a bucket of many documents, one is compared with all others, and those similar to it are
+    removed from the bucket; at most this often (-1: until none is left)."""
     save_fingerprints: str | None = option(None)
     """Folder to keep the fingerprints of --inputs in, for other runs."""
     load_fingerprints: tuple[str, ...] = option(())
-    """Folders of --save-fingerprints to compare with, besides --inputs; they come first."""
+    """Folders of --save-fingerprints to compare with, besides --inputs, and before them."""
     seed: int = option(1234)
     """Seed of the hash functions."""
 
     def check(self) -> None:
         """Raises ConfigError on flags that are missing or make no sense."""
-        required(output=self.output)
+        required(self, "output")
         if not self.inputs and not self.load_fingerprints:
             raise ConfigError("--inputs is missing: pairs of a file and the key of its ids")
         if len(self.inputs) % 2:
@@ -86,15 +102,15 @@ class DuplicateConfig:
 
 @dataclass(frozen=True)
 class DuplicateReport:
-    """What was found."""
+    """Numbers of a search."""
 
     documents: int
     candidates: int
     """Pairs whose signatures share a band."""
     verified: int
-    """Of these, those compared shingle by shingle."""
+    """Candidates compared shingle by shingle."""
     pairs: int
-    """Of these, those at or above the threshold."""
+    """Pairs at or above the threshold."""
 
     def __str__(self) -> str:
         return (
@@ -103,25 +119,19 @@ class DuplicateReport:
         )
 
 
-def find_duplicates(config: DuplicateConfig, running: RunConfig) -> DuplicateReport:
-    """Writes the pairs of near-duplicates. Fingerprints that a stopped run made are used again.
-
-    Raises:
-        ConfigError: a flag is missing or makes no sense.
-        ValueError, OSError: see `job.run`; an id occurs twice.
-    """
+def find_duplicates(config: DuplicateConfig, running: LineJobConfig) -> DuplicateReport:
+    """Writes the pairs of near-duplicates. The fingerprints of a stopped run are used."""
     config.check()
-    assert config.output is not None
-    output = Path(config.output)
+    output = Path(config.output or "")
     work = Path(config.save_fingerprints or f"{output}.fingerprints")
     folders = [folder for kept in config.load_fingerprints for folder in _folders(Path(kept))]
     for number, (name, key) in enumerate(zip(config.inputs[::2], config.inputs[1::2], strict=True)):
         if not Path(name).is_file():
-            raise FileNotFoundError(f"--inputs {name} is no file")
-        step = FingerprintStep(key, config.text_key, config.num_seeds, config.seed)
+            raise FileNotFoundError(f"--inputs {name} is not a file")
+        how = FingerprintConfig(key, config.text_key, config.num_seeds, config.seed)
         folders.append(work / f"{number:04d}")
-        make_fingerprints(Path(name), step, folders[-1], running)
-    search = Search(FingerprintedDocuments(folders), config)
+        make_fingerprints(Path(name), how, folders[-1], running)
+    search = DuplicateSearch(FingerprintedDocuments(folders), config)
     pairs = search.pairs()
     write_packed(output, b"".join(lines_of(pairs, search.documents)))
     if config.save_fingerprints is None:
@@ -132,7 +142,7 @@ def find_duplicates(config: DuplicateConfig, running: RunConfig) -> DuplicateRep
 def _folders(kept: Path) -> list[Path]:
     folders = sorted(path.parent for path in kept.glob("*/about.json"))
     if not folders:
-        raise FileNotFoundError(f"--load-fingerprints {kept} has no fingerprints in it")
+        raise FileNotFoundError(f"--load-fingerprints {kept} contains no fingerprints")
     return folders
 
 
@@ -148,7 +158,7 @@ def lines_of(
         yield json_line({documents.id_of(first): found})
 
 
-class Search:
+class DuplicateSearch:
     """The pairs of a set of documents that are at or above the threshold."""
 
     def __init__(self, documents: FingerprintedDocuments, config: DuplicateConfig) -> None:
@@ -177,15 +187,13 @@ class Search:
         return self._found
 
     def _search(self, bucket: npt.NDArray[np.int64]) -> None:
+        is_large = len(bucket) > _ALL_PAIRS
         rounds = 0
-        goes_on = len(bucket) > 1
-        leave = len(bucket) > _ALL_PAIRS
-        while goes_on:
+        while len(bucket) > 1 and not (is_large and 0 < rounds == self._config.heuristic_iter):
             first, rest = int(bucket[0]), bucket[1:]
             alike = self._compare(first, rest)
-            bucket = rest[~alike] if leave else rest
+            bucket = rest[~alike] if is_large else rest
             rounds += 1
-            goes_on = len(bucket) > 1 and not (leave and rounds == self._config.heuristic_iter)
 
     def _compare(self, first: int, others: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
         """Which of the others are near-duplicates of the first."""
@@ -236,3 +244,123 @@ def _buckets(keys: npt.NDArray[np.uint64]) -> Iterator[npt.NDArray[np.int64]]:
     several = ends - starts > 1
     for start, end in zip(starts[several], ends[several], strict=True):
         yield order[start:end].astype(np.int64)
+
+
+@dataclass(frozen=True)
+class GroupConfig:
+    """Grouping near-duplicates."""
+
+    input: str | None = option(None)
+    """The file that find_duplicates.py wrote."""
+    output: str | None = option(None)
+    """File of the groups: a line {"number": ["id", ...]} each."""
+    threshold: float = option(0.7)
+    """Least similarity of two documents of a group; not below that of the search."""
+
+
+@dataclass(frozen=True)
+class GroupReport:
+    """Sizes of a grouping."""
+
+    groups: int
+    documents: int
+
+    def __str__(self) -> str:
+        return (
+            f"{self.documents:,} documents in {self.groups:,} groups; "
+            f"{self.documents - self.groups:,} of them can be removed"
+        )
+
+
+def group_duplicates(config: GroupConfig, running: LineJobConfig) -> GroupReport:
+    """Writes the connected components of the pairs.
+
+    The ids of a group are in the order of the file, so that the first document comes first.
+    """
+    found, output = required(config, "input", "output")
+    parents: dict[str, str] = {}
+
+    def root_of(name: str) -> str:
+        while parents.setdefault(name, name) != name:
+            parents[name] = parents[parents[name]]
+            name = parents[name]
+        return name
+
+    for first, second, value in read_pairs(Path(found)):
+        if value >= config.threshold:
+            older, newer = root_of(first), root_of(second)
+            parents[newer] = older
+    groups: dict[str, list[str]] = {}
+    for name in list(parents):
+        groups.setdefault(root_of(name), []).append(name)
+    lines = [json_line({str(i): names}) for i, names in enumerate(groups.values())]
+    write_packed(Path(output), b"".join(lines))
+    return GroupReport(len(groups), len(parents))
+
+
+def read_pairs(path: Path) -> Iterator[tuple[str, str, float]]:
+    """The pairs in a file of find_duplicates.py.
+
+    Raises:
+        ValueError: a line has another form; names file and line.
+    """
+    for record in read_records(path):
+        try:
+            for first, others in record.fields.items():
+                for other in others:
+                    for second, value in other.items():
+                        yield first, second, float(value)
+        except (AttributeError, TypeError, ValueError):
+            raise ValueError(
+                f'{path}, line {record.number}: not {{"id": [{{"other id": similarity}}, ...]}}'
+            ) from None
+
+
+@dataclass(frozen=True)
+class RemoveConfig:
+    """Removing near-duplicates."""
+
+    groups: str | None = option(None)
+    """The file that group_duplicate_url.py wrote."""
+    input: tuple[str, ...] = option(())
+    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    output: str | None = option(None)
+    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    removed: str | None = option(None)
+    """A file for the documents left out."""
+    id_key: str = option("url")
+    """Key of the ids."""
+    text_key: str = option("text")
+    """Key of the text, to count the characters left out."""
+
+
+def remove_duplicates(config: RemoveConfig, running: LineJobConfig) -> JobReport:
+    """Writes the documents, without all but the first of each group."""
+    groups, inputs, output = required(config, "groups", "input", "output")
+    ids: set[str] = set()
+    for record in read_records(Path(groups)):
+        for names in record.fields.values():
+            if not isinstance(names, list):
+                raise ValueError(f'{groups}, line {record.number}: not {{"number": ["id", ...]}}')
+            ids.update(map(str, names[1:]))
+    job = LineJob(
+        "remove_group_duplicates",
+        json_inputs(inputs),
+        [Path(path) for path in (output, config.removed) if path],
+        functools.partial(_remove_step, frozenset(ids), config.id_key, config.text_key),
+        settings={"ids": sha256(json.dumps(sorted(ids))), "id_key": config.id_key},
+    )
+    return run(job, running)
+
+
+def _remove_step(ids: frozenset[str], id_key: str, text_key: str) -> RecordStep:
+    def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
+        if str(record.value(id_key)) in ids:
+            counts["documents left out"] += 1
+            counts["characters left out"] += len(record.fields.get(text_key) or "")
+            yield 1, record.unchanged()
+        else:
+            counts["documents written"] += 1
+            yield 0, record.unchanged()
+
+    return step

@@ -1,12 +1,14 @@
-"""Signatures, ids and texts of documents on disk: what the search for duplicates reads.
+"""MinHash signatures, ids and texts of documents on disk, in which `duplicates` searches.
 
-A folder per input file, whole when about.json is there:
+A folder per input file, complete once about.json exists:
 
-    about.json       what made it
+    about.json       how it was made
     signatures.u32   MinHash signatures, uint32[documents, seeds]
     ids.jsonl        an id a line
     texts.bin        the texts, each packed by zstd
     sizes.i64        bytes of each in texts.bin, int64[documents]
+
+Shape suffixes: D documents, S seeds (values of a signature), H shingles of all documents together.
 """
 
 from __future__ import annotations
@@ -25,22 +27,84 @@ import numpy.typing as npt
 import zstandard
 from rensa import RMinHash
 
-from megatron.corpus.collection.job import Job, Report, RunConfig, run
-from megatron.corpus.collection.lines import BadRecord, Mapped, records_of, value_of
-from megatron.corpus.collection.outputs import write_packed
-from megatron.corpus.collection.shingles import CHARACTERS, shingle_hashes, signatures_DS
-from megatron.corpus.collection.workers import BatchStep
+from megatron.corpus.collection.json_files import (
+    BadRecordError,
+    BatchResult,
+    BatchStep,
+    records_of,
+    write_packed,
+)
+from megatron.corpus.collection.line_job import LineJob, LineJobConfig, run
 from megatron.corpus.preprocessing.inputs import LineBatch
 from megatron.data.json_lines import BadLine
 from megatron.util.digests import hash64
 
+CHARACTERS = 5
+"""Length of a shingle, as in Megatron's scripts."""
+_MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 over the golden ratio, made odd
+_MIXER = np.uint64(0xD6E8FEB86659FD93)
 _FILES = ("signatures.u32", "ids.jsonl", "texts.bin", "sizes.i64")
 _LINE_FEED = 10
 
 
+def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
+    """A hash of 64 bits for each run of 5 characters, in order, repeated ones included.
+
+    A text of fewer characters is one shingle; the empty text has none.
+    """
+    codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
+    width = min(CHARACTERS, len(codes))
+    hashes = np.zeros(len(codes) - width + 1 if width else 0, np.uint64)
+    for offset in range(width):
+        hashes = hashes * _MULTIPLIER + codes[offset : offset + len(hashes)] + np.uint64(1)
+    # A polynomial alone maps similar shingles to similar numbers.
+    hashes ^= hashes >> np.uint64(32)
+    hashes *= _MIXER
+    hashes ^= hashes >> np.uint64(32)
+    return hashes
+
+
+def signatures_DS(texts: Sequence[str], seeds: int, seed: int) -> npt.NDArray[np.uint32]:
+    """MinHash signatures: two texts agree in a value with the probability of their Jaccard.
+
+    Args:
+        seeds: values of a signature.
+        seed: of the hash functions.
+    """
+    if not texts:
+        return np.empty((0, seeds), np.uint32)
+    hashes = [shingle_hashes(text) for text in texts]
+    offsets = np.zeros(len(texts) + 1, np.uint64)
+    np.cumsum([len(h) for h in hashes], out=offsets[1:])
+    flat_H = np.concatenate(hashes)
+    # Repeated shingles change no minimum: no set has to be made of them here.
+    digests = RMinHash.digest_matrix_from_flat_token_hashes(flat_H, offsets, seeds, seed)
+    return np.array(digests.to_rows(), np.uint32).reshape(len(texts), seeds)
+
+
+def similarity(
+    first: npt.NDArray[np.uint64], second: npt.NDArray[np.uint64], kind: str = "union"
+) -> float:
+    """Shingles that two texts have in common, over those in both together; 1 for two empty ones.
+
+    Args:
+        first, second: different shingle hashes of each text, sorted.
+        kind: "union" is Jaccard's; "min" and "max" divide by the smaller or larger set.
+    """
+    if not len(first) or not len(second):
+        return float(len(first) == len(second))
+    common = len(np.intersect1d(first, second, assume_unique=True))
+    whole = {
+        "union": len(first) + len(second) - common,
+        "min": min(len(first), len(second)),
+        "max": max(len(first), len(second)),
+    }[kind]
+    return common / whole
+
+
 @dataclass(frozen=True)
-class FingerprintStep:
-    """A batch of lines to what belongs at the end of each of the four files."""
+class FingerprintConfig:
+    """How the fingerprints of a file are made."""
 
     id_key: str
     text_key: str
@@ -50,7 +114,7 @@ class FingerprintStep:
     """Of the hash functions."""
 
     def made_by(self) -> dict[str, Any]:
-        """What fingerprints that are compared have in common."""
+        """What fingerprints that are compared must have in common."""
         return {
             "seeds": self.seeds,
             "seed": self.seed,
@@ -58,68 +122,77 @@ class FingerprintStep:
             "algorithm": f"rensa R-MinHash {RMinHash.ALGORITHM_VERSION}",
         }
 
-    def build(self) -> BatchStep:
-        packer = zstandard.ZstdCompressor(level=1)
 
-        def batch_step(batch: LineBatch) -> Mapped:
-            ids: list[str] = []
-            texts: list[str] = []
-            bad: list[BadLine] = []
-            for record in records_of(batch, (self.text_key,)):
-                if isinstance(record, BadLine):
-                    bad.append(record)
-                    continue
-                try:
-                    ids.append(str(value_of(record, self.id_key)))
-                    texts.append(record.fields[self.text_key])
-                except BadRecord as error:
-                    bad.append(BadLine(record.number, error.reason, error.detail))
-            packed = [packer.compress(text.encode()) for text in texts]
-            outputs = [
-                signatures_DS(texts, self.seeds, self.seed).astype("<u4").tobytes(),
-                b"".join(json.dumps(i).encode() + b"\n" for i in ids),
-                b"".join(packed),
-                np.array(list(map(len, packed)), "<i8").tobytes(),
-            ]
-            return Mapped(outputs, Counter(), bad, len(texts))
-
-        return batch_step
-
-
-def make_fingerprints(path: Path, step: FingerprintStep, folder: Path, running: RunConfig) -> None:
-    """Writes the fingerprints of a file, unless they are there.
+def make_fingerprints(
+    path: Path, config: FingerprintConfig, folder: Path, running: LineJobConfig
+) -> None:
+    """Writes the fingerprints of a file, unless they exist.
 
     Raises:
-        ValueError, OSError: see `job.run`.
+        ValueError, OSError: see `line_job.run`.
     """
-    job = Job("find_duplicates", [path], [folder / f for f in _FILES], step, settings=asdict(step))
-    about = {"made_by": step.made_by(), "source": job.description()}
+    job = LineJob(
+        "find_duplicates",
+        [path],
+        [folder / name for name in _FILES],
+        functools.partial(_fingerprint_step, config),
+        None,
+        asdict(config),
+    )
+    about = {"made_by": config.made_by(), "source": job.description()}
     try:
         if json.loads((folder / "about.json").read_bytes()) == about:
             return
     except (OSError, ValueError):
         pass
     (folder / "about.json").unlink(missing_ok=True)
-    report: Report = run(job, running)
+    report = run(job, running)
     if report.bad:
         print(f"{path}: {report}", file=sys.stderr)
     write_packed(folder / "about.json", json.dumps(about).encode())
+
+
+def _fingerprint_step(config: FingerprintConfig) -> BatchStep:
+    packer = zstandard.ZstdCompressor(level=1)
+
+    def step(batch: LineBatch) -> BatchResult:
+        ids: list[bytes] = []
+        texts: list[str] = []
+        bad: list[BadLine] = []
+        for record in records_of(batch, (config.text_key,)):
+            if isinstance(record, BadLine):
+                bad.append(record)
+                continue
+            try:
+                ids.append(json.dumps(str(record.value(config.id_key))).encode() + b"\n")
+                texts.append(record.fields[config.text_key])
+            except BadRecordError as error:
+                bad.append(BadLine(record.number, error.reason, error.detail))
+        packed = [packer.compress(text.encode()) for text in texts]
+        outputs = [
+            signatures_DS(texts, config.seeds, config.seed).astype("<u4").tobytes(),
+            b"".join(ids),
+            b"".join(packed),
+            np.array(list(map(len, packed)), "<i8").tobytes(),
+        ]
+        return BatchResult(outputs, Counter(), bad, len(texts))
+
+    return step
 
 
 class Fingerprints:
     """One folder, opened; only the sizes are read into memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Raises ValueError where it is no such folder, or damaged; names it."""
+        """Raises ValueError, which names the folder, if it is incomplete or damaged."""
         self.folder = folder
         try:
-            self.made_by: dict[str, Any] = json.loads((folder / "about.json").read_bytes())[
-                "made_by"
-            ]
+            about = json.loads((folder / "about.json").read_bytes())
+            self.made_by: dict[str, Any] = about["made_by"]
             self._sizes = np.fromfile(folder / "sizes.i64", "<i8")
             signatures, ids, texts = (_mapped(folder / name) for name in _FILES[:3])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{folder} holds no whole fingerprints: {error!r}") from error
+            raise ValueError(f"{folder} has no complete fingerprints: {error!r}") from error
         seeds, count = int(self.made_by["seeds"]), len(self._sizes)
         self._text_offsets = np.concatenate(([0], np.cumsum(self._sizes)))
         self._id_offsets = np.concatenate(([0], np.flatnonzero(ids == _LINE_FEED) + 1))
@@ -128,7 +201,7 @@ class Fingerprints:
             or len(self._id_offsets) != count + 1
             or self._text_offsets[-1] != len(texts)
         ):
-            raise ValueError(f"{folder} is damaged: its files do not fit one another")
+            raise ValueError(f"{folder} is damaged: the sizes of its files do not agree")
         self._ids, self._texts = ids, texts
         self.signatures_DS = signatures.view("<u4").reshape(count, seeds)
 
@@ -150,7 +223,7 @@ def _mapped(path: Path) -> npt.NDArray[np.uint8]:
 
 
 class FingerprintedDocuments:
-    """The documents of several folders, numbered on."""
+    """The documents of several folders, numbered consecutively."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
         """

@@ -1,11 +1,16 @@
-"""Lists of web addresses: what leads to no prose is left out, and each page stays once."""
+"""Lists of web addresses: leaves out those that lead to no prose, and keeps each page once.
+
+datatrove's URLFilter fetches the list of public suffixes, knows neither endings of files nor
+malformed addresses, and keeps duplicates.
+"""
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from urllib.parse import urlsplit, urlunsplit
 
@@ -13,16 +18,51 @@ import tldextract
 from w3lib.url import canonicalize_url
 
 from megatron.config.flags import option
-from megatron.corpus.collection.blacklist import DOMAINS, EXTENSIONS
-from megatron.corpus.collection.command import required
-from megatron.corpus.collection.job import Job, Report, RunConfig, run
-from megatron.corpus.collection.lines import Mapped
-from megatron.corpus.collection.workers import BatchStep
+from megatron.corpus.collection.json_files import BatchResult, BatchStep
+from megatron.corpus.collection.line_job import JobReport, LineJob, LineJobConfig, required, run
 from megatron.corpus.preprocessing.inputs import LineBatch, expand_inputs
 from megatron.util.digests import hash64
 
 _LABEL = re.compile(r"(?!-)[a-z0-9-]{1,63}(?<!-)", re.IGNORECASE)
 _TRACKING = re.compile(r"(utm_\w+|fbclid|gclid|mc_cid|mc_eid|igshid|ref_src)", re.IGNORECASE)
+DOMAINS = frozenset(
+    # pictures
+    "500px artstation deviantart flickr gfycat giphy gyazo imagebam imageshack imgbb imgflip imgur "
+    "instagram photobucket pinimg pinterest pixiv postimg shutterstock tinypic tumblr unsplash "
+    # videos and sound
+    "bandcamp dailymotion liveleak mixcloud netflix soundcloud spotify streamable tiktok twitch "
+    "vevo vimeo vine vocaroo youtu youtube ytimg "
+    # social networks and chats
+    "discord discordapp facebook fbcdn linkedin mastodon redd reddit redditmedia snapchat t "
+    "telegram twimg twitter vk weibo whatsapp x "
+    # shops and their links
+    "aliexpress amazon amzn apple bestbuy ebay etsy ikea newegg pcpartpicker steampowered walmart "
+    # files, code and services that need more than a page
+    "akamaihd archive bitbucket cloudfront dropbox github gitlab google goo googleusercontent "
+    "icloud mediafire mega onedrive pastebin rapidshare scribd sourceforge zippyshare "
+    # polls, memes, shorteners
+    "bit imgfave knowyourmeme lmgtfy memegenerator quickmeme strawpoll tinyurl 9gag "
+    # a corpus of its own
+    "wikimedia wikipedia "
+    # pornography
+    "e621 erome pornhub redtube spankbang xhamster xnxx xvideos".split()
+)
+"""Names without the public suffix: `youtube` stands for youtube.com and youtube.co.uk."""
+
+EXTENSIONS = frozenset(
+    # archives and programs
+    "7z apk app bin bz2 deb dmg exe gz iso jar msi pkg rar rpm tar tgz xz zip zst "
+    # pictures
+    "ai bmp eps gif gifv ico jpeg jpg png psd svg tif tiff webp "
+    # sound and videos
+    "3gp aac aif avi flac flv m4a m4v mid midi mkv mov mp3 mp4 mpeg mpg ogg ogv opus qt ram swf "
+    "wav webm wma wmv "
+    # documents and data that are no web page
+    "csv dat doc docx epub json log mobi odt pdf pps ppt pptx sql txt xls xlsx xml "
+    # source and fonts
+    "c cpp css h js otf py ttf woff woff2".split()
+)
+"""Endings of the path, in lower case."""
 
 
 @dataclass(frozen=True)
@@ -32,9 +72,9 @@ class UrlConfig:
     input: tuple[str, ...] = option(())
     """Folders with *.txt files, or files, of one address a line, plain or packed."""
     output: str | None = option(None)
-    """The file to write; .gz or .zst at its end packs it."""
+    """The file to write, packed if its name ends in .gz or .zst."""
     rejected: str | None = option(None)
-    """A file for the addresses left out, each behind its reason and a tab."""
+    """A file for the addresses left out, each after its reason and a tab."""
     min_length: int = option(9)
     """Leave out addresses with fewer characters."""
     domains: str | None = option(None)
@@ -42,74 +82,87 @@ class UrlConfig:
     extensions: tuple[str, ...] = option(())
     """Further endings of files to leave out."""
     only_listed: bool = option(False)
-    """Leave out what --domains and --extensions name, and not the built-in lists."""
+    """Leave out only what --domains and --extensions name, not the built-in lists."""
 
 
-@dataclass(frozen=True)
-class UrlStep:
-    """Sorts addresses out, and keeps of equal ones the first."""
+def choose_urls(config: UrlConfig, running: LineJobConfig) -> JobReport:
+    """Writes the addresses that are worth fetching, in the order of the input.
 
-    min_length: int
-    domains: frozenset[str]
-    extensions: frozenset[str]
+    A run that was stopped starts again: the addresses seen are only in memory.
+    """
+    inputs, output = required(config, "input", "output")
+    job = LineJob(
+        "blacklist_urls",
+        expand_inputs(inputs, (".txt",)),
+        [Path(path) for path in (output, config.rejected) if path],
+        functools.partial(_url_step, config),
+        None,
+        asdict(config),
+        resumable=False,
+    )
+    return run(job, running)
 
-    def build(self) -> BatchStep:
-        fault = self.fault_finder()
-        # 8 bytes of a hash instead of the address: of 100 million, two collide at 0.03 %
-        seen: set[int] = set()
 
-        def step(batch: LineBatch) -> Mapped:
-            kept: list[str] = []
-            rejected: list[str] = []
-            mapped = Mapped([])
-            for line in batch.lines:
-                url = line.decode("utf-8", "replace").strip()
-                if not url:
-                    continue
-                mapped.documents += 1
-                reason = fault(url)
-                if reason is None:
-                    page = hash64(same_page(url).encode())
-                    reason = "duplicate" if page in seen else None
-                    seen.add(page)
-                if reason is None:
-                    kept.append(url)
-                    mapped.counts["addresses kept"] += 1
-                else:
-                    rejected.append(f"{reason}\t{url}")
-                    mapped.counts[f"left out: {reason}"] += 1
-            mapped.outputs = ["".join(u + "\n" for u in urls).encode() for urls in (kept, rejected)]
-            return mapped
+def _url_step(config: UrlConfig) -> BatchStep:
+    """Sorts addresses out, and keeps the first of equal ones."""
+    fault = fault_finder(config)
+    # 8 bytes of a hash instead of the address: of 100 million, two collide at 0.03 %
+    seen: set[int] = set()
 
-        return step
+    def step(batch: LineBatch) -> BatchResult:
+        kept: list[str] = []
+        rejected: list[str] = []
+        result = BatchResult([])
+        for line in batch.lines:
+            url = line.decode("utf-8", "replace").strip()
+            if not url:
+                continue
+            result.documents += 1
+            reason = fault(url)
+            if reason is None:
+                page = hash64(same_page(url).encode())
+                reason = "duplicate" if page in seen else None
+                seen.add(page)
+            if reason is None:
+                kept.append(f"{url}\n")
+                result.counts["addresses kept"] += 1
+            else:
+                rejected.append(f"{reason}\t{url}\n")
+                result.counts[f"left out: {reason}"] += 1
+        result.outputs = ["".join(kept).encode(), "".join(rejected).encode()]
+        return result
 
-    def fault_finder(self) -> Callable[[str], str | None]:
-        """What is wrong with an address; None: nothing."""
-        # The list of public suffixes that lies in the package: nothing is fetched, nothing cached.
-        extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
+    return step
 
-        def fault(url: str) -> str | None:
-            if len(url) < self.min_length:
-                return "too short"
-            host = host_of(url)
-            if host is None:
-                return "malformed"
-            parts = extract(host)
-            if not parts.suffix and not _is_address(host):
-                return "malformed"
-            registered = f"{parts.domain}.{parts.suffix}"
-            if parts.domain in self.domains or registered in self.domains or host in self.domains:
-                return "domain"
-            name = urlsplit(url).path.lower().rpartition("/")[2]
-            if "." in name and name.rpartition(".")[2] in self.extensions:
-                return "extension"
-            return None
 
-        return fault
+def fault_finder(config: UrlConfig) -> Callable[[str], str | None]:
+    """The reason to leave an address out; None to keep it."""
+    domains, extensions = (set(), set()) if config.only_listed else ({*DOMAINS}, {*EXTENSIONS})
+    listed = Path(config.domains).read_text("utf-8").split() if config.domains else []
+    domains |= {domain.lower() for domain in listed}
+    extensions |= {extension.lower().lstrip(".") for extension in config.extensions}
+    # The list of public suffixes in the package: nothing is fetched, nothing cached.
+    extract = tldextract.TLDExtract(suffix_list_urls=(), cache_dir=None)
+
+    def fault(url: str) -> str | None:
+        if len(url) < config.min_length:
+            return "too short"
+        host = host_of(url)
+        if host is None:
+            return "malformed"
+        parts = extract(host)
+        if not parts.suffix and not _is_ip_address(host):
+            return "malformed"
+        if not domains.isdisjoint((parts.domain, f"{parts.domain}.{parts.suffix}", host)):
+            return "domain"
+        name = urlsplit(url).path.lower().rpartition("/")[2]
+        return "extension" if "." in name and name.rpartition(".")[2] in extensions else None
+
+    return fault
 
 
 def host_of(url: str) -> str | None:
-    """The host of a well-formed http or https address, in small letters; None: it is none."""
+    """The host of a well-formed http or https address, in lower case; None for any other text."""
     try:
         parts = urlsplit(url)
         host, _port = parts.hostname, parts.port
@@ -119,7 +172,7 @@ def host_of(url: str) -> str | None:
         return None
     if any(character.isspace() or ord(character) < 32 for character in url):
         return None
-    if _is_address(host):
+    if _is_ip_address(host):
         return host
     try:
         ascii_host = host.encode("idna").decode("ascii").rstrip(".")
@@ -131,7 +184,7 @@ def host_of(url: str) -> str | None:
 
 
 def same_page(url: str) -> str:
-    """A form that two addresses of a page share.
+    """The form that all addresses of a page share.
 
     Scheme, `www.`, default port, fragment, order and encoding of the query, a slash at the end and
     parameters that only track visitors make no difference.
@@ -145,56 +198,9 @@ def same_page(url: str) -> str:
     return urlunsplit(("", host + port, parts.path.rstrip("/"), query, ""))
 
 
-def _is_address(host: str) -> bool:
+def _is_ip_address(host: str) -> bool:
     try:
         ipaddress.ip_address(host)
     except ValueError:
         return False
     return True
-
-
-def choose_urls(config: UrlConfig, running: RunConfig) -> Report:
-    """Writes the addresses that are worth fetching, in the order of the input.
-
-    A run that was stopped starts anew: what it has seen is in memory only.
-
-    Raises:
-        ConfigError: a flag is missing.
-        OSError: a file cannot be read or written.
-    """
-    required(input=config.input, output=config.output)
-    assert config.output is not None
-    built_in = (frozenset[str](), frozenset[str]()) if config.only_listed else (DOMAINS, EXTENSIONS)
-    listed = Path(config.domains).read_text("utf-8").split() if config.domains else []
-    step = UrlStep(
-        config.min_length,
-        built_in[0] | {domain.lower() for domain in listed},
-        built_in[1] | {extension.lower().lstrip(".") for extension in config.extensions},
-    )
-    output = Path(config.output)
-    rejected = Path(config.rejected) if config.rejected else None
-    job = Job(
-        "blacklist_urls",
-        expand_inputs(config.input, (".txt",)),
-        [output, *([rejected] if rejected else [])],
-        step if rejected else KeptOnly(step),
-        resumable=False,
-    )
-    return run(job, running)
-
-
-@dataclass(frozen=True)
-class KeptOnly:
-    """A step of which only the first output is written."""
-
-    step: UrlStep
-
-    def build(self) -> BatchStep:
-        inner = self.step.build()
-
-        def first_output(batch: LineBatch) -> Mapped:
-            mapped = inner(batch)
-            mapped.outputs = mapped.outputs[:1]
-            return mapped
-
-        return first_output

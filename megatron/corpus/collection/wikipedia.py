@@ -1,12 +1,13 @@
-"""Articles as WikiExtractor writes them to one JSON object per article.
+"""WikiExtractor's articles to one JSON object per article.
 
 WikiExtractor makes folders AA, AB ... of files wiki_00, wiki_01 ..., either JSON lines (--json)
 or articles between `<doc id="12" url="..." title="...">` and `</doc>` on lines of their own, with
-the title as first line. It writes &, < and > in the latter as HTML entities.
+the title as first line. In the latter, &, < and > are HTML entities.
 """
 
 from __future__ import annotations
 
+import functools
 import html
 import re
 from collections import Counter
@@ -15,17 +16,16 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from megatron.config.flags import option
-from megatron.corpus.collection.command import required
-from megatron.corpus.collection.job import Job, Report, RunConfig, read_lines, run
-from megatron.corpus.collection.lines import (
-    BadRecord,
-    Emit,
-    Mapped,
-    Record,
+from megatron.corpus.collection.json_files import (
+    BadRecordError,
+    BatchResult,
+    BatchStep,
+    JsonRecord,
     json_line,
     map_records,
+    read_lines,
 )
-from megatron.corpus.collection.workers import BatchStep
+from megatron.corpus.collection.line_job import JobReport, LineJob, LineJobConfig, required, run
 from megatron.corpus.preprocessing.inputs import LineBatch
 from megatron.data.json_lines import BadLine
 
@@ -44,48 +44,69 @@ class WikipediaConfig:
     """Folders that WikiExtractor wrote, or files of them (wiki_00), plain or packed by gzip or
     zstd; both its formats."""
     output: str | None = option(None)
-    """The JSON-lines file to write, with keys id, url, title and text; .gz or .zst packs it."""
+    """The JSON-lines file to write, with keys id, url, title and text, packed if its
+    name ends in .gz or .zst."""
     title_in_text: bool = option(False)
     """Begin each text with the title and an empty line."""
     min_length: int = option(0)
     """Leave out articles whose text has fewer characters than this."""
 
 
-@dataclass(frozen=True)
-class WikipediaStep:
-    """Drops empty and redirecting articles, and writes the others in one form."""
+def read_wikipedia(config: WikipediaConfig, running: LineJobConfig) -> JobReport:
+    """Writes the articles of WikiExtractor's files."""
+    inputs, output = required(config, "input", "output")
+    job = LineJob(
+        "wikiextractor_json",
+        extracted_files(inputs),
+        [Path(output)],
+        functools.partial(_wikipedia_step, config),
+        None,
+        asdict(config),
+        reader=article_batches,
+    )
+    return run(job, running)
 
-    title_in_text: bool
-    min_length: int
 
-    def build(self) -> BatchStep:
-        return self
+def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
+    """Drops empty articles and redirects, and writes the others in one form."""
 
-    def __call__(self, batch: LineBatch) -> Mapped:
-        is_markup = any(line.startswith((b"<doc ", _END)) for line in batch.lines)
-        if not is_markup and any(line.startswith(b"{") for line in batch.lines):
-            return map_records(batch, ("text",), self._of_json, outputs=1)
-        return self._of_markup(batch)
+    def article(
+        number: object, url: object, title: str, text: str, counts: Counter[str]
+    ) -> bytes | None:
+        text = text.strip()
+        if title and text.partition("\n")[0].strip() == title.strip():
+            text = text.partition("\n")[2].strip()
+        if not text:
+            counts["empty articles left out"] += 1
+        elif _REDIRECT.match(text):
+            counts["redirects left out"] += 1
+        elif len(text) < config.min_length:
+            counts["short articles left out"] += 1
+        else:
+            counts["articles written"] += 1
+            if config.title_in_text and title:
+                text = f"{title}\n\n{text}"
+            return json_line({"id": number, "url": url, "title": title, "text": text})
+        return None
 
-    def _of_json(self, record: Record, counts: Counter[str]) -> Iterator[Emit]:
+    def of_json(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
         fields = record.fields
-        if not isinstance(fields.get("title", ""), str):
-            raise BadRecord('"title" is not a string', f"found {fields['title']!r:.60}")
-        line = self._line(
-            fields.get("id"), fields.get("url"), fields.get("title", ""), fields, counts
-        )
+        title = fields.get("title", "")
+        if not isinstance(title, str):
+            raise BadRecordError('"title" is not a string', f"found {title!r:.60}")
+        line = article(fields.get("id"), fields.get("url"), title, fields["text"], counts)
         if line:
             yield 0, line
 
-    def _of_markup(self, batch: LineBatch) -> Mapped:
-        mapped = Mapped([b""])
+    def of_markup(batch: LineBatch) -> BatchResult:
+        result = BatchResult([])
         attributes: dict[str, str] | None = None
         lines: list[str] = []
         written: list[bytes] = []
         started = 0
 
         def bad(number: int, reason: str, detail: str) -> None:
-            mapped.bad_lines.append(BadLine(number, reason, detail))
+            result.bad_lines.append(BadLine(number, reason, detail))
 
         for number, raw in enumerate(batch.lines, batch.first_line):
             try:
@@ -93,23 +114,20 @@ class WikipediaStep:
             except UnicodeDecodeError as error:
                 bad(number, "not UTF-8", str(error))
                 continue
-            start = _START.match(line)
-            if start:
+            if start := _START.match(line):
                 if attributes is not None:
                     bad(started, "an article without </doc>", f"the next starts in line {number}")
-                attributes, lines, started = dict(_ATTRIBUTE.findall(start[1])), [], number
+                found = _ATTRIBUTE.findall(start[1])
+                attributes = {name: html.unescape(value) for name, value in found}
+                lines, started = [], number
             elif line.strip() == _END.decode():
                 if attributes is None:
                     bad(number, "</doc> without <doc ...>", "the article before has ended")
                     continue
-                mapped.documents += 1
-                unescaped = {name: html.unescape(value) for name, value in attributes.items()}
-                fields = {"text": html.unescape("\n".join(lines))}
-                title = unescaped.get("title", "")
-                article = self._line(
-                    unescaped.get("id"), unescaped.get("url"), title, fields, mapped.counts
-                )
-                written += [article] if article else []
+                result.documents += 1
+                text = html.unescape("\n".join(lines))
+                about = attributes.get("id"), attributes.get("url"), attributes.get("title", "")
+                written.append(article(*about, text, result.counts) or b"")
                 attributes = None
             elif attributes is not None:
                 lines.append(line)
@@ -117,27 +135,16 @@ class WikipediaStep:
                 bad(number, "text outside of <doc> and </doc>", repr(line[:60]))
         if attributes is not None:
             bad(started, "an article without </doc>", "the file ends")
-        mapped.outputs = [b"".join(written)]
-        return mapped
+        result.outputs = [b"".join(written)]
+        return result
 
-    def _line(
-        self, article: object, url: object, title: str, fields: dict[str, str], counts: Counter[str]
-    ) -> bytes | None:
-        text = fields["text"].strip()
-        if title and text.partition("\n")[0].strip() == title.strip():
-            text = text.partition("\n")[2].strip()
-        if not text:
-            counts["empty articles left out"] += 1
-        elif _REDIRECT.match(text):
-            counts["redirects left out"] += 1
-        elif len(text) < self.min_length:
-            counts["short articles left out"] += 1
-        else:
-            counts["articles written"] += 1
-            if self.title_in_text and title:
-                text = f"{title}\n\n{text}"
-            return json_line({"id": article, "url": url, "title": title, "text": text})
-        return None
+    def step(batch: LineBatch) -> BatchResult:
+        is_markup = any(line.startswith((b"<doc ", _END)) for line in batch.lines)
+        if not is_markup and any(line.startswith(b"{") for line in batch.lines):
+            return map_records(batch, ("text",), of_json, outputs=1)
+        return of_markup(batch)
+
+    return step
 
 
 def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
@@ -174,10 +181,10 @@ def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
 
 
 def extracted_files(patterns: Iterable[str]) -> list[Path]:
-    """Files of WikiExtractor: those named wiki_* below a folder, or as given.
+    """Files of WikiExtractor: those named wiki_* in a folder and its subfolders, or as given.
 
     Raises:
-        FileNotFoundError: there is none.
+        FileNotFoundError: no file is found.
         ValueError: one is packed by bzip2.
     """
     files: dict[Path, None] = {}
@@ -191,24 +198,3 @@ def extracted_files(patterns: Iterable[str]) -> list[Path]:
     if packed:
         raise ValueError(f"--input {packed} is packed by bzip2: unpack it with bunzip2 first")
     return list(files)
-
-
-def read_wikipedia(config: WikipediaConfig, running: RunConfig) -> Report:
-    """Writes the articles of WikiExtractor's files.
-
-    Raises:
-        ConfigError: a flag is missing.
-        ValueError, OSError: see `job.run`.
-    """
-    required(input=config.input, output=config.output)
-    assert config.output is not None
-    step = WikipediaStep(config.title_in_text, config.min_length)
-    job = Job(
-        "wikiextractor_json",
-        extracted_files(config.input),
-        [Path(config.output)],
-        step,
-        reader=article_batches,
-        settings=asdict(step),
-    )
-    return run(job, running)

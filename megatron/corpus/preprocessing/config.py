@@ -1,4 +1,4 @@
-"""The flags of preprocessing, and what must hold between them."""
+"""The flags of preprocessing and their checks."""
 
 from __future__ import annotations
 
@@ -12,45 +12,46 @@ STDIN = "-"
 
 @dataclass(frozen=True)
 class PreprocessConfig:
-    """Preprocessing: which text, and how it is turned into documents."""
+    """Preprocessing: which text, and how it becomes documents."""
 
     input: tuple[str, ...] = option(())
     """Files, globs or folders, in this order; - is the standard input. JSON lines, a .json file
-    that is one array, .txt and .parquet; all but the last may be packed by gzip or zstd. Of a
-    folder, every *.jsonl, *.json and *.parquet below it is read, or where there is none, *.txt."""
+    that is one array, .txt and .parquet; all but Parquet may be compressed with gzip or zstd. A
+    folder stands for every *.jsonl, *.json and *.parquet below it or, without any, every *.txt."""
     input_format: str = option("auto", choices=("auto", "jsonl", "json", "txt", "parquet"))
-    """What the files hold; auto goes by their names, and takes other names for JSON lines."""
+    """Format of the files; auto decides by their names, and reads other names as JSON lines."""
     txt_documents: str = option("file", choices=("file", "blank-line"))
-    """What a document of a .txt file is: the whole file, or what stands between empty lines."""
+    """Document of a .txt file: the whole file, or the text between empty lines."""
     json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key", "--jsonl-keys"))
-    """Keys (in Parquet files, columns) of the texts; each makes a dataset of its own."""
+    """Keys (in Parquet files, columns) of the texts; each gets a dataset of its own."""
     output_prefix: str | None = option(None)
     """PREFIX of the files PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with
-    --split-sentences). PREFIX.preprocessing is a folder for work that is under way."""
+    --split-sentences). The folder PREFIX.preprocessing keeps unfinished work."""
     append_eod: bool = option(False)
     """End each document with the tokenizer's end-of-document token."""
     split_sentences: bool = option(False)
     """Make each sentence a sequence of its own (BERT, T5)."""
     sentence_splitter: str = option("auto", choices=("auto", "punkt", "rules"))
-    """What finds the sentences: NLTK's punkt, a few rules, or punkt where its data is at hand."""
+    """What finds the sentences: NLTK's punkt, a few rules, or (auto) punkt where its data is
+    installed, else the rules."""
     lang: str = option("english")
     """Language of the text, for --split-sentences."""
     keep_newlines: bool = option(False)
     """Keep line breaks between sentences, at the end of the sentence before."""
     on_bad_line: str = option("error", choices=("error", "skip"))
-    """What a malformed line does: stop, or be counted, listed and left out."""
+    """At a malformed line: stop, or count it, list it and leave it out."""
     max_line_bytes: int = option(1 << 26)
-    """A longer line, or document of a .txt file, is malformed; it is not held in memory."""
+    """A longer line, or document of a .txt file, is malformed; it is not read into memory."""
     workers: int | None = option(None, derived="the processors this process may use")
     """Processes that tokenize."""
     partitions: int = option(1)
-    """Parts that the input is cut into and that are processed side by side, each by its share of
-    the workers, then put together. The output is the same for every number."""
+    """Parts of the input that are processed in parallel, each by its share of the workers, then put
+    together. The output is the same for every number."""
     partition_rank: int | None = option(None)
-    """Process only this one of the --partitions, counted from 0, for example on a machine of its
-    own; the command without this flag does what is left and puts the parts together."""
+    """Process only this one of the --partitions, counted from 0, for example on another machine;
+    the command without this flag does what is left and puts the parts together."""
     log_interval: int = option(1000)
-    """Documents between two progress lines, which come once a second at most."""
+    """Documents between two progress lines, which appear at most once per second."""
     dataset_impl: str = option("mmap", choices=("mmap", "lazy", "cached"))
     """Format of the output; mmap is written whichever is given."""
     chunk_size: int | None = option(None, note="work is handed out by bytes, not lines")
@@ -59,7 +60,7 @@ class PreprocessConfig:
     """Keep the order of the input."""
 
     def check(self) -> None:
-        """Finds what cannot run before anything is read.
+        """Checks the flags before anything is read.
 
         Raises:
             ConfigError: a flag is missing or out of range.
@@ -87,8 +88,8 @@ class PreprocessConfig:
         rank = self.partition_rank
         if rank is not None and not 0 <= rank < self.partitions:
             raise ConfigError(
-                f"--partition-rank {rank} is none of the --partitions {self.partitions}, "
-                f"which are 0 to {self.partitions - 1}; --partitions says how many there are"
+                f"--partition-rank {rank} is not one of the --partitions {self.partitions}, "
+                f"which are 0 to {self.partitions - 1}"
             )
         if STDIN in self.input and self.partitions > 1:
             raise ConfigError(

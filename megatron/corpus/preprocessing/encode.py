@@ -2,41 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import TokenizerConfig
-from megatron.corpus.preprocessing.blocks import Block
-from megatron.corpus.preprocessing.extract import Extractor
-from megatron.data.indexed import best_dtype
-from megatron.data.json_lines import BadLine
-from megatron.data.sentences import SentenceSplitter, build_splitter
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.corpus.preprocessing.inputs import Form
+from megatron.corpus.preprocessing.readers import FileRange, Record, RecordBlock, too_long
+from megatron.data.json_lines import BadLine, read_lines, texts_of_line
+from megatron.data.text_encoder import TextEncoder, TextSettings, refused
+
+_RANGE_BUFFER_BYTES = 1 << 17
 
 
 @dataclass(frozen=True)
 class EncodeConfig:
-    """All that decides which tokens a text becomes."""
+    """Everything that decides which tokens a record becomes."""
 
-    tokenizer: TokenizerConfig
+    text: TextSettings
     keys: tuple[str, ...]
-    append_eod: bool
-    splitter: str | None
-    """"rules" or "punkt"; None: a document is one sequence."""
-    lang: str
-    keep_newlines: bool
     stop_at_bad_line: bool
     max_line_bytes: int
 
 
 @dataclass(frozen=True)
-class DocumentCounts:
-    """All about the documents of one key of a block but their tokens."""
+class EncodedTexts:
+    """The documents of one key of a block."""
 
-    tokens: int
+    tokens: npt.NDArray[np.integer]
+    """All documents back to back."""
     sequence_lengths: npt.NDArray[np.int32]
     sequences_per_document: npt.NDArray[np.int32]
     text_bytes: int
@@ -46,96 +41,105 @@ class DocumentCounts:
 
 
 @dataclass(frozen=True)
-class BlockCounts:
-    """What became of a block; small beside its tokens."""
+class EncodedBlock:
+    """What became of a block."""
 
-    documents: list[DocumentCounts]
+    texts: list[EncodedTexts]
     """One for each key."""
     bad_lines: list[BadLine]
-    """Numbered from 1 within the block."""
-    records: int
-    """How far the numbering of the source goes on."""
+    """With their numbers in the file; of a range of bytes, in the range."""
+    lines: int
+    """Of a range of bytes; else 0."""
 
 
-@dataclass(frozen=True)
-class EncodedBlock:
-    """The tokens of a block."""
-
-    tokens: list[npt.NDArray[np.integer]]
-    """All documents of a key back to back, for each key."""
-    counts: BlockCounts
-
-
-class Encoder:
+class BlockEncoder:
     """Encodes blocks; the same records give the same tokens in every process and block."""
 
     def __init__(self, config: EncodeConfig) -> None:
-        """Raises what `build_tokenizer`, `Tokenizer.eod` and `build_splitter` raise."""
+        """Raises what `build_tokenizer`, `TextEncoder.eod` and `build_splitter` raise."""
         self.config = config
-        self._tokenizer: Tokenizer = build_tokenizer(config.tokenizer)
-        self.dtype = best_dtype(self._tokenizer.vocab_size)
-        self._eod: npt.NDArray[np.int32] | None = None
-        if config.append_eod:
-            try:
-                self._eod = np.array([self._tokenizer.eod], np.int32)
-            except ValueError as error:
-                raise ValueError(f"--append-eod: {error}") from error
-        self._extract = Extractor(config.keys, config.max_line_bytes, config.stop_at_bad_line)
-        self._split: SentenceSplitter | None = None
-        if config.splitter is not None:
-            self._split = build_splitter(config.splitter, config.lang, config.keep_newlines)
+        self._encode = TextEncoder(config.text)
+        self.dtype = self._encode.dtype
+        assert self._encode.eod is None or self._encode.eod.size == 1
+        assert self._encode.split is None or config.text.splitter
 
-    def __call__(self, block: Block) -> EncodedBlock:
-        texts = self._extract(block)
-        bad = texts.bad
-        try:
-            encoded = [self._documents(column) for column in texts.columns]
-        except ValueError:  # some text cannot be tokenized: find out which
-            usable, refused = self._sifted(texts.numbers, texts.columns)
-            encoded = [self._documents(column) for column in usable]
-            bad = sorted(bad + refused, key=lambda line: line.number)
-        tokens = [tokens for tokens, _ in encoded]
-        return EncodedBlock(tokens, BlockCounts([c for _, c in encoded], bad, texts.records))
-
-    def _documents(self, texts: Sequence[str]) -> tuple[npt.NDArray[np.integer], DocumentCounts]:
-        if self._split is None:
-            sentences, counts = texts, [1] * len(texts)
-        else:
-            split = [self._split(text) for text in texts]
-            sentences, counts = [s for of_text in split for s in of_text], list(map(len, split))
-        ids = self._tokenizer.tokenize_batch(sentences)
-        sequences: list[npt.NDArray[np.int32]] = []
-        per_document: list[int] = []
-        start = 0
-        for count in counts:
-            document = [sequence for sequence in ids[start : start + count] if len(sequence)]
-            start += count
-            if document:
-                if self._eod is not None:
-                    document[-1] = np.concatenate((document[-1], self._eod))
-                sequences += document
-                per_document.append(len(document))
-        flat = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
-        return flat.astype(self.dtype), DocumentCounts(
-            tokens=len(flat),
-            sequence_lengths=np.fromiter(map(len, sequences), np.int32, len(sequences)),
-            sequences_per_document=np.array(per_document, np.int32),
-            text_bytes=sum(len(t) if t.isascii() else len(t.encode()) for t in texts),
-            empty=len(texts) - len(per_document),
-        )
-
-    def _sifted(
-        self, numbers: Sequence[int], columns: Sequence[Sequence[str]]
-    ) -> tuple[Iterable[list[str]], list[BadLine]]:
-        usable: list[list[str]] = [[] for _ in columns]
-        bad = []
-        for number, *texts in zip(numbers, *columns, strict=True):
-            try:
-                for text in texts:
-                    self._documents([text])
-            except ValueError as error:
-                bad.append(BadLine(number, "a text that cannot be tokenized", str(error)))
-            else:
-                for column, text in zip(usable, texts, strict=True):
+    def __call__(self, block: RecordBlock) -> EncodedBlock:
+        """Raises OSError where a range cannot be read."""
+        numbers: list[int] = []
+        columns: list[list[str]] = [[] for _ in self.config.keys]
+        bad: list[BadLine] = []
+        lines = 0
+        for number, content in self._records(block):
+            lines = number
+            found = self._texts(number, content, block.file.form)
+            if isinstance(found, list):
+                numbers.append(number)
+                for column, text in zip(columns, found, strict=True):
                     column.append(text)
-        return usable, bad
+            elif found is not None:
+                bad.append(found)
+                if self.config.stop_at_bad_line:
+                    break
+        try:
+            texts = [self._encoded(column) for column in columns]
+        except ValueError:  # a text cannot be tokenized: find out which
+            refusals: dict[int, BadLine] = {}
+            for column in columns:
+                for place, error in refused(self._encode, column):
+                    line = BadLine(numbers[place], "a text that cannot be tokenized", str(error))
+                    refusals.setdefault(place, line)
+            bad = sorted([*bad, *refusals.values()], key=lambda line: line.number)
+            texts = [
+                self._encoded([t for place, t in enumerate(column) if place not in refusals])
+                for column in columns
+            ]
+        return EncodedBlock(texts, bad, lines if isinstance(block.records, FileRange) else 0)
+
+    def _records(self, block: RecordBlock) -> Iterator[Record]:
+        """Those of the block; the lines of a range are numbered within it."""
+        if not isinstance(block.records, FileRange):
+            yield from block.records
+            return
+        span, longest = block.records, self.config.max_line_bytes
+        assert block.file.path is not None
+        with block.file.path.open("rb", _RANGE_BUFFER_BYTES) as file:
+            lines = read_lines(file, longest, span.start, span.stop)
+            for number, (_, line) in enumerate(lines, 1):
+                yield number, line if len(line) <= longest else too_long(number, longest)
+
+    def _texts(
+        self, number: int, content: bytes | list[str | None] | BadLine, form: Form
+    ) -> list[str] | BadLine | None:
+        """The texts of a record under the keys; None for an empty line."""
+        if isinstance(content, BadLine):
+            return content
+        if isinstance(content, list):
+            texts = []
+            for key, text in zip(self.config.keys, content, strict=True):
+                if text is None:
+                    return BadLine(number, f'"{key}" is not a string', "found null")
+                if len(text) > self.config.max_line_bytes:
+                    return too_long(number, self.config.max_line_bytes)
+                texts.append(text)
+            return texts
+        if form in (Form.TEXT, Form.PARAGRAPHS):
+            try:
+                return [content.decode()]
+            except UnicodeDecodeError as error:
+                line = number + content.count(b"\n", 0, error.start)
+                return BadLine(line, "not UTF-8", str(error))
+        if not content or content.isspace():
+            return None
+        return texts_of_line(content, number, self.config.keys)
+
+    def _encoded(self, texts: Sequence[str]) -> EncodedTexts:
+        documents = [document for document in self._encode(texts) if document]
+        sequences = [sequence for document in documents for sequence in document]
+        flat = np.concatenate(sequences) if sequences else np.empty(0, np.int32)
+        return EncodedTexts(
+            tokens=flat.astype(self.dtype),
+            sequence_lengths=np.fromiter(map(len, sequences), "<i4", len(sequences)),
+            sequences_per_document=np.fromiter(map(len, documents), "<i4", len(documents)),
+            text_bytes=sum(len(t) if t.isascii() else len(t.encode()) for t in texts),
+            empty=len(texts) - len(documents),
+        )

@@ -1,212 +1,264 @@
-"""The working folder of a job: tokens written so far, and a journal that says how far that is.
+"""The work on one partition, in a folder of its own, which a killed run can continue.
 
     description.json   what the output depends on
     journal.json       place in the input and counts; replaced as a whole now and then
     lock               held by the process that works there
-    N-KEY.bin          tokens of the key, the .bin to be
+    N-KEY.bin          tokens of the key, the final .bin
     N-KEY.lengths      int32, tokens in each sequence
     N-KEY.documents    int32, sequences in each document
     N-KEY.idx          made of the two at the end
 
-The journal describes what was on the disk before it. What the files hold beyond it, after a kill,
-is cut off when the job goes on.
+The journal describes what had reached the disk before it. What the files contain beyond that, after
+a kill, is cut off when the job continues.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import json
+import os
 import re
 import shutil
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import lru_cache, partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import numpy as np
 
-from megatron.corpus.preprocessing.description import Description, difference, identity
-from megatron.corpus.preprocessing.encode import BlockCounts
-from megatron.corpus.preprocessing.index import write_index
-from megatron.corpus.preprocessing.summary import KeySummary
-from megatron.data.indexed import writer
-from megatron.util.files import sync, sync_path, write_whole
+from megatron.corpus.preprocessing.encode import BlockEncoder, EncodedBlock
+from megatron.corpus.preprocessing.inputs import Form, InputFile
+from megatron.corpus.preprocessing.progress import BadLines, KeySummary, located
+from megatron.corpus.preprocessing.readers import FileRange, RecordBlock, read_blocks
+from megatron.data.indexed.dataset import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
+from megatron.util.digests import digest
+from megatron.util.files import sync, write_whole
 from megatron.util.locks import Lock, LockTakenError
+from megatron.util.processes import map_in_order
 
+SECONDS_BETWEEN_SAVES = 10.0
+_FORMAT = 2
+"""Of the folder; a job does not continue another format's."""
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
+_BUFFER_BYTES = 1 << 20
+_INDEX_ENTRIES = 1 << 20
+
+Description = dict[str, Any]
 
 
 @dataclass
-class Progressed:
+class JobState:
     """How far a job is."""
 
     keys: list[KeySummary]
-    source: int = 0
+    file: int = 0
+    """Number of the input file."""
     cursor: int = 0
-    """Where in that source it is read on."""
-    records: int = 0
-    """Of that source, before the cursor."""
+    """Where reading it continues."""
+    lines: int = 0
+    """Of plain lines: those of this partition before the cursor."""
     bytes_read: int = 0
-    """Of all sources on disk."""
-    bad_lines: dict[str, int] = field(default_factory=dict)
-    shown: list[str] = field(default_factory=list)
+    """Of all files, on disk."""
+    bad_lines: BadLines = field(default_factory=BadLines)
     is_complete: bool = False
 
-    @property
-    def documents(self) -> int:
-        """Of the key that has most."""
-        return max(key.documents for key in self.keys)
 
+class PreprocessJob:
+    """A partition's work; owns its folder until `close`."""
 
-class Job:
-    """A working folder that is this process's own; `close` gives it back."""
-
-    def __init__(self, folder: Path, keys: Sequence[str], dtype: np.dtype) -> None:
-        """Takes the folder.
+    def __init__(self, folder: Path, inputs: Sequence[InputFile], encoder: BlockEncoder) -> None:
+        """Takes the folder and continues where its journal ends, or starts again; `notice` tells
+        the user which.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: the folder cannot be made or written to.
             ValueError: another process works there.
         """
-        self.folder, self.dtype = folder, np.dtype(dtype)
-        self.prefixes = key_prefixes(folder, keys)
-        self._appended: list[tuple[BinaryIO, BinaryIO]] = []
+        self.folder, self._inputs, self._encoder = folder, inputs, encoder
+        self._config = encoder.config
+        self._bytes_before = [0, *accumulate(file.bytes_to_read for file in inputs)]
+        self._outputs: list[list[BinaryIO]] = []
+        self.notice: str | None = None
         self.has_journal = False
-        self.restarted: str | None = None
-        """Why what was there is not gone on with."""
         self._lock = lock_folder(folder)
+        try:
+            self._open(_describe(inputs, encoder))
+        except BaseException:  # an interrupt too must release the lock
+            self.close()
+            raise
 
     @property
-    def token_paths(self) -> list[Path]:
-        """The .bin of each key."""
-        return [_with_ending(prefix, ".bin") for prefix in self.prefixes]
+    def prefixes(self) -> list[Path]:
+        """Of the files of each key."""
+        return key_prefixes(self.folder, self._config.keys)
 
-    @property
-    def token_offsets(self) -> list[int]:
-        """Bytes of each of them that are done."""
-        return [key.tokens * self.dtype.itemsize for key in self.state.keys]
+    def run(
+        self, workers: int, report: Callable[[int, int, int], None], is_over: Callable[[], bool]
+    ) -> None:
+        """Reads, encodes and writes what is left to do.
 
-    def open(self, description: Description) -> None:
-        """Goes on where the folder's journal ends, or starts anew."""
-        self._digest = identity(description)
-        self.state = self._found(description) or self._begun(description)
-        if self.state.is_complete:
-            return
-        for prefix, key, offset in zip(
-            self.prefixes, self.state.keys, self.token_offsets, strict=True
-        ):
-            _cut_off(_with_ending(prefix, ".bin"), offset)
-            _cut_off(_with_ending(prefix, ".lengths"), 4 * key.sequences)
-            _cut_off(_with_ending(prefix, ".documents"), 4 * key.documents)
-            lengths, documents = (
-                open(_with_ending(prefix, ending), "ab")  # noqa: SIM115 (closed by close)
-                for ending in (".lengths", ".documents")
-            )
-            self._appended.append((lengths, documents))
+        Args:
+            workers: processes; with 0, this one.
+            report: called with the documents, the bytes of text and the bytes on disk of a block.
+            is_over: whether another partition has failed.
 
-    def add(self, counts: BlockCounts) -> None:
-        """Takes note of a block whose tokens are written."""
-        for number, part in enumerate(counts.documents):
-            lengths, documents = self._appended[number]
-            with self._naming():
-                lengths.write(part.sequence_lengths.astype("<i4").data)
-                documents.write(part.sequences_per_document.astype("<i4").data)
-            self.state.keys[number] = self.state.keys[number].plus(part)
-
-    def save(self) -> None:
-        """Makes what is done last, whatever happens to this process or the machine."""
-        with self._naming():
-            for path, files in zip(self.token_paths, self._appended, strict=True):
-                for file in files:
-                    sync(file)
-                sync_path(path)
-            journal = {"description": self._digest, **dataclasses.asdict(self.state)}
-            write_whole(self.folder / _JOURNAL, json.dumps(journal, indent=1).encode())
-        self.has_journal = True
-
-    def finish(self) -> None:
-        """Makes the index of each key; the folder then holds complete .bin and .idx files."""
-        self.save()
-        for prefix, key in zip(self.prefixes, self.state.keys, strict=True):
-            write_index(prefix, self.dtype, key.sequences, key.documents)
-        self.state.is_complete = True
-        self.save()
+        Raises:
+            ValueError: a malformed record that stops the run, or a damaged file.
+            OSError: the output cannot be written.
+            ChildProcessError: a worker process died.
+            InterruptedError: `is_over`.
+        """
+        state, config, saved = self.state, self._config, time.monotonic()
+        can_resume = all(file.path is not None for file in self._inputs)
+        blocks = read_blocks(
+            self._inputs, config.keys, config.max_line_bytes, state.file, state.cursor
+        )
+        prepare = partial(BlockEncoder, config) if workers else lambda: self._encoder
+        with closing(map_in_order(blocks, prepare, workers)) as encoded_blocks:
+            for block, encoded in encoded_blocks:
+                if is_over():
+                    raise InterruptedError("another partition has failed")
+                self._add(block, encoded, report)
+                if can_resume and time.monotonic() - saved >= SECONDS_BETWEEN_SAVES:
+                    self._save()
+                    saved = time.monotonic()
+        self._save()
+        for prefix, key in zip(self.prefixes, state.keys, strict=True):
+            write_index(prefix, self._encoder.dtype, key.sequences, key.documents)
+        state.is_complete = True
+        self._save()
 
     def close(self) -> None:
-        """Lets go of the folder."""
-        for files in self._appended:
+        """Releases the folder."""
+        for files in self._outputs:
             for file in files:
                 with suppress(OSError):  # a full disk, which has been reported
                     file.close()
-        self._appended = []
+        self._outputs = []
         self._lock.release()
 
     def remove(self) -> None:
-        """Ends the job and removes the folder."""
+        """Ends the job and removes the folder, and the one above it when that is empty."""
         self.close()
-        remove_folder(self.folder)
+        shutil.rmtree(self.folder, ignore_errors=True)
+        with suppress(OSError):
+            self.folder.parent.rmdir()
 
-    @contextmanager
-    def _naming(self) -> Iterator[None]:
-        """A failed write (full disk) does not know its file: name the folder."""
-        try:
-            yield
-        except OSError as error:
-            raise OSError(error.errno, error.strerror, str(self.folder)) from error
+    def _add(
+        self, block: RecordBlock, encoded: EncodedBlock, report: Callable[[int, int, int], None]
+    ) -> None:
+        state = self.state
+        if block.number != state.file:
+            state.file, state.lines = block.number, 0
+        if encoded.bad_lines:
+            self._add_bad_lines(block, encoded)
+        for texts, files, summary in zip(encoded.texts, self._outputs, state.keys, strict=True):
+            arrays = (texts.tokens, texts.sequence_lengths, texts.sequences_per_document)
+            for file, values in zip(files, arrays, strict=True):
+                with _naming(file):
+                    file.write(values.data)
+            summary.add(texts)
+        state.cursor, state.lines = block.cursor, state.lines + encoded.lines
+        before = state.bytes_read
+        state.bytes_read = self._bytes_before[block.number] + block.bytes_read
+        report(
+            max(len(texts.sequences_per_document) for texts in encoded.texts),
+            sum(texts.text_bytes for texts in encoded.texts),
+            state.bytes_read - before,
+        )
 
-    def _found(self, description: Description) -> Progressed | None:
+    def _add_bad_lines(self, block: RecordBlock, encoded: EncodedBlock) -> None:
+        unit = block.file.form.value if block.file.form in (Form.ARRAY, Form.PARQUET) else "line"
+        before = 0
+        if isinstance(block.records, FileRange):
+            before = lines_before(block.file) + self.state.lines
+        for line in encoded.bad_lines:
+            line = dataclasses.replace(line, number=line.number + before)
+            if self._config.stop_at_bad_line:
+                raise ValueError(
+                    f"--input {located(block.file.name, unit, line)}; a line must be a JSON object "
+                    "with the strings of --json-keys (--on-bad-line skip leaves such lines out)"
+                )
+            self.state.bad_lines.add(block.file.name, unit, line)
+
+    def _save(self) -> None:
+        """Brings what is done to the disk, whatever happens to this process or the machine."""
+        for files in self._outputs:
+            for file in files:
+                with _naming(file):
+                    sync(file)
+        journal = {"description": self._digest, **dataclasses.asdict(self.state)}
+        write_whole(self.folder / _JOURNAL, json.dumps(journal, indent=1).encode())
+        self.has_journal = True
+
+    def _open(self, description: Description) -> None:
+        self._digest = digest(json.dumps(description, sort_keys=True))
+        found = self._found(description)
+        if found is None:
+            for path in self.folder.iterdir():
+                if path.name != _LOCK:
+                    path.unlink()
+            content = json.dumps(description, indent=1).encode()
+            write_whole(self.folder / _DESCRIPTION, content)
+        self.state = found or JobState([KeySummary(str(prefix)) for prefix in self.prefixes])
+        if self.state.is_complete:
+            return
+        for sizes in self._sizes(self.state):
+            files = [path.open("ab", _BUFFER_BYTES) for path in sizes]
+            self._outputs.append(files)
+            for file, size in zip(files, sizes.values(), strict=True):
+                file.truncate(size)
+
+    def _sizes(self, state: JobState) -> Iterator[dict[Path, int]]:
+        """The files of each key and how many bytes of them are done."""
+        for prefix, key in zip(self.prefixes, state.keys, strict=True):
+            yield {
+                _with_ending(prefix, ".bin"): key.tokens * self._encoder.dtype.itemsize,
+                _with_ending(prefix, ".lengths"): 4 * key.sequences,
+                _with_ending(prefix, ".documents"): 4 * key.documents,
+            }
+
+    def _found(self, description: Description) -> JobState | None:
+        """What an interrupted run has done, if it can be continued; says so in `notice`."""
         journal = _read_json(self.folder / _JOURNAL)
         if journal is None:
             return None
+        reason = None
         if journal.pop("description", None) != self._digest:
-            old = _read_json(self.folder / _DESCRIPTION) or {}
-            self.restarted = difference(old, description)
-            return None
-        state = Progressed(**journal)
-        state.keys = [KeySummary(**key) for key in journal["keys"]]
-        if not state.is_complete and not self._holds(state):
-            self.restarted = "its files are shorter than its journal says"
+            reason = _difference(_read_json(self.folder / _DESCRIPTION) or {}, description)
+        else:
+            state = JobState(**journal)
+            state.keys = [KeySummary(**key) for key in journal["keys"]]
+            state.bad_lines = BadLines(**journal["bad_lines"])
+            sizes = [item for of_key in self._sizes(state) for item in of_key.items()]
+            if not state.is_complete and not all(
+                path.exists() and path.stat().st_size >= size for path, size in sizes
+            ):
+                reason = "its files are shorter than its journal says"
+        if reason is not None:
+            self.notice = f"the work of an interrupted run there is discarded: {reason}"
             return None
         self.has_journal = True
+        documents = max(key.documents for key in state.keys)
+        self.notice = (
+            f"an interrupted run did all of it: {documents:,} documents"
+            if state.is_complete
+            else f"continues after the {documents:,} documents, from {state.bytes_read / 1e6:,.1f} "
+            "MB of input, of an interrupted run"
+        )
         return state
-
-    def _holds(self, state: Progressed) -> bool:
-        for prefix, key in zip(self.prefixes, state.keys, strict=True):
-            for ending, size in (
-                (".bin", key.tokens * self.dtype.itemsize),
-                (".lengths", 4 * key.sequences),
-                (".documents", 4 * key.documents),
-            ):
-                path = _with_ending(prefix, ending)
-                if not path.exists() or path.stat().st_size < size:
-                    return False
-        return True
-
-    def _begun(self, description: Description) -> Progressed:
-        for path in self.folder.iterdir():
-            # New files, not old ones emptied: a worker of a killed run may still write to those.
-            if path.name != _LOCK:
-                path.unlink()
-        write_whole(self.folder / _DESCRIPTION, json.dumps(description, indent=1).encode())
-        for prefix in self.prefixes:
-            for ending in (".bin", ".lengths", ".documents"):
-                _with_ending(prefix, ending).touch()
-        return Progressed([KeySummary(str(prefix)) for prefix in self.prefixes])
 
 
 def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
-    """The prefix of the files of each key in a working folder."""
+    """The prefix of the files of each key in a job's folder."""
     return [
         folder / f"{number}-{re.sub('[^0-9A-Za-z_.-]', '_', key)}"
         for number, key in enumerate(keys)
     ]
-
-
-def publish(ours: Sequence[Path], finals: Sequence[str]) -> None:
-    """Gives complete files their final names, for each key the tokens before the index."""
-    for prefix, final in zip(ours, finals, strict=True):
-        writer.publish(_with_ending(prefix, ".bin"), _with_ending(prefix, ".idx"), final)
 
 
 def lock_folder(folder: Path) -> Lock:
@@ -221,25 +273,68 @@ def lock_folder(folder: Path) -> Lock:
         return Lock(folder / _LOCK)
     except LockTakenError as error:
         raise ValueError(
-            f"another process is at work in {folder}; wait for its end, or give another "
+            f"another process is at work in {folder}; wait until it ends, or give another "
             "--output-prefix"
         ) from error
 
 
-def remove_folder(folder: Path) -> None:
-    """Removes a folder and, when it was the last one there, the one above it."""
-    shutil.rmtree(folder, ignore_errors=True)
-    with suppress(OSError):
-        folder.parent.rmdir()
+@lru_cache(maxsize=1)
+def lines_before(file: InputFile) -> int:
+    """Lines of a file before those that a partition reads of it."""
+    if file.path is None or not file.start:
+        return 0
+    lines, left = 1, file.start - 1
+    with file.path.open("rb") as stream:
+        while left and (data := stream.read(min(left, _BUFFER_BYTES))):
+            lines += data.count(b"\n")
+            left -= len(data)
+    return lines
+
+
+def write_index(prefix: Path, dtype: np.dtype, sequences: int, documents: int) -> None:
+    """Writes PREFIX.idx from PREFIX.lengths and PREFIX.documents, in constant memory.
+
+    Raises:
+        OSError: it cannot be written, as on a full disk.
+    """
+    dtype = dtype.newbyteorder("<")
+    lengths, counts = _with_ending(prefix, ".lengths"), _with_ending(prefix, ".documents")
+    with _with_ending(prefix, ".idx").open("wb") as file, _naming(file):
+        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[dtype], sequences, documents + 1))
+        for values, _ in _sums(lengths, sequences):
+            file.write(values.data)
+        for values, sums in _sums(lengths, sequences):
+            file.write(((sums - values) * dtype.itemsize).data)
+        file.write(np.zeros(1, "<i8").data)
+        for _, sums in _sums(counts, documents):
+            file.write(sums.data)
+        sync(file)
+
+
+def _sums(path: Path, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """A file's int32 values, some at a time, and for each the sum up to and with it (int64)."""
+    total = np.int64(0)
+    with path.open("rb") as file:
+        for start in range(0, count, _INDEX_ENTRIES):
+            size = min(_INDEX_ENTRIES, count - start)
+            values = np.frombuffer(file.read(4 * size), "<i4")
+            assert len(values) == size
+            sums = np.cumsum(values, dtype="<i8") + total
+            yield values, sums
+            total = sums[-1]
+
+
+@contextmanager
+def _naming(file: BinaryIO) -> Iterator[None]:
+    """Names the file in the error of a failed write (full disk), which does not."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, file.name) from error
 
 
 def _with_ending(prefix: Path, ending: str) -> Path:
     return prefix.with_name(prefix.name + ending)
-
-
-def _cut_off(path: Path, size: int) -> None:
-    with path.open("r+b") as file:
-        file.truncate(size)
 
 
 def _read_json(path: Path) -> Any:
@@ -247,3 +342,57 @@ def _read_json(path: Path) -> Any:
         return json.loads(path.read_text())
     except (FileNotFoundError, ValueError):
         return None
+
+
+def _describe(inputs: Sequence[InputFile], encoder: BlockEncoder) -> Description:
+    """Everything that the output depends on by the name of its flag: the settings, and the size and
+    time of every file that is read."""
+    settings = dataclasses.asdict(encoder.config)
+    text = settings.pop("text")
+    tokenizer = {name: _with_files(value) for name, value in text.pop("tokenizer").items()}
+    names = {
+        "keys": "json_keys",
+        "splitter": "sentence_splitter",
+        "stop_at_bad_line": "on_bad_line",
+    }
+    described: Description = {
+        "--" + names.get(name, name).replace("_", "-"): value
+        for name, value in {**settings, **text, **tokenizer}.items()
+    }
+    described["--input"] = [
+        [file.name, file.form.name, file.size, file.mtime_ns, file.start, file.stop]
+        for file in inputs
+    ]
+    described["format of the folder"] = _FORMAT
+    return json.loads(json.dumps(described))  # tuples become lists, as when read back
+
+
+def _with_files(value: Any) -> Any:
+    """A path with the sizes and times of the files there."""
+    if not isinstance(value, str) or not Path(value).exists():
+        return value
+    path = Path(value)
+    files = sorted(path.rglob("*")) if path.is_dir() else [path]
+    found = [(str(file), os.stat(file)) for file in files if file.is_file()]
+    return [value, [[name, status.st_size, status.st_mtime_ns] for name, status in found]]
+
+
+def _difference(old: Description, new: Description) -> str:
+    """The first that is not the same, for the user."""
+    for name in sorted(old.keys() | new.keys()):
+        before, now = old.get(name), new.get(name)
+        if before == now:
+            continue
+        if name != "--input":
+            return f"{name} was {json.dumps(before)} and is {json.dumps(now)}"
+        then, now = ({entry[0]: entry for entry in files or []} for files in (before, now))
+        for path in now:
+            if path not in then:
+                return f"--input {path} was not read"
+            if then[path] != now[path]:
+                return f"--input {path} has changed"
+        for path in then:
+            if path not in now:
+                return f"--input {path} is no longer read"
+        return "the order of --input has changed"
+    return "nothing"

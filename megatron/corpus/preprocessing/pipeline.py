@@ -1,4 +1,4 @@
-"""The whole way from --input to .bin/.idx."""
+"""All of preprocessing: from --input to .bin/.idx."""
 
 from __future__ import annotations
 
@@ -13,35 +13,32 @@ from pathlib import Path
 from typing import TypeVar
 
 from megatron.config import TokenizerConfig
-from megatron.corpus.preprocessing.bad_lines import BadLineReport
 from megatron.corpus.preprocessing.config import PreprocessConfig
-from megatron.corpus.preprocessing.description import describe
-from megatron.corpus.preprocessing.encode import EncodeConfig, Encoder
-from megatron.corpus.preprocessing.job import (
-    Job,
-    Progressed,
-    key_prefixes,
-    lock_folder,
-    publish,
+from megatron.corpus.preprocessing.encode import BlockEncoder, EncodeConfig
+from megatron.corpus.preprocessing.inputs import InputFile, find_inputs, partition
+from megatron.corpus.preprocessing.job import JobState, PreprocessJob, key_prefixes, lock_folder
+from megatron.corpus.preprocessing.progress import (
+    BadLines,
+    KeySummary,
+    PreprocessSummary,
+    Progress,
 )
-from megatron.corpus.preprocessing.progress import Progress
-from megatron.corpus.preprocessing.run import JobRun, open_job
-from megatron.corpus.preprocessing.sources import Source, find_sources, partition
-from megatron.corpus.preprocessing.summary import KeySummary, Summary
 from megatron.data.indexed import IndexedDatasetWriter
+from megatron.data.indexed.dataset_writer import publish
 from megatron.data.sentences import available_splitter
+from megatron.data.text_encoder import TextSettings
 from megatron.util.processes import usable_processors
 
 MERGED = "merged"
 Made = TypeVar("Made")
 
 
-def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> Summary:
+def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> PreprocessSummary:
     """Tokenizes the texts of the input and writes an indexed dataset for each key.
 
-    The output is in the order of the input, whatever the number of workers and partitions, and is
-    there whole or not at all. Memory does not grow with the input. A run that was killed is gone on
-    with by the same call.
+    The output is in the order of the input, whatever the number of workers and partitions, and
+    appears whole or not at all. Memory does not grow with the input. The same call continues a run
+    that was killed.
 
     Raises:
         ConfigError: a flag is missing or out of range.
@@ -52,77 +49,76 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> S
         OSError: the output cannot be written.
     """
     config.check()
-    sources = find_sources(config)
-    encoder = Encoder(
-        EncodeConfig(
-            tokenizer=tokenizer_config,
-            keys=config.json_keys,
-            append_eod=config.append_eod,
-            splitter=_chosen_splitter(config),
-            lang=config.lang,
-            keep_newlines=config.keep_newlines,
-            stop_at_bad_line=config.on_bad_line == "error",
-            max_line_bytes=config.max_line_bytes,
-        )
+    inputs = find_inputs(config)
+    text = TextSettings(
+        tokenizer_config,
+        append_eod=config.append_eod,
+        splitter=_chosen_splitter(config),
+        lang=config.lang,
+        keep_newlines=config.keep_newlines,
+    )
+    stop_at_bad_line = config.on_bad_line == "error"
+    encoder = BlockEncoder(
+        EncodeConfig(text, config.json_keys, stop_at_bad_line, config.max_line_bytes)
     )
     if config.dataset_impl != "mmap":
         _say(f"--dataset-impl {config.dataset_impl}: the mmap format is written instead")
-    return _Preprocessing(config, sources, encoder).run()
+    return _Preprocessing(config, inputs, encoder).run()
 
 
 @dataclass(frozen=True)
 class _Part:
-    """A partition: its working folder, and what it reads."""
+    """A partition."""
 
     folder: Path
-    sources: list[Source]
-    rank: int
-    count: int
+    inputs: list[InputFile]
 
 
 class _Preprocessing:
     """The partitions of a command, and what is made of them."""
 
     def __init__(
-        self, config: PreprocessConfig, sources: Sequence[Source], encoder: Encoder
+        self, config: PreprocessConfig, inputs: Sequence[InputFile], encoder: BlockEncoder
     ) -> None:
         self._config, self._encoder = config, encoder
         self._folder = Path(f"{config.output_prefix}.preprocessing")
         rank, count = config.partition_rank, config.partitions
         self._parts = [
-            _Part(self._folder / f"part-{i}-of-{count}", partition(sources, i, count), i, count)
+            _Part(self._folder / f"part-{i}-of-{count}", list(partition(inputs, i, count)))
             for i in (range(count) if rank is None else [rank])
         ]
         self._workers = config.workers or usable_processors()
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._position = 0
-        size = sum(source.bytes_to_read for part in self._parts for source in part.sources)
+        size = sum(file.bytes_to_read for part in self._parts for file in part.inputs)
         _say(
-            f"input files: {len(sources):,}, {size / 1e6:,.1f} MB; "
-            f"worker processes: {self._workers}"
+            f"input files: {len(inputs):,}, {size / 1e6:,.1f} MB; worker processes: {self._workers}"
         )
         self._progress = Progress(size, config.log_interval)
 
-    def run(self) -> Summary:
-        """Does what is left to do and publishes the output, if all of it is to be done here."""
+    def run(self) -> PreprocessSummary:
+        """Does what is left to do and publishes the output, unless only a partition is wanted."""
         if self._config.partition_rank is not None:
             return self._summary(self._run_parts())
         with self._made(lambda: lock_folder(self._folder)):
             try:
                 self._remove_other_parts()
-                states = self._run_parts()
-                summary = self._summary(states)
+                summary = self._summary(self._run_parts())
                 self._check_any_document(summary)
-                publish(self._merged(), self._final_prefixes())
+                for prefix, final in zip(self._merged(), self._final_prefixes(), strict=True):
+                    publish(Path(f"{prefix}.bin"), Path(f"{prefix}.idx"), final)
                 shutil.rmtree(self._folder)
                 return summary
             finally:
-                self._remove_if_bare()
+                folder = self._folder
+                if folder.is_dir() and not any(path.is_dir() for path in folder.iterdir()):
+                    shutil.rmtree(folder)
 
-    def _run_parts(self) -> list[Progressed]:
+    def _run_parts(self) -> list[JobState]:
         if len(self._parts) == 1:
-            return [self._run_part(self._parts[0], 0 if self._workers == 1 else self._workers)]
+            workers = 0 if self._workers == 1 else self._workers
+            return [self._run_part(self._parts[0], workers)]
         at_once = min(len(self._parts), self._workers)
         shares = [len(range(i, self._workers, at_once)) for i in range(at_once)]
         with ThreadPoolExecutor(at_once) as threads:
@@ -140,27 +136,27 @@ class _Preprocessing:
                 self._is_over.set()
                 threads.shutdown(cancel_futures=True)
 
-    def _run_part(self, part: _Part, workers: int) -> Progressed:
-        description = describe(part.sources, self._encoder.config, part.rank, part.count)
-        job = self._made(lambda: open_job(part.folder, description, self._encoder, _say))
+    def _run_part(self, part: _Part, workers: int) -> JobState:
+        job = self._made(lambda: PreprocessJob(part.folder, part.inputs, self._encoder))
         with closing(job):
+            if job.notice:
+                _say(f"{job.folder}: {job.notice}")
             with self._lock:
                 self._position += job.state.bytes_read
                 self._progress.skip(job.state.bytes_read)
             if not job.state.is_complete:
-                self._complete(job, part.sources, workers)
+                self._complete(job, workers)
             return job.state
 
-    def _complete(self, job: Job, sources: Sequence[Source], workers: int) -> None:
-        run = JobRun(job, sources, self._encoder, workers, self._report, self._is_over.is_set)
+    def _complete(self, job: PreprocessJob, workers: int) -> None:
         try:
-            run.run()
+            job.run(workers, self._report, self._is_over.is_set)
         except ValueError:  # the same command would find the same again
             job.remove()
             raise
         except BaseException:  # an interrupt above all
             if job.has_journal:
-                _say(f"{job.folder} keeps what is done; the same command goes on from there")
+                _say(f"{job.folder} keeps what is done; the same command continues from there")
             else:
                 job.remove()
             raise
@@ -189,33 +185,32 @@ class _Preprocessing:
         level = "sentence" if self._config.split_sentences else "document"
         return [f"{self._config.output_prefix}_{key}_{level}" for key in self._config.json_keys]
 
-    def _summary(self, states: Sequence[Progressed]) -> Summary:
+    def _summary(self, states: Sequence[JobState]) -> PreprocessSummary:
         self._progress.close()
-        bad_lines = BadLineReport(stop=False)
-        for state in states:
-            bad_lines.merge(state.bad_lines, state.shown)
-        if bad_lines.total:
-            _say(str(bad_lines))
-        is_part = self._config.partition_rank is not None
-        prefixes = [key.prefix for key in states[0].keys] if is_part else self._final_prefixes()
-        keys = [KeySummary(prefix) for prefix in prefixes]
-        for state in states:
-            keys = [key.joined(other) for key, other in zip(keys, state.keys, strict=True)]
-        left = None
-        if is_part:
+        config, left = self._config, None
+        prefixes = self._final_prefixes()
+        if config.partition_rank is not None:
+            prefixes = [key.prefix for key in states[0].keys]
             left = (
-                f"part {self._config.partition_rank} of 0 to {self._config.partitions - 1} is "
-                "done; when all are, the command without --partition-rank puts them together"
+                f"part {config.partition_rank} of 0 to {config.partitions - 1} is done; when all "
+                "are, the command without --partition-rank puts them together"
             )
-        by_key = dict(zip(self._config.json_keys, keys, strict=True))
-        return Summary(by_key, dict(bad_lines.by_reason), self._progress.seconds, left)
+        bad_lines, keys = BadLines(), [KeySummary(prefix) for prefix in prefixes]
+        for state in states:
+            bad_lines.merge(state.bad_lines)
+            for key, of_part in zip(keys, state.keys, strict=True):
+                key.add(of_part)
+        if bad_lines.by_reason:
+            _say(str(bad_lines))
+        by_key = dict(zip(config.json_keys, keys, strict=True))
+        return PreprocessSummary(by_key, bad_lines.by_reason, self._progress.seconds, left)
 
-    def _check_any_document(self, summary: Summary) -> None:
+    def _check_any_document(self, summary: PreprocessSummary) -> None:
         for name, key in summary.keys.items():
             if not key.documents:
                 shutil.rmtree(self._folder)
                 raise ValueError(
-                    f"--input {' '.join(self._config.input)} holds no document under the key "
+                    f"--input {' '.join(self._config.input)} contains no document under the key "
                     f'"{name}" ({key.empty} empty, {sum(summary.bad_lines.values())} malformed '
                     "lines); nothing is written"
                 )
@@ -227,11 +222,7 @@ class _Preprocessing:
                 with lock_folder(folder):
                     shutil.rmtree(folder)
                 if folder.name != MERGED:
-                    _say(f"{folder}: thrown away, the command has other --partitions now")
-
-    def _remove_if_bare(self) -> None:
-        if self._folder.is_dir() and not any(path.is_dir() for path in self._folder.iterdir()):
-            shutil.rmtree(self._folder)
+                    _say(f"{folder}: discarded, since the command has other --partitions now")
 
     def _made(self, make: Callable[[], Made]) -> Made:
         try:

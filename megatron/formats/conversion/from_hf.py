@@ -20,6 +20,7 @@ from megatron.formats.huggingface.compare import ATOL, RTOL, compare_logits
 from megatron.formats.huggingface.folder import published
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.inference.load import model_of
+from megatron.util.progress import say
 
 
 @dataclass(frozen=True)
@@ -65,7 +66,7 @@ def from_hf(argv: Sequence[str]) -> None:
         # The checkpoint is to use its own copy of the tokenizer, wherever it is moved.
         source.tokenizer = None
         written = write_checkpoint(
-            folder, source, iteration=0, moments=False, max_file_bytes=shard_bytes, progress=print
+            folder, source, iteration=0, moments=False, max_file_bytes=shard_bytes, progress=say
         )
         ours = model_of(CheckpointReader(written), torch.float32, torch.device("cpu"))
         result = compare_logits(ours, path, source.model, strict=False)

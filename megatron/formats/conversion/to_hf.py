@@ -20,6 +20,7 @@ from megatron.formats.huggingface.compare import ATOL, RTOL, Comparison, compare
 from megatron.formats.huggingface.export import write_model
 from megatron.formats.huggingface.folder import published
 from megatron.inference.load import model_of
+from megatron.util.progress import say
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
 
@@ -79,7 +80,7 @@ def to_hf(argv: Sequence[str]) -> None:
     with published(Path(output), config.overwrite, found.folder) as folder:
         source = found.open()
         dtype = config.dtype or dtype_of(source)
-        write_model(source, folder, dtype, shard_bytes, config.architecture, progress=print)
+        write_model(source, folder, dtype, shard_bytes, config.architecture, progress=say)
         result = _compare(source, folder, DTYPES[dtype])
         if not result.agree:
             raise CheckpointError(

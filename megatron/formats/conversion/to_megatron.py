@@ -16,6 +16,7 @@ from megatron.config.flags import option
 from megatron.formats.conversion.needs import dtype_of, required
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
+from megatron.util.progress import say
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,7 @@ def export(
         compare(source, folder, DTYPES[dtype])
 
     folder = write_megatron(
-        source, output, *sizes, iteration, dtype, progress=print,
+        source, output, *sizes, iteration, dtype, progress=say,
         check=check if checking else None,
     )  # fmt: skip
     result = "read back and equal, bit by bit" if checking else "not read back"

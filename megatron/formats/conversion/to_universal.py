@@ -13,6 +13,7 @@ from megatron.config.flags import option
 from megatron.formats.conversion.needs import required
 from megatron.formats.deepspeed_folders.layout import UNIVERSAL_TRACKER, is_universal
 from megatron.formats.deepspeed_folders.universal_writer import write_universal
+from megatron.util.progress import say
 
 
 @dataclass(frozen=True)
@@ -55,7 +56,7 @@ def to_universal(argv: Sequence[str]) -> None:
     if output.resolve() == found.folder.resolve():
         raise ConfigError(f"--output {output} is the checkpoint that is read")
     source = found.open()
-    write_universal(source, output, config.zero_stage, progress=print)
+    write_universal(source, output, config.zero_stage, progress=say)
     stages = "3" if config.zero_stage == 3 else "1 and 2"
     print(
         f"{output}: {found.folder} for loaders of ZeRO stages {stages}; "

@@ -5,9 +5,9 @@ from __future__ import annotations
 from functools import lru_cache
 
 from megatron.config import ModelConfig
+from megatron.engine.universal_info import Registered, registered_parameters
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerSpec
-from megatron.model.registration import Registered, registered_parameters
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Shard
 from megatron.parallel.tensor_parallel import TensorParallel

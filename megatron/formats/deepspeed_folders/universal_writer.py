@@ -34,6 +34,7 @@ from megatron.formats.deepspeed_folders.layout import UNIVERSAL_SUFFIX, UNIVERSA
 from megatron.formats.deepspeed_folders.parameters import whole_shards
 from megatron.parallel.shard import Shard
 from megatron.util.files import sync_path
+from megatron.util.progress import progress_bar
 
 DEEPSPEED_VERSION = "0.19.8"
 """The release whose format this is; loaders refuse folders without a version."""
@@ -103,7 +104,7 @@ def _write_files(
 
     shards = whole_shards(run.model)
     step = _optimizer_step(source)
-    for name in source.names():
+    for name in progress_bar("writing", source.names(), unit=" parameters"):
         place = written / "zero" / name
         place.mkdir()
         kinds = source.kinds(name)

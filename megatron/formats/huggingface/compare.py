@@ -11,8 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
-from megatron.model.layer_list import LayerStack
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerStack, LayerState
 
 RTOL, ATOL = 1.3e-6, 1e-5
 """Largest relative and absolute difference of logits, those of torch.testing for float32."""

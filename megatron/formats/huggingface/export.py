@@ -19,6 +19,7 @@ from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface.registry import architecture_of, departure
 from megatron.formats.huggingface.table import Parameter
 from megatron.util.files import sync_path
+from megatron.util.progress import progress_bar
 
 
 def write_model(
@@ -100,7 +101,8 @@ def _write_weights(
         if len(shards) > 1:
             name = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors: dict[str, Tensor] = {}
-        for parameter in members:
+        what = f"writing {name}"
+        for parameter in progress_bar(what, members, unit=" parameters"):
             tensors |= parameter.to_hf(source.tensor(parameter.ours).to(dtype))
         _save(tensors, folder / name)
         weight_map |= dict.fromkeys(tensors, name)

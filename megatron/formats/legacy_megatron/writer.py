@@ -28,6 +28,7 @@ from megatron.formats.legacy_megatron.locations import (
 from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_to_megatron, to_megatron
 from megatron.formats.legacy_megatron.shards import shards_of
 from megatron.util.files import sync, sync_path
+from megatron.util.progress import progress_bar
 
 VERSION = 3.0
 """What ``checkpoint_version`` is written."""
@@ -90,7 +91,8 @@ def write_megatron(
             "consumed_valid_samples": 0,
         }
         sizes = Rank(pipeline_size, tensor_size)
-        for rank in itertools.starmap(Rank, itertools.product(*map(range, sizes))):
+        ranks = list(itertools.starmap(Rank, itertools.product(*map(range, sizes))))
+        for rank in progress_bar("writing", ranks, unit=" ranks"):
             content = {
                 "args": namespace(arguments),
                 "checkpoint_version": VERSION,

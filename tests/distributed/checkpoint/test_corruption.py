@@ -145,7 +145,7 @@ ACCIDENTS = [
 
 
 def sign(folder, files=None):
-    """Writes the manifest anew for the files as they are."""
+    """Writes the manifest again for the files as they are."""
     names = list(manifest(folder)) if files is None else files
     (folder / "manifest.json").unlink()
     write_manifest(folder, {name: file_facts(folder / name) for name in names})

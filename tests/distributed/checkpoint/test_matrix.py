@@ -3,7 +3,7 @@
 Of every pair: weights and moments are bitwise those of the run that saved them, and the next losses
 are those of the first layout to rounding. ``MEGATRON_MATRIX=FILE`` writes the table::
 
-    MEGATRON_MATRIX=docs/checkpoint-matrix.md pytest -m "" tests/distributed/checkpoint/
+    MEGATRON_MATRIX=docs/reference/checkpoint-matrix.md pytest -m "" tests/distributed/checkpoint/
 """
 
 import os
@@ -140,7 +140,7 @@ def tensor_size(name):
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory):
     """By source: where its checkpoint is, its tensors when it was saved, and the losses that one
-    process goes on with, which are those of the same run without a stop."""
+    process continues with, which are those of the same run without a stop."""
     made = {}
 
     def make(name):
@@ -173,13 +173,13 @@ def markdown(cells):
     lines = [
         "# Which layout continues which",
         "",
-        "Written by `MEGATRON_MATRIX=docs/checkpoint-matrix.md pytest -m '' "
+        "Written by `MEGATRON_MATRIX=docs/reference/checkpoint-matrix.md pytest -m '' "
         f"tests/distributed/checkpoint/test_matrix.py` on {time.strftime('%Y-%m-%d')}.",
         "",
-        "A row saved a checkpoint after three steps and went on, a column loaded it. In every "
+        "A row saved a checkpoint after three steps and continued, a column loaded it. In every "
         "cell with a number all weights and moments were bitwise equal after loading; the number "
         "is the largest relative difference of the next three losses from those that one process "
-        "(float32) goes on with.",
+        "(float32) continues with.",
         "",
         "| from \\ to | " + " | ".join(NAMES) + " |",
         "|---|" + "---|" * len(NAMES),

@@ -88,7 +88,7 @@ def test_schedules_of_the_checkpoint(pool, tmp_path):
 
 
 def test_schedules_of_converted_weights(pool, tmp_path, pretrained):
-    """No run has trained them: there are none to take, and none to differ from."""
+    """No run has trained them: nothing to load, and nothing to differ from."""
     source = open_checkpoint(pretrained)
     source.state, source.run = {}, None
     write_checkpoint(tmp_path / "weights", source, moments=False)

@@ -132,7 +132,7 @@ def whole(ranks: list[dict[tuple[str, str], np.ndarray]], sizes: dict[str, int])
 
 
 @pytest.mark.parametrize("written", [WRITTEN, {"expert": 2}], ids=["expert x tensor", "x data"])
-def test_any_layout_goes_on_from_any(pool, tmp_path, written):
+def test_any_layout_continues_from_any(pool, tmp_path, written):
     saved = whole(pool.run(4, trained, written, str(tmp_path)), written)
     assert {kind for _, kind in saved} == {"weight", "exp_avg", "exp_avg_sq"}
     reader = open_checkpoint(tmp_path)

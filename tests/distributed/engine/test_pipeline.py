@@ -75,7 +75,7 @@ def test_dualpipev_executes_its_order(pool):
 
 
 def tied_table(argv):
-    """The token table on this rank after some steps, None where there is none; for the pool."""
+    """The token embedding on this rank after some steps, None without one; for the pool."""
     with engine_and_batches(argv) as (engine, batches):
         for step in range(12):
             engine.train_step(batches, 2, 6 * step, 1e-2, 0.1)
@@ -87,12 +87,12 @@ def tied_table(argv):
         return tables[0] if tables else None
 
 
-@pytest.mark.parametrize("number_format", [["--zero-stage", "0"], ["--zero-stage", "1", "--bf16"]])
-def test_copies_of_the_tied_table_stay_equal_bit_by_bit(pool, number_format):
+@pytest.mark.parametrize("precision", [["--zero-stage", "0"], ["--zero-stage", "1", "--bf16"]])
+def test_copies_of_the_tied_table_stay_equal_bit_by_bit(pool, precision):
     """With three data ranks, whose gradients are summed in an order that depends on the bucket, and
     buckets that differ between the stages. Only the first copy is saved."""
     flags = [*TINY, "--vocab-size", "1999", "--num-layers", "4", "--pipeline-partition", "3,1"]
-    flags += ["--global-batch-size", "6", "--train-iters", "12", *number_format]
+    flags += ["--global-batch-size", "6", "--train-iters", "12", *precision]
     first, *others = pool.run(6, tied_table, [*flags, "--pipeline-model-parallel-size", "2"])
     assert len(others) == 5
     for table in others:

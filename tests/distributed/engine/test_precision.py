@@ -56,7 +56,7 @@ FORMATS = {
 
 
 @pytest.mark.parametrize(
-    ("pipeline", "number_format"),
+    ("pipeline", "precision"),
     [
         # The normal run has each pipeline and each format, in turn.
         pytest.param(pipeline, form, marks=() if (i + j) % 4 == 0 else pytest.mark.proof)
@@ -64,12 +64,12 @@ FORMATS = {
         for j, form in enumerate(FORMATS)
     ],
 )
-def test_pipelines_follow_fp32(pool, pipeline, number_format):
+def test_pipelines_follow_fp32(pool, pipeline, precision):
     layout = PIPELINES[pipeline]
     flags = [*TINY, "--num-layers", "4", "--train-iters", "4"]
     expected = train_plainly([*flags, *(layout[-4:] if pipeline == "tensor" else [])])
     size = 4 if pipeline == "tensor" else 2
-    record = pool.run(size, train, [*flags, *layout, *FORMATS[number_format]])[0]
+    record = pool.run(size, train, [*flags, *layout, *FORMATS[precision]])[0]
     assert not any(record.skipped)
     np.testing.assert_allclose(record.losses, expected.losses, rtol=3e-3)
     assert record.norms[0] == pytest.approx(expected.norms[0], rel=5e-3)
@@ -77,7 +77,7 @@ def test_pipelines_follow_fp32(pool, pipeline, number_format):
 
 
 @pytest.mark.parametrize(
-    ("layout", "number_format", "stage"),
+    ("layout", "precision", "stage"),
     [
         pytest.param(layout, form, stage, marks=() if number % 3 == 0 else pytest.mark.proof)
         for number, (layout, form, stage) in enumerate(
@@ -88,14 +88,14 @@ def test_pipelines_follow_fp32(pool, pipeline, number_format):
         )
     ],
 )
-def test_tensor_parallel_follows_fp32(pool, layout, stage, number_format):
+def test_tensor_parallel_follows_fp32(pool, layout, stage, precision):
     """One key-value head on both ranks, whose weights are parameters of their own."""
     flags = [*TINY, "--num-query-groups", "1", "--train-iters", "4", "--attention-dropout", "0"]
     flags += ["--hidden-dropout", "0"]
     expected = train_plainly(flags)
     layout = [*layout, "--tensor-model-parallel-size", "2", "--zero-stage", str(stage)]
     scale = ["--initial-loss-scale", "4096"]
-    record = pool.run(4, train, [*flags, *layout, number_format, *scale])[0]
+    record = pool.run(4, train, [*flags, *layout, precision, *scale])[0]
     assert not any(record.skipped)
     np.testing.assert_allclose(record.losses, expected.losses, rtol=3e-3)
     assert record.norms[0] == pytest.approx(expected.norms[0], rel=5e-3)

@@ -150,7 +150,7 @@ BAD = [(0, "bf16"), (1, "bf16"), (2, "fp32"), (3, "bf16")]
 @pytest.mark.parametrize(("stage", "form"), BAD)
 def test_skipped_step_changes_nothing(pool, stage, form):
     """The third step's gradients are not finite; DeepSpeed leaves weights, moments and the number
-    of updates alone, and goes on."""
+    of updates alone, and continues."""
     _, flags = flags_of("dp2", stage, form)
     flags += [*UNCLIPPED, "--no-check-for-nan-in-loss-and-grad"]
     found, expected = (pool.run(2, run, flags, stock, 3) for stock in (False, True))
@@ -169,7 +169,7 @@ def test_skipped_step_changes_nothing(pool, stage, form):
     ],
 )
 def test_stops_with_the_weights_from_before(pool, stage, form, lag):
-    """However late the host looks, the steps after the bad one have changed nothing."""
+    """However late the CPU synchronizes, the steps after the bad one have changed nothing."""
     flags = [*FLAGS, "--zero-stage", str(stage)]
     flags += {"fp32": [], "bf16": ["--bf16"], SUMS_IN_FP32: ["--bf16", SUMS_IN_FP32]}[form]
     before = pool.run(2, run, [*flags, "--exit-interval", "2"], False)

@@ -196,7 +196,7 @@ def test_another_optimizer_is_refused(pool, tmp_path):
     assert len(pool.run(1, train, [*argv, "--no-load-optim"])[0].losses) == STEPS - 2
 
 
-def test_another_number_format_starts_its_own_loss_scale(pool, tmp_path):
+def test_another_dtype_starts_its_own_loss_scale(pool, tmp_path):
     flags = [*FLAGS, "--zero-stage", "1"]
     pool.run(1, train, [*flags, "--bf16", "--save", str(tmp_path), "--exit-interval", "2"])
     argv = [*flags, "--fp16", "--initial-loss-scale", "4096", "--load", str(tmp_path)]

@@ -119,7 +119,7 @@ def test_stall_is_measured_and_a_second_save_waits(pool, tmp_path):
 
 @pytest.mark.parametrize("mode", [[], ["--async-save"]])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_save_that_fails_is_said_and_training_goes_on(pool, tmp_path, mode, rank):
+def test_a_save_that_fails_is_said_and_training_continues(pool, tmp_path, mode, rank):
     flags = [*FLAGS, *DP2, *mode, "--save", str(tmp_path), "--save-interval", "2"]
     results = pool.run(2, run, flags, full, rank, [4])
     assert [error for _, error in results] == [None, None]

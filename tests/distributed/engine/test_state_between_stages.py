@@ -114,7 +114,7 @@ def reference() -> tuple[Outcome, dict]:
         (sum(w * after.losses[n] for n, w in spec.losses.items()) / MICRO_BATCHES).backward()
         for name, loss in after.losses.items():
             losses[name] += float(loss.detach()) / MICRO_BATCHES
-        logits = stack(COUNTS.asked(spec.begin(batch))).hidden[..., :VOCAB]
+        logits = stack(COUNTS.start(spec.begin(batch))).hidden[..., :VOCAB]
         hits = logits.argmax(-1) == batch.labels_BT
         counts["correct"] += float(hits.sum()) / MICRO_BATCHES
         counts["counted"] += hits.numel() / MICRO_BATCHES

@@ -8,8 +8,7 @@ from torch import Tensor
 from torch._dynamo.utils import counters
 
 from megatron.model.block import Block
-from megatron.model.layer_list import initialise
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerState, initialise
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 

@@ -9,8 +9,7 @@ from torch import Tensor
 from training_jobs import TINY, train
 
 from megatron.model.block import Block
-from megatron.model.layer_list import initialise
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerState, initialise
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megatron.parallel.shard import shard_of

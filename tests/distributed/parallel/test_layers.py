@@ -13,28 +13,28 @@ from pool import tensor_group
 from torch import Tensor, nn
 
 from megatron.model.block import Block
-from megatron.model.layer_list import initialise
+from megatron.model.layer_list import LayerState, initialise
 from megatron.model.norm import build_norm
-from megatron.model.state import LayerState
-from megatron.parallel.collectives import (
+from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.layers import (
+    ColumnParallelLinear,
+    Dropout,
+    LinearMap,
+    PositionEmbedding,
+    QKVParallelLinear,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    column_linear,
+)
+from megatron.parallel.mesh import Group, build_mesh
+from megatron.parallel.shard import Init, shard_of
+from megatron.parallel.tensor_parallel import (
+    TensorParallel,
     reduce_from_ranks,
     start_gather_sequence,
     start_scatter_sequence,
     start_sum_over_copies,
 )
-from megatron.parallel.column_linear import LinearMap, column_linear
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
-from megatron.parallel.layers import (
-    ColumnParallelLinear,
-    Dropout,
-    PositionEmbedding,
-    QKVParallelLinear,
-    RowParallelLinear,
-    VocabParallelEmbedding,
-)
-from megatron.parallel.mesh import Group, build_mesh
-from megatron.parallel.shard import Init, shard_of
-from megatron.parallel.tensor_parallel import TensorParallel
 
 SIZES = [2, 4]
 BATCH, LENGTH, INPUTS, OUTPUTS, VOCAB, ROWS = 2, 8, 12, (16, 8, 8), 21, 24
@@ -385,7 +385,7 @@ def frozen() -> None:
         leaf.grad = other.grad = None
         leaf.requires_grad_(True), other.requires_grad_(False)
         for copies in (1, tp.group.size):
-            (y,) = column_linear(x, (LinearMap(weight, bias, copies),), tp.group, tp.split)
+            (y,) = column_linear(x, (LinearMap(weight, bias, copies),), tp)
             y.sum().backward()
         assert leaf.grad is not None and other.grad is None
 

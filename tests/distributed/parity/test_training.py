@@ -2,7 +2,7 @@
 
 The reference is plain torch: no DeepSpeed, torch's AdamW, a loop. Loss and gradient norm must agree
 to 1e-6 at the first step; after that rounding grows, and the allowed drift is 4 x what it does to
-one process (docs/parity.md).
+one process (docs/guides/parity.md).
 """
 
 from functools import cache

@@ -143,7 +143,7 @@ MACHINE = {"device": "none", "cuda": None, "torch": "2", "peak_flops": 1e12, "pe
         ("--heads 3", "--hidden-size 32 / --heads 3"),
         ("--kv-heads 1", "--kv-heads: GPT-2"),
         ("--rounds 0", "--rounds is 0, below 1"),
-        ("--json /no/such/folder/x.json", "there is no folder /no/such/folder"),
+        ("--json /no/such/folder/x.json", "/no/such/folder is not a directory"),
     ],
 )
 def test_errors_are_one_line(capsys, flags, said):

@@ -94,7 +94,7 @@ def refusal(capsys, argv, *classes):
 def described(parser):
     flags = {}
     for action in parser._actions:
-        if action.dest == "help":
+        if action.dest in ("help", "version"):
             continue
         field = next(
             f for c in FLAG_CLASSES for f in dataclasses.fields(c) if f.name == action.dest

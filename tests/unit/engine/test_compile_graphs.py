@@ -16,8 +16,8 @@ from megatron.engine import compile as compile_module
 from megatron.engine.compile import compile_blocks, runs_graphs
 from megatron.engine.plain_backend import PlainBackend
 from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
-from megatron.model.state import LayerState
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")

@@ -13,10 +13,17 @@ from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.attention import Attention
-from megatron.model.attention_backends import AttentionScoring, cudnn, eager, flash, sdpa
-from megatron.model.attention_masks import AttentionMasks, alibi_slopes
+from megatron.model.attention_backends import (
+    AttentionMasks,
+    AttentionScoring,
+    alibi_slopes,
+    cudnn,
+    eager,
+    flash,
+    sdpa,
+)
 from megatron.model.block import Block
-from megatron.model.state import LayerState
+from megatron.model.layer_list import LayerState
 from megatron.parallel.tensor_parallel import TensorParallel
 
 BATCH, HEADS, WIDTH = 3, 4, 8
@@ -188,7 +195,7 @@ def test_cross_attention_with_grouped_heads_norms_and_positions_elsewhere():
 
 
 def test_what_makes_no_sense_is_refused_by_its_flag():
-    with pytest.raises(ConfigError, match="--sliding-window 2 counts the tokens before one"):
+    with pytest.raises(ConfigError, match="--sliding-window 2 limits the tokens before a token"):
         Block(config(sliding_window=2), 0, TensorParallel(), False, "full")
     with pytest.raises(ConfigError, match="--parallel-residual"):
         Block(config(parallel_residual=True), 0, TensorParallel(), False, cross=True)

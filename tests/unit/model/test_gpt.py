@@ -13,12 +13,12 @@ from megatron.model.embedding import InputEmbedding
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import (
     LayerStack,
+    LayerState,
     canonical_name,
     canonical_prefixes,
     initialise,
     recomputed_chunks,
 )
-from megatron.model.state import LayerState
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.shard import Init, init_of, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel

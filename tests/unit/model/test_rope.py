@@ -12,8 +12,7 @@ from transformers.models.phi import modeling_phi
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
 from megatron.config.rope_scaling import RopeScaling, llama3_scaling
-from megatron.model.rope import RotaryEmbedding, _table, apply_rope
-from megatron.model.rope_scaling import stretched
+from megatron.model.rope import RotaryEmbedding, _table, apply_rope, scaled_frequencies
 
 CPU = torch.device("cpu")
 
@@ -98,13 +97,13 @@ def llama(**form):
 
 @pytest.mark.parametrize("length", [64, 65])
 @pytest.mark.parametrize("form", FORMS)
-def test_stretched_frequencies_against_transformers(form, length):
+def test_scaled_frequencies_against_transformers(form, length):
     """Up to the original length, and beyond it."""
     scaling = RopeScaling.parse(json.dumps(FORMS[form]), WIDTH // 2)
     compute = ROPE_INIT_FUNCTIONS[scaling.rope_type]
     theirs, factor = compute(llama(**FORMS[form]), CPU, seq_len=length)
     plain = 1.0 / BASE ** (torch.arange(0, WIDTH, 2).float() / WIDTH)
-    ours, our_factor = stretched(plain, BASE, scaling, POSITIONS, long=length > 64)
+    ours, our_factor = scaled_frequencies(plain, BASE, scaling, POSITIONS, long=length > 64)
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=0)
     assert our_factor == pytest.approx(factor, rel=1e-12)
     assert form in ("dynamic", "yarn-shorter") or not torch.allclose(ours, plain, rtol=1e-3)

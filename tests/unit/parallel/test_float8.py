@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megatron.parallel.float8 import Float8, linear
+from megatron.parallel.float8 import Float8
+from megatron.parallel.layers import linear
 
 TOKENS, INPUTS, OUTPUTS = 32, 64, 48
 KINDS = {
@@ -124,7 +125,7 @@ def test_under_autocast_products_are_bfloat16_and_gradients_float32():
 def test_tokens_that_16_does_not_divide():
     """They are refused where weights are trained; generation takes one token at a time."""
     x, weight = draw(17, INPUTS), draw(OUTPUTS, INPUTS, seed=1).requires_grad_()
-    with pytest.raises(ValueError, match="17 tokens of a micro batch are no multiple of 16"):
+    with pytest.raises(ValueError, match="17 tokens of a micro batch are not a multiple of 16"):
         linear(x, weight, None, Float8())
     with torch.no_grad():
         assert linear(x[:1], weight, None, Float8()).shape == (1, OUTPUTS)

@@ -155,7 +155,7 @@ def test_where_the_stages_are():
         ("1f1b", 4, 2, 8, "each process holds one stage"),
         ("1f1b", 4, 1, 0, "0 micro batches"),
         ("1f1b", 0, 1, 1, "0 processes"),
-        ("gpipe", 4, 1, 1, "no schedule 'gpipe', only 1f1b, interleaved"),
+        ("gpipe", 4, 1, 1, "unknown schedule 'gpipe'; choose one of 1f1b, interleaved"),
     ],
 )
 def test_what_does_not_exist_is_refused(name, ranks, chunks, micro_batches, reason):

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 
 from megatron.config.layouts import Layout
-from megatron.parallel.pipeline_messages import transfer_of
 from megatron.parallel.pipeline_schedules import PipelineSchedule
+from megatron.parallel.timeline import transfer_of
 from megatron.planning.step_time import (
     data_bytes,
     hidden_bytes,

@@ -10,7 +10,7 @@ from gpt_forward import forward
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.families import build_model
-from megatron.model import blocked_attention
+from megatron.model import cpu_kernels
 from megatron.model.norm import build_head_norm, build_norm
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -122,7 +122,7 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
     measured by itself, is allowed for. All blocks keep the same masks.
     """
     # In bf16 short attention on a CPU keeps its probabilities instead.
-    monkeypatch.setattr(blocked_attention, "suits", lambda q, k: False)
+    monkeypatch.setattr(cpu_kernels, "suits", lambda q, k: False)
     changes = {"swiglu": {"swiglu": True}, "squared relu": {"squared_relu": True}}
     model = small(**changes[kind]) if kind in changes else small(kind)
     layout = Layout(precision=precision, recompute=recompute, zero=1)

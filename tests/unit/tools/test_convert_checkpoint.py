@@ -164,7 +164,9 @@ def test_without_transformers(tool, saved, tmp_path, monkeypatch):
 
 
 def test_help_names_the_commands(tool, capsys):
-    tool.main(["--help"])
+    with pytest.raises(SystemExit) as end:
+        tool.main(["--help"])
+    assert end.value.code == 0
     assert "to-hf" in capsys.readouterr().out
 
 

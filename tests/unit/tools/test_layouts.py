@@ -68,8 +68,8 @@ def test_both_marks_and_every_dropout_occur(tool):
 
 def test_the_documentation_is_what_the_command_prints(tool, capsys):
     tool.main(["--markdown"])
-    assert capsys.readouterr().out == (ROOT / "docs" / "layouts.md").read_text(), (
-        "run python tools/layouts.py --markdown > docs/layouts.md"
+    assert capsys.readouterr().out == (ROOT / "docs" / "reference" / "layouts.md").read_text(), (
+        "run python tools/layouts.py --markdown > docs/reference/layouts.md"
     )
 
 

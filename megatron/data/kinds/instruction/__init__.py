@@ -9,18 +9,17 @@ from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
 from megatron.config.kinds.instruction import InstructionConfig
 from megatron.data.build import SourceReader
 from megatron.data.indexed import idx_path
-from megatron.data.kinds.instruction.encode import ExampleEncoder
+from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.kinds.instruction.examples import InstructionExamples
 from megatron.data.kinds.instruction.recipe import InstructionRecipe
 from megatron.data.pipeline import DataKind, DataPipeline
-from megatron.data.sources import Source
+from megatron.data.sources import DataSource
 
 
 class Instruction(DataKind):
-    """See :class:`DataKind`."""
+    """Files of instructions and answers instead of .bin/.idx."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        """See :meth:`DataKind.reader`; examples have a recipe of their own."""
         config = data.config.kind(InstructionConfig)
         if sequence_lengths(data.config.kind(CurriculumConfig)) is not None:
             raise ConfigError(
@@ -29,7 +28,7 @@ class Instruction(DataKind):
             )
         recipe = InstructionRecipe.from_config(config, data.seq_length, data.seed, data.tokenizer)
 
-        def open_examples(path: str, source: Source) -> InstructionExamples:
+        def open_examples(path: str, source: DataSource) -> InstructionExamples:
             if idx_path(path).is_file() and not Path(path).exists():
                 raise ConfigError(
                     f"{path} is the prefix of a .bin and an .idx; --sft, and the type instruction, "

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import operator
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
@@ -14,9 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.kinds.instruction.encode import ExampleEncoder
+from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.kinds.instruction.records import Example, read_examples
-from megatron.data.kinds.raw_text.files import text_files
+from megatron.data.kinds.raw_text.records import text_files
+from megatron.data.samples import checked_range
 from megatron.util.digests import digest
 
 logger = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ class InstructionExamples:
         self.document_indices: npt.NDArray[np.int64] = np.arange(len(self) + 1, dtype=np.int64)
         self.first_counted: npt.NDArray[np.int32] = index["first_counted"]
         """First token of each example that counts in the loss; the example's length where none
-        does. int32[n]."""
+        does; int32[n]."""
 
     @classmethod
     def open(
@@ -52,8 +52,8 @@ class InstructionExamples:
             cache: where they are kept; `index-cache/` beside the data without it.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: a record is malformed, or there is none; names file and line or record.
+            FileNotFoundError: no such file.
+            ValueError: a record is malformed (names file and line or record), or none is found.
         """
         files = text_files(path, ENDINGS)
         depends_on: dict[str, Any] = {
@@ -71,18 +71,13 @@ class InstructionExamples:
 
         examples = cls(path, cache.arrays("instruction", depends_on, arrays))
         if not len(examples):
-            raise ValueError(f"{path} holds no example")
+            raise ValueError(f"{path} contains no example")
         return examples
 
     @cached_property
     def lengths_digest(self) -> str:
         """Identifies the lengths of the examples."""
         return digest(self.sequence_lengths.tobytes())
-
-    @cached_property
-    def counted_digest(self) -> str:
-        """Identifies the first tokens that count."""
-        return digest(self.first_counted.tobytes())
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
@@ -91,7 +86,7 @@ class InstructionExamples:
         """`length` tokens (default: the rest) of example `index`, from token `offset` on.
 
         Raises:
-            IndexError: there is no such example, or the range leaves it.
+            IndexError: no such example, or the range leaves it.
         """
         return self._slice("tokens", index, offset, length)
 
@@ -100,11 +95,7 @@ class InstructionExamples:
         return self._slice("counted", index, offset, length)
 
     def verify(self) -> None:
-        """Check that the arrays belong together.
-
-        Raises:
-            ValueError: they do not.
-        """
+        """Raises ValueError where the arrays do not belong together."""
         tokens, counted = self._index["tokens"], self._index["counted"]
         if (
             self._offsets[0] != 0
@@ -121,17 +112,9 @@ class InstructionExamples:
         return type(self), (self.prefix, self._index)
 
     def _slice(self, name: str, index: int, offset: int, length: int | None) -> np.ndarray:
-        index = operator.index(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"example {index} of {self.prefix}, which holds {len(self)}")
-        start, end = self._offsets[index : index + 2].tolist()
-        length = end - start - offset if length is None else length
-        if offset < 0 or length < 0 or start + offset + length > end:
-            raise IndexError(
-                f"tokens {offset} to {offset + length} of example {index} of {self.prefix}, which "
-                f"has {end - start} tokens"
-            )
-        return self._index[name][start + offset : start + offset + length]
+        index, stop = checked_range(self.sequence_lengths, index, offset, length, self.prefix)
+        start = int(self._offsets[index])
+        return self._index[name][start + offset : start + stop]
 
 
 def _encoded(

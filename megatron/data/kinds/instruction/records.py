@@ -1,13 +1,16 @@
-"""Files of instructions in the layouts that are in use, to one form: turns of a conversation."""
+"""Files of instructions in their various layouts, to one form: turns of a conversation."""
 
 from __future__ import annotations
 
+import io
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import orjson
+
+from megatron.data.json_lines import BYTE_ORDER_MARK, ArrayReader
 
 ANSWER = "assistant"
 _ROLE_OF_SPEAKER = {
@@ -28,17 +31,16 @@ _LAYOUTS = (
 
 
 class Turn(NamedTuple):
-    """What one side says."""
+    """One side's message."""
 
     role: str
-    """"system", "user", "assistant", or what else a chat template knows."""
+    """"system", "user", "assistant", or another that a chat template knows."""
     content: str
     context: str = ""
-    """Alpaca's "input": what an instruction is about."""
+    """Alpaca's "input": the text that an instruction is about."""
 
     @property
     def text(self) -> str:
-        """Content and context."""
         return f"{self.content}\n{self.context}" if self.context else self.content
 
 
@@ -52,7 +54,7 @@ class Example:
 
 
 def read_examples(path: str) -> Iterator[tuple[str, Example]]:
-    """(where it is, for messages; example) of each record of a JSON array or of JSON lines.
+    """Each record of a JSON array or of JSON lines, after its place for messages.
 
     Raises:
         ValueError: a record is malformed; names file and line or record.
@@ -65,30 +67,35 @@ def read_examples(path: str) -> Iterator[tuple[str, Example]]:
 
 
 def parse_example(record: Any) -> Example:
-    """A record of any of the layouts.
+    """A record in any layout.
 
     Raises:
-        ValueError: it has none of them, or there is no answer in it.
+        ValueError: the layout is unknown, or the record contains no answer.
     """
     if not isinstance(record, dict):
         raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
-    if "messages" in record:
-        return _conversation(record, "messages")
-    if "conversations" in record:
-        return _conversation(record, "conversations")
+    for key in ("messages", "conversations"):
+        if key in record:
+            return _until_last_answer(_system(record) + _turns(record[key], key))
+    response = "response" if "response" in record else None
     if "instruction" in record:
-        return _alpaca(record)
+        turns = _system(record) + _history(record.get("history") or [])
+        context = _string(record, "input") if record.get("input") else ""
+        turns.append(Turn("user", _string(record, "instruction"), context))
+        turns.append(Turn(ANSWER, _string(record, response or "output")))
+        return Example(tuple(turns))
     if "prompt" in record:
-        return _pair(record)
-    keys = ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
-    raise ValueError(f"unknown layout (its keys: {keys}); {_LAYOUTS}")
+        answer = response or "completion"
+        if isinstance(record["prompt"], list):
+            turns = _turns(record["prompt"], "prompt") + _turns(record.get(answer), answer)
+            return _until_last_answer(turns)
+        pair = (Turn("user", _string(record, "prompt")), Turn(ANSWER, _string(record, answer)))
+        return Example(pair, is_pair=True)
+    raise ValueError(f"unknown layout (its keys: {_keys(record)}); {_LAYOUTS}")
 
 
-def _conversation(record: Mapping[str, Any], key: str) -> Example:
-    turns = _turns(record[key], key)
-    if record.get("system"):
-        turns.insert(0, Turn("system", _string(record, "system")))
-    return _until_last_answer(turns)
+def _system(record: Mapping[str, Any]) -> list[Turn]:
+    return [Turn("system", _string(record, "system"))] if record.get("system") else []
 
 
 def _turns(messages: Any, key: str) -> list[Turn]:
@@ -110,28 +117,11 @@ def _turns(messages: Any, key: str) -> list[Turn]:
     return turns
 
 
-def _alpaca(record: Mapping[str, Any]) -> Example:
-    turns = []
-    if record.get("system"):
-        turns.append(Turn("system", _string(record, "system")))
-    for exchange in record.get("history") or []:
-        if not isinstance(exchange, list) or [type(text) for text in exchange] != [str, str]:
+def _history(pairs: Sequence[Any]) -> list[Turn]:
+    for pair in pairs:
+        if not isinstance(pair, list) or [type(text) for text in pair] != [str, str]:
             raise ValueError('"history" must be a list of pairs: an instruction and its answer')
-        turns += [Turn("user", exchange[0]), Turn(ANSWER, exchange[1])]
-    context = _string(record, "input") if record.get("input") else ""
-    turns.append(Turn("user", _string(record, "instruction"), context))
-    turns.append(Turn(ANSWER, _string(record, "response" if "response" in record else "output")))
-    return Example(tuple(turns))
-
-
-def _pair(record: Mapping[str, Any]) -> Example:
-    answer = "response" if "response" in record else "completion"
-    if isinstance(record["prompt"], list):
-        return _until_last_answer(
-            _turns(record["prompt"], "prompt") + _turns(record.get(answer), answer)
-        )
-    turns = (Turn("user", _string(record, "prompt")), Turn(ANSWER, _string(record, answer)))
-    return Example(turns, is_pair=True)
+    return [Turn(*turn) for q, a in pairs for turn in (("user", q), (ANSWER, a))]
 
 
 def _until_last_answer(turns: list[Turn]) -> Example:
@@ -142,10 +132,13 @@ def _until_last_answer(turns: list[Turn]) -> Example:
     return Example(tuple(turns))
 
 
+def _keys(record: Mapping[str, Any]) -> str:
+    return ", ".join(f'"{key}"' for key in list(record)[:8]) or "none"
+
+
 def _string(record: Mapping[str, Any], key: str) -> str:
     if key not in record:
-        keys = ", ".join(f'"{name}"' for name in list(record)[:8]) or "none"
-        raise ValueError(f'no key "{key}" (the keys: {keys})')
+        raise ValueError(f'no key "{key}" (the keys: {_keys(record)})')
     if not isinstance(record[key], str):
         raise ValueError(f'"{key}" must be a string, not {json.dumps(record[key])[:40]}')
     return record[key]
@@ -153,19 +146,27 @@ def _string(record: Mapping[str, Any], key: str) -> str:
 
 def _records(path: str) -> Iterator[tuple[str, Any]]:
     with open(path, "rb") as file:
-        start = len(b"\xef\xbb\xbf") if file.read(3) == b"\xef\xbb\xbf" else 0
+        start = len(BYTE_ORDER_MARK) if file.peek(3)[:3] == BYTE_ORDER_MARK else 0
         file.seek(start)
         while (byte := file.read(1)).isspace():
             pass
         file.seek(start)
         if byte == b"[":
-            for number, record in enumerate(_parsed(file.read(), path), 1):
-                yield f"{path}, record {number}", record
+            for number, item in enumerate(_items(file, path), 1):
+                place = f"{path}, record {number}"
+                yield place, _parsed(item, place)
         else:
             for number, line in enumerate(file, 1):
                 if not line.isspace():
                     place = f"{path}, line {number}"
                     yield place, _parsed(line, place)
+
+
+def _items(file: io.BufferedReader, path: str) -> Iterator[bytes]:
+    try:
+        yield from ArrayReader(file)
+    except ValueError as error:
+        raise ValueError(f"{path}, {error}") from None
 
 
 def _parsed(text: bytes, place: str) -> Any:

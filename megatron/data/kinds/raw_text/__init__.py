@@ -1,4 +1,4 @@
-"""Documents read from text files and tokenized when they are needed."""
+"""Documents read from text files and tokenized when needed."""
 
 from __future__ import annotations
 
@@ -11,28 +11,25 @@ from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.data.build import SourceReader
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.raw_text.documents import RawTextDocuments
-from megatron.data.kinds.raw_text.encode import TextEncoder, TextSettings
 from megatron.data.kinds.raw_text.records import text_records
 from megatron.data.kinds.raw_text.scan import batches
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.sentences import available_splitter
-from megatron.data.sources import Source
+from megatron.data.sources import DataSource
+from megatron.data.text_encoder import TextEncoder, TextSettings
 
 
 class RawText(DataKind):
-    """See :class:`DataKind`."""
+    """Text files instead of .bin/.idx."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        """See :meth:`DataKind.reader`; samples are made as of indexed documents."""
-
-        def open_text(path: str, source: Source) -> RawTextDocuments:
+        def open_text(path: str, source: DataSource) -> RawTextDocuments:
             config = with_key_of(source, data.config.kind(RawTextConfig))
             return open_raw_text(path, config, text_encoder(data), data.cache(path))
 
         return SourceReader(open_text, data.recipe())
 
-    def texts(self, config: RunConfig, sources: Sequence[Source]) -> Iterator[str]:
-        """See :meth:`DataKind.texts`."""
+    def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
         for source in sources:
             for path in source.paths:
                 yield from read_texts(path, with_key_of(source, config.kind(RawTextConfig)))
@@ -43,15 +40,15 @@ KIND = RawText()
 
 @lru_cache(maxsize=1)
 def text_encoder(data: DataPipeline) -> TextEncoder:
-    """Makes tokens of a run's raw text, sentence by sentence where its samples need it; one for all
-    files and kinds, so that its tokenizer is loaded once."""
+    """Encodes a run's raw text, sentence by sentence where its samples need it. One for all files
+    and kinds, so that its tokenizer is loaded once."""
     config = data.config
     settings = text_settings(config.kind(RawTextConfig), config.tokenizer, data.unit == "sentence")
     return TextEncoder(settings, data.tokenizer)
 
 
-def with_key_of(source: Source, config: RawTextConfig) -> RawTextConfig:
-    """How a source's files are read: with the key that it names itself, if it does."""
+def with_key_of(source: DataSource, config: RawTextConfig) -> RawTextConfig:
+    """The configuration with the source's own key, if it names one."""
     return dataclasses.replace(config, text_key=source.text_key or config.text_key)
 
 
@@ -61,9 +58,9 @@ def text_settings(
     """How texts become sequences.
 
     Args:
-        sentences: make each sentence a sequence, for BERT and T5: the lines of a text with
-            --presplit-sentences, else what NLTK's punkt finds, or rules where its data is not at
-            hand. There is no end-of-document token then.
+        sentences: make each sentence a sequence, for BERT and T5, without an end-of-document token:
+            the lines of a text with --presplit-sentences, else what NLTK's punkt finds, or rules
+            where its data is not installed.
     """
     split = sentences and not config.presplit_sentences
     return TextSettings(
@@ -77,10 +74,7 @@ def text_settings(
 def open_raw_text(
     path: str, config: RawTextConfig, encoder: TextEncoder, cache: IndexCache
 ) -> RawTextDocuments:
-    """The documents of one data path.
-
-    Args:
-        encoder: made of `text_settings`; one for all paths, so that its tokenizer is loaded once.
+    """The documents of one data path; `encoder` has the settings of `text_settings`.
 
     Raises:
         FileNotFoundError, ValueError: as `RawTextDocuments.open`.
@@ -91,10 +85,10 @@ def open_raw_text(
 
 
 def read_texts(path: str, config: RawTextConfig) -> Iterator[str]:
-    """The texts of one data path as they stand in the files.
+    """The texts of one data path, as they are in the files.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: no such file.
         ValueError: a record is malformed; names file and line.
     """
     for records in text_records(path, config.text_key, _delim(config)):

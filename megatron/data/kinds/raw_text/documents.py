@@ -1,8 +1,7 @@
-"""Documents of text files: places and lengths are indexed once, tokens made when asked for."""
+"""Documents of text files: offsets and lengths are indexed once, tokens made when needed."""
 
 from __future__ import annotations
 
-import operator
 from bisect import bisect_right
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -15,10 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.kinds.raw_text.encode import TextEncoder
-from megatron.data.kinds.raw_text.files import TextFile
-from megatron.data.kinds.raw_text.records import Records, changed, text_records
+from megatron.data.kinds.raw_text.records import TextFile, TextRecords, changed, text_records
 from megatron.data.kinds.raw_text.scan import say_what_changed, scan
+from megatron.data.samples import checked_range
+from megatron.data.text_encoder import TextEncoder
 from megatron.util.digests import digest
 
 # Part of the cache entry's name: raise it when the meaning of the arrays changes.
@@ -29,15 +28,15 @@ _KEPT_TOKENS = 1 << 22
 class RawTextDocuments:
     """The documents of text files; `Documents` of megatron/data/samples.py.
 
-    Sequence i has the tokens that sequence i of the .bin/.idx would have which
-    tools/preprocess_data.py makes of the same files. Memory: the index is mapped from its cache
-    entry, the text stays on disk, and the last documents read are kept up to 4 million tokens.
+    Sequence i has the tokens of sequence i of the .bin/.idx that tools/preprocess_data.py makes of
+    the same files. Memory: the index is mapped from its cache entry, the text stays on disk, and
+    the last documents read are kept, up to 4 million tokens.
 
     Pickling (loader workers) opens the files again and loads the tokenizer again.
     """
 
     def __init__(
-        self, prefix: str, records: Sequence[Records], encoder: TextEncoder, index: StoredArrays
+        self, prefix: str, records: Sequence[TextRecords], encoder: TextEncoder, index: StoredArrays
     ) -> None:
         """Use `RawTextDocuments.open`."""
         self.prefix = prefix
@@ -69,8 +68,8 @@ class RawTextDocuments:
             workers: processes that count tokens; see `scan`.
 
         Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: a record is malformed, or there is no document; names file and line.
+            FileNotFoundError: no such file.
+            ValueError: a record is malformed (names file and line), or no document is found.
         """
         records = text_records(path, text_key, delim)
         files = [r.file for r in records]
@@ -91,7 +90,7 @@ class RawTextDocuments:
 
         documents = cls(path, records, encoder, cache.arrays("raw-text", depends_on, arrays))
         if not len(documents):
-            raise ValueError(f"{path} holds no document with a token in it")
+            raise ValueError(f"{path} contains no document with a token in it")
         return documents
 
     @cached_property
@@ -106,22 +105,13 @@ class RawTextDocuments:
         """`length` tokens (default: the rest) of sequence `index`, from token `offset` on.
 
         Raises:
-            IndexError: there is no such sequence, or the range leaves it.
+            IndexError: no such sequence, or the range leaves it.
             ValueError: a file has changed since it was indexed; the message names it.
         """
-        index = operator.index(index)
-        if not 0 <= index < len(self):
-            raise IndexError(f"sequence {index} of {self.prefix}, which holds {len(self)}")
-        available = int(self.sequence_lengths[index])
-        length = available - offset if length is None else length
-        if offset < 0 or length < 0 or offset + length > available:
-            raise IndexError(
-                f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}, "
-                f"which has {available} tokens"
-            )
+        index, stop = checked_range(self.sequence_lengths, index, offset, length, self.prefix)
         document = int(np.searchsorted(self.document_indices, index, side="right")) - 1
         sequence = self._document(document)[index - int(self.document_indices[document])]
-        return sequence[offset : offset + length]
+        return sequence[offset:stop]
 
     def verify(self) -> None:
         """Check that the files are still those that were indexed.
@@ -154,7 +144,8 @@ class RawTextDocuments:
         if number in self._kept:
             self._kept.move_to_end(number)
             return self._kept[number]
-        (sequences,) = self._encoder([self.text(number)])
+        (document,) = self._encoder([self.text(number)])
+        sequences = [sequence.astype(self._encoder.dtype) for sequence in document]
         first, last = self.document_indices[number : number + 2].tolist()
         if list(map(len, sequences)) != self.sequence_lengths[first:last].tolist():
             start = int(self._offsets[number])

@@ -1,6 +1,6 @@
-"""Records of a text file by their place in it: JSON lines, and tables in CSV or TSV.
+"""The text files of a data path and their records by place: JSON lines, and tables in CSV or TSV.
 
-A record is read again from its offset alone, so nothing of a file is kept in memory.
+A record is read again from its offset alone, so that no part of a file stays in memory.
 """
 
 from __future__ import annotations
@@ -10,102 +10,158 @@ import io
 import os
 from collections.abc import Iterator
 from functools import cached_property
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
-from megatron.data.json_lines import BadLine, texts_of_line
-from megatron.data.kinds.raw_text.files import TextFile, text_files
+from megatron.config.kinds.raw_text import PACKED_ENDINGS, TEXT_ENDINGS
+from megatron.data.json_lines import (
+    BYTE_ORDER_MARK,
+    LONGEST_RECORD,
+    BadLine,
+    read_lines,
+    texts_of_line,
+)
+from megatron.data.paths import expand
+from megatron.util.digests import digest_of_parts
 
-_BOM = b"\xef\xbb\xbf"
 _RANGE_BYTES = 1 << 24
-LONGEST_LINE = 1 << 26
-"""Bytes of a line, its end not counted; as tools/preprocess_data.py has it without
---max-line-bytes. No longer one is held in memory."""
 _LONGEST_FIELD = (1 << 31) - 1
+_DIGEST_BYTES = 1 << 16
+_DIGEST_BLOCKS = 64
 
-Record = tuple[int, str | BadLine]
+TextRecord = tuple[int, str | BadLine]
 """Offset of a record in its file, and its text or what is wrong with it."""
 
 
-class JsonLines:
-    """A file with one JSON object a line; the text is the string under a key."""
+class TextFile(NamedTuple):
+    """A file as it was when it was opened."""
 
-    def __init__(self, file: TextFile, key: str) -> None:
-        self.file, self._key = file, key
+    path: str
+    size: int
+    """Bytes."""
+    modified_ns: int
 
-    def __reduce__(self) -> tuple[type[JsonLines], tuple[TextFile, str]]:
-        return type(self), (self.file, self._key)
+    @classmethod
+    def of(cls, path: str) -> TextFile:
+        """As it is now."""
+        stat = os.stat(path)
+        return cls(path, stat.st_size, stat.st_mtime_ns)
+
+    @property
+    def has_columns(self) -> bool:
+        """Whether it is a table (.csv, .tsv) and not JSON lines."""
+        return self.path.endswith((".csv", ".tsv"))
+
+    def content_digest(self) -> str:
+        """Of up to 64 blocks of 64 KiB: the first, the last and evenly spaced ones between."""
+        return digest_of_parts(self._some_blocks())
+
+    def _some_blocks(self) -> Iterator[bytes]:
+        last, is_long = self.size - _DIGEST_BYTES, self.size > _DIGEST_BYTES * _DIGEST_BLOCKS
+        with open(self.path, "rb") as file:
+            for i in range(min(_DIGEST_BLOCKS, -(-self.size // _DIGEST_BYTES))):
+                file.seek(last * i // (_DIGEST_BLOCKS - 1) if is_long else i * _DIGEST_BYTES)
+                yield file.read(_DIGEST_BYTES)
+
+
+def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextFile]:
+    """The files of a path: itself, those below a folder sorted by path, or what a glob matches,
+    sorted.
+
+    Args:
+        endings: of the files to read in a folder.
+
+    Raises:
+        FileNotFoundError: no such file.
+        ValueError: a file is compressed, or the path is a URL.
+    """
+    found = [str(p) for p in expand(path, endings)]
+    for name in found:
+        if name.endswith(PACKED_ENDINGS):
+            raise ValueError(
+                f"{name} cannot be read as it is, from any place on: unpack it to JSON lines (or, "
+                "of text, make a .bin/.idx with tools/preprocess_data.py)"
+            )
+    return [TextFile.of(name) for name in found]
+
+
+class TextRecords:
+    """The records of a file. Pickles as its arguments."""
+
+    def __init__(self, file: TextFile, key: str, delim: str | None = None) -> None:
+        self.file, self._key, self._delim = file, key, delim
+
+    def __reduce__(self) -> tuple[type[TextRecords], tuple[TextFile, str, str | None]]:
+        return type(self), (self.file, self._key, self._delim)
 
     def ranges(self) -> list[tuple[int, int]]:
-        """Byte ranges that different processes may read; a line belongs to where it begins."""
-        starts = range(0, self.file.size, _RANGE_BYTES)
-        return [(start, min(start + _RANGE_BYTES, self.file.size)) for start in starts]
+        """Byte ranges that different processes may read."""
+        raise NotImplementedError
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
-        """The records that begin in a range of bytes, empty lines left out."""
-        with open(self.file.path, "rb") as file:
-            if start:
-                file.seek(start - 1)
-                before = file.readline(LONGEST_LINE + 2)
-                if not before.endswith(b"\n"):
-                    return  # all of the range is in one line, which belongs to an earlier range
-                start = start - 1 + len(before)
-            elif file.read(len(_BOM)) == _BOM:
-                start = len(_BOM)
-            file.seek(start)
-            while start < stop and (line := file.readline(LONGEST_LINE + 1)):
-                if len(line) > LONGEST_LINE and not line.endswith(b"\n"):
-                    yield start, BadLine(0, "longer than 64 MiB", f"{line[:40]!r}...")
-                    return
-                if not line.isspace():
-                    yield start, self._text(line)
-                start += len(line)
+    def read(self, start: int, stop: int) -> Iterator[TextRecord]:
+        """The records that begin in one of the ranges, empty ones left out."""
+        raise NotImplementedError
 
     def text_at(self, start: int, stop: int) -> str:
-        """The text of the record at offset `start`, which ends before `stop`.
+        """The text of the record at offset `start`, which ends at or before `stop`.
 
         Raises:
             ValueError: it is no longer there.
         """
-        line = os.pread(self._open.fileno(), stop - start, start)
-        text = self._text(line[: line.find(b"\n") + 1] or line)
+        text = self._first(os.pread(self._open.fileno(), stop - start, start))
         if isinstance(text, BadLine):
             raise changed(self.file, start)
         return text
 
-    def _text(self, line: bytes) -> str | BadLine:
-        texts = texts_of_line(line, 0, [self._key])
-        return texts if isinstance(texts, BadLine) else texts[0]
+    def _first(self, content: bytes) -> str | BadLine:
+        """The text of the first record there."""
+        raise NotImplementedError
 
     @cached_property
     def _open(self) -> BinaryIO:
         return open(self.file.path, "rb", buffering=0)
 
 
-class Table:
-    """A .csv or .tsv file whose first row names the columns; the text is what stands in one.
-
-    Fields of a table with commas may be quoted, with line breaks in them; in one with tabs a
-    quotation mark is a character like any other.
-    """
-
-    def __init__(self, file: TextFile, column: str, delim: str | None) -> None:
-        self.file, self._column = file, column
-        self._delim = delim or ("\t" if file.path.endswith(".tsv") else ",")
-        if len(self._delim) != 1:
-            raise ValueError(f"--delim {delim!r} must be one character, such as ';'")
-
-    def __reduce__(self) -> tuple[type[Table], tuple[TextFile, str, str]]:
-        return type(self), (self.file, self._column, self._delim)
+class JsonLines(TextRecords):
+    """A file with one JSON object per line; the text is the string under a key."""
 
     def ranges(self) -> list[tuple[int, int]]:
-        """The whole file: where a row begins is known only from those before it."""
+        starts = range(0, self.file.size, _RANGE_BYTES)
+        return [(start, min(start + _RANGE_BYTES, self.file.size)) for start in starts]
+
+    def read(self, start: int, stop: int) -> Iterator[TextRecord]:
+        with open(self.file.path, "rb") as file:
+            for offset, line in read_lines(file, LONGEST_RECORD, start, stop):
+                if len(line) > LONGEST_RECORD:
+                    yield offset, BadLine(0, "longer than 64 MiB", f"{line[:40]!r}...")
+                    return
+                if line and not line.isspace():
+                    yield offset, self._first(line)
+
+    def _first(self, content: bytes) -> str | BadLine:
+        texts = texts_of_line(content.partition(b"\n")[0], 0, [self._key])
+        return texts if isinstance(texts, BadLine) else texts[0]
+
+
+class Table(TextRecords):
+    """A .csv or .tsv file whose first row names the columns; the text is in one of them.
+
+    Fields of a table with commas may be quoted, with line breaks in them; in one with tabs a
+    quotation mark is an ordinary character.
+    """
+
+    def __init__(self, file: TextFile, key: str, delim: str | None) -> None:
+        super().__init__(file, key, delim or ("\t" if file.path.endswith(".tsv") else ","))
+        if len(str(self._delim)) != 1:
+            raise ValueError(f"--delim {delim!r} must be one character, such as ';'")
+
+    def ranges(self) -> list[tuple[int, int]]:
+        """The whole file: where a row begins is known only from the rows before it."""
         return [(0, self.file.size)]
 
-    def read(self, start: int, stop: int) -> Iterator[Record]:
-        """All rows but the first."""
+    def read(self, start: int, stop: int) -> Iterator[TextRecord]:
         assert (start, stop) == (0, self.file.size)
         with open(self.file.path, "rb") as file:
-            rows = _Rows(file, self._delim)
+            rows = self._rows(file)
             try:
                 next(rows, None)
                 for offset, row in rows:
@@ -114,56 +170,48 @@ class Table:
             except (csv.Error, UnicodeDecodeError) as error:
                 yield rows.row_start, BadLine(0, "not a row of a table", str(error))
 
-    def text_at(self, start: int, stop: int) -> str:
-        """The text of the row at offset `start`, which ends at or before `stop`.
-
-        Raises:
-            ValueError: it is no longer there.
-        """
-        content = os.pread(self._open.fileno(), stop - start, start)
+    def _first(self, content: bytes) -> str | BadLine:
         try:
-            text = self._text(next(_Rows(io.BytesIO(content), self._delim), (0, []))[1])
-        except (csv.Error, UnicodeDecodeError):
-            raise changed(self.file, start) from None
-        if isinstance(text, BadLine):
-            raise changed(self.file, start)
-        return text
+            return self._text(next(self._rows(io.BytesIO(content)), (0, []))[1])
+        except (csv.Error, UnicodeDecodeError) as error:
+            return BadLine(0, "not a row of a table", str(error))
 
     def _text(self, row: list[str]) -> str | BadLine:
         if self._place >= len(row):
-            return BadLine(0, f'no column "{self._column}"', f"the row has {len(row)} columns")
+            return BadLine(0, f'no column "{self._key}"', f"the row has {len(row)} columns")
         return row[self._place]
 
-    @cached_property
-    def _open(self) -> BinaryIO:
-        return open(self.file.path, "rb", buffering=0)
+    def _rows(self, file: BinaryIO) -> _Rows:
+        assert self._delim is not None
+        return _Rows(file, self._delim)
 
     @cached_property
     def _place(self) -> int:
         with open(self.file.path, "rb") as file:
             try:
-                names = next(_Rows(file, self._delim), (0, []))[1]
+                names = next(self._rows(file), (0, []))[1]
             except (csv.Error, UnicodeDecodeError) as error:
                 raise ValueError(f"{self.file.path}, line 1: {error}") from None
-        if self._column not in names:
+        if self._key not in names:
             raise ValueError(
-                f"--text-key {self._column}: {self.file.path} has no such column; its first row is "
+                f"--text-key {self._key}: {self.file.path} has no such column; its first row is "
                 f"{', '.join(names[:8]) or 'empty'}"
             )
-        return names.index(self._column)
+        return names.index(self._key)
+
+
+class _Unquoted(csv.excel):
+    quoting = csv.QUOTE_NONE
 
 
 class _Rows(Iterator[tuple[int, list[str]]]):
     """(offset, fields) of the rows of a table."""
 
     def __init__(self, file: BinaryIO, delim: str) -> None:
-        csv.field_size_limit(_LONGEST_FIELD)  # 131,072 characters otherwise, in the whole process
+        csv.field_size_limit(_LONGEST_FIELD)  # in the whole process; 131,072 characters by default
         self._file, self._position, self.row_start = file, 0, 0
-        self._rows = (
-            csv.reader(self._lines(), delimiter=delim, quoting=csv.QUOTE_NONE)
-            if delim == "\t"
-            else csv.reader(self._lines(), delimiter=delim)
-        )
+        style = csv.excel if delim != "\t" else _Unquoted
+        self._rows = csv.reader(self._lines(), style, delimiter=delim)
 
     def __next__(self) -> tuple[int, list[str]]:
         self.row_start = self._position
@@ -171,15 +219,12 @@ class _Rows(Iterator[tuple[int, list[str]]]):
 
     def _lines(self) -> Iterator[str]:
         for line in self._file:
-            text = line.removeprefix(_BOM) if self._position == 0 else line
+            text = line.removeprefix(BYTE_ORDER_MARK) if self._position == 0 else line
             self._position += len(line)
             yield text.decode("utf-8")
 
 
-Records = JsonLines | Table
-
-
-def text_records(path: str, text_key: str, delim: str | None) -> list[Records]:
+def text_records(path: str, text_key: str, delim: str | None) -> list[TextRecords]:
     """The records of a file, folder or glob, file by file.
 
     Args:
@@ -187,10 +232,10 @@ def text_records(path: str, text_key: str, delim: str | None) -> list[Records]:
         delim: between the columns of a table; a comma in .csv and a tab in .tsv without it.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: no such file.
     """
     return [
-        Table(file, text_key, delim) if file.has_columns else JsonLines(file, text_key)
+        (Table if file.has_columns else JsonLines)(file, text_key, delim)
         for file in text_files(path)
     ]
 
@@ -199,5 +244,5 @@ def changed(file: TextFile, offset: int) -> ValueError:
     """What to raise when a record is not where it was."""
     return ValueError(
         f"{file.path} has changed while it was in use: there is another record at byte {offset} "
-        "than when it was indexed; start the run again (its samples will be others)"
+        "than when it was indexed; start the run again (its samples will be different)"
     )

@@ -1,27 +1,26 @@
-"""The one pass over text files that finds their documents and counts their tokens."""
+"""The single pass over text files that finds their documents and counts their tokens."""
 
 from __future__ import annotations
 
 import json
 import logging
-import os
-from collections.abc import Iterator, Sequence
-from functools import lru_cache
-from itertools import accumulate, repeat
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.json_lines import BadLine
-from megatron.data.kinds.raw_text.encode import TextEncoder, TextSettings
-from megatron.data.kinds.raw_text.records import Records
-from megatron.util.processes import mapping_processes, usable_processors
+from megatron.data.json_lines import BYTE_ORDER_MARK, BadLine
+from megatron.data.kinds.raw_text.records import TextRecords
+from megatron.data.text_encoder import TextEncoder, refused
+from megatron.util.processes import map_in_order, usable_processors
 
 logger = logging.getLogger(__name__)
 
 _WORTH_PROCESSES = 1 << 25
-"""Bytes of text from which on starting processes, each with its tokenizer, pays."""
+"""Bytes of text from which starting processes, each with its tokenizer, pays."""
 _TEXTS_AT_ONCE = 1000
 _CHARACTERS_AT_ONCE = 1 << 20
 _SHOWN_BYTES = 60
@@ -38,13 +37,16 @@ class Scanned(NamedTuple):
     """int32[d]."""
 
 
+Range = tuple[TextRecords, tuple[int, int]]
+
+
 def scan(
-    records: Sequence[Records], encoder: TextEncoder, workers: int | None = None
+    records: Sequence[TextRecords], encoder: TextEncoder, workers: int | None = None
 ) -> dict[str, np.ndarray]:
     """Reads all records and counts the tokens of their documents.
 
     Args:
-        workers: processes; without it as many as there are processors, for 32 MiB of text or more.
+        workers: processes; by default one for each processor, for 32 MiB of text or more.
 
     Returns:
         record_offsets, int64[documents]: where each record begins, in the files back to back;
@@ -55,51 +57,39 @@ def scan(
         ChildProcessError: a process died.
     """
     bases = list(accumulate((r.file.size for r in records), initial=0))
-    tasks = [
-        (r, base, span) for r, base in zip(records, bases, strict=False) for span in r.ranges()
-    ]
+    ranges = [(r, span) for r in records for span in r.ranges()]
     if workers is None:
         workers = usable_processors() if bases[-1] >= _WORTH_PROCESSES else 1
-    offsets, lengths, counts = [], [], []
-    for (_, base, _), part in zip(tasks, _scanned(tasks, encoder, workers), strict=True):
-        offsets.append(part.offsets + base)
-        lengths.append(part.sequence_lengths)
-        counts.append(part.sequences_per_document)
-    per_document = np.concatenate([np.empty(0, np.int32), *counts])
-    indices = np.zeros(len(per_document) + 1, np.int64)
-    np.cumsum(per_document, out=indices[1:])
+    workers = min(workers, len(ranges))
+    prepare = partial(_range_scanner, encoder)
+    offsets, lengths, counts = (
+        [np.empty(0, np.int64)],
+        [np.empty(0, np.int32)],
+        [np.zeros(1, np.int64)],
+    )
+    base_of = dict(zip(map(id, records), bases, strict=False))
+    try:
+        scans = map_in_order(iter(ranges), prepare, workers if workers > 1 else 0)
+        for (of_file, _), found in scans:
+            offsets.append(found.offsets + base_of[id(of_file)])
+            lengths.append(found.sequence_lengths)
+            counts.append(found.sequences_per_document)
+    except ChildProcessError as error:
+        raise ChildProcessError(
+            "a process that counts tokens died, most often because memory ran out"
+        ) from error
     return {
-        "record_offsets": np.concatenate([np.empty(0, np.int64), *offsets]),
-        "sequence_lengths": np.concatenate([np.empty(0, np.int32), *lengths]),
-        "document_indices": indices,
+        "record_offsets": np.concatenate(offsets),
+        "sequence_lengths": np.concatenate(lengths),
+        "document_indices": np.cumsum(np.concatenate(counts), dtype=np.int64),
     }
 
 
-Task = tuple[Records, int, tuple[int, int]]
+def _range_scanner(encoder: TextEncoder) -> Callable[[Range], Scanned]:
+    return lambda task: scan_range(*task, encoder)
 
 
-def _scanned(tasks: list[Task], encoder: TextEncoder, workers: int) -> Iterator[Scanned]:
-    if workers == 1 or len(tasks) < 2:
-        yield from (scan_range(records, span, encoder) for records, _, span in tasks)
-        return
-    sources, _, spans = zip(*tasks, strict=True)
-    died = "a process that counts tokens died, most often because memory ran out"
-    with mapping_processes(min(workers, len(tasks)), died) as each:
-        yield from each(_scan_in_process, sources, spans, repeat(encoder.settings))
-
-
-@lru_cache(maxsize=1)
-def _encoder(settings: TextSettings) -> TextEncoder:
-    """One in each process: loading a vocabulary for every range would take longer than the text."""
-    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
-    return TextEncoder(settings)
-
-
-def _scan_in_process(records: Records, span: tuple[int, int], settings: TextSettings) -> Scanned:
-    return scan_range(records, span, _encoder(settings))
-
-
-def scan_range(records: Records, span: tuple[int, int], encoder: TextEncoder) -> Scanned:
+def scan_range(records: TextRecords, span: tuple[int, int], encoder: TextEncoder) -> Scanned:
     """The documents of the records that begin in a range of bytes.
 
     Raises:
@@ -113,7 +103,11 @@ def scan_range(records: Records, span: tuple[int, int], encoder: TextEncoder) ->
         try:
             documents = encoder(texts)
         except ValueError:
-            _raise_for_text(records, batch, encoder)
+            bad = dict(refused(encoder, texts))
+            if len(bad) < len(texts) or len(texts) == 1:  # else it is about all of them
+                place, error = next(iter(bad.items()))
+                where = located(records, starts[place])
+                raise ValueError(f"{where}: a text that cannot be tokenized ({error})") from None
             raise
         for start, document in zip(starts, documents, strict=True):
             if document:
@@ -125,7 +119,7 @@ def scan_range(records: Records, span: tuple[int, int], encoder: TextEncoder) ->
     )
 
 
-def batches(records: Records, span: tuple[int, int]) -> Iterator[list[tuple[int, str]]]:
+def batches(records: TextRecords, span: tuple[int, int]) -> Iterator[list[tuple[int, str]]]:
     """Offsets and texts of the records that begin in a range of bytes, a bounded number at a time.
 
     Raises:
@@ -147,22 +141,7 @@ def batches(records: Records, span: tuple[int, int]) -> Iterator[list[tuple[int,
         yield batch
 
 
-def _raise_for_text(
-    records: Records, batch: Sequence[tuple[int, str]], encoder: TextEncoder
-) -> None:
-    """Finds the one text that cannot be tokenized; of none, the error was about all of them."""
-    refused: list[tuple[int, ValueError]] = []
-    for start, text in batch:
-        try:
-            encoder([text])
-        except ValueError as error:
-            refused.append((start, error))
-    if len(refused) < len(batch) or len(batch) == 1:
-        start, first = refused[0]
-        raise ValueError(f"{located(records, start)}: a text that cannot be tokenized ({first})")
-
-
-def located(records: Records, offset: int) -> str:
+def located(records: TextRecords, offset: int) -> str:
     """File and line (from 1) of a record, for a message."""
     lines, left = 1, offset
     with open(records.file.path, "rb") as file:
@@ -172,11 +151,11 @@ def located(records: Records, offset: int) -> str:
     return f"{records.file.path}, line {lines}"
 
 
-def _wanted(records: Records) -> str:
+def _wanted(records: TextRecords) -> str:
     if records.file.has_columns:
         return "a row must have the column that --text-key names"
     with open(records.file.path, "rb") as file:
-        if file.read(_SHOWN_BYTES).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"["):
+        if file.read(_SHOWN_BYTES).removeprefix(BYTE_ORDER_MARK).lstrip().startswith(b"["):
             return (
                 "the file is one JSON array: write it as JSON lines (jq -c '.[]'), or make a "
                 ".bin/.idx of it with tools/preprocess_data.py"
@@ -208,8 +187,8 @@ def say_what_changed(folder: Path | None, depends_on: dict[str, Any], name: str)
             old = {file[0]: file for file in before["files"]}
             named = [file[0] for file in depends_on["files"] if old[file[0]] != file]
             logger.warning(
-                "%s changed since its documents were last indexed: a run that goes on with it now "
-                "sees other samples than it would have seen",
+                "%s changed since its documents were last indexed: a run that continues with it "
+                "now sees different samples than it would have seen",
                 ", ".join(named),
             )
             return

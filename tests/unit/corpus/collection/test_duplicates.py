@@ -9,16 +9,17 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError
-from megatron.corpus.collection.duplicates import DuplicateConfig, find_duplicates
-from megatron.corpus.collection.groups import (
+from megatron.corpus.collection.duplicates import (
+    DuplicateConfig,
     GroupConfig,
     RemoveConfig,
+    find_duplicates,
     group_duplicates,
     read_pairs,
     remove_duplicates,
 )
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.shingles import shingle_hashes, signatures_DS, similarity
+from megatron.corpus.collection.fingerprints import shingle_hashes, signatures_DS, similarity
+from megatron.corpus.collection.line_job import LineJobConfig
 
 
 def prose(rng: random.Random, words: int = 120) -> str:
@@ -48,7 +49,7 @@ def search(files, records, key="id", workers=1, **flags):
     """Pairs of ids to similarity, and the report."""
     path = files.lines("a.jsonl", records)
     config = DuplicateConfig((path, key), files / "pairs.json", **flags)
-    report = find_duplicates(config, RunConfig(workers=workers))
+    report = find_duplicates(config, LineJobConfig(workers=workers))
     return {(a, b): v for a, b, v in read_pairs(files.folder / "pairs.json")}, report
 
 
@@ -161,7 +162,7 @@ def test_many_copies_of_one_page(files, copies):
     texts = [edited(rng, page, 0.01) for _ in range(copies)] + [prose(rng) for _ in range(20)]
     texts += ["", "", ""]
     found, report = search(files, [{"id": str(i), "text": text} for i, text in enumerate(texts)])
-    group_duplicates(GroupConfig(files / "pairs.json", files / "groups.json"), RunConfig())
+    group_duplicates(GroupConfig(files / "pairs.json", files / "groups.json"), LineJobConfig())
     groups = [names for line in files.records("groups.json") for names in line.values()]
     assert sorted(map(sorted, groups), key=len) == [
         sorted(str(copies + 20 + i) for i in range(3)),
@@ -185,7 +186,7 @@ def test_several_files_and_kept_fingerprints(files, planted):
 
     def run(inputs, **flags):
         words = tuple(word for path in inputs for word in (path, "id"))
-        find_duplicates(DuplicateConfig(words, files / "b.json", **flags), RunConfig())
+        find_duplicates(DuplicateConfig(words, files / "b.json", **flags), LineJobConfig())
         return {(a, b): v for a, b, v in read_pairs(files.folder / "b.json")}
 
     assert run(parts) == whole
@@ -210,7 +211,7 @@ def test_fingerprints_of_a_stopped_run_are_used(files, planted, monkeypatch):
 
     records, _ = planted
     with monkeypatch.context() as patch, pytest.raises(Killed):
-        patch.setattr(duplicates.Search, "pairs", dying)
+        patch.setattr(duplicates.DuplicateSearch, "pairs", dying)
         search(files, records)
     assert not (files.folder / "pairs.json").exists()
 
@@ -219,8 +220,8 @@ def test_fingerprints_of_a_stopped_run_are_used(files, planted, monkeypatch):
 
     config = DuplicateConfig((files / "a.jsonl", "id"), files / "pairs.json")
     with monkeypatch.context() as patch:
-        patch.setattr(fingerprints.FingerprintStep, "build", refuse)
-        find_duplicates(config, RunConfig())
+        patch.setattr(fingerprints, "_fingerprint_step", refuse)
+        find_duplicates(config, LineJobConfig())
     assert files.names() == {"a.jsonl", "pairs.json"}
     again = files.read("pairs.json")
     search(files, records)
@@ -239,7 +240,7 @@ def test_a_record_without_id(files):
     with pytest.raises(ValueError, match='a.jsonl, line 2: no key "id"'):
         search(files, records)
     config = DuplicateConfig((files / "a.jsonl", "id"), files / "pairs.json")
-    assert find_duplicates(config, RunConfig(on_bad_line="skip")).documents == 1
+    assert find_duplicates(config, LineJobConfig(on_bad_line="skip")).documents == 1
 
 
 @pytest.mark.parametrize(
@@ -266,7 +267,7 @@ def test_groups_against_networkx(files, seed):
     ]
     files.lines("pairs.json", [{a: [{b: v}]} for a, b, v in pairs])
     config = GroupConfig(files / "pairs.json", files / "groups.json", 0.4)
-    report = group_duplicates(config, RunConfig())
+    report = group_duplicates(config, LineJobConfig())
     graph = networkx.Graph([(a, b) for a, b, v in pairs if v >= 0.4])
     groups = [names for line in files.records("groups.json") for names in line.values()]
     assert sorted(map(sorted, groups)) == sorted(map(sorted, networkx.connected_components(graph)))
@@ -276,13 +277,13 @@ def test_groups_against_networkx(files, seed):
 def test_groups_refuse_other_files(files):
     path = files.lines("pairs.json", [{"a": [{"b": 0.9}]}, {"a": "b"}])
     with pytest.raises(ValueError, match=f"{path}, line 2: not"):
-        group_duplicates(GroupConfig(path, files / "groups.json"), RunConfig())
+        group_duplicates(GroupConfig(path, files / "groups.json"), LineJobConfig())
 
 
 def test_removal_keeps_the_first_of_each_group(files, planted):
     records, _ = planted
     found, _ = search(files, records)
-    group_duplicates(GroupConfig(files / "pairs.json", files / "groups.json"), RunConfig())
+    group_duplicates(GroupConfig(files / "pairs.json", files / "groups.json"), LineJobConfig())
     report = remove_duplicates(
         RemoveConfig(
             files / "groups.json",
@@ -291,7 +292,7 @@ def test_removal_keeps_the_first_of_each_group(files, planted):
             removed=files / "removed.jsonl",
             id_key="id",
         ),
-        RunConfig(),
+        LineJobConfig(),
     )
     kept = {r["id"] for r in files.records("unique.jsonl")}
     position = {record["id"]: i for i, record in enumerate(records)}
@@ -310,7 +311,7 @@ def test_removal_refuses_other_files(files):
     groups = files.lines("groups.json", [{"0": "a"}])
     data = files.lines("a.jsonl", [{"url": "a", "text": "x"}])
     with pytest.raises(ValueError, match=f"{groups}, line 1: not"):
-        remove_duplicates(RemoveConfig(groups, (data,), files / "b.jsonl"), RunConfig())
+        remove_duplicates(RemoveConfig(groups, (data,), files / "b.jsonl"), LineJobConfig())
 
 
 @pytest.mark.realdata

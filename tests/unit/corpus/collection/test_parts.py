@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from megatron.config import ConfigError
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.parts import (
+from megatron.corpus.collection.line_job import LineJobConfig
+from megatron.corpus.collection.reshaping import (
     SplitConfig,
     cumulative_shares,
     exact_bounds,
@@ -28,7 +28,7 @@ def corpus(count: int) -> list[dict]:
 def split(files, records, folder="parts", **flags) -> dict[str, list[dict]]:
     path = files.lines("corpus.jsonl", records)
     config = SplitConfig(input=(path,), output_dir=files / folder, **flags)
-    split_corpus(config, RunConfig())
+    split_corpus(config, LineJobConfig())
     return {part: files.records(f"{folder}/{part}.jsonl") for part in PARTS}
 
 
@@ -78,8 +78,8 @@ def test_record_without_the_key_is_malformed(files):
     path = files.lines("corpus.jsonl", [{"text": "a"}, {"other": 1}])
     config = SplitConfig(input=(path,), output_dir=files / "parts", method="exact")
     with pytest.raises(ValueError, match=f'{path}, line 2: no key "text"'):
-        split_corpus(config, RunConfig())
-    assert split_corpus(config, RunConfig(on_bad_line="skip")).bad == {'no key "text"': 1}
+        split_corpus(config, LineJobConfig())
+    assert split_corpus(config, LineJobConfig(on_bad_line="skip")).bad == {'no key "text"': 1}
 
 
 @pytest.mark.parametrize("text", ["1,2", "a,b,c", "0,0,0", "1,-1,1", "1,nan,1", "inf,1,1"])

@@ -2,8 +2,8 @@
 
 import pytest
 
-from megatron.corpus.collection.job import RunConfig
-from megatron.corpus.collection.presplit import PresplitConfig, presplit
+from megatron.corpus.collection.line_job import LineJobConfig
+from megatron.corpus.collection.reshaping import PresplitConfig, presplit
 from megatron.data.sentences import build_splitter
 
 
@@ -16,7 +16,7 @@ def test_sentences_on_lines(files):
     ]
     path = files.lines("a.jsonl", [{"id": i, "text": text} for i, text in enumerate(texts)])
     config = PresplitConfig(input=(path,), output=files / "b.jsonl", sentence_splitter="rules")
-    report = presplit(config, RunConfig())
+    report = presplit(config, LineJobConfig())
     assert files.records("b.jsonl") == [
         {"id": 0, "text": "Dr. Smith came.\nHe saw nothing!\nThen he left?"},
         {"id": 1, "text": "One only"},
@@ -29,7 +29,7 @@ def test_another_key(files):
     path = files.lines("a.jsonl", [{"body": "One. Two.", "text": "A. B."}])
     presplit(
         PresplitConfig((path,), files / "b.jsonl", text_key="body", sentence_splitter="rules"),
-        RunConfig(),
+        LineJobConfig(),
     )
     assert files.records("b.jsonl") == [{"body": "One.\nTwo.", "text": "A. B."}]
 
@@ -38,7 +38,7 @@ def test_another_key(files):
 def test_real_text_keeps_its_words(files, realdata):
     source = realdata / "corpora" / "c4_demo.jsonl"
     config = PresplitConfig((str(source),), files / "b.jsonl", sentence_splitter="rules")
-    presplit(config, RunConfig())
+    presplit(config, LineJobConfig())
     import orjson
 
     split = build_splitter("rules", "english", False)

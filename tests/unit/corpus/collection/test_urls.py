@@ -3,7 +3,7 @@
 import pytest
 import requests
 
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import LineJobConfig
 from megatron.corpus.collection.urls import UrlConfig, choose_urls, host_of, same_page
 
 KEPT = [
@@ -45,7 +45,7 @@ def choose(files, lines, **flags):
     config = UrlConfig(
         input=(files / "urls",), output=files / "clean.txt", rejected=files / "no.txt", **flags
     )
-    report = choose_urls(config, RunConfig())
+    report = choose_urls(config, LineJobConfig())
     return files.read("clean.txt").decode().split("\n")[:-1], report
 
 
@@ -82,7 +82,7 @@ def test_own_lists(files):
 
 def test_only_the_kept_ones_are_written(files):
     files.lines("urls/a.txt", [b"http://example.com/a\nhttp://x\n"])
-    choose_urls(UrlConfig((files / "urls",), files / "clean.txt"), RunConfig())
+    choose_urls(UrlConfig((files / "urls",), files / "clean.txt"), LineJobConfig())
     assert files.names() == {"urls/a.txt", "clean.txt"}
 
 

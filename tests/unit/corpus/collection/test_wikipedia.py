@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron.corpus.collection.job import RunConfig
+from megatron.corpus.collection.line_job import LineJobConfig
 from megatron.corpus.collection.wikipedia import (
     WikipediaConfig,
     article_batches,
@@ -47,7 +47,7 @@ EXPECTED = [
 
 def read(files, *inputs, on_bad_line="error", **flags):
     config = WikipediaConfig(tuple(inputs), files / "wiki.jsonl", **flags)
-    return read_wikipedia(config, RunConfig(on_bad_line=on_bad_line))
+    return read_wikipedia(config, LineJobConfig(on_bad_line=on_bad_line))
 
 
 def test_markup(files):

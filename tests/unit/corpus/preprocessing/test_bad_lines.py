@@ -162,7 +162,7 @@ def plant(path: Path, clean: Path, count: int, seed: int) -> Counter[str]:
 def test_skip_against_clean_lines_alone(
     tmp_path, tokenizer, monkeypatch, count, workers, block, packed
 ):
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.BLOCK_BYTES", block)
+    monkeypatch.setattr("megatron.corpus.preprocessing.readers.BLOCK_BYTES", block)
     path, clean = tmp_path / "in.jsonl", tmp_path / "clean.jsonl"
     reasons = plant(path, clean, count, seed=count)
     assert len(MALFORMED) >= 20 and sum(reasons.values()) == count
@@ -185,7 +185,7 @@ def test_longest_line(tmp_path, tokenizer, monkeypatch, size, ending, block, pac
     """The limit does not depend on where blocks begin, on packing, or on the line's end."""
     import gzip
 
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.BLOCK_BYTES", block)
+    monkeypatch.setattr("megatron.corpus.preprocessing.readers.BLOCK_BYTES", block)
     path = tmp_path / "in.jsonl"
     line = b'{"text": "' + b"a" * (size - 12) + b'"}'
     data = b'{"text": "a"}\n' + line + ending

@@ -1,9 +1,11 @@
 """Arrays, text, Parquet and the standard input, against the same documents as JSON lines."""
 
 import gzip
+import io
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +14,12 @@ import pytest
 import zstandard
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.corpus.preprocessing.blocks import FileRange
 from megatron.corpus.preprocessing.config import PreprocessConfig
-from megatron.corpus.preprocessing.cutting import LineCutter, Oversize, ParagraphCutter, cut_stream
-from megatron.corpus.preprocessing.extract import read_lines
+from megatron.corpus.preprocessing.inputs import Form, InputFile, find_inputs, partition
 from megatron.corpus.preprocessing.pipeline import preprocess
-from megatron.corpus.preprocessing.sources import Form, find_sources, partition
+from megatron.corpus.preprocessing.readers import read_blocks
 from megatron.data.indexed import IndexedDataset
+from megatron.data.json_lines import BadLine, read_lines
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.train import train_byte_level_bpe
 
@@ -63,8 +64,8 @@ def texts() -> list[str]:
 
 @pytest.fixture(params=[1 << 20, 300], ids=["one block", "many blocks"], autouse=True)
 def block_bytes(request, monkeypatch):
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.BLOCK_BYTES", request.param)
-    monkeypatch.setattr("megatron.corpus.preprocessing.json_array._READ_BYTES", request.param)
+    monkeypatch.setattr("megatron.corpus.preprocessing.readers.BLOCK_BYTES", request.param)
+    monkeypatch.setattr("megatron.data.json_lines._ARRAY_BYTES", request.param)
 
 
 def run(paths: list[Path] | Path, prefix: Path, tokenizer: TokenizerConfig, **flags):
@@ -100,14 +101,14 @@ def test_array(tmp_path, tokenizer, texts, indent, packing, ascii_only):
     [
         ('[{"text": "a"}, {"text": "b"', "item 2 of the array: not JSON"),
         ('[{"text": "a"}, {"text": 1e}]', "item 2 of the array: not JSON"),
-        ('[{"text": "a"} {"text": "b"}]', "item 2 of the array: , or ] expected, found '{'"),
+        ('[{"text": "a"} {"text": "b"}]', "item 2 of the array: expected , or ], found '{'"),
         ('[{"text": "a"},]', "item 2 of the array: not JSON"),
         ('[{"text": "a"}', "found the end of the file"),
         ('["a"]\n["b"]', "something follows the array; is this a file of JSON lines"),
         (b'[{"text": "\xff"}]', "not UTF-8"),
         ("[" * 100_000, "nested too deeply"),
         ('[{"text": "a"}, {"text": 5}]', 'in.json, item 2: "text" is not a string'),
-        ("[]", "holds no document"),
+        ("[]", "contains no document"),
         ("[" + '"' + "a" * 5000 + "]", "more than 4000 bytes long, or never ending"),
     ],
 )
@@ -123,7 +124,7 @@ def test_array_that_is_wrong(tmp_path, tokenizer, data, message):
 @pytest.mark.parametrize("size", range(1, 9))
 def test_array_items_are_not_cut(tmp_path, tokenizer, monkeypatch, size):
     """A number may go on where what was read of it ends."""
-    monkeypatch.setattr("megatron.corpus.preprocessing.json_array._READ_BYTES", size)
+    monkeypatch.setattr("megatron.data.json_lines._ARRAY_BYTES", size)
     path = tmp_path / "in.json"
     path.write_text('[12345, {"text": "a"}, 678]')
     summary = run(path, tmp_path / "p", tokenizer, on_bad_line="skip")
@@ -207,59 +208,86 @@ def test_text_that_is_wrong(tmp_path, tokenizer, content, flags, message):
 
 def test_text_has_one_key(tmp_path, tokenizer):
     (tmp_path / "in.txt").write_text("a")
-    with pytest.raises(ConfigError, match="is plain text, one text a document: --json-keys a b"):
+    with pytest.raises(
+        ConfigError, match="is plain text, with one text per document: --json-keys a b"
+    ):
         run(tmp_path / "in.txt", tmp_path / "p", tokenizer, json_keys=("a", "b"))
 
 
-# Cutting
+# Lines and paragraphs
 
 
-class Stream:
-    """Gives what it has in pieces of random sizes."""
+class Pieces(io.RawIOBase):
+    """Gives what it contains in pieces of random sizes."""
 
     def __init__(self, data: bytes, chance: random.Random) -> None:
         self._data, self._chance = data, chance
 
-    def read(self, size: int) -> bytes:
-        size = self._chance.randint(1, size)
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer) -> int:
+        size = self._chance.randint(1, len(buffer))
         found, self._data = self._data[:size], self._data[size:]
-        return found
+        buffer[: len(found)] = found
+        return len(found)
+
+
+def paragraphs_of(path: Path, longest: int) -> list[tuple[int, bytes | BadLine]]:
+    status = path.stat()
+    file = InputFile(path, Form.PARAGRAPHS, status.st_size, status.st_mtime_ns, is_packed=False)
+    return [record for block in read_blocks([file], (), longest) for record in block.records]
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_cutting_against_splitting_at_once(seed):
-    """Whole records whatever the pieces that are read, and those that are too long counted."""
+def test_lines_and_paragraphs_against_splitting_at_once(tmp_path, seed):
+    """Whole records whatever the pieces that are read; of a long one, the limit and no more."""
     chance = random.Random(seed)
     parts = [b"a", b"bc" * 30, b"\n", b"\n\n", b" ", b"\n \t\r\n", b"\r\n"]
     data = b"".join(chance.choices(parts, k=chance.randrange(200)))
-    limit = chance.choice([20, 200, 10_000])
-    for cutter in (LineCutter(), ParagraphCutter()):
-        found = list(cut_stream(Stream(data, chance), cutter, limit, chance.choice([1, 7, 64])))
-        whole = [piece for piece in found if isinstance(piece, bytes)]
-        assert sum(p.size if isinstance(p, Oversize) else len(p) for p in found) == len(data)
-        lines = sum(p.lines if isinstance(p, Oversize) else p.count(b"\n") for p in found)
-        assert lines == data.count(b"\n")
-        if limit == 10_000:
-            assert b"".join(whole) == data
-        for piece in whole[:-1]:
-            assert piece.endswith(b"\n")
-    paragraphs = [text for _, text in ParagraphCutter.split(data)]
-    pieces = list(cut_stream(Stream(data, chance), ParagraphCutter(), 10_000, 16))
-    again = [text for piece in pieces for _, text in ParagraphCutter.split(piece)]
-    assert again == paragraphs
+    longest = chance.choice([20, 200, 10_000])
+    stream = io.BufferedReader(Pieces(data, chance), chance.choice([1, 7, 64]))
+    found = list(read_lines(stream, longest))
+    wanted = data.split(b"\n")[: -1 if data.endswith(b"\n") or not data else None]
+    assert [line if len(line) <= longest else None for _, line in found] == [
+        line if len(line) <= longest else None for line in wanted
+    ]
+    assert all(len(line) <= longest + 2 for _, line in found)
+    assert [at for at, _ in found] == [
+        sum(len(w) + 1 for w in wanted[:n]) for n in range(len(found))
+    ]
+
+    path = tmp_path / "in.txt"
+    path.write_bytes(data)
+    records = paragraphs_of(path, longest)
+    blank = re.compile(rb"(?:\A|\n)(?:\s*\n)+|(?:\A|\n)\s*\Z")
+    texts = [text.rstrip(b"\r\n") for text in blank.split(data) if text.strip()]
+    assert len(records) == len(texts)
+    for (number, content), text in zip(records, texts, strict=True):
+        assert wanted[number - 1].rstrip() == text.split(b"\n")[0].rstrip()
+        if len(text) <= longest:
+            assert content == text
+        else:
+            assert isinstance(content, BadLine) and content.number == number
 
 
 @pytest.mark.parametrize("data", [b"ab\n\nc\n", b"\n\n", b"abc", b"a\n" * 4, b"", b"abcdef\ng"])
-def test_each_line_belongs_to_one_range(tmp_path, data):
+@pytest.mark.parametrize("longest", [1, 100])
+def test_each_line_belongs_to_one_range(tmp_path, data, longest):
     """Wherever a file is cut in three."""
     path = tmp_path / "in.jsonl"
     path.write_bytes(data)
-    for first in range(len(data) + 1):
-        for second in range(first, len(data) + 1):
-            cuts = [(0, first), (first, second), (second, len(data))]
-            parts = [FileRange(start, stop) for start, stop in cuts if start < stop]
-            found = [read_lines(str(path), part, 100) for part in parts]
-            assert b"".join(lines for lines, _ in found) == data
+    with path.open("rb") as file:
+        whole = list(read_lines(file, longest))
+        assert len(whole) == len(data.splitlines())
+        for first in range(len(data) + 1):
+            for second in range(first, len(data) + 1):
+                cuts = [(0, first), (first, second), (second, len(data))]
+                found = []
+                for start, stop in cuts:
+                    file.seek(0)
+                    found += read_lines(file, longest, start, stop) if start < stop else []
+                assert found == whole
 
 
 # Parquet
@@ -309,7 +337,7 @@ def test_parquet_that_is_wrong(tmp_path, tokenizer, parquet):
     with pytest.raises(ValueError, match="column 'n' .*holds int64, not strings"):
         run(path, tmp_path / "p", tokenizer, json_keys=("n",))
     path.write_bytes(path.read_bytes()[:-9])
-    with pytest.raises(ValueError, match="in.parquet is damaged or no Parquet file"):
+    with pytest.raises(ValueError, match="in.parquet is damaged or not a Parquet file"):
         run(path, tmp_path / "p", tokenizer)
 
 
@@ -331,14 +359,14 @@ def test_forms_by_name_and_flag(tmp_path):
 
     def forms(**flags) -> str:
         names = [str(tmp_path / n) for n in sorted(os.listdir(tmp_path))]
-        found = find_sources(PreprocessConfig(input=tuple(names), **flags))
+        found = find_inputs(PreprocessConfig(input=tuple(names), **flags))
         return "".join(source.form.name[:3].lower() + " " for source in found)
 
     assert forms() == "lin arr lin tex par lin arr lin "
     assert forms(txt_documents="blank-line").split()[3] == "par"
     assert set(forms(input_format="jsonl").split()) == {"lin"}
     assert set(forms(input_format="txt").split()) == {"tex"}
-    source = find_sources(PreprocessConfig(input=("-",)))[0]
+    source = find_inputs(PreprocessConfig(input=("-",)))[0]
     assert source.form is Form.LINES and source.path is None
 
 
@@ -348,8 +376,8 @@ def test_folder_with_a_readme(tmp_path):
         (tmp_path / name).write_text("{}")
 
     def names(folder: Path, **flags) -> list[str]:
-        sources = find_sources(PreprocessConfig(input=(str(folder),), **flags))
-        return [Path(source.name).name for source in sources]
+        inputs = find_inputs(PreprocessConfig(input=(str(folder),), **flags))
+        return [Path(source.name).name for source in inputs]
 
     assert names(tmp_path) == ["a.jsonl", "b.parquet"]
     assert names(tmp_path / "sub") == ["c.txt"]
@@ -363,9 +391,9 @@ def test_partition_holds_each_byte_once(tmp_path, count):
         name = tmp_path / f"{number}.{'txt' if number % 3 == 2 else 'jsonl'}"
         name.write_bytes(b"x" * size)
     names = [str(tmp_path / n) for n in sorted(os.listdir(tmp_path))]
-    sources = find_sources(PreprocessConfig(input=tuple(names)))
-    parts = [partition(sources, rank, count) for rank in range(count)]
-    for source in sources:
+    inputs = find_inputs(PreprocessConfig(input=tuple(names)))
+    parts = [list(partition(inputs, rank, count)) for rank in range(count)]
+    for source in inputs:
         of_file = [s for part in parts for s in part if s.path == source.path]
         if source.is_divisible:
             assert sum(s.bytes_to_read for s in of_file) == source.size

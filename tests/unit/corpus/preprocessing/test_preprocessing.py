@@ -73,7 +73,7 @@ def out(tmp_path) -> Path:
     "workers, block", [(1, 1 << 20), (1, 1), (1, 60_000), (2, 2000), (3, 9000)]
 )
 def test_against_loop_over_lines(gpt2, tmp_path, out, monkeypatch, workers, block):
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.BLOCK_BYTES", block)
+    monkeypatch.setattr("megatron.corpus.preprocessing.readers.BLOCK_BYTES", block)
     sources = (ROOT / "megatron").rglob("*.py")
     texts = [line for path in sorted(sources)[:8] for line in path.read_text().split("\n\n")]
     texts = [text for text in texts if text] + ["żółć <|endoftext|> 日本", "x" * 30_000, "last"]
@@ -172,7 +172,7 @@ BAD = [
     ids=lambda value: str(value)[:24],
 )
 def test_malformed_line_stops(tmp_path, out, monkeypatch, line, message, workers):
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.BLOCK_BYTES", 50)
+    monkeypatch.setattr("megatron.corpus.preprocessing.readers.BLOCK_BYTES", 50)
     records = [{"text": str(i)} for i in range(30)]
     path = write_lines(tmp_path / "in.jsonl", [*records[:20], line, *records[20:]])
     with pytest.raises(ValueError) as error:
@@ -188,7 +188,7 @@ def test_surrogate_in_a_text(gpt2, tmp_path, out):
 
 
 def test_malformed_lines_are_counted_listed_and_left_out(tmp_path, out, monkeypatch, capsys):
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.BLOCK_BYTES", 100)
+    monkeypatch.setattr("megatron.corpus.preprocessing.readers.BLOCK_BYTES", 100)
     records: list = [{"text": str(i)} for i in range(100)]
     for at, (line, _) in zip(range(5, 100, 10), BAD[:9], strict=False):
         records[at] = line
@@ -218,7 +218,10 @@ def test_malformed_lines_are_counted_listed_and_left_out(tmp_path, out, monkeypa
         ({"workers": 0}, "--workers 0 must be 1 or more"),
         ({"partitions": 0}, "--partitions 0 must be 1 or more"),
         ({"max_line_bytes": 0}, "--max-line-bytes 0 must be 1 or more"),
-        ({"partitions": 2, "partition_rank": 2}, "--partition-rank 2 is none of the --partitions"),
+        (
+            {"partitions": 2, "partition_rank": 2},
+            "--partition-rank 2 is not one of the --partitions",
+        ),
         ({"input": ("-",), "partitions": 2}, "--partitions 2 cannot divide the standard input"),
         ({"json_keys": ("a", "a")}, "--json-keys a a names a key twice"),
     ],

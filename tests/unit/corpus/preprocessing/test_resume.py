@@ -1,4 +1,4 @@
-"""Preprocessing that is killed and gone on with, and in partitions, against one run without."""
+"""Preprocessing that is killed and continued, and in partitions, against one run without."""
 
 import gzip
 import importlib.util
@@ -30,8 +30,8 @@ FORK = multiprocessing.get_context("fork")
 @pytest.fixture(autouse=True)
 def small_steps(monkeypatch):
     """Many blocks, and a journal after each."""
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.BLOCK_BYTES", 400)
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.SECONDS_BETWEEN_SAVES", 0.0)
+    monkeypatch.setattr("megatron.corpus.preprocessing.readers.BLOCK_BYTES", 400)
+    monkeypatch.setattr("megatron.corpus.preprocessing.job.SECONDS_BETWEEN_SAVES", 0.0)
     monkeypatch.setattr(os, "fsync", lambda file: None)  # slow, and for the death of machines
 
 
@@ -105,15 +105,15 @@ def killed_at(target: object, name: str, count: int, work, counts=lambda *_: Tru
 
 
 def points():
-    from megatron.corpus.preprocessing import index, job, token_file
+    from megatron.corpus.preprocessing import job
 
     return {
         "rename": (os, "replace"),
         "remove": (Path, "unlink"),
         "sync": (os, "fsync"),
-        "journal": (job.Job, "add"),
-        "tokens": (token_file.TokenFiles, "write"),
-        "index": (index, "_sums"),
+        "block": (job.PreprocessJob, "_add"),
+        "write": (job, "_naming"),
+        "index": (job, "_sums"),
     }
 
 
@@ -172,9 +172,9 @@ def test_killed_again_and_again(mixed, whole, tmp_path):
     def work():
         run(mixed, out / "p", append_eod=True)
 
-    from megatron.corpus.preprocessing.job import Job
+    from megatron.corpus.preprocessing.job import PreprocessJob
 
-    while killed_at(Job, "save", 5, work):
+    while killed_at(PreprocessJob, "_save", 5, work):
         kills += 1
         assert kills < 300, "it does not get on"
     assert kills > 5 and outputs(out) == whole
@@ -183,11 +183,12 @@ def test_killed_again_and_again(mixed, whole, tmp_path):
 def command(inputs: list[Path], prefix: Path, *flags: str) -> subprocess.Popen:
     """tools/preprocess_data.py that saves all the time."""
     code = (
-        "import os, sys, megatron.corpus.preprocessing.run as run\n"
+        "import os, sys\n"
+        "from megatron.corpus.preprocessing import job, readers\n"
         "if __name__ == '__main__':\n"
         "    os.fsync = lambda file: None\n"
-        "    run.SECONDS_BETWEEN_SAVES = 0\n"
-        "    run.BLOCK_BYTES = 50_000\n"
+        "    job.SECONDS_BETWEEN_SAVES = 0\n"
+        "    readers.BLOCK_BYTES = 50_000\n"
         "    from tools.preprocess_data import main\n"
         "    main(sys.argv[1:])\n"
     )
@@ -214,7 +215,7 @@ def command(inputs: list[Path], prefix: Path, *flags: str) -> subprocess.Popen:
 )
 def test_command_killed_as_soon_as_it_got_on(tmp_path, monkeypatch, flags, kills):
     """Parent and workers live and die as they do at home."""
-    monkeypatch.setattr("megatron.corpus.preprocessing.run.BLOCK_BYTES", 1 << 20)
+    monkeypatch.setattr("megatron.corpus.preprocessing.readers.BLOCK_BYTES", 1 << 20)
     path, folder = tmp_path / "in.jsonl", tmp_path / "out" / "p.preprocessing"
     texts = (" ".join([str(i % 1000)] * (i % 97)) for i in range(40_000))
     path.write_text("".join(f'{{"text": "{text}"}}\n' for text in texts))
@@ -245,10 +246,10 @@ def test_command_killed_as_soon_as_it_got_on(tmp_path, monkeypatch, flags, kills
 @pytest.fixture
 def interrupted(mixed, tmp_path) -> Path:
     """An output prefix whose run was killed in the middle."""
-    from megatron.corpus.preprocessing.job import Job
+    from megatron.corpus.preprocessing.job import PreprocessJob
 
     prefix = tmp_path / "out" / "p"
-    assert killed_at(Job, "save", 8, lambda: run(mixed, prefix, append_eod=True))
+    assert killed_at(PreprocessJob, "_save", 8, lambda: run(mixed, prefix, append_eod=True))
     return prefix
 
 
@@ -260,15 +261,15 @@ def interrupted(mixed, tmp_path) -> Path:
         ({"max_line_bytes": 99999}, "--max-line-bytes was 67108864 and is 99999"),
     ],
 )
-def test_other_flags_start_anew(mixed, interrupted, tmp_path, capfd, flags, message):
+def test_other_flags_start_again(mixed, interrupted, tmp_path, capfd, flags, message):
     flags = {"append_eod": True, **flags}
     run(mixed, interrupted, **flags)
-    assert f"what an interrupted run did there is thrown away: {message}" in capfd.readouterr().err
+    assert f"the work of an interrupted run there is discarded: {message}" in capfd.readouterr().err
     run(mixed, tmp_path / "other" / "p", **flags)
     assert outputs(tmp_path / "out") == outputs(tmp_path / "other")
 
 
-def test_other_tokenizer_starts_anew(mixed, interrupted, tmp_path, capfd):
+def test_other_tokenizer_starts_again(mixed, interrupted, tmp_path, capfd):
     tokenizer = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=70_000)
     run(mixed, interrupted, tokenizer, append_eod=True)
     assert "--vocab-size was 1000 and is 70000" in capfd.readouterr().err
@@ -277,7 +278,7 @@ def test_other_tokenizer_starts_anew(mixed, interrupted, tmp_path, capfd):
 
 
 @pytest.mark.parametrize("change", ["longer", "touched", "another", "fewer"])
-def test_other_input_starts_anew(mixed, interrupted, tmp_path, capfd, change):
+def test_other_input_starts_again(mixed, interrupted, tmp_path, capfd, change):
     path = mixed[-1]
     if change == "longer":
         path.write_text(path.read_text() + '\n{"text": "1"}')
@@ -289,13 +290,13 @@ def test_other_input_starts_anew(mixed, interrupted, tmp_path, capfd, change):
     else:
         mixed = mixed[:-1]
     run(mixed, interrupted, append_eod=True)
-    words = {"another": "f.jsonl was not read", "fewer": "e.jsonl is not read any more"}
+    words = {"another": "f.jsonl was not read", "fewer": "e.jsonl is no longer read"}
     assert words.get(change, "e.jsonl has changed") in capfd.readouterr().err
     run(mixed, tmp_path / "other" / "p", append_eod=True)
     assert outputs(tmp_path / "out") == outputs(tmp_path / "other")
 
 
-def test_damaged_working_folder_starts_anew(mixed, whole, interrupted, tmp_path, capfd):
+def test_damaged_working_folder_starts_again(mixed, whole, interrupted, tmp_path, capfd):
     tokens = tmp_path / "out" / "p.preprocessing" / "part-0-of-1" / "0-text.bin"
     os.truncate(tokens, 3)
     run(mixed, interrupted, append_eod=True)
@@ -334,9 +335,9 @@ def test_interrupt_keeps_what_is_done(mixed, whole, tmp_path, capfd, monkeypatch
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr("megatron.corpus.preprocessing.pipeline.Progress.update", interrupt)
         run(mixed, tmp_path / "out" / "p", append_eod=True)
-    assert "keeps what is done; the same command goes on" in capfd.readouterr().err
+    assert "keeps what is done; the same command continues" in capfd.readouterr().err
     run(mixed, tmp_path / "out" / "p", append_eod=True)
-    assert "goes on after the" in capfd.readouterr().err
+    assert "continues after the" in capfd.readouterr().err
     assert outputs(tmp_path / "out") == whole
 
 
@@ -348,12 +349,14 @@ def test_malformed_line_leaves_nothing(mixed, tmp_path):
 
 
 def test_bad_lines_of_the_interrupted_run_are_counted(tmp_path, capfd):
-    from megatron.corpus.preprocessing.job import Job
+    from megatron.corpus.preprocessing.job import PreprocessJob
 
     path = tmp_path / "in.jsonl"
     path.write_text('{"text": "1"}\nbad\n' * 300)
     flags = {"on_bad_line": "skip"}
-    assert killed_at(Job, "save", 8, lambda: run([path], tmp_path / "out" / "p", **flags))
+    assert killed_at(
+        PreprocessJob, "_save", 8, lambda: run([path], tmp_path / "out" / "p", **flags)
+    )
     assert run([path], tmp_path / "out" / "p", **flags).bad_lines == {"not JSON": 300}
     told = capfd.readouterr().err
     assert "line 2: not JSON" in told and "and 295 more" in told
@@ -390,10 +393,12 @@ def test_partitions_side_by_side(mixed, whole, tmp_path):
     assert outputs(tmp_path / "out") == whole
 
 
-def test_part_of_other_partitions_is_thrown_away(mixed, whole, tmp_path, capfd):
+def test_part_of_other_partitions_is_discarded(mixed, whole, tmp_path, capfd):
     run(mixed, tmp_path / "out" / "p", append_eod=True, partitions=3, partition_rank=1)
     run(mixed, tmp_path / "out" / "p", append_eod=True)
-    assert "part-1-of-3: thrown away, the command has other --partitions" in capfd.readouterr().err
+    assert (
+        "part-1-of-3: discarded, since the command has other --partitions" in capfd.readouterr().err
+    )
     assert outputs(tmp_path / "out") == whole
 
 

@@ -15,7 +15,7 @@ from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.kinds.fill_in_the_middle import FimDataset, FimRecipe, FimTokens
-from megatron.data.kinds.raw_text.encode import TextEncoder, TextSettings
+from megatron.data.text_encoder import TextEncoder, TextSettings
 from megatron.tokenizer.train import train_byte_level_bpe
 
 SPECIALS = ["<fim_prefix>", "<fim_middle>", "<fim_suffix>", "<fim_pad>", "<file_sep>"]

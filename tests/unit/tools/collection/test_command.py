@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import ConfigError
-from megatron.corpus.collection.command import with_flags
+from megatron.corpus.collection.line_job import with_flags
 
 ROOT = Path(__file__).parents[4]
 TOOLS = sorted(

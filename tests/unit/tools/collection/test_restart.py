@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[4]
 
 KILLING = """
 import os, runpy, signal, sys
-from megatron.corpus.collection.outputs import OutputFile
+from megatron.corpus.collection.json_files import OutputFile
 at, tool, *words = sys.argv[1:]
 write, calls = OutputFile.write, 0
 def dying(self, data):

@@ -9,7 +9,7 @@ from transformers import AutoTokenizer
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.kinds.instruction import InstructionConfig
-from megatron.data.kinds.instruction.encode import EncodedExample, ExampleEncoder
+from megatron.data.kinds.instruction.example_encoder import EncodedExample, ExampleEncoder
 from megatron.data.kinds.instruction.records import Example, parse_example
 from megatron.tokenizer import build_tokenizer
 
@@ -230,7 +230,11 @@ def test_conversation_that_a_template_refuses(with_template) -> None:
 def test_flags_that_contradict(gpt2: Built, tmp_path: Path) -> None:
     for flags, error, message in [
         ({"prompt_format": "chat"}, ConfigError, "brings no chat template"),
-        ({"chat_template": str(tmp_path / "x")}, FileNotFoundError, "--chat-template .*is no file"),
+        (
+            {"chat_template": str(tmp_path / "x")},
+            FileNotFoundError,
+            "--chat-template .*is not a file",
+        ),
         (
             {"chat_template": "x", "prompt_format": "alpaca"},
             ConfigError,

@@ -93,7 +93,9 @@ def test_malformed_records_are_named(line: str, message: str, tmp_path: Path) ->
         list(read_examples(str(lines)))
     array = tmp_path / "data.json"
     array.write_text(f"\ufeff [{good},\n{line}]")
-    place = r"data\.json: " if message == "not JSON" else r"data\.json, record 2: "
+    place = (
+        r"data\.json, item 2 of the array: " if message == "not JSON" else r"data\.json, record 2: "
+    )
     with pytest.raises(ValueError, match=rf"{place}.*{message}"):
         list(read_examples(str(array)))
 

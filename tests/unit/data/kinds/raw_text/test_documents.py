@@ -25,11 +25,10 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.kinds.raw_text import open_raw_text, read_texts, text_settings
 from megatron.data.kinds.raw_text.documents import RawTextDocuments
-from megatron.data.kinds.raw_text.encode import TextEncoder, TextSettings
-from megatron.data.kinds.raw_text.files import text_files
-from megatron.data.kinds.raw_text.records import JsonLines
+from megatron.data.kinds.raw_text.records import JsonLines, text_files
 from megatron.data.kinds.raw_text.scan import scan
 from megatron.data.sources import parts_of
+from megatron.data.text_encoder import TextEncoder, TextSettings
 from megatron.tokenizer.train import train_byte_level_bpe
 
 WORDS = "the of and to in is was for on with as by at from that it an be are this".split()
@@ -325,7 +324,7 @@ def test_malformed_lines(line: str, message: str, gpt2: TokenizerConfig, tmp_pat
 @pytest.mark.parametrize("size", [10, 30, 1000])
 def test_line_without_end(size: int, gpt2: TokenizerConfig, tmp_path: Path, monkeypatch) -> None:
     """It is refused after so many bytes; the ranges inside it hold nothing."""
-    monkeypatch.setattr("megatron.data.kinds.raw_text.records.LONGEST_LINE", 20)
+    monkeypatch.setattr("megatron.data.kinds.raw_text.records.LONGEST_RECORD", 20)
     monkeypatch.setattr("megatron.data.kinds.raw_text.records._RANGE_BYTES", size)
     path, encoder = tmp_path / "text.jsonl", TextEncoder(TextSettings(gpt2))
     path.write_text(f'{{"text": "{"a" * 8}"}}\n' * 3)  # of 20 bytes and an end
@@ -352,7 +351,7 @@ def test_files_that_cannot_be_used(gpt2: TokenizerConfig, tmp_path: Path) -> Non
         ("*.txt", FileNotFoundError, r"\*\.txt matches no file"),
         ("empty", FileNotFoundError, "empty is a folder without files"),
         ("packed.jsonl.gz", ValueError, r"packed\.jsonl\.gz cannot be read .* unpack it"),
-        ("nothing.jsonl", ValueError, r"nothing\.jsonl holds no document"),
+        ("nothing.jsonl", ValueError, r"nothing\.jsonl contains no document"),
         ("array.json", ValueError, r"array\.json, line 1: .* the file is one JSON array"),
         ("table.csv", ValueError, r"--text-key text: .*table\.csv has no such column.*a, b"),
         ("short.csv", ValueError, r"short\.csv, line 4: no column \"text\""),

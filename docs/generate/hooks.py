@@ -1,0 +1,108 @@
+"""Hooks of mkdocs: pages that are generated from the code, figures, and links out of docs/.
+
+Pages are written so that their links work in a checkout. Some files outside docs/ are pages of the
+site too; a link to any other file outside becomes its name.
+"""
+
+from __future__ import annotations
+
+import os
+import posixpath
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[2]
+for folder in (str(ROOT), str(Path(__file__).parent)):
+    if folder not in sys.path:
+        sys.path.insert(0, folder)
+
+from figures import figure, file_of  # noqa: E402
+from flags import run_page, tools_page  # noqa: E402
+from mkdocs.structure.files import File, Files  # noqa: E402
+
+INCLUDED = {
+    "tools/README.md": "guides/collecting.md",
+    "examples_deepspeed/README.md": "tasks/examples.md",
+    "deepspeed_configs/README.md": "guides/deepspeed-json.md",
+    "benchmarks/RESULTS.md": "reference/results.md",
+    "CONTRIBUTING.md": "design/contributing.md",
+    "CHANGELOG.md": "reference/changelog.md",
+}
+"""Files outside docs/ that are pages of the site, by their path in the repository."""
+
+GENERATED = {"reference/flags.md": run_page, "reference/tool-flags.md": tools_page}
+"""Pages that are made when the site is built."""
+
+_LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_OUTPUT = re.compile(r"^```text\n(.*?^```)$", re.MULTILINE | re.DOTALL)
+_FIGURE = re.compile(r"^<!-- figure: (\w+) -->$", re.MULTILINE)
+_API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Adds the generated pages and those from outside docs/."""
+    for source, target in INCLUDED.items():
+        text = relinked((ROOT / source).read_text(), source)
+        files.append(File.generated(config, target, content=text))
+    for target, page in GENERATED.items():
+        files.append(File.generated(config, target, content=page()))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
+    """Draws the figures of a page, and mends its links out of docs/."""
+    path = page.file.src_uri
+    if path not in INCLUDED.values() and path not in GENERATED:
+        markdown = relinked(markdown, f"docs/{path}")
+    markdown = _API.sub(lambda match: f"::: {_dotted(match.group(1))}", markdown)
+    markdown = _OUTPUT.sub(_wrapped, markdown)
+    return _FIGURE.sub(lambda match: figure(match.group(1)), markdown)
+
+
+def _wrapped(block: re.Match[str]) -> str:
+    """A block of text; the long lines of an error message are wrapped."""
+    is_error = re.search(r"^(\S+: )?(error|damaged): ", block.group(1), re.MULTILINE)
+    return f"``` {{.text .wrap}}\n{block.group(1)}" if is_error else block.group(0)
+
+
+def _dotted(name: str) -> str:
+    """The full name of a class or function of megatron/."""
+    module = file_of(name).relative_to(ROOT).with_suffix("")
+    parts = [part for part in module.parts if part != "__init__"]
+    return ".".join([*parts, name.rpartition(".")[2]])
+
+
+def relinked(markdown: str, source: str) -> str:
+    """A page whose links are those of the site.
+
+    Args:
+        markdown: text of the page, with links that work in the repository.
+        source: path of the page in the repository.
+    """
+    page = _page_of(source)
+
+    def link(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        path, mark, anchor = target.partition("#")
+        if not path or re.match(r"[a-z]+:", target):
+            return match.group(0)
+        found = posixpath.normpath(posixpath.join(posixpath.dirname(source), path))
+        to = _page_of(found)
+        if to is None:
+            return text if "`" in text else f"`{found}`"
+        assert page is not None, source
+        return f"[{text}]({os.path.relpath(to, posixpath.dirname(page) or '.')}{mark}{anchor})"
+
+    parts = re.split(r"(^ *```.*?^ *```$)", markdown, flags=re.MULTILINE | re.DOTALL)
+    return "".join(part if i % 2 else _LINK.sub(link, part) for i, part in enumerate(parts))
+
+
+def _page_of(path: str) -> str | None:
+    """Where a file of the repository is in the site."""
+    if path == "README.md":
+        return "index.md"
+    if path.startswith("docs/"):
+        return path.removeprefix("docs/")
+    return INCLUDED.get(path)

@@ -1,0 +1,262 @@
+"""The command line of every program: flags of config classes, ``--help``, ``--version``, shell
+completion, and errors that name the nearest flag."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib.metadata
+import os
+import platform
+import re
+import sys
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from pkgutil import resolve_name
+from typing import Any, NoReturn
+
+import megatron
+from megatron.config.flags import (
+    ConfigError,
+    Setting,
+    Settings,
+    build,
+    field_help,
+    flag_names,
+    flag_value,
+)
+from megatron.util.nearest import nearest
+
+MANY_FLAGS = 40
+"""With more flags than this, --help shows the examples again at its end."""
+
+_EXAMPLE = re.compile(
+    r"^ *((?:\w+=\S+ )*(?:python|deepspeed|torchrun)(?: -\S+(?: [^-\s]\S*)?)* \S+\.py\b"
+    r"(?:.*\\\n)*.*)$",
+    re.MULTILINE,
+)
+"""A line that starts a program, with the lines that continue it after a backslash."""
+
+
+class CommandParser(argparse.ArgumentParser):
+    """An argument parser with ``--version``, completion, and errors in one line.
+
+    Args:
+        description: the program's docstring. Lines that start a program are shown as they are,
+            each command in a block of its own.
+    """
+
+    def __init__(self, description: str | None = None, prog: str | None = None, **others: Any):
+        super().__init__(
+            prog=prog,
+            description=_with_blocks(description or ""),
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            **others,
+        )
+        self.add_argument(
+            "--version", action=_Version, nargs=0, help="show the versions of this project, "
+            "torch, deepspeed and Python, and exit",
+        )  # fmt: skip
+
+    def parse_args(self, args=None, namespace=None):  # type: ignore[override]
+        self.complete()
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.refuse(unknown)
+        return namespace
+
+    def complete(self) -> None:
+        """Answers a shell that completes a command line, and ends the process; nothing else."""
+        if "_ARGCOMPLETE" in os.environ:
+            import argcomplete  # needed by nothing else
+
+            for action in self._actions:
+                if action.type in (int, float):
+                    action.completer = argcomplete.SuppressCompleter()  # type: ignore[attr-defined]
+            argcomplete.autocomplete(self)
+
+    def format_help(self) -> str:
+        text = super().format_help()
+        if len(self._actions) <= MANY_FLAGS:
+            return text
+        examples = [found[0] for found in _EXAMPLE.finditer(self.description or "")]
+        return "\n\n".join([f"{text}\nexamples:", *examples]) + "\n" if examples else text
+
+    def error(self, message: str) -> NoReturn:
+        """Says what is wrong in one line, without the long list of flags, and exits with 2."""
+        self.exit(2, f"{self.prog}: error: {message}\n")
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """Names the first word that is no flag, and the nearest flag."""
+        word = next((w for w in unknown if w.startswith("-")), unknown[0])
+        if not word.startswith("-"):
+            self.error(f"'{word}' follows no flag that takes it")
+        name = word.split("=", 1)[0]
+        known = self._option_string_actions
+        hint = nearest(name, known, "; the nearest known flag is {}", cutoff=0.5)
+        self.error(f"unknown flag {name}{hint} (--help lists all)")
+
+
+class FlagParser(CommandParser):
+    """The command line of config classes: a group of flags for each."""
+
+    def __init__(self, *classes: type, description: str | None = None, prog: str | None = None):
+        super().__init__(
+            description, prog, usage="%(prog)s [flags]", argument_default=argparse.SUPPRESS
+        )
+        for cls in classes:
+            self._add_class(cls)
+
+    def _add_class(self, cls: type) -> None:
+        group = self.add_argument_group((cls.__doc__ or cls.__name__).split("\n")[0].rstrip("."))
+        hints = typing.get_type_hints(cls)
+        texts = field_help(cls)
+        for field in dataclasses.fields(cls):
+            meta = field.metadata
+            if meta.get("internal"):
+                continue
+            names, off = flag_names(field)
+            text = (texts[field.name] + _default_text(field)).replace("%", "%%")
+            parse, count = flag_value(hints[field.name])
+            common: dict[str, Any] = {"dest": field.name, "action": _Record}
+            if parse is bool:
+                if off is not None:
+                    off_text = f"Turn {names[0]} off." if names else text
+                    group.add_argument(off, nargs=0, const=False, help=off_text, **common)
+                if names:
+                    group.add_argument(*names, nargs=0, const=True, help=text, **common)
+                continue
+            choices = meta.get("choices")
+            group.add_argument(
+                *names,
+                type=_parser(parse, meta.get("spellings") or {}),
+                nargs=count,
+                choices=choices,
+                metavar="|".join(map(str, choices)) if choices else parse.__name__.upper(),
+                help=text,
+                **common,
+            )
+
+    def settings(self, argv: Sequence[str] | None = None) -> Settings:
+        """Parses ``argv``; exits with a message on an unknown flag or a malformed value."""
+        return dict(vars(self.parse_args(argv)))
+
+
+def parse_configs(
+    classes: Sequence[type],
+    argv: Sequence[str] | None = None,
+    *,
+    description: str | None = None,
+    prog: str | None = None,
+) -> tuple[Any, ...]:
+    """Parses a tool's command line into one instance of each config class."""
+    settings = FlagParser(*classes, description=description, prog=prog).settings(argv)
+    return tuple(build(cls, settings) for cls in classes)
+
+
+def run_command(
+    commands: Mapping[str, str], description: str | None, argv: Sequence[str] | None = None
+) -> None:
+    """Calls the command that the first word names with the words that follow.
+
+    Args:
+        commands: ``package.module:function`` of each command, imported when it is called.
+        description: the program's docstring.
+
+    Raises:
+        ConfigError, CheckpointError, OSError: what the command raises.
+    """
+    words = list(sys.argv[1:] if argv is None else argv)
+    parser = CommandParser(description, usage="%(prog)s COMMAND [flags]")
+    parser.add_argument(
+        "command", choices=tuple(commands), metavar="COMMAND",
+        help=f"{', '.join(commands)}; each has --help",
+    )  # fmt: skip
+    command = _completed_command(commands)
+    if command is not None:
+        words = [command]
+    elif not words or words[0] not in commands:
+        if words and words[0].startswith("-"):
+            parser.parse_args(words)
+        parser.complete()
+        raise ConfigError(
+            f"{words[0] if words else 'no command'}: the commands are {', '.join(commands)}"
+        )
+    resolve_name(commands[words[0]])(words[1:])
+
+
+def _completed_command(commands: Mapping[str, str]) -> str | None:
+    """The command of which a shell completes the flags. Its parser sees the words after it."""
+    start = int(os.environ.get("_ARGCOMPLETE", "0"))
+    words = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0"))].split(" ")
+    words = [word for word in words[:-1] if word]
+    if not start or len(words) <= start or words[start] not in commands:
+        return None
+    os.environ["_ARGCOMPLETE"] = str(start + 1)
+    return words[start]
+
+
+def versions() -> str:
+    """This project's version and those that its runs depend on, without importing them."""
+    found = [f"megatron-deepspeed {megatron.__version__}"]
+    for package in ("torch", "deepspeed"):
+        try:
+            found.append(f"{package} {importlib.metadata.version(package)}")
+        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{package} not installed")
+    return ", ".join([*found, f"Python {platform.python_version()}"])
+
+
+class _Version(argparse.Action):
+    def __call__(self, parser, namespace, values, option_string=None):
+        print(versions())
+        parser.exit()
+
+
+class _Record(argparse.Action):
+    """Stores a Setting that remembers under which name the flag was given."""
+
+    def __call__(self, parser, namespace, values, option_string=None):
+        previous: Setting | None = getattr(namespace, self.dest, None)
+        if self.nargs == 0:
+            values = self.const
+        elif isinstance(values, list):
+            values = tuple(values)
+        # The same flag again overrides, as scripts that append to a common line expect.
+        if (
+            previous is not None
+            and previous.origin != f"flag {option_string}"
+            and previous.value != values
+        ):
+            parser.error(
+                f"{previous.origin.removeprefix('flag ')} {previous.value} and {option_string} "
+                f"{values} set the same thing; give one of them"
+            )
+        setattr(namespace, self.dest, Setting(values, f"flag {option_string}"))
+
+
+def _parser(parse: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:
+    return (lambda text: spellings.get(text, text)) if spellings else parse
+
+
+def _default_text(field: dataclasses.Field) -> str:
+    meta = field.metadata
+    if meta.get("note"):
+        return f" Accepted, not used: {meta['note']}."
+    if meta.get("derived"):
+        return f" (default: {meta['derived']})"
+    if field.default in (None, ()) or isinstance(field.default, bool):
+        return ""
+    values = field.default if isinstance(field.default, tuple) else (field.default,)
+    return f" (default: {' '.join(map(str, values))})"
+
+
+def _with_blocks(text: str) -> str:
+    """A docstring with each example in a block of its own."""
+
+    def block(found: re.Match[str]) -> str:
+        lines = (line.strip() for line in found[1].splitlines())
+        return "\n    {}\n".format("\n        ".join(lines))
+
+    return re.sub(r"\n{3,}", "\n\n", _EXAMPLE.sub(block, text)).strip()

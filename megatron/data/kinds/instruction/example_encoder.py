@@ -1,0 +1,269 @@
+"""Examples to token ids and the tokens that count in the loss: as plain text with Alpaca's headings
+or none, or through a chat template of `transformers`."""
+
+from __future__ import annotations
+
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.config.kinds.instruction import InstructionConfig
+from megatron.data.kinds.instruction.records import ANSWER, Example
+from megatron.data.text_encoder import refused, tokenizer_identity
+from megatron.tokenizer import Tokenizer
+
+ALPACA_PREAMBLE = (
+    "Below is an instruction that describes a task. Write a response that appropriately completes "
+    "the request."
+)
+ALPACA_PREAMBLE_WITH_INPUT = (
+    "Below is an instruction that describes a task, paired with an input that provides further "
+    "context. Write a response that appropriately completes the request."
+)
+"""As in the data of Stanford Alpaca (Taori et al. 2023)."""
+_MARKS_ANSWERS = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+
+Messages = list[dict[str, str]]
+PromptAnswer = tuple[str, str]
+"""A prompt and the answer that follows it."""
+
+
+class EncodedExample(NamedTuple):
+    """An example of L tokens."""
+
+    tokens: npt.NDArray[np.int32]
+    """[L]."""
+    counted: npt.NDArray[np.bool_]
+    """[L]: whether the prediction of a token counts in the loss. False for the first, which nothing
+    predicts."""
+
+
+class ExampleEncoder:
+    """Encodes examples in the format of --prompt-format, --chat-template and --loss-on.
+
+    Raises:
+        ConfigError: the flags contradict each other or the tokenizer.
+        FileNotFoundError: the chat template does not exist.
+    """
+
+    def __init__(
+        self, config: InstructionConfig, tokenizer: Tokenizer, tokenizer_config: TokenizerConfig
+    ) -> None:
+        """`tokenizer_config` identifies the tokenizer in the cache."""
+        self._config, self._tokenizer, self._tokenizer_config = config, tokenizer, tokenizer_config
+        self._template: str | None = None
+        if config.chat_template is not None:
+            if config.prompt_format not in ("auto", "chat"):
+                raise ConfigError(
+                    f"--prompt-format {config.prompt_format} and --chat-template "
+                    f"{config.chat_template} contradict each other: give one of them"
+                )
+            if not Path(config.chat_template).is_file():
+                raise FileNotFoundError(f"--chat-template {config.chat_template} is not a file")
+            self._template = Path(config.chat_template).read_text("utf-8")
+        elif config.prompt_format in ("auto", "chat"):
+            of_transformers = getattr(tokenizer, "transformers_tokenizer", None)
+            if of_transformers is not None and of_transformers.chat_template:
+                self._template = of_transformers.get_chat_template()
+            if config.prompt_format == "chat" and self._template is None:
+                raise ConfigError(
+                    "--prompt-format chat: the tokenizer brings no chat template; give "
+                    "--chat-template FILE"
+                )
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """Everything that the tokens of an example depend on, as JSON values."""
+        return {
+            "tokenizer": tokenizer_identity(self._tokenizer_config),
+            "format": self._config.prompt_format,
+            "template": self._template,
+            "loss on": self._config.loss_on,
+        }
+
+    def __call__(self, examples: Sequence[tuple[str, Example]]) -> list[EncodedExample]:
+        """Encodes (place, example) pairs; places are for messages.
+
+        Raises:
+            ValueError: an example cannot be put into the format or tokenized; names its place.
+        """
+        encoded: dict[int, EncodedExample] = {}
+        plain: dict[int, list[PromptAnswer]] = {}
+        for number, (place, example) in enumerate(examples):
+            kind = self._config.prompt_format
+            if kind == "auto":
+                kind = "alpaca" if self._template is None else "chat"
+                kind = "plain" if example.is_pair else kind
+            if kind != "chat":
+                plain[number] = list(plain_texts(example, alpaca=kind == "alpaca"))
+                continue
+            try:
+                encoded[number] = _encoded(*self._chat.encode(example, self._config.loss_on))
+            except ValueError as error:
+                raise ValueError(f"{place}: {error}") from error
+        try:
+            encoded.update(zip(plain, self._encode_plain(list(plain.values())), strict=True))
+        except ValueError:
+            for number, refusal in refused(self._encode_plain, list(plain.values())):
+                place = examples[list(plain)[number]][0]
+                raise ValueError(f"{place}: {refusal}") from refusal
+            raise
+        return [encoded[number] for number in range(len(examples))]
+
+    @cached_property
+    def _chat(self) -> ChatTemplate:
+        assert self._template is not None
+        return ChatTemplate(self._tokenizer, self._template)
+
+    def _encode_plain(self, examples: Sequence[Sequence[PromptAnswer]]) -> list[EncodedExample]:
+        """Prompt and answer are tokenized together, so that they join as in any text. The first
+        token that the prompt alone would not have is the first of the answer."""
+        texts = [t for e in examples for p, a in e for t in (p, p + a)]
+        ids = iter(self._tokenizer.tokenize_batch(texts))
+        loss_on, eod = self._config.loss_on, self._tokenizer.eod if texts else -1
+        encoded = []
+        for pairs in examples:
+            tokens, counted = [], []
+            for place in range(len(pairs)):
+                prompt, whole = np.asarray(next(ids)), np.asarray(next(ids))
+                shared = min(len(prompt), len(whole))
+                differs = np.flatnonzero(prompt[:shared] != whole[:shared])
+                start = int(differs[0]) if len(differs) else shared
+                if not len(whole) or whole[-1] != eod:
+                    whole = np.append(whole, eod)
+                counts = np.arange(len(whole)) >= start
+                if loss_on == "everything":
+                    counts[:] = True
+                elif loss_on == "last" and place < len(pairs) - 1:
+                    counts[:] = False
+                tokens.append(whole)
+                counted.append(counts)
+            encoded.append(_encoded(np.concatenate(tokens), np.concatenate(counted)))
+        return encoded
+
+
+def _encoded(tokens: npt.ArrayLike, counted: npt.NDArray[np.bool_]) -> EncodedExample:
+    counted[:1] = False
+    return EncodedExample(np.asarray(tokens, np.int32), counted)
+
+
+def plain_texts(example: Example, alpaca: bool) -> Iterator[PromptAnswer]:
+    """The example as plain text: a pair as it is, a conversation with a line break after each turn
+    before an answer; or with Alpaca's headings, where a system message replaces the preamble."""
+    if example.is_pair and not alpaca:
+        yield example.turns[0].content, example.turns[1].content
+        return
+    prompt: list[str] = []
+    is_first = True
+    for turn in example.turns:
+        if turn.role == ANSWER:
+            if alpaca:
+                prompt = ["\n\n".join([*prompt, "### Response:\n"])]
+            yield "".join(prompt), turn.content
+            prompt, is_first = [], False
+        elif not alpaca:
+            prompt.append(f"{turn.text}\n")
+        elif turn.role == "system":
+            prompt.append(turn.content)
+        else:
+            if is_first and not prompt:
+                prompt.append(ALPACA_PREAMBLE_WITH_INPUT if turn.context else ALPACA_PREAMBLE)
+            heading = "Instruction" if turn.role == "user" else turn.role.capitalize()
+            prompt.append(f"### {heading}:\n{turn.content}")
+            if turn.context:
+                prompt.append(f"### Input:\n{turn.context}")
+
+
+class ChatTemplate:
+    """A chat template and the tokenizer that reads what it writes.
+
+    Where the template marks the model's part with {% generation %}, that is the answer. Otherwise
+    an answer is what it adds to the conversation before it, to the end of its last word: with the
+    token that ends the turn, without the line break after that.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, template: str) -> None:
+        """Raises ValueError where the tokenizer cannot map its tokens to places in a text."""
+        fast = getattr(tokenizer, "transformers_tokenizer", None)
+        if fast is None:
+            from transformers import AutoTokenizer  # takes seconds: only where it is needed
+
+            with tempfile.TemporaryDirectory() as folder:
+                tokenizer.save_pretrained(folder)
+                fast = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if not fast.is_fast:
+            raise ValueError(
+                "--prompt-format chat needs a tokenizer with a tokenizer.json (a fast one of "
+                f"transformers); {type(fast).__name__} is not"
+            )
+        self._tokenizer, self._template = fast, template
+        self._marks_answers = bool(_MARKS_ANSWERS.search(template))
+
+    def encode(self, example: Example, loss_on: str) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        """Ids, and which of them count in the loss by --loss-on.
+
+        Raises:
+            ValueError: the template refuses the conversation, or answers cannot be found in it.
+        """
+        messages = [{"role": turn.role, "content": turn.text} for turn in example.turns]
+        if self._marks_answers and loss_on != "everything":
+            return self._by_marks(messages, loss_on)
+        text = self._render(messages)
+        encoded = self._tokenizer(
+            text, add_special_tokens=False, return_offsets_mapping=True, verbose=False
+        )
+        ids, offsets = encoded["input_ids"], np.array(encoded["offset_mapping"]).reshape(-1, 2)
+        if loss_on == "everything":
+            return ids, np.ones(len(ids), np.bool_)
+        counted = np.zeros(len(ids), np.bool_)
+        answers = [n for n, message in enumerate(messages) if message["role"] == ANSWER]
+        for number in answers if loss_on == "all" else answers[-1:]:
+            start, end = self._span(messages, number, text)
+            counted |= (offsets[:, 0] >= start) & (offsets[:, 0] < end)
+        return ids, counted
+
+    def _by_marks(
+        self, messages: Messages, loss_on: str
+    ) -> tuple[list[int], npt.NDArray[np.bool_]]:
+        encoded = self._refusing(
+            messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+        )
+        counted = np.array(encoded["assistant_masks"], np.bool_)
+        if loss_on == "last" and counted.any():
+            last = np.flatnonzero(counted)[-1]
+            before = np.flatnonzero(~counted[:last])
+            counted[: before[-1] + 1 if len(before) else 0] = False
+        return encoded["input_ids"], counted
+
+    def _span(self, messages: Messages, number: int, text: str) -> tuple[int, int]:
+        """Start and end of answer `number` in the text of the whole conversation."""
+        before = self._render(messages[:number], add_generation_prompt=True)
+        until = self._render(messages[: number + 1])
+        if not until.startswith(before) or not text.startswith(until):
+            raise ValueError(
+                f"the chat template writes message {number + 1} in another way once others follow "
+                "it, so that its position is unknown: mark the answers in the template by "
+                "{% generation %} and {% endgeneration %} (--chat-template FILE), or give "
+                "--loss-on last or --loss-on everything"
+            )
+        return len(before), len(before) + len(until[len(before) :].rstrip())
+
+    def _render(self, messages: Messages, add_generation_prompt: bool = False) -> str:
+        return self._refusing(messages, tokenize=False, add_generation_prompt=add_generation_prompt)
+
+    def _refusing(self, messages: Messages, **arguments: Any) -> Any:
+        from jinja2 import TemplateError
+
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, **arguments
+            )
+        except TemplateError as error:
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error

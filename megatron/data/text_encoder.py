@@ -1,0 +1,151 @@
+"""Texts to the token sequences of their documents: for preprocessing and for raw text alike."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import islice
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config import TokenizerConfig
+from megatron.data.indexed import best_dtype
+from megatron.data.sentences import SentenceSplitter, build_splitter
+from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.util.digests import digest_of_parts
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class TextSettings:
+    """Everything that decides which tokens a text becomes."""
+
+    tokenizer: TokenizerConfig
+    append_eod: bool = False
+    """End each document with the tokenizer's end-of-document token."""
+    presplit_sentences: bool = False
+    """A text contains one sentence per line."""
+    splitter: str | None = None
+    """Else what finds sentences ("rules" or "punkt"); None: a document is one sequence."""
+    lang: str = "english"
+    keep_newlines: bool = False
+
+
+class TextEncoder:
+    """Encodes texts; loads its tokenizer on first use, once in every process.
+
+    Pickles as its settings.
+    """
+
+    def __init__(self, settings: TextSettings, tokenizer: Tokenizer | None = None) -> None:
+        """`tokenizer` is that of the settings, where it is loaded already."""
+        self.settings = settings
+        if tokenizer is not None:
+            self.tokenizer = tokenizer
+
+    def __reduce__(self) -> tuple[type[TextEncoder], tuple[TextSettings]]:
+        return type(self), (self.settings,)
+
+    @cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Raises as `build_tokenizer`."""
+        return build_tokenizer(self.settings.tokenizer)
+
+    @cached_property
+    def dtype(self) -> np.dtype:
+        """Of the tokens in files and samples; the smallest that the vocabulary fits."""
+        return best_dtype(self.tokenizer.vocab_size)
+
+    @cached_property
+    def identity(self) -> dict[str, Any]:
+        """Everything that the tokens of a text depend on, as JSON values; files by content."""
+        values = dataclasses.asdict(self.settings)
+        values["tokenizer"] = tokenizer_identity(self.settings.tokenizer)
+        return values
+
+    @cached_property
+    def eod(self) -> npt.NDArray[np.int32] | None:
+        """Ends a document; int32[1].
+
+        Raises:
+            ValueError: the tokenizer has no such token.
+        """
+        if not self.settings.append_eod:
+            return None
+        try:
+            return np.array([self.tokenizer.eod], np.int32)
+        except ValueError as error:
+            raise ValueError(
+                f"--append-eod: {error}; leave it out, or give --no-append-eod for raw text"
+            ) from error
+
+    @cached_property
+    def split(self) -> SentenceSplitter | None:
+        """Raises as `build_splitter`."""
+        if self.settings.splitter is None:
+            return None
+        settings = self.settings
+        return build_splitter(self.settings.splitter, settings.lang, settings.keep_newlines)
+
+    def __call__(self, texts: Sequence[str]) -> list[list[npt.NDArray[np.int32]]]:
+        """The sequences of each text's document; an empty list for a text without a token.
+
+        Raises:
+            ValueError: a text cannot be tokenized, or there is no end-of-document token.
+        """
+        sentences = [self._sentences(text) for text in texts]
+        ids = iter(self.tokenizer.tokenize_batch([s for of_text in sentences for s in of_text]))
+        documents = []
+        for of_text in sentences:
+            document = [sequence for sequence in islice(ids, len(of_text)) if len(sequence)]
+            if document and self.eod is not None:
+                document[-1] = np.concatenate((document[-1], self.eod))
+            documents.append(document)
+        return documents
+
+    def _sentences(self, text: str) -> list[str]:
+        if self.settings.presplit_sentences:
+            return [line for line in text.split("\n") if line and not line.isspace()]
+        return [text] if self.split is None else self.split(text)
+
+
+def refused(
+    encode: Callable[[list[Item]], object], items: Sequence[Item]
+) -> Iterator[tuple[int, ValueError]]:
+    """Numbers of the items that cannot be encoded, each tried alone, with their errors."""
+    for number, item in enumerate(items):
+        try:
+            encode([item])
+        except ValueError as error:
+            yield number, error
+
+
+def tokenizer_identity(config: TokenizerConfig) -> dict[str, Any]:
+    """The settings of a tokenizer as JSON values; a path of a file or folder is replaced by a
+    digest of its content."""
+    return {
+        name: _with_content(value) if isinstance(value, str) else value
+        for name, value in dataclasses.asdict(config).items()
+    }
+
+
+def _with_content(text: str) -> str:
+    try:
+        exists = Path(text).exists()
+    except OSError:  # too long for a path, for example
+        exists = False
+    return digest_of_parts(_contents(Path(text))) if exists else text
+
+
+def _contents(path: Path) -> Iterator[bytes]:
+    files = sorted(p for p in path.rglob("*") if p.is_file()) if path.is_dir() else [path]
+    for file in files:
+        content = file.read_bytes()
+        name = "" if file == path else str(file.relative_to(path))
+        yield f"{name}\0{len(content)}\0".encode() + content

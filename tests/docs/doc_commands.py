@@ -1,0 +1,355 @@
+"""Runs the commands of the documentation: small, on this machine, as a reader would type them.
+
+What trains gets :data:`SMALLER` appended: of a flag that comes twice the last one counts, so the
+command is run as it is written but for the size of the model and the length of the run.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import re
+import shlex
+import shutil
+import socket
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from doc_pages import ROOT, Block
+
+RUN = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --train-iters 4 "
+    "--micro-batch-size 1 --global-batch-size 4 --save-interval 2 --eval-interval 4 "
+    "--eval-iters 1 --log-interval 1 --lr-warmup-iters 1 --num-workers 0 --peak-tflops 1"
+)
+"""Flags of a run that is over in a second."""
+
+MODEL = "--num-layers --hidden-size --num-attention-heads --seq-length".split()
+"""Of these flags, those that a checkpoint says with --use-checkpoint-args."""
+
+SMALLER = {
+    "pretrain_gpt.py": RUN,
+    "tools/profile_step.py": RUN,
+    "tools/build_index.py": f"{RUN} --workers 1",
+    "tools/show_batch.py": RUN,
+    "tools/analyze_data.py": RUN,
+    "tools/preprocess_data.py": "--workers 1",
+    "tools/train_tokenizer.py": "--vocab-size 300",
+    "tools/generate.py": "--max-new-tokens 8",
+}
+"""What is appended to the commands of each program."""
+
+LINKS = ("tools", "deepspeed_configs", "examples_deepspeed", "benchmarks", "pretrain_gpt.py")
+"""What the commands find of the repository in their folder."""
+
+PATIENCE = 240.0
+"""Seconds that a command may take."""
+
+
+@dataclass
+class Command:
+    """A command of a block.
+
+    Attributes:
+        text: as it is written, on one line.
+        words: what follows the program.
+        program: file of the program in the repository, or None for other commands.
+        processes: how many a launcher starts.
+        environment: assignments in front of it.
+        may_fail: whether any exit status will do.
+    """
+
+    text: str
+    words: list[str] = field(default_factory=list)
+    program: str | None = None
+    processes: int = 1
+    environment: dict[str, str] = field(default_factory=dict)
+    may_fail: bool = False
+
+
+def commands(block: Block) -> list[Command]:
+    """The commands of a block, with continued lines joined and comments left out."""
+    lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+    found = []
+    for line in lines:
+        words = shlex.split(line, comments=True)
+        if words:
+            found.append(understood(line.strip(), words))
+    return found
+
+
+def understood(line: str, words: Sequence[str]) -> Command:
+    """Finds the program of a command, behind its launcher."""
+    words = list(words)
+    if words[-2:] == ["||", "true"]:  # whatever its status
+        return replace(understood(line, words[:-2]), may_fail=True)
+    command = Command(line)
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        name, _, value = words.pop(0).partition("=")
+        command.environment[name] = value
+    place = next((i for i, w in enumerate(words) if _program(w)), None)
+    if place is None or any(word in ("|", ">", "&&", ";") for word in words):
+        return command
+    command.program = _program(words[place])
+    for flag, value in zip(words[:place], words[1:place], strict=False):
+        if flag in ("--num_gpus", "--nproc-per-node") and value.isdigit():
+            command.processes = int(value)
+    command.words = words[place + 1 :]
+    return command
+
+
+def _program(word: str) -> str | None:
+    """The file in the repository that a word of a command names as a program."""
+    scripts = console_scripts()
+    if word in scripts:
+        return scripts[word]
+    if re.search(r"\.(py|sh|sbatch)$", word) and (ROOT / word).is_file():
+        return word
+    return None
+
+
+def console_scripts() -> dict[str, str]:
+    """Files of the installed commands, by name."""
+    found = re.findall(r'"(megatron-[\w-]+) = ([\w.]+):main"', (ROOT / "setup.py").read_text())
+    return {
+        name: module.removeprefix("megatron.").replace(".", "/") + ".py" for name, module in found
+    }
+
+
+def smaller(command: Command, extra: str) -> list[str]:
+    """The words of a command, with those that make it small appended."""
+    assert command.program is not None
+    if extra == "nothing":
+        return command.words
+    added = shlex.split(SMALLER.get(command.program, ""))
+    left_out = {"--save-interval"} if "--save" not in command.words else set()
+    left_out |= set(MODEL) if "--use-checkpoint-args" in command.words else set()
+    pairs = zip(added[::2], added[1::2], strict=True)
+    added = [word for pair in pairs for word in pair if pair[0] not in left_out]
+    trains = SMALLER.get(command.program, "").startswith(RUN)
+    return [*command.words, *added, *(shlex.split(extra) if trains else ())]
+
+
+class Programs:
+    """The process that programs are forked from, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def _started(self) -> subprocess.Popen[str]:
+        if self._process is None:
+            environment = os.environ | {
+                "OMP_NUM_THREADS": "1",
+                "GLOO_SOCKET_IFNAME": "lo",
+                "DS_ACCELERATOR": "cpu",
+                "TOKENIZERS_PARALLELISM": "false",
+                "HF_HUB_OFFLINE": "1",
+                "COLUMNS": "100",
+                "PYTHONPATH": str(ROOT),
+            }
+            for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+                environment.pop(name, None)
+            self._process = subprocess.Popen(
+                [sys.executable, str(Path(__file__).with_name("warm_programs.py"))],
+                env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            )  # fmt: skip
+            assert self._process.stdout is not None
+            while (line := self._process.stdout.readline()) != "ready\n":
+                assert line, "the process that programs are forked from has ended"
+        return self._process
+
+    def run(
+        self, file: str, words: Sequence[str], folder: Path, processes: int = 1, **settings: str
+    ) -> tuple[int, str]:
+        """Runs a program; returns its exit status and what the first process printed."""
+        process = self._started()
+        assert process.stdin is not None and process.stdout is not None
+        output = folder / ".output"
+        environments: list[dict[str, str]] = [dict(settings)]
+        if processes > 1:
+            with socket.socket() as probe:
+                probe.bind(("127.0.0.1", 0))
+                port = str(probe.getsockname()[1])
+            size = {"WORLD_SIZE": str(processes), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+            environments = [
+                settings | size | {"RANK": str(r), "LOCAL_RANK": str(r)} for r in range(processes)
+            ]
+        job = {
+            "file": file,
+            "argv": list(words),
+            "folder": str(folder),
+            "output": str(output),
+            "environments": environments,
+        }
+        process.stdin.write(json.dumps(job) + "\n")
+        process.stdin.flush()
+        statuses = json.loads(process.stdout.readline())
+        return max(statuses, key=abs), output.read_text()
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            assert self._process.stdin is not None
+            self._process.stdin.close()
+            self._process.wait()
+
+
+def execute(
+    command: Command, folder: Path, programs: Programs, environment: dict[str, str], extra: str
+) -> tuple[int, str]:
+    """Runs a command; returns its exit status and what it printed.
+
+    Args:
+        command: the command.
+        folder: where.
+        programs: runs those of the project.
+        environment: what the page has exported so far; an export adds to it.
+        extra: appended to commands that train.
+    """
+    words = shlex.split(command.text, comments=True)
+    if words[0] == "export":
+        environment |= dict(word.split("=", 1) for word in words[1:])
+        return 0, ""
+    if words[0] in (".", "source"):  # the environment that the tests run in
+        return 0, ""
+    settings = environment | command.environment
+    if command.program is None:
+        return _shell(["bash", "-c", command.text], folder, settings)
+    if command.program.endswith(".py"):
+        return programs.run(
+            command.program, smaller(command, extra), folder, command.processes, **settings
+        )
+    script = ["bash", command.program, *command.words]
+    status, shown = _shell(script, folder, settings | {"DRY_RUN": "1"})
+    if status or "DRY_RUN" in settings:
+        return status, shown
+    # The scripts go to the repository's folder; what they print is run here.
+    return execute(understood(shown, shlex.split(shown)), folder, programs, environment, extra)
+
+
+def _shell(words: Sequence[str], folder: Path, settings: dict[str, str]) -> tuple[int, str]:
+    done = subprocess.run(
+        words,
+        cwd=folder,
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=PATIENCE,
+    )
+    return done.returncode, done.stdout
+
+
+def prose(seed: int, sentences: int) -> str:
+    """Made-up English."""
+    rng = random.Random(seed)
+    nouns = "bridge river town house winter garden school market forest letter road".split()
+    verbs = "crossed watched built painted remembered visited measured described".split()
+    return " ".join(
+        f"In {rng.randrange(1000, 10000)} they {rng.choice(verbs)} the {rng.choice(nouns)} "
+        f"near the {rng.choice(nouns)}."
+        for _ in range(sentences)
+    )
+
+
+def prepare(folder: Path, programs: Programs) -> None:
+    """Makes everything that a page may name by ``prepare``, each in a folder of its own."""
+    text = folder / "text"
+    for name, seed in (("corpus/a.jsonl", 0), ("corpus/b.jsonl", 100), ("books.jsonl", 200)):
+        path = text / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        lines = (json.dumps({"text": prose(seed + i, 12)}) + "\n" for i in range(20))
+        path.write_text("".join(lines))
+    (text / "more").mkdir()
+    (text / "more" / "articles.txt").write_text("\n\n".join(prose(300 + i, 6) for i in range(9)))
+    examples = [
+        {"instruction": f"Name a planet, number {i}.", "input": "", "output": "Mars."}
+        for i in range(24)
+    ]
+    (text / "alpaca.json").write_text(json.dumps(examples))
+
+    (folder / "tokenizer").mkdir()
+    _must(
+        programs.run(
+            str(ROOT / "tools/train_tokenizer.py"),
+            ["--input", str(text / "corpus"), "--vocab-size", "300", "--output", "made"],
+            folder / "tokenizer",
+        )
+    )
+    made = folder / "tokenizer" / "made"
+    for name in ("vocab.json", "merges.txt"):
+        shutil.copy(made / name, folder / "tokenizer" / name)
+    shutil.rmtree(made)
+    gpt2 = "--tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt"
+
+    for prefix in ("corpus", "books", "code", "web"):
+        work = folder / "data"
+        (work / "data").mkdir(parents=True, exist_ok=True)
+        for name in ("vocab.json", "merges.txt"):
+            shutil.copy(folder / "tokenizer" / name, work / name)
+        _must(
+            programs.run(
+                str(ROOT / "tools/preprocess_data.py"),
+                f"--input {text}/corpus --output-prefix data/{prefix} --append-eod "
+                f"--workers 1 {gpt2}".split(),
+                work,
+            )
+        )
+
+    work = folder / "checkpoints"
+    shutil.copytree(folder / "data", work)
+    _must(
+        programs.run(
+            str(ROOT / "pretrain_gpt.py"),
+            f"{RUN} {gpt2} --data-path data/corpus_text_document --lr 1e-3 --save checkpoints "
+            "--use-rotary-position-embeddings --normalization RMSNorm --swiglu "
+            "--disable-bias-linear --untie-embeddings-and-output-weights "
+            "--attention-dropout 0 --hidden-dropout 0".split(),
+            work,
+        )
+    )
+
+    work = folder / "hf"
+    work.mkdir()
+    _must(
+        programs.run(
+            str(ROOT / "tools/convert_checkpoint.py"),
+            f"to-hf --load {folder}/checkpoints/checkpoints --output Qwen2.5-0.5B".split(),
+            work,
+        )
+    )
+
+
+def _must(result: tuple[int, str]) -> None:
+    assert result[0] == 0, result[1]
+
+
+def fresh_folder(folder: Path, prepared: Path, wanted: str) -> Path:
+    """Fills a folder with links to the repository and with what a page asks for."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in LINKS:
+        (folder / name).symlink_to(ROOT / name)
+    for word in wanted.split():
+        assert (prepared / word).is_dir(), f"prepare: {word} is not known"
+        shutil.copytree(prepared / word, folder, dirs_exist_ok=True)
+    return folder
+
+
+def matches(expected: Sequence[str], printed: str, numbers_vary: bool) -> bool:
+    """Whether a page's output block describes what was printed."""
+    pattern = []
+    for line in expected:
+        if line.strip() == "...":
+            pattern.append(r"(?:.*\n)*?")
+            continue
+        text = re.escape(line.rstrip()).replace(r"\.\.\.", ".*?")
+        if numbers_vary:
+            text = re.sub(r"(?:\\ )+", r"\\s+", text)
+            text = re.sub(r"\d+(?:(?:\\\.|,)\d+)*(?:e(?:\\)?[-+]\d+)?", r"[-+\\d.,e]+", text)
+        pattern.append(text + r"\s*\n")
+    cleaned = "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").splitlines())
+    return re.fullmatch("".join(pattern), cleaned) is not None

@@ -1,0 +1,118 @@
+"""Every command of the documentation runs, and prints what the page says.
+
+    MEGATRON_REWRITE_DOCS=1 pytest tests/docs/test_commands.py
+
+writes what was printed into the output blocks that do not match.
+"""
+
+import json
+import os
+import textwrap
+from pathlib import Path
+
+import pytest
+from doc_commands import commands, execute, fresh_folder, matches
+from doc_pages import COMMANDS, NEEDS, ROOT, Block, pages, paths, read
+
+REWRITE = bool(os.environ.get("MEGATRON_REWRITE_DOCS"))
+
+RUN_ELSEWHERE = {"tools/README.md": "tests/unit/tools/collection/test_readme.py"}
+"""Pages whose commands another test runs."""
+
+
+def runs(block: Block) -> bool:
+    """Whether a test runs the commands of a block."""
+    return block.language in COMMANDS and not {"needs", "form"} & set(block.markers)
+
+
+WITH_COMMANDS = [
+    page.path
+    for page in pages()
+    if page.path not in RUN_ELSEWHERE and any(runs(block) for block in page.blocks)
+]
+
+
+@pytest.mark.parametrize("path", WITH_COMMANDS)
+def test_commands(path, programs, prepared, tmp_path):
+    """The blocks of a page, one after the other in one folder."""
+    page, printed, environment = read(path), "", {}
+    folder = fresh_folder(tmp_path / "page", prepared, page.markers.get("prepare", ""))
+    wrong: list[tuple[Block, str]] = []
+    for block in page.blocks:
+        if "file" in block.markers:
+            target = folder / block.markers["file"]
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_text(block.text + "\n")
+        elif runs(block):
+            printed = run_block(block, folder, programs, environment)
+        elif "output" in block.markers and not matches(
+            block.lines, printed, "vary" in block.markers["output"]
+        ):
+            wrong.append((block, printed))
+    if REWRITE:
+        for block, text in reversed(wrong):
+            rewrite(block, text)
+        return
+    shown = "\n".join(f"{b.where}: the command prints\n{text}" for b, text in wrong)
+    assert not wrong, f"{shown}\n(MEGATRON_REWRITE_DOCS=1 writes it there)"
+
+
+def run_block(block: Block, folder: Path, programs, environment: dict[str, str]) -> str:
+    """Runs the commands of a block; returns all that they printed."""
+    printed = []
+    found = commands(block)
+    for number, command in enumerate(found):
+        extra = block.markers.get("smaller", "")
+        status, text = execute(command, folder, programs, environment, extra)
+        printed.append(text)
+        fails = "fails" in block.markers and number == len(found) - 1
+        ended = bool(status) == fails or command.may_fail
+        assert ended, f"{block.where}: {command.text}\nstatus {status}\n{text}"
+    return "".join(printed)
+
+
+def rewrite(block: Block, printed: str) -> None:
+    """Puts what was printed into an output block."""
+    path = ROOT / block.page
+    lines = path.read_text().splitlines()
+    shown = printed.strip("\n").splitlines()
+    new = [f"{block.indent}{line}".rstrip() for line in shown]
+    lines[block.line - 1 : block.line - 1 + len(block.lines)] = new
+    path.write_text("\n".join(lines) + "\n")
+
+
+@pytest.mark.parametrize("path", paths())
+def test_every_block_says_what_it_is(path):
+    """Commands and their output are marked, so that none is left out by mistake."""
+    for block in read(path).blocks:
+        where, markers = block.where, set(block.markers)
+        if "needs" in markers:
+            assert set(block.markers["needs"].split()) <= NEEDS, where
+            continue
+        if path in RUN_ELSEWHERE or block.language in COMMANDS:
+            continue
+        assert markers & {"file", "output", "listing", "form"}, f"{where}: a block without marker"
+
+
+@pytest.mark.parametrize("path", [p.path for p in pages()])
+def test_json_and_python_blocks(path):
+    """JSON can be parsed (a section of a file as the inside of an object); Python is valid."""
+    for block in read(path).blocks:
+        if block.language == "json":
+            text = block.text.strip()
+            json.loads(text if text.startswith(("{", "[")) else f"{{{text}}}")
+        elif block.language == "python":
+            compile(textwrap.dedent(block.text), block.where, "exec")
+
+
+def test_a_command_that_fails_or_prints_something_else_is_noticed(programs, prepared, tmp_path):
+    folder = fresh_folder(tmp_path / "page", prepared, "")
+    block = Block("page.md", 1, "sh", ["python tools/layouts.py --nothing"], {})
+    with pytest.raises(AssertionError, match="unknown flag --nothing"):
+        run_block(block, folder, programs, {})
+    block.markers["fails"] = ""
+    assert "unknown flag" in run_block(block, folder, programs, {})
+    assert matches(["a 1.5 b", "...", "d ..."], "a 1.5 b\nc\nd e f\n", numbers_vary=False)
+    assert not matches(["a 1.5 b"], "a 1.6 b\n", numbers_vary=False)
+    assert matches(["a 1.5  b"], "a 12,600 b\n", numbers_vary=True)
+    assert not matches(["a 1.5 b"], "a 1.5 c\n", numbers_vary=True)

@@ -1,0 +1,82 @@
+"""Runs the project's programs in processes forked from one that has imported everything.
+
+    python tests/docs/warm_programs.py
+
+reads a JSON object a line, ``{"file": ..., "argv": [...], "folder": ..., "output": ...,
+"environments": [{...}, ...]}``; runs the file as a script in as many processes as there are
+environments, each with one; and prints a JSON list of their exit statuses. A program starts in a
+fraction of a second instead of several.
+"""
+
+import json
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+ROOT = Path(__file__).parents[2]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+
+from megatron.engine.environment import prepare_deepspeed  # noqa: E402
+
+prepare_deepspeed()
+
+import deepspeed  # noqa: E402, F401
+import torch._dynamo  # noqa: E402, F401
+import transformers.models.llama.modeling_llama  # noqa: E402, F401
+
+import megatron.formats.conversion.from_hf  # noqa: E402
+import megatron.formats.conversion.to_hf  # noqa: E402
+import megatron.inference.generate  # noqa: E402, F401
+import pretrain_gpt  # noqa: E402, F401
+
+
+def run(job: dict, environment: dict, output: str) -> NoReturn:
+    """The forked process: never comes back."""
+    status = 70
+    try:
+        os.setsid()
+        os.chdir(job["folder"])
+        sink = os.open(output, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+        for stream in (1, 2):
+            os.dup2(sink, stream)
+        os.environ.update(environment)
+        sys.argv = [job["file"], *job["argv"]]
+        runpy.run_path(job["file"], run_name="__main__")
+        status = 0
+    except SystemExit as end:
+        status = end.code if isinstance(end.code, int) else int(end.code is not None)
+        if not isinstance(end.code, int | None):
+            print(end.code, file=sys.stderr)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        status = 1
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+
+
+def main() -> None:
+    """Serves until the input ends."""
+    torch.set_num_threads(1)
+    print("ready", flush=True)
+    for line in sys.stdin:
+        job = json.loads(line)
+        children = []
+        for rank, environment in enumerate(job["environments"]):
+            output = job["output"] + (f".{rank}" if rank else "")
+            child = os.fork()
+            if child == 0:
+                run(job, environment, output)
+            children.append(child)
+        statuses = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        print(json.dumps(statuses), flush=True)
+
+
+if __name__ == "__main__":
+    main()
