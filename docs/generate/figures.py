@@ -27,8 +27,8 @@ BATCH: tuple[tuple[str, str, str], ...] = (
     ("Micro batches, loaded ahead", "megatron/data/prefetch.py", "Prefetcher"),
     ("One optimizer step", "megatron/training/trainer.py", "Trainer"),
     ("Forward, backward, update", "megatron/engine/train_engine.py", "TrainEngine"),
-    ("What travels between layers", "megatron/model/state.py", "LayerState"),
-    ("Layer after layer", "megatron/model/layer_sequence.py", "LayerSequence"),
+    ("What travels between layers", "megatron/model/layer_list.py", "LayerState"),
+    ("Layer after layer", "megatron/model/layer_list.py", "LayerSequence"),
     ("Loss, norm, what was skipped", "megatron/engine/step_result.py", "StepResult"),
 )
 """The stations of a batch: what happens, file, class."""

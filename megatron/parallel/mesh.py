@@ -22,7 +22,7 @@ MODEL = ("pipeline", "tensor")
 """The axes over which dense layers are divided."""
 
 SHARDED = ("pipeline", "expert", "tensor")
-"""The axes along which ranks may hold different parameters."""
+"""The axes along which ranks can have different parameters."""
 
 Coordinates = Mapping[str, tuple[int, int]]
 """A rank's position: (rank, size) along each axis; a missing axis is (0, 1)."""
@@ -92,7 +92,7 @@ class Mesh:
 
     @cached_property
     def model(self) -> Group:
-        """All ranks that hold one replica of the model: pipeline x tensor."""
+        """The ranks of one replica of the model: pipeline x tensor."""
         return self.group(*MODEL)
 
 
