@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import write_text
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError, ModelConfig, parse_configs
 from megatron.config.flags import option
 from megatron.inference.generate import (

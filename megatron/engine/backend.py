@@ -11,9 +11,10 @@ from typing import Any
 import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron.config import RunConfig
-from megatron.config.fast_paths import GRAPH_MODES
+from megatron.config.engine import GRAPH_MODES
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.deepspeed_patches import partition_range, set_partition
 from megatron.engine.environment import Mpu
@@ -128,13 +129,17 @@ class PlainBackend(Backend):
         for number, seed in enumerate(seeds):
             last = number == len(seeds) - 1
             engine.set_gradient_accumulation_boundary(last)
-            batch = next(batches).to(self._device, non_blocking=True)
+            with record_function("megatron::data"):
+                batch = next(batches)
+            batch = batch.to(self._device, non_blocking=True)
             begin = self._spec.begin(batch)._replace(dropout_seed=seed)
             if self._graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             # Only the losses of the state are kept: the backward pass needs the memory.
-            losses = engine(begin).losses
-            engine.backward(self._spec.total(losses))
+            with record_function("megatron::forward"):
+                losses = engine(begin).losses
+            with record_function("megatron::backward"):
+                engine.backward(self._spec.total(losses))
             sums += measure.of(begin._replace(losses=losses), batch)
             if not last:
                 engine.step()

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ConfigError, RunConfig
-from megatron.config.fast_paths import GRAPH_MODES
+from megatron.config.engine import GRAPH_MODES
 from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
 from megatron.engine.deepspeed_json import Json, for_engine

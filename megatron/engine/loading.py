@@ -17,9 +17,8 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import differences
-from megatron.checkpoint.registry import FoundCheckpoint
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import FoundCheckpoint, Source
 from megatron.engine.state import (
     MOMENTS,
     create_moments,

@@ -12,6 +12,7 @@ from deepspeed.runtime.config import DeepSpeedConfig
 from deepspeed.runtime.pipe.engine import PipelineEngine
 from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
+from torch.profiler import record_function
 
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.environment import Mpu
@@ -124,7 +125,9 @@ class PipelineExecutor(PipelineEngine):
     def _load(self, micro_batch: int) -> tuple[Any, LayerState]:
         """The micro batch, and its initial state."""
         while self._next_batch_number <= micro_batch:
-            batch = next(self._batches).to(self.device, non_blocking=True)
+            with record_function("megatron::data"):
+                batch = next(self._batches)
+            batch = batch.to(self.device, non_blocking=True)
             state = self._measure.start(self._spec.begin(batch))
             seed = self._seeds[self._next_batch_number]
             self._loaded[self._next_batch_number] = batch, state._replace(dropout_seed=seed)
@@ -145,6 +148,7 @@ class PipelineExecutor(PipelineEngine):
             self._agreed.add(boundaries)
         return boundaries
 
+    @record_function("megatron::forward")
     def forward_pass(self, action: Action) -> None:
         """Takes a micro batch through one of this process's stages."""
         stage, micro_batch = action.stage, action.micro_batch
@@ -173,6 +177,7 @@ class PipelineExecutor(PipelineEngine):
                 del self._outputs[key]
         self.executed.append(action)
 
+    @record_function("megatron::backward")
     def backward_pass(self, action: Action) -> None:
         """The gradients of a micro batch in one of this process's stages."""
         key, after = (action.stage, action.micro_batch), (action.stage + 1, action.micro_batch)
@@ -253,12 +258,14 @@ class PipelineExecutor(PipelineEngine):
         peer = dist.P2POp(operation, tensor, pipeline.ranks[rank], group=pipeline.handle)
         self._queue.append((peer, key))
 
+    @record_function("megatron::receive")
     def wait_for_sends(self, keep: int = 0) -> None:
         """Waits for the sends of all batches but the last ``keep``."""
         while len(self._leaving) > keep:
             for work, _ in self._leaving.pop(0):
                 work.wait()
 
+    @record_function("megatron::receive")
     def wait_for_arrival(self, gradient: bool, key: _Key, place: dict[_Key, _Tensors]) -> _Tensors:
         """The inputs or gradients of a stage and micro batch, in ``place``, once they have
         arrived."""

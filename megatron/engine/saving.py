@@ -17,11 +17,15 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import incomplete_folder, remove_incomplete, tag
-from megatron.checkpoint.lock import lock_folder
+from megatron.checkpoint.folder import (
+    apply_retention,
+    incomplete_folder,
+    lock_folder,
+    remove_incomplete,
+    tag,
+)
 from megatron.checkpoint.manifest import CONFIG, STATE
-from megatron.checkpoint.registry import open_checkpoint, save_copy
-from megatron.checkpoint.retention import apply_retention
+from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, complete
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.gradient_norm import owned

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from megatron.config import RunConfig
 from megatron.engine.async_optimizer_step import AsyncOptimizerStep
@@ -137,6 +138,7 @@ class TrainEngine:
         seed = self.config.training.seed
         return [dropout_seed(seed, first + n * per_round) for n in range(micro_batches)]
 
+    @record_function("megatron::evaluate")
     @torch.no_grad()
     def evaluate(
         self, batches: Iterator[Batch], count: int, measure: Measure | None = None
@@ -153,6 +155,7 @@ class TrainEngine:
         """Removes DeepSpeed's hooks from the parameters; they would keep the engine alive."""
         self.engine.destroy()
 
+    @record_function("megatron::optimizer")
     def update(self) -> tuple[Tensor | float, Tensor | bool]:
         """Clips and applies the gradients; returns their norm and whether no weight changed."""
         if self._async_step is not None:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.config.rope_scaling import RopeScaling
+from megatron.config.positions import RopeScaling
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.plan import TrainingPlan
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import Run, parse_run, run_data
+from megatron.training.run import Run, build_trainer, parse_run, run_data
 from megatron.training.trainer import Callback, Step, Trainer
 
 ORDERS = 5

@@ -20,6 +20,8 @@ Answer = TypeVar("Answer")
 
 _SPAWN = multiprocessing.get_context("spawn")
 """A forked child of a process with threads (Rust's, in tokenizers) may hang."""
+_ITEMS_PER_WORKER = 4
+"""Under way at a time, so that a worker need not wait for a slower one."""
 
 
 def is_main_process() -> bool:
@@ -100,10 +102,9 @@ def map_in_order(
     items: Iterator[Request],
     prepare: Callable[[], Callable[[Request], Answer]],
     workers: int,
-    ahead: int = 4,
 ) -> Generator[tuple[Request, Answer], None, None]:
-    """Each item and its answer, in order, worked on by several processes; at most `ahead` items for
-    each are in memory. With no workers, in this process.
+    """Each item and its answer, in order, from several processes; a few items for each are in
+    memory at a time. With no workers, in this process.
 
     Raises:
         ChildProcessError: a worker process died.
@@ -127,7 +128,7 @@ def map_in_order(
     threads = ThreadPoolExecutor(workers, initializer=take_process)
     try:
         while True:
-            while failure is None and len(under_way) < ahead * workers:
+            while failure is None and len(under_way) < _ITEMS_PER_WORKER * workers:
                 try:
                     item = next(items)
                 except StopIteration:

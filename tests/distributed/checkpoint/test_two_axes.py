@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from configs import model_config, run_config
 
-from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
+from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import CheckpointConfig, OptimizerConfig
 from megatron.engine.async_optimizer_step import AsyncOptimizerStep
 from megatron.engine.gradient_norm import average_gradients, gradient_norm

@@ -20,8 +20,8 @@ from megatron.engine.environment import distributed
 from megatron.engine.state import optimizer_step, owned_slices
 from megatron.parallel.shard import shard_of
 from megatron.parity.training import Record, watched_trainer
-from megatron.training.guard import NonFiniteGuard, TrainingStopped
 from megatron.training.run import parse_run
+from megatron.training.stopping import NonFiniteGuard, TrainingStopped
 from megatron.training.trainer import Trainer
 
 FLAGS = [*TINY, "--train-iters", "5", "--lr-decay-style", "constant"]

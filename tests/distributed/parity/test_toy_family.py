@@ -13,7 +13,7 @@ from training_jobs import TINY
 
 from megatron import families
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.families import family_names, spec_of
@@ -21,8 +21,7 @@ from megatron.model.spec import Measure
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import first_difference, reference_gradients
 from megatron.parity.training import Drift, rounding_noise, train_plainly
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import parse_run
+from megatron.training.run import build_trainer, parse_run
 
 FLAGS = [
     *TINY, "--model-family", "toy", "--num-layers", "4", "--micro-batch-size", "2",

@@ -11,7 +11,7 @@ import torch
 from configs import run_config
 from torch import Tensor, nn
 
-from megatron.config.fast_paths import FastPathsConfig
+from megatron.config.engine import FastPathsConfig
 from megatron.engine import build as build_module
 from megatron.engine.backend import PlainBackend, runs_graphs
 from megatron.engine.build import compile_blocks

@@ -8,7 +8,7 @@ import torch
 from gpt_forward import forward
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megatron.inference import load_model, load_tokenizer
 from megatron.inference.load import training_dtype
