@@ -120,7 +120,6 @@ class TrainEngine:
         return StepResult(self.spec.total(losses), losses, norm, held, scale_before)
 
     def prepare(self, micro_batches: int) -> None:
-        """Prepares the model for a step of ``micro_batches`` micro batches."""
         if not self.model.training:  # train() visits every module
             self.engine.train()
         self.engine.set_train_batch_size(self._samples_per_round * micro_batches)

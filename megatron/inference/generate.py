@@ -118,7 +118,6 @@ def _continue(
     eod: int | None,
     report: OnToken,
 ) -> list[Continuation]:
-    """Continues prompts of equal length until every row has ended or is full."""
     new: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     cache = KeyValueCache(len(prompts[0]) + max_new_tokens)

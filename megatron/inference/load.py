@@ -59,7 +59,6 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
 
 
 def training_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype in which a run computed."""
     if config.precision.bf16:
         return torch.bfloat16
     return torch.float16 if config.precision.fp16 else torch.float32

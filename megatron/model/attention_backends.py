@@ -106,7 +106,6 @@ class AttentionMasks:
         self._made: dict[tuple, Tensor] = {}
 
     def unmade(self) -> AttentionMasks:
-        """The same masks, with none made yet."""
         other = AttentionMasks()
         other.documents, other.tokens = self.documents, self.tokens
         return other

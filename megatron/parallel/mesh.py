@@ -82,7 +82,6 @@ class Mesh:
 
     @cached_property
     def pipeline(self) -> Group:
-        """The stages of one pipeline."""
         return self.group("pipeline")
 
     @cached_property
@@ -104,7 +103,6 @@ _COMBINATIONS = (*_ALWAYS, ("context",), ("expert",), ("data", "context"), SHARD
 
 
 def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The coordinates of a global rank in a mesh of these sizes."""
     found = {}
     for axis in reversed(AXES):
         size = sizes.get(axis, 1)
@@ -153,7 +151,6 @@ def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Me
 
 
 def _wide(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that have more than one rank, in the order of the mesh."""
     return tuple(axis for axis in AXES if axis in axes and sizes.get(axis, 1) > 1)
 
 

@@ -71,11 +71,9 @@ class PipelineSchedule:
         return stage % self.ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in the order of its chunks."""
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     def actions(self, rank: int) -> list[Action]:
-        """Actions of a rank in one step, in order."""
         assert 0 <= rank < self.ranks, (rank, self)
         if self.forward_only:
             return self._forwards(rank)

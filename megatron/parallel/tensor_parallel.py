@@ -154,12 +154,10 @@ class TensorParallel:
 
     @property
     def slices(self) -> int:
-        """Number of slices of the sequence outside."""
         return self.group.size if self.sequence else 1
 
     @property
     def split(self) -> bool:
-        """Whether a rank has only a slice of the sequence outside."""
         return self.slices > 1
 
     def leave(self, x_BSO: Tensor) -> Tensor:
