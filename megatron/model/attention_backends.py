@@ -13,7 +13,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -277,17 +277,10 @@ _CUDNN_FIRST = [
 ]
 
 
-def cudnn(
-    q_BNSD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    scores: AttentionScoring,
-    masks: AttentionMasks,
-    dropout: float,
-) -> Tensor:
+def cudnn(*inputs: Any) -> Tensor:
     """:func:`sdpa` that prefers cuDNN's kernel to torch's others."""
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
-        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
+        return sdpa(*inputs)
 
 
 def eager(
