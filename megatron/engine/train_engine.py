@@ -49,10 +49,6 @@ class TrainEngine:
     """A model in training; made by :func:`build_engine`.
 
     Args:
-        config: the run.
-        spec: the model and its losses.
-        mesh: the layout's process groups.
-        device: where the model runs.
         backend: this process's layers, initialised.
         names: canonical name of each parameter of which this process has a part.
         optimizer: torch's optimizer.

@@ -52,7 +52,7 @@ def generate(
         model: in evaluation mode, on one process.
         config: shape of the network.
         prompts: token ids of each prompt, at least one.
-        max_new_tokens: maximum number of new tokens.
+        max_new_tokens: for each prompt.
         sampling: how tokens are chosen; each prompt has its own generator.
         eod: token that ends a document; None for no end.
         batch_size: maximum number of prompts in the model at a time.

@@ -121,12 +121,7 @@ class AttentionMasks:
         """bool, broadcastable to [B, 1, S, T], True where a query sees a key; None for plain causal
         attention with the last query at the last key, or where a query sees all keys.
 
-        Args:
-            queries: S.
-            keys: T.
-            window: keys that a query sees, its own included; None for all before it.
-            device: of the mask.
-            causal: whether a query sees no later keys.
+        ``queries`` and ``keys`` are S and T; window and causal are as in :class:`AttentionScoring`.
         """
         if not causal:
             assert window is None

@@ -87,12 +87,7 @@ class QKVParallelLinear(ParallelLinear):
     queries attend to it; its weights are then parameters of their own, ``kv_weight`` and
     ``kv_bias``, with the same canonical names as the queries'.
 
-    Args:
-        inputs: width I of the input.
-        heads: number of query heads, divisible by the number of ranks.
-        kv_heads: number of key and value heads, which divides the number of ranks or is divisible
-            by it.
-        head_dim: width of a head.
+    The number of ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it.
     """
 
     def __init__(
@@ -185,15 +180,8 @@ class RowParallelLinear(ParallelLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with its rows cut over the ranks of ``head``; also the output head that
-    shares its weights.
-
-    Args:
-        rows: of the table, padding included; divisible by the number of ranks.
-        width: width H of an embedding.
-        init: initial values.
-        head: how hidden states become a loss.
-    """
+    """Token embedding with its rows, padding included, cut over the ranks of ``head``; also the
+    output head that shares its weights."""
 
     def __init__(self, rows: int, width: int, *, init: Init, head: LossHead) -> None:
         super().__init__()
