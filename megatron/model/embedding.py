@@ -18,8 +18,8 @@ LM_LOSS = "lm loss"
 
 
 class TokenEmbedding(VocabParallelEmbedding):
-    """The token embedding; with ``project`` the output head with the same weight. ``chunk_bytes`` is
-    as in :class:`LossHead`."""
+    """The token embedding; with ``project`` the output head with the same weight. ``chunk_bytes``
+    is as in :class:`LossHead`."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, chunk_bytes: int | None) -> None:
         vocabulary, softcap = config.vocabulary, config.embedding.final_logit_softcapping
