@@ -1,5 +1,5 @@
-"""The two files that describe a checkpoint: the index, which slice of which parameter each file
-holds, and the manifest, size and SHA-256 of every file and of itself."""
+"""The two files that describe a checkpoint: the index (which slice of which parameter is in which
+file) and the manifest (size and SHA-256 of every file, and of itself)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class IndexEntry:
 
     Attributes:
         slice: the slice.
-        files: file that holds the elements of ``weight`` and of each moment.
+        files: file with the elements of ``weight`` and of each moment.
         part: distinguishes several slices of one parameter in one process; part of their keys.
     """
 
@@ -156,9 +156,7 @@ def manifest(folder: Path) -> dict[str, Facts]:
         raise CheckpointError(f"{path} is not a manifest of format {_FORMAT}")
     own, files, text = str(content.get("sha256")), content.get("files"), raw.decode()
     if not _SHA256.fullmatch(own) or sha256(text.replace(own, _BLANK)) != own:
-        raise CheckpointError(
-            f"{path} is damaged: its SHA-256 differs from the one in it"
-        )
+        raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in it")
     if not isinstance(files, dict) or not all(map(_is_entry, files.items())):
         raise CheckpointError(f"{path}: its entries are not files with bytes and sha256")
     for name in _REQUIRED:
