@@ -35,15 +35,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from megatron.data.batch import GPTCollator
-from megatron.data.gpt_dataset import GPTRecipe
+from megatron.data.gpt_batch import GPTCollator
+from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import MicroBatches
-from megatron.data.mock import MockGPTDataset
 from megatron.engine.environment import distributed
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import parse_run, run_data
+from megatron.training.run import build_trainer, parse_run, run_data
 
 VOCABULARY = 8_191
 

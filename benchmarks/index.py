@@ -28,11 +28,9 @@ from typing import Any
 
 import numpy as np
 
-from megatron.data.array_file import Blocks
-from megatron.data.gpt_dataset import GPTRecipe
-from megatron.data.gpt_index import GPTIndex
-from megatron.data.index_cache import IndexCache
-from megatron.data.indexed.reader import digest_of_lengths
+from megatron.data.gpt_dataset import GPTIndex, GPTRecipe
+from megatron.data.index_cache import Blocks, IndexCache
+from megatron.data.indexed.dataset import digest_of_lengths
 
 TRILLION = 10**12
 GB = 10**9

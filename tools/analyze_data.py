@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-r"""Measures how difficult the training samples of a run are, for a curriculum to draw them by.
+r"""Measures the difficulty of the training samples of a run, for a curriculum.
 
     python tools/analyze_data.py --analyzing-metric vocab_rarity --analyzing-num-threads 8 \
         --save analysis [the flags of pretrain_gpt.py]
 
-It writes analysis/vocab_rarity/vocab_rarity_index_to_sample.bin and .idx and their like, which
-"data_efficiency" of the DeepSpeed JSON names (docs/guides/curriculum.md). The flags must be
-those of the run to come (data, sequence length, seed, length of the run): they decide what its
-samples are. --save is where the files go.
+It writes files such as analysis/vocab_rarity/vocab_rarity_index_to_sample.bin and .idx, for
+"data_efficiency" of the DeepSpeed JSON; see docs/guides/curriculum.md. The flags that define the
+samples (data, sequence length, seed, length of the run) must be those of the run. --save is the
+output folder.
 """
 
 from __future__ import annotations
@@ -22,28 +22,23 @@ from dataclasses import dataclass
 from megatron.config.flags import ConfigError, option
 from megatron.config.kinds.curriculum import CurriculumConfig, without_sampling
 from megatron.data.kinds.curriculum.analysis import METRICS, MetricSummary, analyse
-from megatron.training.run import Run, run_data, run_of
-from megatron.training.run_flags import RunToolParser
+from megatron.training.run import Run, RunToolParser, run_data, run_of
 from megatron.util.progress import progress_bar
 
 
 @dataclass(frozen=True)
 class AnalysisConfig:
-    """Analysis of the training samples; all flags of pretrain_gpt.py describe the run."""
+    """Analysis: metrics and processes; all flags of pretrain_gpt.py describe the run."""
 
     analyzing_metric: tuple[str, ...] = option(("vocab_rarity",))
-    """What to measure: seqlen (tokens without padding), vocab_rarity (how rare the tokens are)."""
+    """Metrics: seqlen (tokens without padding), vocab_rarity (how rare the tokens are)."""
     analyzing_num_threads: int = option(1)
     """Processes that read the samples."""
     world_size: int = option(1)
-    """Processes of the run, where batch sizes are derived from them."""
+    """Processes of the run."""
 
     def check(self) -> None:
-        """Finds values that there are not.
-
-        Raises:
-            ConfigError: naming flag and value.
-        """
+        """Raises ConfigError for invalid values."""
         unknown = set(self.analyzing_metric) - set(METRICS)
         if unknown:
             raise ConfigError(
@@ -73,7 +68,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
     """Writes the files of each metric.
 
     Raises:
-        ValueError, OSError: the flags describe no run, or files cannot be read or written.
+        ValueError, OSError: the flags are invalid, or files cannot be read or written.
     """
     folder = run.config.checkpoint.save
     if folder is None:
@@ -95,7 +90,7 @@ def measure(config: AnalysisConfig, run: Run) -> list[MetricSummary]:
 
 
 def report(summaries: Sequence[MetricSummary], seconds: float) -> None:
-    """Says where the files are and how the values are spread."""
+    """Prints the folder and the distribution of each metric."""
     for metric in summaries:
         spread = ", ".join(f"{share}% {value}" for share, value in metric.percentiles.items())
         print(

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-"""Builds the sample indices of a run beforehand, without a GPU.
+"""Builds the sample indices of a run in advance, without a GPU.
 
     python tools/build_index.py --workers 8 --world-size 64 [the flags of pretrain_gpt.py]
 
-All files of training, validation and test are checked and indexed, each by a process of its own, in
-the cache that the run will look into (--data-cache-path, or index-cache/ beside the data): the run
-then starts without building anything. --world-size is the number of the run's processes, where
-batch sizes are derived from it.
+All files of training, validation and test are checked and indexed, several at a time, in the cache
+that the run uses (--data-cache-path, or index-cache/ beside the data); the run then starts without
+building anything. --world-size is the number of the run's processes, from which batch sizes may be
+derived.
 """
 
 import sys
@@ -19,25 +19,23 @@ from dataclasses import dataclass
 from megatron.config import ConfigError, RunConfig
 from megatron.config.flags import option
 from megatron.data.index_cache import IndexCache
-from megatron.data.prebuild import prebuild
 from megatron.data.sources import parts_of
 from megatron.families import family_names, family_of
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, run_of
-from megatron.training.run_flags import RunToolParser
+from megatron.training.run import Run, RunToolParser, run_of
 from megatron.util.processes import usable_processors
 
 
 @dataclass(frozen=True)
 class BuildConfig:
-    """Build: how; all flags of pretrain_gpt.py describe the run."""
+    """Build: processes; all flags of pretrain_gpt.py describe the run."""
 
-    workers: int | None = option(None, derived="one for each processor")
+    workers: int | None = option(None, derived="one per processor")
     """Processes that build, each one dataset at a time."""
     world_size: int = option(1)
     """Processes of the run."""
     samples: str = option("gpt", choices=family_names())
-    """What the samples are for."""
+    """Model family of the samples."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -56,13 +54,12 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def check_writable(config: RunConfig) -> None:
-    """A run goes on without a cache that it cannot write; here that would be all for nothing.
+    """A run continues without a cache that it cannot write; here that would be in vain.
 
     Raises:
         ConfigError: a folder of the index cache cannot be written.
     """
-    parts = parts_of(config)
-    blends = [*([parts.train] if parts.train else []), *parts.valid.values(), *parts.test.values()]
+    blends = parts_of(config).blends()
     paths = {path for blend in blends for source in blend.sources for path in source.paths}
     for path in sorted(paths):
         folder = IndexCache.beside(path, config.data.data_cache_path).folder
@@ -79,12 +76,12 @@ def check_writable(config: RunConfig) -> None:
 
 
 def build_all(config: BuildConfig, run: Run) -> None:
-    """Builds and says what is there."""
+    """Builds all indices and prints the number of samples."""
     began = time.perf_counter()
     plan = TrainingPlan(run.config)
     data = family_of(config.samples).data(run.config, run.tokenizer)
-    prebuild(data, plan.sample_counts, config.workers or usable_processors())
-    # Blends, and the order of a curriculum.
+    data.prebuild(plan.sample_counts, config.workers or usable_processors())
+    # The order of a curriculum is built here.
     datasets = data.datasets(plan.sample_counts, plan.batch_sizes)
     named = {"train": datasets.train, **datasets.valid, **datasets.test}
     for name, samples in named.items():

@@ -35,7 +35,7 @@ from megatron.config.flags import option
 from megatron.config.layouts import Layout, parse_layout
 from megatron.parity.check import FACTOR, FIRST_STEP, HALF_LOSS, HALF_NORM, Checker, Outcome
 from megatron.parity.flags import CheckFlags, check_flags
-from megatron.training.run_flags import RunToolParser
+from megatron.training.run import RunToolParser
 
 EPILOG = """All flags of pretrain_gpt.py (its --help lists them) describe model, data, optimizer and
 batch; layouts are named by --layouts instead. Without flags for data it takes synthetic tokens,

@@ -1,13 +1,13 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-r"""Shows what is in indexed datasets (PREFIX.bin and PREFIX.idx).
+r"""Shows the contents of indexed datasets (PREFIX.bin and PREFIX.idx).
 
     python tools/inspect_index.py data/corpus_text_document
     python tools/inspect_index.py data/corpus_text_document --document 7 \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
 
-Folders stand for all datasets in them. With --document it prints the token ids of that document,
-and its text where tokenizer flags are given.
+A folder means all datasets in it. --document prints the token ids of that document, and its text if
+tokenizer flags are given.
 """
 
 import json
@@ -19,19 +19,18 @@ from typing import Any
 from megatron.config import ConfigError, FlagParser, TokenizerConfig
 from megatron.config.flags import build, option
 from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed.files import find_prefixes
-from megatron.data.indexed.statistics import Contents, Lengths, contents
+from megatron.data.indexed.dataset_checks import contents, find_prefixes
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
 
 @dataclass(frozen=True)
 class InspectConfig:
-    """Inspect: what is shown."""
+    """Inspect: output."""
 
     document: int | None = option(None)
-    """Number of a document to show, from 0; negative ones count from the end."""
+    """Number of a document to print, from 0; negative numbers count from the end."""
     max_tokens: int = option(256)
-    """Token ids of it that are shown at most; 0 shows all. The text is always shown whole."""
+    """Number of its token ids to print; 0 prints all. The text is always printed whole."""
     json: bool = option(False)
     """Print JSON."""
 
@@ -54,12 +53,11 @@ def main(argv: Sequence[str] | None = None) -> None:
         for prefix in find_prefixes(prefixes):
             dataset = IndexedDataset(prefix)
             if config.document is not None:
-                found = document(dataset, config.document, tokenizer)
-                lines = document_report(found, config.max_tokens)
+                shown.append(document(dataset, config.document, tokenizer))
+                lines = document_report(shown[-1], config.max_tokens)
             else:
-                summary = contents(dataset)
-                found, lines = summary.to_json(), report(summary)
-            shown.append(found)
+                shown.append(contents(dataset))
+                lines = report(shown[-1])
             if not config.json:
                 print("\n".join(lines))
     except (ValueError, OSError) as error:
@@ -68,36 +66,33 @@ def main(argv: Sequence[str] | None = None) -> None:
         print(json.dumps(shown, indent=1))
 
 
-def report(found: Contents) -> Iterator[str]:
-    """The lines that describe a dataset."""
-    documents, sequences = found.document_tokens, found.sequence_tokens
+def report(found: dict[str, Any]) -> Iterator[str]:
+    """The lines that describe the contents of a dataset."""
     yield (
-        f"{found.prefix}: {documents.count:,} documents, {sequences.count:,} sequences, "
-        f"{sequences.total:,} tokens of {found.dtype}"
-        + (", modes (multimodal)" if found.multimodal else "")
+        f"{found['prefix']}: {found['documents']:,} documents, {found['sequences']:,} sequences, "
+        f"{found['tokens']:,} tokens of {found['dtype']}"
+        + (", modes (multimodal)" if found["multimodal"] else "")
     )
-    yield f"  .bin {found.bin_bytes:,} bytes, .idx {found.idx_bytes:,} bytes"
-    yield lengths_line("tokens per document", documents)
-    if found.document_sequences.largest != 1 or found.document_sequences.smallest != 1:
-        yield lengths_line("sequences per document", found.document_sequences)
-        yield lengths_line("tokens per sequence", sequences)
-
-
-def lengths_line(title: str, lengths: Lengths) -> str:
-    """Statistics of lengths in a line."""
-    quantiles = ", ".join(f"{percent}% {value:,}" for percent, value in lengths.quantiles.items())
-    empty = f", {lengths.empty:,} empty" if lengths.empty else ""
-    return (
-        f"  {title}: mean {lengths.mean:,.1f}, from {lengths.smallest:,} to {lengths.largest:,} "
-        f"({quantiles}){empty}"
-    )
+    yield f"  .bin {found['bin_bytes']:,} bytes, .idx {found['idx_bytes']:,} bytes"
+    names = ["tokens_per_document"]
+    sequences = found["sequences_per_document"]
+    if sequences["largest"] != 1 or sequences["smallest"] != 1:
+        names += ["sequences_per_document", "tokens_per_sequence"]
+    for name in names:
+        lengths = found[name]
+        quantiles = ", ".join(f"{share} {value:,}" for share, value in lengths["quantiles"].items())
+        empty = f", {lengths['empty']:,} empty" if lengths["empty"] else ""
+        yield (
+            f"  {name.replace('_', ' ')}: mean {lengths['mean']:,.1f}, from "
+            f"{lengths['smallest']:,} to {lengths['largest']:,} ({quantiles}){empty}"
+        )
 
 
 def document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
     """A document, sequence by sequence.
 
     Raises:
-        ValueError: there is no such document, or it has ids that the tokenizer does not know.
+        ValueError: it does not exist, or it has ids that the tokenizer does not know.
     """
     total = dataset.num_documents
     if not -total <= number < total:

@@ -5,9 +5,9 @@
     python tools/merge_datasets.py --input parts/ --output-prefix data/corpus_text_document
     python tools/merge_datasets.py --input data/a data/b --output-prefix data/both
 
-Documents keep their order: of the inputs as given, of the datasets in a folder by name. Datasets of
-several token types are written in the narrowest one that holds them all. Memory is constant, and
-the output appears when it is complete.
+Inputs keep their order; the datasets of a folder are sorted by name. If dtypes differ, tokens are
+written in the narrowest one that fits all. Memory is constant, and the output appears only when it
+is complete.
 """
 
 import sys
@@ -16,18 +16,19 @@ from dataclasses import dataclass
 
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.data.indexed.files import find_prefixes, merge_datasets
+from megatron.data.indexed.dataset_checks import find_prefixes
+from megatron.data.indexed.dataset_writer import merge_datasets
 
 
 @dataclass(frozen=True)
 class MergeConfig:
-    """Merge: what, and into what."""
+    """Merge: inputs and output."""
 
     input: tuple[str, ...] = option(())
     """Prefixes of .bin/.idx pairs, or folders of such pairs."""
     output_prefix: str | None = option(None)
-    """Prefix of the new .bin and .idx; an older pair is replaced."""
-    multimodal: bool = option(False, note="files that have modes are merged with them")
+    """Prefix of the new .bin and .idx; an existing pair is replaced."""
+    multimodal: bool = option(False, note="modes are merged with or without it")
     """Megatron-LM's flag for files with modes."""
 
 
@@ -44,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     for note in merged.notes:
         print(note)
     print(
-        f"{merged.prefix}.bin/.idx: {merged.documents:,} documents, {merged.sequences:,} "
+        f"{config.output_prefix}.bin/.idx: {merged.documents:,} documents, {merged.sequences:,} "
         f"sequences, {merged.tokens:,} tokens of {merged.dtype.name} from {len(prefixes)} datasets"
     )
 

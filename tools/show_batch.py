@@ -1,16 +1,15 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-"""Prints what a run saw, or will see, at a step.
+"""Prints the batch of a step of a run.
 
-For each rank its samples, the files, documents and tokens that they come from, their text, and
-where the loss counts:
+For each rank it prints the samples, the files, documents and tokens that they come from, their
+text, and which tokens count in the loss:
 
     python tools/show_batch.py --iteration 1200 --world-size 8 [the flags of pretrain_gpt.py]
 
-What the loss does not ask for is in [[double brackets]]; of BERT's samples, "a -> b" says that the
-model gets a and is to predict b. With the flags and the number of processes that a run had from
-its first step on, the batch is the one that it has seen: the order of samples depends on nothing
-else.
+Text that does not count in the loss is in [[double brackets]]; in BERT's samples, "a -> b" means
+that the model reads a and must predict b. The batch depends on nothing but the flags and the number
+of processes of the run from its first step on.
 """
 
 import json
@@ -18,39 +17,72 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import option
+from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.sampler import micro_batch_samples
+from megatron.data.samples import Piece, SampleDataset
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import MODEL, memberships
-from megatron.training.batch_view import SeenSample, seen_samples
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, run_of
-from megatron.training.run_flags import RunToolParser
+from megatron.training.run import Run, RunToolParser, run_of
 
 
 @dataclass(frozen=True)
 class ShowConfig:
-    """What to show; all flags of pretrain_gpt.py describe the run."""
+    """Show: output; all flags of pretrain_gpt.py describe the run."""
 
     iteration: int = option(1)
     """The step, from 1."""
     world_size: int = option(1)
     """Processes of the run."""
     rank: int | None = option(None, derived="all")
-    """Show what this rank reads only."""
+    """Print only the samples of this rank."""
     max_characters: int = option(400)
-    """Characters of a sample's text that are shown; 0 shows all."""
+    """Characters of a sample's text to print; 0 prints all."""
     samples: str = option("gpt", choices=family_names())
-    """What the samples are for."""
+    """Model family of the samples."""
     json: bool = option(False)
-    """One JSON object a line instead: all tokens, loss mask and text of each sample."""
+    """Print one JSON object per sample, with all tokens, loss mask and text."""
 
     def check(self) -> None:
         if self.iteration < 1 or self.world_size < 1 or self.max_characters < 0:
             raise ConfigError("--iteration and --world-size start at 1, --max-characters at 0")
         if self.rank is not None and not 0 <= self.rank < self.world_size:
-            raise ConfigError(f"--rank {self.rank} is none of --world-size {self.world_size}")
+            raise ConfigError(f"--rank {self.rank} must be below --world-size {self.world_size}")
+
+
+@dataclass(frozen=True)
+class SeenSample:
+    """One sample of a step."""
+
+    number: int
+    """Training samples consumed before it."""
+    data_rank: int
+    micro_batch: int
+    """Of the step, from 0."""
+    pieces: Sequence[Piece]
+    """Where its tokens come from."""
+    view: SampleView
+
+    @property
+    def counted(self) -> int:
+        """Tokens whose prediction counts in the loss."""
+        return int((self.view.loss_mask_S > 0).sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sample as JSON values."""
+        return {
+            "sample": self.number,
+            "data_rank": self.data_rank,
+            "micro_batch": self.micro_batch,
+            "pieces": [piece._asdict() for piece in self.pieces],
+            "tokens": self.view.tokens_S.tolist(),
+            "loss_mask": self.view.loss_mask_S.tolist(),
+            "text": self.view.text,
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -99,8 +131,27 @@ def show(config: ShowConfig, run: Run) -> Iterator[str]:
             yield from described(sample, data.unit, config.max_characters)
 
 
+def seen_samples(
+    dataset: SampleDataset[Any],
+    data: DataPipeline,
+    plan: TrainingPlan,
+    data_size: int,
+    iteration: int,
+) -> Iterator[SeenSample]:
+    """The training samples of a step (counted from 1), rank by rank."""
+    consumed = plan.batch_size.samples(iteration - 1)
+    length = plan.lengths.at(iteration - 1)
+    for data_rank in range(data_size):
+        for micro_batch in range(plan.batch_size.micro_batches(consumed)):
+            before = consumed + micro_batch * plan.micro_batch_size * data_size
+            for number in micro_batch_samples(before, plan.micro_batch_size, data_rank, data_size):
+                view = data.view(dataset[number], length)
+                origin = dataset.origin(number)
+                yield SeenSample(number, data_rank, micro_batch, origin, view)
+
+
 def ranks_by_data_rank(parallel: ParallelConfig) -> list[tuple[int, ...]]:
-    """The processes that read the same samples, for each data-parallel rank."""
+    """The ranks that read the same samples, for each data-parallel rank."""
     sizes = {
         "pipeline": parallel.pipeline_model_parallel_size,
         "data": parallel.data_parallel_size,

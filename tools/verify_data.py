@@ -1,18 +1,18 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-r"""Looks whether indexed datasets (PREFIX.bin and PREFIX.idx) are whole.
+r"""Checks that indexed datasets (PREFIX.bin and PREFIX.idx) are intact.
 
     python tools/verify_data.py data/
     python tools/verify_data.py data/corpus_text_document \
         --tokenizer-type GPT2BPETokenizer --vocab-file vocab.json --merge-file merges.txt
     python tools/verify_data.py data/ --write-checksums
 
-Folders stand for all datasets in them. Every length, offset and document boundary is checked, every
+A folder means all datasets in it. Every length, offset and document boundary is checked, every
 token id against the vocabulary (with tokenizer flags, or --vocab-size alone), and the SHA-256 of
-both files against PREFIX.sha256 where that exists. --write-checksums writes that file once a
-dataset is whole; `sha256sum -c` reads it too.
+both files against PREFIX.sha256 if that exists. --write-checksums writes that file if the dataset
+is intact; `sha256sum -c` reads it too.
 
-Exit status: 0; 1 when anything is damaged or missing (the file is named); 2 for wrong flags.
+Exit status: 0 if all is intact; 1 if anything is damaged or missing; 2 for wrong flags.
 """
 
 import sys
@@ -23,17 +23,16 @@ from typing import Any
 
 from megatron.config import FlagParser, TokenizerConfig
 from megatron.config.flags import build, option
-from megatron.data.indexed.checking import check_dataset
-from megatron.data.indexed.files import find_prefixes
+from megatron.data.indexed.dataset_checks import check_dataset, find_prefixes
 from megatron.tokenizer import build_tokenizer
 
 
 @dataclass(frozen=True)
 class VerifyConfig:
-    """Verify: what is done."""
+    """Verify: action."""
 
     write_checksums: bool = option(False)
-    """Write PREFIX.sha256, in place of an older one, instead of comparing with it."""
+    """Write or replace PREFIX.sha256 instead of comparing with it."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -62,14 +61,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def vocabulary(config: TokenizerConfig) -> int | None:
-    """Number of token ids that the flags allow; None when they say nothing."""
+    """Number of token ids, None without flags for it."""
     if config.tokenizer_type is None:
         return config.vocab_size
     return build_tokenizer(config).vocab_size
 
 
 def verify(prefix: str, vocab_size: int | None, write: bool) -> int:
-    """Checks a dataset and says what was found; returns 1 when it is damaged."""
+    """Checks a dataset and prints the result; returns 1 if it is damaged."""
     began = time.perf_counter()
     try:
         found = check_dataset(prefix, vocab_size, write=write)

@@ -134,9 +134,9 @@ def parser_of(program: Sequence[str]) -> argparse.ArgumentParser:
         parser = parser or self
         return original(self, args, namespace)
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", noting):
-        with contextlib.suppress(Refused):
-            parser = parse(program, []).parser
+    noted = mock.patch.object(argparse.ArgumentParser, "parse_known_args", noting)
+    with noted, contextlib.suppress(Refused):
+        parser = parse(program, []).parser
     assert parser is not None, program
     return parser
 

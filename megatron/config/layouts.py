@@ -86,8 +86,8 @@ class Layout:
         return "-".join(tokens) or "dp1"
 
     def flags(self) -> list[str]:
-        """The flags of this layout, without defaults. The launcher sets the number of processes, the
-        DeepSpeed JSON the offloading, and batch sizes the number of micro batches."""
+        """The flags of this layout, without defaults. The launcher sets the number of processes,
+        the DeepSpeed JSON the offloading, and batch sizes the number of micro batches."""
         stated = self._stated()
         words = []
         for name, flag in _VALUE_FLAGS.items():

@@ -1,7 +1,7 @@
-"""Weighted blends of datasets: the sample goes where the share is furthest behind.
+"""Weighted blends of datasets, in Megatron's order.
 
-Sample i goes to the dataset d with the largest weight_d * max(i, 1) - taken_d, the first one on a
-tie, as in Megatron. The rule is sequential by definition: a loop, compiled where numba is there.
+Sample i comes from the dataset d with the largest weight_d * max(i, 1) - taken_d, the first one on
+a tie. The rule is sequential by definition: a loop, compiled if numba is installed.
 """
 
 from __future__ import annotations
@@ -10,15 +10,72 @@ import functools
 import math
 import operator
 from collections.abc import Callable, Sequence
+from typing import Generic, TypeVar
 
 import numpy as np
 
+from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.samples import Piece, SampleDataset, checked_index
 from megatron.data.shuffle import find_numba
 
-# A part is built slightly larger than its share, as in Megatron.
+# Part of every cache entry's name: raise it when the meaning of the arrays changes.
+INDEX_VERSION = 1
+# Each dataset is built slightly larger than its share, as in Megatron.
 SAFETY_MARGIN = 1.005
-# Below this many comparisons the plain loop is done before numba is even imported.
+# Below this many comparisons the plain loop is faster than importing numba.
 _WORTH_COMPILING = 200_000
+
+Sample_co = TypeVar("Sample_co", covariant=True)
+
+
+class BlendedDataset(Generic[Sample_co]):
+    """Samples of several datasets, by weight."""
+
+    def __init__(self, parts: Sequence[SampleDataset[Sample_co]], index: StoredArrays) -> None:
+        self.parts = parts
+        self._index = index
+
+    @classmethod
+    def build(
+        cls,
+        parts: Sequence[SampleDataset[Sample_co]],
+        weights: Sequence[float],
+        num_samples: int,
+        cache: IndexCache,
+        name: str,
+    ) -> BlendedDataset[Sample_co]:
+        """Blend `parts` by `weights`, which sum to 1, into `num_samples` samples."""
+        assert len(parts) == len(weights)
+        depends_on = {"version": INDEX_VERSION, "weights": list(weights), "samples": num_samples}
+
+        def arrays() -> dict[str, np.ndarray]:
+            dataset, sample = blend_indices(weights, num_samples)
+            return {"dataset": dataset, "sample": sample}
+
+        layout = {
+            "dataset": (np.dtype(np.int16), (num_samples,)),
+            "sample": (_sample_dtype(num_samples), (num_samples,)),
+        }
+        return cls(parts, cache.arrays(f"blend-{name}", depends_on, arrays, layout))
+
+    def __len__(self) -> int:
+        return len(self._index["dataset"])
+
+    def __getitem__(self, index: int, /) -> Sample_co:
+        dataset, sample = self._place(index)
+        return dataset[sample]
+
+    def origin(self, index: int, /) -> Sequence[Piece]:
+        """Where sample `index` comes from, in the order of its tokens."""
+        dataset, sample = self._place(index)
+        return dataset.origin(sample)
+
+    def _place(self, index: int) -> tuple[SampleDataset[Sample_co], int]:
+        index = checked_index(index, len(self))
+        part, sample = int(self._index["dataset"][index]), int(self._index["sample"][index])
+        if not 0 <= part < len(self.parts) or not 0 <= sample < len(self.parts[part]):
+            raise self._index.damaged(f"sample {sample} of dataset {part} does not exist")
+        return self.parts[part], sample
 
 
 def normalised_weights(weights: Sequence[float], flag: str) -> list[float]:
@@ -38,17 +95,16 @@ def normalised_weights(weights: Sequence[float], flag: str) -> list[float]:
 
 
 def part_samples(num_samples: int, weight: float) -> int:
-    """Samples to build for the part that has the share `weight` of `num_samples`."""
+    """Samples to build of a dataset with the share `weight` of `num_samples`."""
     return math.ceil(num_samples * weight * SAFETY_MARGIN)
 
 
-def sample_dtype(num_samples: int) -> np.dtype:
-    """Of the sample numbers of a blend."""
+def _sample_dtype(num_samples: int) -> np.dtype:
     return np.dtype(np.uint32 if num_samples < 1 << 32 else np.int64)
 
 
 def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which dataset, and which of its samples, each sample of the blend is.
+    """The dataset, and the sample of it, for each sample of the blend.
 
     Args:
         weights: share of each dataset, summing to 1.
@@ -57,12 +113,11 @@ def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarra
         dataset numbers, int16[num_samples], and sample numbers, uint32 (int64 from 2**32 samples).
     """
     shares = np.asarray(weights, np.float64)
-    # Once more, as Megatron does: the last bit of a weight can decide a tie.
+    # Normalised a second time, as in Megatron: the last bit of a weight can decide a tie.
     shares = shares / shares.sum()
     dataset = np.empty(num_samples, np.int16)
-    sample = np.empty(num_samples, sample_dtype(num_samples))
-    worth = num_samples * len(shares) >= _WORTH_COMPILING
-    numba = find_numba() if worth else None
+    sample = np.empty(num_samples, _sample_dtype(num_samples))
+    numba = find_numba() if num_samples * len(shares) >= _WORTH_COMPILING else None
     fill: Callable[..., None] = _fill if numba is None else numba.njit(_fill)
     fill(shares, np.zeros(len(shares), np.int64), dataset, sample)
     return dataset, sample
@@ -73,9 +128,9 @@ def _fill(weights: np.ndarray, taken: np.ndarray, dataset: np.ndarray, sample: n
         position = float(max(i, 1))
         best, largest = 0, weights[0] * position - float(taken[0])
         for d in range(1, len(weights)):
-            behind = weights[d] * position - float(taken[d])
-            if behind > largest:
-                best, largest = d, behind
+            missing = weights[d] * position - float(taken[d])
+            if missing > largest:
+                best, largest = d, missing
         dataset[i] = best
         sample[i] = taken[best]
         taken[best] += 1

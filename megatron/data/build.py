@@ -1,26 +1,33 @@
-"""The training, validation and test samples of a run, out of whatever files its flags name."""
+"""The training, validation and test samples of a run, from the files that its flags name."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import multiprocessing
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
+from itertools import chain
 from typing import Any, NamedTuple
 
-from megatron.data.blend import normalised_weights, part_samples
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blend import BlendedDataset, normalised_weights, part_samples
 from megatron.data.index_cache import IndexCache
 from megatron.data.samples import Documents, SampleDataset, SampleRecipe
-from megatron.data.sources import PARTS, Blend, Parts, Source
-from megatron.data.split import share_documents, split_documents
+from megatron.data.sources import PARTS, Blend, DataSource, Parts, split_documents
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
+
+Job = Callable[[], object]
 
 
 class Datasets(NamedTuple):
     """Samples by part; validation and test may have several sets, by name.
 
-    Nothing is there where no samples are wanted or the split gives a part no documents.
+    A part without wanted samples, or without documents by the split, is None or empty.
     """
 
     train: SampleDataset[Any] | None
@@ -31,24 +38,28 @@ class Datasets(NamedTuple):
 class SourceReader(NamedTuple):
     """How files of one kind become samples."""
 
-    open: Callable[[str, Source], Documents]
-    """Opens one path of a source; the cache of an opened path is up to `DatasetBuilder`.
+    open: Callable[[str, DataSource], Documents]
+    """Opens one path of a source; `DatasetBuilder` keeps it open.
 
     Raises ValueError, OSError for files that cannot be used; the message names them."""
     recipe: SampleRecipe[Any]
 
 
-Chosen = tuple[str, range]
-"""A path, and the documents of it that belong to a part."""
+class Chosen(NamedTuple):
+    """Documents of a file that belong to a part."""
+
+    source: DataSource
+    path: str
+    units: range
 
 
 @dataclass(frozen=True)
 class DatasetBuilder:
-    """Builds datasets; needs neither a GPU nor a process group, so it can be run beforehand.
+    """Builds datasets, without a GPU or a process group.
 
     Args:
-        readers: what makes a reader of each of the sources' kinds, when the first one is met; may
-            raise ValueError for flags that contradict that kind only.
+        readers: makes the reader of each kind of source, when the first one is met; may raise
+            ValueError for flags that contradict that kind only.
         cache_path: folder of the index arrays; None: beside the data.
     """
 
@@ -66,158 +77,228 @@ class DatasetBuilder:
         Raises:
             ValueError, OSError: files that cannot be used; the message names flag and file.
         """
-        wanted = dict(zip(PARTS, sample_counts, strict=True))
-        if wanted["train"] and parts.train is None:
+        for_train, *for_held_out = sample_counts
+        if for_train and parts.train is None:
             raise ValueError(
                 "no training data: give --data-path, --train-data-path or --train-data (or "
                 "--mock-data)"
             )
-        train = self.samples(parts.train, "train", wanted["train"]) if parts.train else None
-        held_out = [
+        train = self.samples(parts.train, "train", for_train) if parts.train else None
+        valid, test = (
             {
                 name: samples
-                for name, blend in blends.items()
-                if (samples := self.samples(blend, part, wanted[part], name)) is not None
+                for name, blend in getattr(parts, part).items()
+                if (samples := self.samples(blend, part, count, name)) is not None
             }
-            for part, blends in (("valid", parts.valid), ("test", parts.test))
-        ]
-        return Datasets(train, *held_out)
+            for part, count in zip(PARTS[1:], for_held_out, strict=True)
+        )
+        return Datasets(train, valid, test)
+
+    def prebuild(self, parts: Parts, sample_counts: tuple[int, int, int], workers: int) -> None:
+        """Fill the cache: open all files, which checks token ids or reads raw text, and build the
+        datasets of each, in several processes. Blends are left to `datasets`.
+
+        Args:
+            sample_counts: see `datasets`.
+
+        Raises:
+            ValueError, OSError: files that cannot be used; the message names flag and file.
+        """
+        groups = ([parts.train] if parts.train else [], parts.valid.values(), parts.test.values())
+        files = {
+            (source.kind, path, source.text_key): source
+            for blends, count in zip(groups, sample_counts, strict=True)
+            if count
+            for blend in blends
+            for source in blend.sources
+            for path in source.paths
+            if source.kind in self.readers
+        }
+
+        def open_one(path: str, source: DataSource) -> None:
+            with suppress(FileNotFoundError):  # reported below, with the flag
+                self._reader(source.kind).open(path, source)
+
+        in_processes([partial(open_one, path, s) for (_, path, _), s in files.items()], workers)
+        jobs: list[Job] = []
+
+        def recording(kind: str) -> SourceReader:
+            reader = self._reader(kind)
+            return SourceReader(reader.open, _Recording(reader.recipe, jobs))
+
+        readers = {kind: partial(recording, kind) for kind in self.readers}
+        DatasetBuilder(readers, self.cache_path).datasets(parts, sample_counts)
+        in_processes(jobs, workers)
 
     def samples(
         self, blend: Blend, part: str, num_samples: int, name: str | None = None
     ) -> SampleDataset[Any] | None:
-        """The samples of one blend; None when none are wanted.
+        """The samples of one blend; None if no samples are wanted.
 
-        A file of which a split gives validation or test no document is left out of them, with a
-        warning: the default split does that to the test part of a small corpus, which is no reason
-        not to train on it. None also where that leaves none.
+        Files that have no documents for validation or test are left out of them with a warning: the
+        default split does that to the test part of a small corpus, which should still train. If
+        none is left the result is None too.
 
         Raises:
             ValueError, OSError: see :meth:`datasets`.
         """
         if not num_samples:
             return None
-        chosen = [
-            [(path, self._units(blend, source, path)) for path in source.paths]
-            for source in blend.sources
-        ]
-        for problem in self._empty(blend, part, chosen):
-            if part == "train" or blend.split is None:
-                raise ValueError(problem)
-            logger.warning(problem)
-        sources, chosen = self._filled(blend.sources, chosen)
-        if not sources:
+        groups = []
+        for source in blend.sources:
+            files = []
+            for path in source.paths:
+                units = self._units(blend, source, path)
+                if units:
+                    files.append(Chosen(source, path, units))
+                    continue
+                problem = self._why_empty(blend, part, source, path)
+                if part == "train" or blend.split is None:
+                    raise ValueError(problem)
+                logger.warning(problem)
+            if files:
+                groups.append(files)
+        chosen = list(chain.from_iterable(groups))
+        if not chosen:
             return None
         name = part if name in (None, part) else f"{part}-{name}"
-        files = [
-            (source, path, units, weight)
-            for source, paths, weights in zip(
-                sources, chosen, self._weights(blend.flag, sources, chosen), strict=True
-            )
-            for (path, units), weight in zip(paths, weights, strict=True)
-        ]
         if blend.is_plain:
-            source, path, units, _ = files[0]
-            return self._single(source, path, units, num_samples, name)
-        weights = normalised_weights([weight for *_, weight in files], blend.flag)
+            return self._single(chosen[0], num_samples, name)
+        weights = normalised_weights(self._weights(blend.flag, groups), blend.flag)
         samples = [
-            self._single(source, path, units, part_samples(num_samples, weight), name)
-            for (source, path, units, _), weight in zip(files, weights, strict=True)
+            self._single(each, part_samples(num_samples, weight), name)
+            for each, weight in zip(chosen, weights, strict=True)
         ]
-        cache = IndexCache.beside(files[0][1], self.cache_path)
+        cache = IndexCache.beside(chosen[0].path, self.cache_path)
         return BlendedDataset.build(samples, weights, num_samples, cache, name)
 
-    def _single(
-        self, source: Source, path: str, units: range, num_samples: int, name: str
-    ) -> SampleDataset[Any]:
+    def _single(self, chosen: Chosen, num_samples: int, name: str) -> SampleDataset[Any]:
+        source, path, units = chosen
         cache = IndexCache.beside(path, self.cache_path)
-        recipe = self._reader(source).recipe
+        recipe = self._reader(source.kind).recipe
         return recipe.build(self._documents(source, path), units, num_samples, name, cache)
 
-    def _reader(self, source: Source) -> SourceReader:
-        name = source.kind
-        if name not in self.readers:
+    def _reader(self, kind: str, path: str = "") -> SourceReader:
+        if kind not in self.readers:
             raise ValueError(
-                f"{source.paths[0]}: this model has no use for data of the type {name} (TFRecords "
-                "are for BERT, instructions for a GPT); what it can be trained on is "
-                f"{', '.join(self.readers)}"
+                f"{path}: this model cannot be trained on data of the type {kind} (TFRecords are "
+                f"for BERT, instructions for a GPT), only on {', '.join(self.readers)}"
             )
-        if name not in self._made:
-            self._made[name] = self.readers[name]()
-        return self._made[name]
+        if kind not in self._made:
+            self._made[kind] = self.readers[kind]()
+        return self._made[kind]
 
-    def _documents(self, source: Source, path: str) -> Documents:
+    def _documents(self, source: DataSource, path: str) -> Documents:
         key = (source.kind, path, source.text_key)
         if key not in self._opened:
-            self._opened[key] = self._reader(source).open(path, source)
+            self._opened[key] = self._reader(source.kind, path).open(path, source)
         return self._opened[key]
 
-    def _units(self, blend: Blend, source: Source, path: str) -> range:
+    def _total(self, source: DataSource, path: str) -> int:
+        documents = self._documents(source, path)
+        return self._reader(source.kind).recipe.units(documents)
+
+    def _units(self, blend: Blend, source: DataSource, path: str) -> range:
         """The documents of a file that belong to the part."""
         try:
-            documents = self._documents(source, path)
+            total = self._total(source, path)
         except FileNotFoundError as error:
             raise FileNotFoundError(f"{blend.flag} {path}: {error}") from None
-        total = self._reader(source).recipe.units(documents)
-        chosen = share_documents(source.share, total)
+        first, last = (round(bound * total) for bound in source.share)
         if blend.split is None:
-            return chosen
-        within = split_documents(blend.split, len(chosen))[blend.part]
-        return range(chosen.start + within.start, chosen.start + within.stop)
+            return range(first, last)
+        within = split_documents(blend.split, last - first)[blend.part]
+        return range(first + within.start, first + within.stop)
 
-    def _empty(self, blend: Blend, part: str, chosen: Sequence[Sequence[Chosen]]) -> Iterator[str]:
-        """What is wrong with each file that has no documents for the part."""
-        for source, paths in zip(blend.sources, chosen, strict=True):
-            for path, units in paths:
-                if units:
-                    continue
-                total = self._reader(source).recipe.units(self._documents(source, path))
-                if not total:
-                    yield f"{blend.flag}: {path} holds no documents"
-                elif blend.split is None:
-                    first, last = source.share
-                    yield (
-                        f"{blend.flag}: the range {first:g}:{last:g} of {path}, which has {total} "
-                        "documents, holds none"
-                    )
-                else:
-                    yield (
-                        f"--split {blend.split} gives {part} no document of {path}, which has "
-                        f"{total}: give {part} a larger share, or 0 to do without it, or more "
-                        "documents"
-                    )
+    def _why_empty(self, blend: Blend, part: str, source: DataSource, path: str) -> str:
+        total = self._total(source, path)
+        if not total:
+            return f"{blend.flag}: {path} has no documents"
+        if blend.split is None:
+            first, last = source.share
+            return (
+                f"{blend.flag}: the range {first:g}:{last:g} of {path}, which has {total} "
+                "documents, is empty"
+            )
+        return (
+            f"--split {blend.split} gives {part} no document of {path}, which has {total}: give "
+            f"{part} a larger share, or 0 to do without it, or more documents"
+        )
 
-    def _filled(
-        self, sources: Sequence[Source], chosen: Sequence[Sequence[Chosen]]
-    ) -> tuple[list[Source], list[list[Chosen]]]:
-        """Without the files that have no documents for the part."""
-        filled = [[(path, units) for path, units in paths if units] for paths in chosen]
-        kept = [(s, paths) for s, paths in zip(sources, filled, strict=True) if paths]
-        return [source for source, _ in kept], [paths for _, paths in kept]
-
-    def _weights(
-        self, flag: str, sources: Sequence[Source], chosen: Sequence[Sequence[Chosen]]
-    ) -> list[list[float]]:
-        """The weight of each file: its source's, shared out by tokens."""
-        given = [source.weight is not None for source in sources]
-        if any(given) and not all(given):
-            missing = sources[given.index(False)].paths[0]
+    def _weights(self, flag: str, groups: Sequence[Sequence[Chosen]]) -> list[float]:
+        """The weight of each file: its source's, divided in proportion to tokens."""
+        missing = [files[0].path for files in groups if files[0].source.weight is None]
+        if missing and len(missing) < len(groups):
             raise ValueError(
-                f"{flag}: some corpora have a weight and that of {missing} has none; give each "
-                "one, or none to count their tokens"
+                f"{flag}: some corpora have a weight and that of {missing[0]} has none; give each "
+                "one, or none to weight them by their tokens"
             )
         weights = []
-        for source, paths in zip(sources, chosen, strict=True):
-            if source.weight is not None and len(paths) == 1:
-                weights.append([source.weight])
+        for files in groups:
+            weight = files[0].source.weight
+            if weight is not None and len(files) == 1:
+                weights.append(weight)
                 continue
-            sizes = [self._tokens(source, path, units) for path, units in paths]
-            whole = 1.0 if source.weight is None else source.weight / (sum(sizes) or 1.0)
-            weights.append([whole * size for size in sizes])
+            sizes = [self._tokens(each) for each in files]
+            whole = 1.0 if weight is None else weight / (sum(sizes) or 1.0)
+            weights += [whole * size for size in sizes]
         return weights
 
-    def _tokens(self, source: Source, path: str, units: range) -> float:
-        """Tokens of some of the documents of a file, as if all were of one length."""
-        documents = self._documents(source, path)
-        total = self._reader(source).recipe.units(documents)
-        return int(documents.sequence_lengths.sum(dtype="int64")) * len(units) / total
+    def _tokens(self, chosen: Chosen) -> float:
+        """Tokens of some of the documents of a file, estimated from their mean."""
+        source, path, units = chosen
+        tokens = int(self._documents(source, path).sequence_lengths.sum(dtype="int64"))
+        return tokens * len(units) / self._total(source, path)
+
+
+@dataclass(frozen=True)
+class _Recording:
+    """A recipe that records what is to be built, as jobs."""
+
+    recipe: SampleRecipe[Any]
+    jobs: list[Job]
+
+    def units(self, documents: Documents) -> int:
+        return self.recipe.units(documents)
+
+    def build(
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
+    ) -> Any:
+        self.jobs.append(lambda: self.recipe.build(documents, units, num_samples, name, cache))
+        return range(num_samples)  # stands for the samples, which nobody reads
+
+
+_jobs: list[Job] = []
+"""Of this process, where it is one that `in_processes` forked."""
+
+
+def in_processes(jobs: Sequence[Job], workers: int) -> None:
+    """Run all jobs, up to `workers` at a time, in forked processes.
+
+    Raises:
+        Exception: the first one that a job raised; no further job is started then.
+        OSError: a process was killed, for example by the system when memory ran out.
+    """
+    if workers <= 1 or len(jobs) <= 1:
+        for job in jobs:
+            job()
+        return
+    fork = multiprocessing.get_context("fork")
+    with ProcessPoolExecutor(min(workers, len(jobs)), fork, _jobs.extend, (jobs,)) as pool:
+        try:
+            futures = [pool.submit(_run_job, n) for n in range(len(jobs))]
+            with progress_bar("indexing", total=len(jobs), unit=" jobs") as bar:
+                for future in as_completed(futures):
+                    future.result()
+                    bar.update()
+        except BrokenProcessPool:
+            raise OSError(
+                "a process that built indices was killed; if memory is too small for several at "
+                "once, give fewer --workers"
+            ) from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _run_job(number: int) -> None:
+    _jobs[number]()

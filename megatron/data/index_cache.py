@@ -1,14 +1,12 @@
 """Arrays that are built once and then memory-mapped from a folder.
 
 An entry is a folder `<name>-<hash of all it depends on>/` with one .npy file per array and a
-`description.json` that says what it was built from. It is built under a temporary name and appears
-by one rename, so readers see it whole or not at all; a lock keeps other processes, on this node or
-others, waiting instead of building the same again. Where a file system has no locks, several may
-build and the first one to finish wins. No process group is needed: a single process may build it
-beforehand.
+`description.json` that says what it was built from. It is written under a temporary name and
+renamed when complete, so readers see all of it or nothing. A lock keeps other processes, on this
+node or others, from building the same entry; on file systems without locks several may build it and
+the first to finish wins.
 
-A damaged entry is refused, not built again: whatever damaged it may have damaged other files, and
-nothing that a run wrote itself looks like that.
+A damaged entry is refused rather than rebuilt: whatever damaged it may have damaged other files.
 """
 
 from __future__ import annotations
@@ -22,13 +20,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from glob import has_magic
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from megatron.data.array_file import Blocks, digest_of, map_array, write_array
-from megatron.util.digests import digest
+from megatron.util.digests import digest, digest_of_parts
 from megatron.util.files import sync
 from megatron.util.locks import Lock, LockTakenError
 
@@ -36,13 +34,24 @@ logger = logging.getLogger(__name__)
 
 DESCRIPTION = "description.json"
 _SECONDS_BEFORE_SAYING_SO = 5.0
+_DIGEST_BLOCK = 1 << 20
+_DIGEST_BLOCKS = 64
+
+
+class Blocks(NamedTuple):
+    """An array that is written block by block, so that memory never contains all of it."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    blocks: Iterable[np.ndarray]
+    """Consecutive parts along the first dimension."""
 
 
 Built = Mapping[str, np.ndarray] | Iterable[tuple[str, np.ndarray | Blocks]]
-"""Arrays by name. Pairs are asked for one after the other, so that one array can be let go before
-the next one is made."""
+"""Arrays by name. Pairs are consumed one at a time, so that one array can be freed before the next
+is built."""
 Layout = Mapping[str, tuple[np.dtype, tuple[int, ...]]]
-"""What arrays have to be: dtype and shape by name."""
+"""Expected dtype and shape by array name."""
 
 
 class StoredArrays(Mapping[str, np.ndarray]):
@@ -53,7 +62,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
         self._folder = folder
 
     def damaged(self, what: str) -> ValueError:
-        """The error for content that cannot be right."""
+        """The error to raise for invalid content."""
         if self._folder is None:
             return ValueError(f"an index in memory is damaged: {what}")
         return _damaged(self._folder, what)
@@ -75,7 +84,7 @@ class StoredArrays(Mapping[str, np.ndarray]):
 
 @dataclass(frozen=True)
 class IndexCache:
-    """A folder of built arrays; `folder` None keeps everything in memory."""
+    """A folder of built arrays; with `folder` None everything stays in memory."""
 
     folder: Path | None
     required: bool = False
@@ -83,10 +92,10 @@ class IndexCache:
 
     @classmethod
     def beside(cls, prefix: str, data_cache_path: str | None) -> IndexCache:
-        """The folder that `--data-cache-path` names, else `index-cache/` beside the data.
+        """The folder of `--data-cache-path`, else `index-cache/` beside the data.
 
-        Of a pattern that is beside the first part with a wildcard, of data elsewhere (s3://...) in
-        the working directory.
+        For a glob pattern that is beside the first part with a wildcard, for a URL in the working
+        directory.
         """
         if data_cache_path is not None:
             return cls(Path(data_cache_path), required=True)
@@ -103,12 +112,12 @@ class IndexCache:
         build: Callable[[], Built],
         layout: Layout | None = None,
     ) -> StoredArrays:
-        """The arrays of entry `name`, built by `build()` if they are not there.
+        """The arrays of an entry, built if it does not exist.
 
         Args:
-            name: start of the entry's folder name, for people.
+            name: start of the entry's folder name.
             depends_on: everything the arrays depend on, as JSON values.
-            layout: what the arrays have to be, where that is known.
+            layout: what the arrays must be, if known in advance.
 
         Raises:
             ValueError: the entry is damaged or cannot be read; the message names the folder.
@@ -132,11 +141,11 @@ class IndexCache:
                 raise OSError(
                     error.errno,
                     f"--data-cache-path: {problem}; give a folder that every process can write, "
-                    "or build the indices beforehand with a user who may",
+                    "or build the indices in advance as a user who can",
                 ) from error
             logger.warning(
-                "%s: building %s in the memory of every process; give --data-cache-path a folder "
-                "that can be written to build it once",
+                "%s: building %s in the memory of every process; give --data-cache-path a writable "
+                "folder to build it once",
                 problem,
                 name,
             )
@@ -150,20 +159,16 @@ class _Entry:
     layout: Layout | None
 
     def open(self) -> StoredArrays | None:
-        """The entry's arrays; None when it is not there.
-
-        Raises:
-            ValueError: see :meth:`IndexCache.arrays`.
-        """
+        """The entry's arrays; None if it does not exist. Errors: see `IndexCache.arrays`."""
         if not os.path.lexists(self.folder):
             return None
         if not self.folder.is_dir():
-            raise _damaged(self.folder, "it is no folder")
+            raise _damaged(self.folder, "it is not a folder")
         try:
-            digests = self._described()
+            digests = self._digests()
             arrays = _map_entry(self.folder)
         except OSError as error:
-            # No OSError: nothing must take it for a folder that cannot be written.
+            # Not an OSError, which would be mistaken for a folder that cannot be written.
             raise ValueError(
                 f"the index cache entry {self.folder} cannot be read ({error.strerror or error}): "
                 "let the user of this run read its files, or delete that folder, and the next run "
@@ -173,48 +178,52 @@ class _Entry:
             state = "missing" if name in digests else "not of this entry"
             raise _damaged(self.folder, f"{name}.npy is {state}")
         for name, array in arrays.items():
-            if self.layout is not None:
-                _check_layout(self.folder, name, array, self.layout)
+            if self.layout is not None and name not in self.layout:
+                raise _damaged(self.folder, f"{name}.npy is not of this entry")
+            dtype, shape = (self.layout or {}).get(name, (array.dtype, array.shape))
+            if (array.dtype, array.shape) != (dtype, shape):
+                raise _damaged(
+                    self.folder,
+                    f"{name}.npy holds {array.dtype} of shape {array.shape}, not {dtype} of shape "
+                    f"{shape}",
+                )
             if digest_of(array) != digests[name]:
                 raise _damaged(self.folder, f"the checksum of {name}.npy is wrong")
-        if self.layout is not None and set(self.layout) != set(arrays):
-            missing = ", ".join(sorted(set(self.layout) - set(arrays)))
-            raise _damaged(self.folder, f"{missing}.npy is missing")
+        missing = sorted(set(self.layout or ()) - set(arrays))
+        if missing:
+            raise _damaged(self.folder, f"{', '.join(missing)}.npy is missing")
         return arrays
 
-    def _described(self) -> Mapping[str, str]:
-        path = self.folder / DESCRIPTION
+    def _digests(self) -> Mapping[str, str]:
         try:
-            content = json.loads(path.read_bytes())
+            content = json.loads((self.folder / DESCRIPTION).read_bytes())
         except FileNotFoundError:
             raise _damaged(self.folder, f"{DESCRIPTION} is missing") from None
         except (ValueError, RecursionError) as error:
-            raise _damaged(self.folder, f"{DESCRIPTION} is no JSON ({error})") from None
+            raise _damaged(self.folder, f"{DESCRIPTION} is not JSON ({error})") from None
         if not isinstance(content, dict) or not isinstance(content.get("digests"), dict):
             raise _damaged(self.folder, f"{DESCRIPTION} names no arrays")
         if content.get("depends_on") != self.depends_on:
-            raise _damaged(
-                self.folder, f"{DESCRIPTION} describes another entry than its name stands for"
-            )
+            raise _damaged(self.folder, f"{DESCRIPTION} describes another entry")
         return content["digests"]
 
     def publish(self, built: Built) -> StoredArrays:
-        """Write the arrays of an entry that is not there."""
+        """Write the arrays of an entry that does not exist yet."""
         part = self.folder.with_name(f"{self.folder.name}.partial-{uuid.uuid4().hex}")
         part.mkdir()
         try:
             digests = {}
-            for name, array in built.items() if isinstance(built, Mapping) else built:
+            for name, array in _pairs(built):
                 file = part / f"{name}.npy"
-                write_array(file, array)
-                digests[name] = digest_of(map_array(file))
-                del array  # let it go before the next one is made
+                _write_array(file, array)
+                digests[name] = digest_of(_map_array(file))
+                del array  # free it before the next one is built
             with (part / DESCRIPTION).open("w") as text:
                 json.dump({"depends_on": self.depends_on, "digests": digests}, text, indent=1)
                 sync(text)
             os.rename(part, self.folder)
         except OSError:
-            # Without locks another process may have published first: its entry is as good as ours.
+            # Without locks another process may have published the same entry first.
             found = self.open()
             if found is None:
                 raise
@@ -224,36 +233,79 @@ class _Entry:
         return _map_entry(self.folder)
 
 
+def digest_of(array: np.ndarray) -> str:
+    """Digest of shape, dtype and content; of large arrays, evenly spaced blocks up to 64 MiB."""
+    return digest_of_parts(chain((f"{array.dtype.str}{array.shape}",), _some_blocks(array)))
+
+
+def _some_blocks(array: np.ndarray) -> Iterator[memoryview]:
+    raw = array.reshape(-1).view(np.uint8)
+    blocks = -(-len(raw) // _DIGEST_BLOCK)
+    read = min(blocks, _DIGEST_BLOCKS)
+    for i in range(read):
+        start = i * (blocks - 1) // max(read - 1, 1) * _DIGEST_BLOCK
+        yield np.ascontiguousarray(raw[start : start + _DIGEST_BLOCK]).data
+
+
+def _pairs(built: Built) -> Iterable[tuple[str, np.ndarray | Blocks]]:
+    return built.items() if isinstance(built, Mapping) else built
+
+
 def _in_memory(build: Callable[[], Built]) -> StoredArrays:
-    built = build()
-    pairs = built.items() if isinstance(built, Mapping) else built
-    return StoredArrays({n: a.array() if isinstance(a, Blocks) else a for n, a in pairs})
+    arrays = {}
+    for name, array in _pairs(build()):
+        if isinstance(array, Blocks):
+            whole, row = np.empty(array.shape, array.dtype), 0
+            for block in array.blocks:
+                whole[row : row + len(block)] = block
+                row += len(block)
+            array = whole
+        arrays[name] = array
+    return StoredArrays(arrays)
 
 
 def _damaged(folder: Path, what: str) -> ValueError:
     return ValueError(
-        f"the index cache entry {folder} is damaged: {what}. Look whether the disk is sound, "
-        "delete that folder, and the next run builds it again"
+        f"the index cache entry {folder} is damaged: {what}. Check the disk, delete that folder, "
+        "and the next run builds it again"
     )
-
-
-def _check_layout(folder: Path, name: str, array: np.ndarray, layout: Layout) -> None:
-    if name not in layout:
-        raise _damaged(folder, f"{name}.npy is not of this entry")
-    if (array.dtype, array.shape) != layout[name]:
-        dtype, shape = layout[name]
-        raise _damaged(
-            folder,
-            f"{name}.npy holds {array.dtype} of shape {array.shape}, not {dtype} of shape {shape}",
-        )
 
 
 def _map_entry(entry: Path) -> StoredArrays:
     files = sorted(file for file in entry.iterdir() if file.suffix == ".npy")
     try:
-        return StoredArrays({file.stem: map_array(file) for file in files}, entry)
+        return StoredArrays({file.stem: _map_array(file) for file in files}, entry)
     except ValueError as error:
         raise _damaged(entry, str(error)) from None
+
+
+def _write_array(file: Path, array: np.ndarray | Blocks) -> None:
+    with file.open("wb") as stream:
+        if isinstance(array, Blocks):
+            header = np.lib.format.header_data_from_array_1_0(np.empty(0, array.dtype))
+            np.lib.format.write_array_header_1_0(stream, header | {"shape": array.shape})
+            rows = 0
+            for block in array.blocks:
+                stream.write(np.ascontiguousarray(block, array.dtype).data)
+                rows += len(block)
+            assert rows == array.shape[0]
+        else:
+            np.save(stream, array, allow_pickle=False)
+        sync(stream)
+
+
+def _map_array(file: Path) -> np.ndarray:
+    try:
+        array: np.memmap = np.lib.format.open_memmap(file, mode="r")
+    except OSError:
+        raise
+    except Exception as error:  # NumPy raises errors of many kinds for damaged files
+        raise ValueError(f"{file.name} is not a NumPy file ({error})") from None
+    expected = array.offset + array.nbytes
+    size = file.stat().st_size
+    if size != expected:
+        raise ValueError(f"{file.name} has {size} bytes, not {expected}")
+    return array
 
 
 @contextmanager

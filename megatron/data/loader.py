@@ -1,22 +1,33 @@
-"""The stream of one rank's micro batches, from any number of consumed samples on."""
+"""The stream of one rank's micro batches: read ahead by worker processes, ready on the device.
+
+Workers send batches as arrays, through a pipe: torch would send every tensor through a file
+descriptor of its own, half a millisecond each, far more than copying some kilobytes. A thread
+receives them, makes tensors of them and copies these to the GPU on a stream of its own. The
+training loop takes them from a queue.
+"""
 
 from __future__ import annotations
 
 import atexit
+import contextlib
 import ctypes
 import multiprocessing
 import os
+import queue
 import signal
+import threading
+import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import numpy as np
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from megatron.data.build import Datasets
-from megatron.data.prefetch import AsArrays, Prefetcher, on_device
 from megatron.data.sampler import MicroBatchSampler
 from megatron.data.samples import SampleDataset
 
@@ -24,11 +35,11 @@ Batch = TypeVar("Batch")
 
 
 class MicroBatches(Iterator[Batch], Generic[Batch]):
-    """Iterates over micro batches; `consumed_samples` always says where the whole job stands, what
-    is read ahead not counted.
+    """Iterates over micro batches.
 
-    A training step takes as many as it has micro steps; the workers keep running between steps and
-    between evaluations, which go on where the last one stopped.
+    A training step takes one per micro step; workers keep running between steps and between
+    evaluations, which continue where the last one stopped. `consumed_samples` is the position of
+    the whole job, without what is read ahead.
 
     Args:
         dataset: sample i is int64[seq_length + 1].
@@ -36,12 +47,11 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         micro_batch_size: samples of one rank in one micro step.
         data_rank: this rank among the `data_size` data-parallel ranks.
         consumed_samples: samples that all ranks together have read before.
-        num_workers: processes that read ahead, with a thread of this one that takes their batches
-            in; 0 reads in this one when asked.
+        num_workers: processes that read ahead; with 0 batches are read on demand in this process.
         device: where batches are wanted; copies to a GPU overlap with its work.
 
     Raises:
-        ValueError: at the end of the dataset, when another batch is asked for.
+        ValueError: another batch is requested at the end of the dataset.
     """
 
     def __init__(
@@ -70,9 +80,9 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
             batch_sampler=sampler,  # type: ignore[arg-type]
             collate_fn=AsArrays(collate) if num_workers else collate,
             num_workers=num_workers,
-            worker_init_fn=partial(_leave_signals_to_the_trainer, ending),
-            # The loader draws a seed for its workers: not from the global random state, which a
-            # resumed run must find exactly where the first one left it.
+            worker_init_fn=partial(_ignore_signals, ending),
+            # The loader draws a seed for its workers. Not from the global random state, which a
+            # resumed run must find exactly as the first run left it.
             generator=torch.Generator(),
         )
         self._device = device if device is not None and device.type == "cuda" else None
@@ -88,11 +98,11 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
             raise ValueError(
                 f"the dataset has {len(self._dataset)} samples; {self.consumed_samples} are "
                 f"consumed and the next micro step needs {self._samples_per_micro_step}: it was "
-                "built for fewer samples than this run asks for"
+                "built for fewer samples than this run needs"
             ) from None
         self.consumed_samples += self._samples_per_micro_step
         if self._prefetcher is None and self._device is not None:
-            batch = on_device(batch, self._device)
+            batch = _on_device(batch, self._device)
         return batch
 
     def close(self) -> None:
@@ -103,7 +113,7 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
 
 
 class TrainingData(NamedTuple):
-    """What a model is trained and measured on.
+    """The data that a model is trained and evaluated on.
 
     Attributes:
         datasets: samples of training, validation and test.
@@ -114,15 +124,15 @@ class TrainingData(NamedTuple):
     collate: Callable[[Sequence[Any]], Any]
 
     def batches(self, dataset: SampleDataset[Any], **options: Any) -> MicroBatches[Any]:
-        """Micro batches of one of the datasets; the options are those of :class:`MicroBatches`."""
+        """Micro batches of one of the datasets; options: see :class:`MicroBatches`."""
         return MicroBatches(dataset, self.collate, **options)
 
 
-def _leave_signals_to_the_trainer(ending: Any, worker_id: int) -> None:
-    """In a worker: let no signal end it but the one that the trainer sends at its own end.
+def _ignore_signals(ending: Any, worker_id: int) -> None:
+    """In a worker: ignore all signals but the trainer's own at its end.
 
     Schedulers signal every process of a job. The trainer then saves and stops; a worker that died
-    first would take the save with it.
+    first would make the save fail.
     """
 
     def on_terminate(number: int, frame: object) -> None:
@@ -132,3 +142,136 @@ def _leave_signals_to_the_trainer(ending: Any, worker_id: int) -> None:
     signal.signal(signal.SIGTERM, on_terminate)
     for number in (signal.SIGINT, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(number, signal.SIG_IGN)
+
+
+def mapped(batch: Any, kind: type, change: Callable[[Any], Any]) -> Any:
+    """A batch with ``change`` applied to all its fields of one type."""
+    if isinstance(batch, kind):
+        return change(batch)
+    if isinstance(batch, tuple) and hasattr(batch, "_make"):
+        return batch._make(mapped(field, kind, change) for field in batch)
+    return batch
+
+
+@dataclass(frozen=True)
+class AsArrays(Generic[Batch]):
+    """Collates samples to a batch of arrays instead of tensors, to send it to another process."""
+
+    collate: Callable[[Sequence[Any]], Batch]
+
+    def __call__(self, samples: Sequence[Any]) -> Batch:
+        batch: Batch = mapped(self.collate(samples), Tensor, Tensor.numpy)
+        return batch
+
+
+class Prefetcher(Iterator[Batch], Generic[Batch]):
+    """Takes batches from a source in a thread and converts them to tensors.
+
+    Args:
+        source: batches of tensors or of arrays, used by the thread alone. What it raises is raised
+            here in the place of that batch, and ends the iteration.
+        device: where tensors are wanted; None leaves them where they are.
+        ahead: number of batches that may be ready and unused.
+    """
+
+    def __init__(
+        self,
+        source: Iterator[Any],
+        device: torch.device | None = None,
+        ahead: int = 2,
+    ) -> None:
+        self._ready: queue.Queue[_Ready] = queue.Queue(ahead)
+        self._closing = threading.Event()
+        self._end: BaseException | None = None
+        self._thread = threading.Thread(
+            target=_fill_queue,
+            args=(source, device, self._ready, self._closing),
+            name="prefetch",
+            daemon=True,  # an error elsewhere must not wait for the data
+        )
+        self._thread.start()
+        weakref.finalize(self, self._closing.set)  # the thread must not outlive its reader
+
+    def __next__(self) -> Batch:
+        if self._end is not None:
+            raise self._end
+        found = self._ready.get()
+        if found.error is not None:
+            self._end = found.error
+            raise self._end
+        if found.copied is not None:
+            _use_on_current_stream(found.batch, found.copied)
+        batch: Batch = found.batch
+        return batch
+
+    def close(self) -> None:
+        """Ends the thread; there are no more batches."""
+        self._end = StopIteration()
+        self._closing.set()
+        with contextlib.suppress(queue.Empty):  # the thread may be waiting for space
+            while True:
+                self._ready.get_nowait()
+        self._thread.join(timeout=5)  # it may be waiting for a worker that hangs
+
+
+class _Ready(NamedTuple):
+    batch: Any = None
+    copied: torch.cuda.Event | None = None
+    error: BaseException | None = None
+
+
+def _fill_queue(
+    source: Iterator[Any],
+    device: torch.device | None,
+    ready: queue.Queue[_Ready],
+    closing: threading.Event,
+) -> None:
+    """The thread. It has no reference to the Prefetcher, so that an unused one is collected."""
+    batches = _as_tensors(source, device)
+    while not closing.is_set():
+        try:
+            found = next(batches)
+        except BaseException as error:  # to be raised in the training loop, whatever it is
+            found = _Ready(error=error)
+        while not closing.is_set():
+            with contextlib.suppress(queue.Full):
+                ready.put(found, timeout=0.5)
+                break
+        if found.error is not None:
+            return
+
+
+def _as_tensors(source: Iterator[Any], device: torch.device | None) -> Iterator[_Ready]:
+    stream = None
+    if device is not None and device.type == "cuda":
+        if device.index is not None:
+            torch.cuda.set_device(device)  # a new thread starts on the first GPU
+        stream = torch.cuda.Stream(device)
+    for arrays in source:
+        batch, copied = mapped(arrays, np.ndarray, torch.from_numpy), None
+        if stream is not None:
+            assert device is not None
+            with torch.cuda.stream(stream):
+                batch = _on_device(batch, device)
+                copied = torch.cuda.Event()
+                copied.record()
+        yield _Ready(batch, copied)
+
+
+def _on_device(batch: Any, device: torch.device) -> Any:
+    """The batch copied to a GPU through page-locked memory on the current stream; the CPU does not
+    synchronize."""
+    return mapped(batch, Tensor, lambda t: t.pin_memory().to(device, non_blocking=True))
+
+
+def _use_on_current_stream(batch: Any, copied: torch.cuda.Event) -> None:
+    """Makes the current stream wait for a batch that another stream copies, and keeps its memory
+    from being reused before the current stream is done with it."""
+    stream = torch.cuda.current_stream()
+    stream.wait_event(copied)
+
+    def keep(values: Tensor) -> Tensor:
+        values.record_stream(stream)
+        return values
+
+    mapped(batch, Tensor, keep)

@@ -1,4 +1,4 @@
-"""What a path given by the user stands for: a file, the files of a folder, or those of a glob."""
+"""The files of a path that the user gave: a file, a folder or a glob."""
 
 from __future__ import annotations
 
@@ -8,24 +8,25 @@ from pathlib import Path
 
 
 def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
-    """Files of a path, sorted by path where it stands for several.
+    """Files of a path, sorted.
 
     Args:
-        pattern: a file, a folder (the files at any depth with one of the endings), or a glob.
-        endings: of the files that are meant in a folder.
+        pattern: a file, a folder (its files at any depth with one of the endings), or a glob.
+        endings: of the wanted files in a folder.
 
     Raises:
-        FileNotFoundError: it stands for no file.
+        FileNotFoundError: there is no such file.
         ValueError: it is a URL.
     """
     if "://" in pattern:
         raise ValueError(
-            f"{pattern} is a URL; of data elsewhere only .bin/.idx files are read, by --data-path "
-            "and its like: copy it here first"
+            f"{pattern} is a URL; only .bin/.idx files can be read from URLs, by --data-path and "
+            "its like: copy the data here first"
         )
     path = Path(pattern)
     if path.is_dir():
-        found = sorted(p for p in files_below(path) if p.name.endswith(tuple(endings)))
+        files = (p for p in path.rglob("*") if p.is_file() and not _is_ours(p, path))
+        found = sorted(p for p in files if p.name.endswith(tuple(endings)))
         if not found:
             raise FileNotFoundError(f"{pattern} is a folder without files *{' *'.join(endings)}")
         return found
@@ -38,15 +39,9 @@ def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
     return found
 
 
-def files_below(folder: Path) -> list[Path]:
-    """Files at any depth, but for those that this project's tools keep beside data: caches, and
-    what a job that is under way has written."""
-    return [path for path in folder.rglob("*") if path.is_file() and not _is_ours(path, folder)]
-
-
 def _is_ours(path: Path, folder: Path) -> bool:
-    within = path.relative_to(folder).parts
-    return (
-        any(part == "index-cache" or part.endswith(".preprocessing") for part in within[:-1])
-        or ".partial" in within[-1]
+    """Whether a file belongs to an index cache of this project or to unfinished output."""
+    *folders, name = path.relative_to(folder).parts
+    return ".partial" in name or any(
+        each == "index-cache" or each.endswith(".preprocessing") for each in folders
     )

@@ -1,8 +1,8 @@
-"""The data of a run: from what its flags name to the batches that it trains on.
+"""The data of a run: from its flags to the batches that it trains on.
 
 flags -> sources -> datasets of a family's samples -> their order in the run -> micro batches. What
-is not the same for all data is asked of two: the family (a subclass of :class:`DataPipeline`), and
-the kinds of data that the flags ask for (a :class:`DataKind` each, in ``megatron/data/kinds/``).
+depends on the model is in the family's subclass of :class:`DataPipeline`, what depends on the data
+in a :class:`DataKind` each, in ``megatron/data/kinds/``.
 """
 
 from __future__ import annotations
@@ -23,42 +23,42 @@ from megatron.config.kinds import DOCUMENTS, file_kinds, kind_classes
 from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset
-from megatron.data.indexed.checking import Extremes
+from megatron.data.indexed.dataset_checks import TokenExtremes
 from megatron.data.loader import TrainingData
 from megatron.data.remote import DEFAULT_CACHE, RemoteDataset
+from megatron.data.sampler import SkippedSamples, parse_skipped
 from megatron.data.samples import SampleDataset, SampleRecipe
-from megatron.data.skip import SkippedSamples, parse_skipped
-from megatron.data.sources import INDEXED, PARTS, Parts, Source, parts_of
+from megatron.data.sources import INDEXED, PARTS, DataSource, Parts, parts_of
 from megatron.tokenizer import Tokenizer
 from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
 BatchSizes = Callable[[], Sequence[tuple[int, int]]]
-"""Gives the batch sizes of a run in turn: (size, number of steps)."""
+"""Returns the batch sizes of a run in turn: (size, number of steps)."""
 
 
 class SampleView(NamedTuple):
-    """One sample as the model gets it, for people."""
+    """One sample as the model reads it, for people."""
 
     tokens_S: np.ndarray
     loss_mask_S: np.ndarray
     text: str
-    """Its text; what the loss does not ask for is in [[double brackets]]."""
+    """Its text; what the loss does not count is in [[double brackets]]."""
 
 
-class SpecialTokens(NamedTuple):
-    """Ids of tokens that samples are masked by."""
+class SampleTokens(NamedTuple):
+    """Ids of the tokens that samples are padded and separated by."""
 
     pad: int
     eod: int
 
 
 class SequenceLengths:
-    """Tokens of a sample at each step, and of all samples up to a number of them: always the same.
+    """Tokens of a sample at each step, here always the same.
 
     Attributes:
-        grows: whether the length is another in some steps.
+        grows: whether the length changes during the run.
     """
 
     grows = False
@@ -75,38 +75,39 @@ class SequenceLengths:
         return consumed_samples * self.seq_length
 
     def samples(self, tokens: int) -> int:
-        """The fewest samples that come to so many tokens."""
+        """The fewest samples with at least that many tokens."""
         return -(-tokens // self.seq_length)
 
     def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        """Batches as long as they are in the step after ``iteration`` steps."""
+        """Batches cut, one at a time, to the length of the step after ``iteration`` steps."""
         return batches
 
 
 class DataKind:
-    """What a kind of data does; ``KIND`` of ``megatron.data.kinds.<name>`` is one.
+    """The implementation of a kind of data; ``KIND`` of ``megatron.data.kinds.<name>``.
 
-    Its flags are in ``megatron/config/kinds/<name>.py`` and say which of these methods are asked.
+    The kind's flags, in ``megatron/config/kinds/<name>.py``, decide which of these methods are
+    called.
     """
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        """What makes samples of files of this kind.
+        """The reader of files of this kind.
 
         Raises:
             ValueError: flags contradict each other or the tokenizer.
         """
         raise AssertionError(f"{self} reads no files")
 
-    def texts(self, config: RunConfig, sources: Sequence[Source]) -> Iterator[str]:
-        """The texts of all files, for a tokenizer that has to be learned."""
-        raise AssertionError(f"{self} holds no text")
+    def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
+        """The texts of all files, to train a tokenizer on."""
+        raise AssertionError(f"{self} has no text")
 
     def recipe(self, data: DataPipeline, recipe: SampleRecipe[Any]) -> SampleRecipe[Any]:
-        """What makes samples of a GPT in place of `recipe`."""
+        """The recipe of a GPT's samples, made from `recipe`."""
         return recipe
 
-    def special_tokens(self, data: DataPipeline) -> SpecialTokens | None:
-        """Those of a GPT's samples; None: they are the tokenizer's."""
+    def special_tokens(self, data: DataPipeline) -> SampleTokens | None:
+        """The tokens in a GPT's samples, if they differ from the tokenizer's."""
         return None
 
     def order(
@@ -120,30 +121,29 @@ class DataKind:
         return train
 
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
-        """How long the samples of each step are; None: as long as ``--seq-length`` says.
+        """The length of the samples of each step, if it is not always ``--seq-length``.
 
         Args:
-            samples: consumed in so many steps.
+            samples: number of samples consumed after a number of steps.
         """
         return None
 
 
 def kind_named(name: str) -> DataKind:
-    """The kind of data of that name, imported."""
+    """Imports the kind of data of that name."""
     return import_module(f"megatron.data.kinds.{name}").KIND
 
 
 def acting_kinds(config: RunConfig) -> list[DataKind]:
-    """The kinds that flags of a run ask to change its samples."""
-    names = kind_classes()
-    return [kind_named(name) for name in names if config.part(name).acts]
+    """The kinds that change the samples of a run."""
+    return [kind_named(name) for name in kind_classes() if config.part(name).acts]
 
 
 def sequence_lengths(config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths:
-    """How long the samples of each step of a run are.
+    """The length of the samples of each step of a run.
 
     Args:
-        samples: consumed in so many steps.
+        samples: number of samples consumed after a number of steps.
 
     Raises:
         ConfigError: a length does not fit the run.
@@ -153,7 +153,7 @@ def sequence_lengths(config: RunConfig, samples: Callable[[int], int]) -> Sequen
 
 
 def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
-    """The texts that a run trains on, if any, for a tokenizer that has to be learned."""
+    """The raw texts that a run trains on, if any, to train a tokenizer on."""
     train = parts_of(config).train
     for kind, name in file_kinds().items():
         if train is None or not kind_classes()[name].holds_text:
@@ -165,16 +165,12 @@ def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
 
 
 class DataPipeline(ABC):
-    """The data of a run; a subclass says what a family's samples are.
-
-    Args:
-        config: the run.
-        tokenizer: of the run.
+    """The data of a run; subclasses make a family's samples.
 
     Attributes:
-        takes: the forms of samples that the model can be trained on; see `KindConfig.samples`.
-        flags: kinds whose flags say how the family's own samples are made.
-        unit: what a sequence of the files is; sentences are split from raw text on the way.
+        takes: types of samples that the model can be trained on; see `KindConfig.samples`.
+        flags: kinds whose flags describe the family's own samples.
+        unit: what a sequence of the files is; raw text is split into sentences as needed.
     """
 
     takes: ClassVar[frozenset[str]] = frozenset({DOCUMENTS})
@@ -188,7 +184,7 @@ class DataPipeline(ABC):
 
     @abstractmethod
     def recipe(self) -> SampleRecipe[Any]:
-        """What makes samples of documents.
+        """The recipe that makes samples from documents.
 
         Raises:
             ValueError: flags contradict each other or the tokenizer.
@@ -196,7 +192,7 @@ class DataPipeline(ABC):
 
     @abstractmethod
     def collator(self) -> Callable[[Sequence[Any]], Any]:
-        """What makes a batch of samples.
+        """The function that makes a batch of samples.
 
         Raises:
             ValueError: flags contradict each other or the tokenizer.
@@ -204,20 +200,20 @@ class DataPipeline(ABC):
 
     @abstractmethod
     def view(self, sample: Any, length: int) -> SampleView:
-        """A sample for people, of which the model sees `length` tokens."""
+        """A sample for people, cut to the `length` tokens that the model reads."""
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
         """Synthetic samples for --mock-data.
 
         Raises:
-            ConfigError: there are none for this family.
+            ConfigError: the family has none.
         """
         raise ConfigError("--mock-data makes samples of a GPT; give --data-path")
 
     def training_data(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes
     ) -> TrainingData:
-        """Datasets of all parts, and what makes batches of their samples; see :meth:`datasets`."""
+        """Datasets and collator; see :meth:`datasets`."""
         return TrainingData(self.datasets(sample_counts, batch_sizes), self.collator())
 
     def datasets(
@@ -232,7 +228,7 @@ class DataPipeline(ABC):
         Raises:
             ValueError, OSError: flags or files that cannot be used; the message names them.
         """
-        found = self._found(sample_counts)
+        found = self._unordered(sample_counts)
         train = found.train
         if train is None:
             return found
@@ -242,12 +238,15 @@ class DataPipeline(ABC):
             train = kind.order(self, train, wanted, batch_sizes)
         return found._replace(train=SkippedSamples(train, skipped) if skipped else train)
 
-    def _found(self, sample_counts: tuple[int, int, int]) -> Datasets:
+    def prebuild(self, sample_counts: tuple[int, int, int], workers: int) -> None:
+        """Build the index cache of a run in advance; see :meth:`DatasetBuilder.prebuild`."""
+        self._builder().prebuild(self.parts, sample_counts, workers)
+
+    def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
         """All samples, those of training in the order of the family's recipe."""
         if not self.config.data.mock_data:
             self._refuse_unused()
-            builder = DatasetBuilder(self.readers(), self.config.data.data_cache_path)
-            return builder.datasets(self.parts, sample_counts)
+            return self._builder().datasets(self.parts, sample_counts)
         train, *held_out = (
             {name: self.mock(count, part)} if count else {}
             for part, (name, count) in enumerate(zip(PARTS, sample_counts, strict=True))
@@ -256,35 +255,27 @@ class DataPipeline(ABC):
 
     @cached_property
     def parts(self) -> Parts:
-        """Which files the run is made of."""
+        """The files of the run."""
         return parts_of(self.config)
 
     @cached_property
     def acting(self) -> list[DataKind]:
-        """The kinds of data that flags ask to change samples."""
+        """The kinds of data that change samples."""
         return acting_kinds(self.config)
 
-    def readers(self) -> dict[str, Callable[[], SourceReader]]:
-        """What makes a reader of each kind of file that the model can be trained on, by what a
-        corpora file calls it."""
+    def _builder(self) -> DatasetBuilder:
         readers = {INDEXED: lambda: SourceReader(self.open_indexed, self.recipe())}
         for kind, name in file_kinds().items():
             if kind_classes()[name].samples in self.takes:
                 readers[kind] = partial(self._reader, name)
-        return readers
+        return DatasetBuilder(readers, self.config.data.data_cache_path)
 
     def _reader(self, name: str) -> SourceReader:
         return kind_named(name).reader(self)
 
     def _refuse_unused(self) -> None:
-        """Flags that nothing in this run would follow are a mistake.
-
-        Raises:
-            ConfigError: there is one.
-        """
-        blends = [*self.parts.valid.values(), *self.parts.test.values()]
-        blends += [self.parts.train] if self.parts.train else []
-        read = {source.kind for blend in blends for source in blend.sources}
+        """Refuses flags that have no effect in this run."""
+        read = {source.kind for blend in self.parts.blends() for source in blend.sources}
         for name in kind_classes():
             kind = self.config.part(name)
             reads = kind.files in read and kind.samples in self.takes
@@ -295,11 +286,12 @@ class DataPipeline(ABC):
                     raise ConfigError(f"{flag_of(field)} would change nothing: {kind.idle}")
 
     def cache(self, path: str) -> IndexCache:
-        """Where the index arrays of a path are kept."""
+        """The cache for the index arrays of a path."""
         return IndexCache.beside(path, self.config.data.data_cache_path)
 
-    def open_indexed(self, path: str, source: Source) -> IndexedDataset:
-        """Opens indexed files whose ids are all in the vocabulary; see `SourceReader.open`."""
+    def open_indexed(self, path: str, source: DataSource) -> IndexedDataset:
+        """Opens indexed files and checks that all ids are in the vocabulary; see
+        `SourceReader.open`."""
         indexed = open_indexed(path, self.config.data.object_storage_cache_path)
         check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
         return indexed
@@ -322,8 +314,8 @@ def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
     """Check that all token ids are below `vocab_size`.
 
-    Reads the whole .bin once; the result is cached under the file's size, date and lengths. A
-    remote file is checked as it is read.
+    Reads the whole .bin once; the result is cached by the file's size, date and lengths. A remote
+    file is checked as it is read.
 
     Raises:
         ValueError: naming the file, the sequence, the id and the vocabulary size.
@@ -332,7 +324,7 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
         raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} values, not token ids")
     limits = np.iinfo(indexed.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
-        return  # every value the dtype can hold is in the vocabulary
+        return  # every value of the dtype is in the vocabulary
     if indexed.limit_ids(vocab_size):
         return
     depends_on = {
@@ -346,9 +338,8 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
 
 
 def _extremes(indexed: IndexedDataset) -> Mapping[str, np.ndarray]:
-    """Smallest and largest token id, each with its position in the .bin: int64[2, 2]."""
     logger.info("checking the token ids of %s.bin, once", indexed.prefix)
-    extremes = Extremes()
+    extremes = TokenExtremes()
     with progress_bar("token ids", total=indexed.num_tokens, unit=" tokens") as bar:
         for start, tokens in indexed.token_blocks():
             extremes.add(start, tokens)

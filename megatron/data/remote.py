@@ -1,13 +1,13 @@
 """Indexed datasets in object stores and on web servers, read through fsspec with a local cache.
 
-`s3://bucket/prefix`, `gs://...`, `https://...` and whatever else fsspec knows. The .idx is fetched
-whole when the dataset is opened. The .bin is fetched in chunks of 32 MiB, each when the first token
-of it is asked for, and read from local disk from then on. Files of the cache appear complete or not
-at all, so that all processes of a node share one folder without locks: two that need a chunk at the
-same time may both fetch it, and the second rename changes nothing.
+The .idx is fetched whole when the dataset is opened; the .bin in chunks of 32 MiB, each when it is
+first needed. Files of the cache are renamed into place when complete, so all processes of a node
+share one folder without locks: two that need a chunk at the same time may both fetch it, and the
+second rename changes nothing. A version of a remote file has a folder named by a hash of its URL,
+its size and its ETag, checksum or date: a file that was replaced is fetched again.
 
-What belongs to a version of a remote file lies in a folder whose name hashes its URL, its size and
-its ETag, checksum or date: a file that was replaced is fetched anew.
+fsspec's "blockcache" was tried: each process has its own list of blocks and saves it on closing, so
+four processes fetched every byte four times, and again after a restart.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import Any
 import fsspec
 import numpy as np
 
-from megatron.data.indexed.reader import IndexedDataset, IndexFile, map_file
+from megatron.data.indexed.dataset import IndexedDataset, IndexFile, map_file
 from megatron.util.digests import digest
 from megatron.util.files import replacing, sync
 
@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 DEFAULT_CACHE = "object-storage-cache"
 CHUNK_BYTES = 32 << 20
 _OPEN_CHUNKS = 256
-# What file systems call that which changes with a file's content.
+# Names that file systems have for something that changes with a file's content.
 _VERSION_KEYS = (
     "ETag etag md5Hash md5 crc32c generation version_id LastModified last_modified mtime updated "
     "modified created"
@@ -44,13 +44,17 @@ _INSTALL = {
     **dict.fromkeys(("http", "https"), "aiohttp"),
     **dict.fromkeys(("abfs", "az"), "adlfs"),
 }
+_CREDENTIALS = (
+    "give credentials as the store's own tools read them (s3: AWS_ACCESS_KEY_ID and "
+    "AWS_SECRET_ACCESS_KEY, or ~/.aws; gs: GOOGLE_APPLICATION_CREDENTIALS)"
+)
 
 
 class RemoteDataset(IndexedDataset):
     """An indexed dataset at a URL; item i is sequence i.
 
-    Token ids are checked chunk by chunk as they are fetched, see `limit_ids`: to check them all
-    would fetch them all.
+    Token ids are checked chunk by chunk as they are fetched, see `limit_ids`: checking all in
+    advance would fetch them all.
 
     Args:
         prefix: URL of the .bin and the .idx, without the endings.
@@ -67,18 +71,18 @@ class RemoteDataset(IndexedDataset):
         self._cache_path = os.fspath(cache_path)
         idx = RemoteFile(f"{prefix}.idx", Path(cache_path))
         self._bin = RemoteFile(f"{prefix}.bin", Path(cache_path))
-        index = IndexFile(idx.whole(), idx.url)
+        index = IndexFile(idx.part(0, idx.size), idx.url)
         index.check_bin_size(self._bin.url, self._bin.size)
         self._chunks = ChunkedTokens(self._bin, index.dtype)
         self._read_from(index, self._chunks)
 
     def limit_ids(self, vocab_size: int) -> bool:
-        """Refuse, from now on, chunks that hold a token id outside a vocabulary."""
+        """Refuse chunks with a token id outside the vocabulary as they are read."""
         self._chunks.limit_ids(vocab_size)
         return True
 
     def bin_identity(self) -> dict[str, int | str]:
-        """Tells this .bin from another one, and from itself after a change."""
+        """See `IndexedDataset.bin_identity`."""
         return {"url": self._bin.url, "bytes": self._bin.size, "version": self._bin.version}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -93,7 +97,7 @@ def _reopen(prefix: str, cache_path: str, vocab_size: int | None) -> RemoteDatas
 
 
 class ChunkedTokens:
-    """The tokens of a remote .bin; a slice is read from the chunks that it touches."""
+    """The tokens of a remote .bin; a slice is read from the chunks that it overlaps."""
 
     def __init__(self, file: RemoteFile, dtype: np.dtype) -> None:
         self.vocab_size: int | None = None
@@ -120,7 +124,7 @@ class ChunkedTokens:
         return tokens
 
     def limit_ids(self, vocab_size: int) -> None:
-        """Refuse chunks that hold an id outside a vocabulary."""
+        """See `RemoteDataset.limit_ids`."""
         self.vocab_size = vocab_size
         self._open.clear()
 
@@ -129,30 +133,30 @@ class ChunkedTokens:
             start = number * CHUNK_BYTES
             size = min(CHUNK_BYTES, self._file.size - start)
             tokens = map_file(self._file.part(start, size), self._dtype)
-            self._check_ids(tokens, number)
+            self._check_ids(tokens, start)
             self._open[number] = tokens
             if len(self._open) > _OPEN_CHUNKS:  # each one is an open file
                 self._open.popitem(last=False)
         self._open.move_to_end(number)
         return self._open[number]
 
-    def _check_ids(self, tokens: np.ndarray, number: int) -> None:
+    def _check_ids(self, tokens: np.ndarray, start: int) -> None:
         if self.vocab_size is None or not len(tokens):
             return
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"{self._file.url}: bytes {number * CHUNK_BYTES} on hold the token id {token}, "
-                    f"but the vocabulary has {self.vocab_size} ids (0 to {self.vocab_size - 1}). "
-                    "The file was preprocessed with another tokenizer"
+                    f"{self._file.url}: bytes {start} on hold the token id {token}, but the "
+                    f"vocabulary has {self.vocab_size} ids (0 to {self.vocab_size - 1}). The file "
+                    "was preprocessed with another tokenizer"
                 )
 
 
 class RemoteFile:
-    """One version of a remote file, and what of it is on local disk.
+    """One version of a remote file, with its local copies.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: it does not exist.
         ValueError: the package for such URLs is missing.
         OSError: it cannot be reached.
     """
@@ -162,27 +166,10 @@ class RemoteFile:
         self._connect()
         info = self._info()
         if info.get("type") == "directory" or info.get("size") is None:
-            raise OSError(f"{url} is no file whose size the server tells")
+            raise OSError(f"{url} is not a file, or its server does not tell its size")
         self.size: int = int(info["size"])
         self.version = _version(info)
-        known = f"{url}\n{self.size}\n{self.version}"
-        self._folder = cache / digest(known)
-
-    def _connect(self) -> None:
-        # Connections do not survive a fork, such as that of a loader's worker.
-        self._process = os.getpid()
-        with self._errors("cannot be reached"):
-            self._system, self._path = fsspec.core.url_to_fs(self.url)
-
-    def _info(self) -> dict[str, Any]:
-        with self._errors("cannot be reached"):
-            self._system.invalidate_cache(self._path)
-            info: dict[str, Any] = self._system.info(self._path)
-            return info
-
-    def whole(self) -> Path:
-        """A local copy of all of it."""
-        return self.part(0, self.size)
+        self._folder = cache / digest(f"{url}\n{self.size}\n{self.version}")
 
     def part(self, start: int, size: int) -> Path:
         """A local copy of some bytes."""
@@ -199,6 +186,18 @@ class RemoteFile:
             )
         return path
 
+    def _connect(self) -> None:
+        # Connections do not survive a fork, such as that of a loader's worker.
+        self._process = os.getpid()
+        with self._errors("cannot be reached"):
+            self._system, self._path = fsspec.core.url_to_fs(self.url)
+
+    def _info(self) -> dict[str, Any]:
+        with self._errors("cannot be reached"):
+            self._system.invalidate_cache(self._path)
+            info: dict[str, Any] = self._system.info(self._path)
+            return info
+
     def _fetch(self, path: Path, start: int, size: int) -> None:
         logger.info("fetching bytes %d to %d of %s", start, start + size, self.url)
         new = not self._folder.is_dir()
@@ -207,8 +206,7 @@ class RemoteFile:
             (self._folder / "url").write_text(f"{self.url}\n{self.version}\n")
         with replacing(path) as part, part.open("wb") as file:
             for at in range(start, start + size, CHUNK_BYTES):
-                end = min(at + CHUNK_BYTES, start + size)
-                file.write(self._bytes(at, end))
+                file.write(self._bytes(at, min(at + CHUNK_BYTES, start + size)))
             sync(file)
             if _version(self._info()) != self.version:
                 raise OSError(f"{self.url} was replaced while it was read: start again")
@@ -221,18 +219,18 @@ class RemoteFile:
         if len(found) != end - start:
             raise OSError(
                 f"{self.url} gave {len(found)} bytes of {end - start} from byte {start} on: it was "
-                "replaced by a shorter file, or its server knows no ranges"
+                "replaced by a shorter file, or its server does not support ranges"
             )
         return found
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Errors of many libraries as those that users get to see, with the URL."""
+        """Turns errors of many libraries into ones for users, with the URL."""
         protocol = self.url.split("://", 1)[0].split("::", 1)[0]
         try:
             yield
         except FileNotFoundError as error:
-            # Of a web server, fsspec calls every failure so: the cause says which.
+            # fsspec raises this for every failure of a web server: the cause says which.
             cause = f" ({error.__cause__})" if error.__cause__ is not None else ""
             raise FileNotFoundError(
                 f"{self.url} is not found{cause}; a data path is the prefix of a .bin and an .idx "
@@ -244,12 +242,10 @@ class RemoteFile:
                 f"{self.url}: install {package} to read {protocol}:// paths ({error})"
             ) from error
         except PermissionError as error:
-            raise PermissionError(
-                f"{self.url} may not be read: {error}; {_credentials()}"
-            ) from error
+            raise PermissionError(f"{self.url} cannot be read: {error}; {_CREDENTIALS}") from error
         except Exception as error:  # each library has classes of its own
             name = type(error).__name__
-            hint = f"; {_credentials()}" if "redential" in f"{name} {error}" else ""
+            hint = f"; {_CREDENTIALS}" if "redential" in f"{name} {error}" else ""
             unknown = "not known" in str(error) and isinstance(error, ValueError)
             kind = ValueError if unknown else OSError
             raise kind(f"{self.url} {what}: {name}: {error}{hint}") from error
@@ -257,10 +253,3 @@ class RemoteFile:
 
 def _version(info: dict[str, Any]) -> str:
     return json.dumps({key: str(info[key]) for key in _VERSION_KEYS if key in info})
-
-
-def _credentials() -> str:
-    return (
-        "give credentials as the store's own tools take them (s3: AWS_ACCESS_KEY_ID and "
-        "AWS_SECRET_ACCESS_KEY, or ~/.aws; gs: GOOGLE_APPLICATION_CREDENTIALS)"
-    )

@@ -1,7 +1,7 @@
-"""What the parts of the data pipeline know of one another.
+"""The interfaces between the parts of the data pipeline.
 
-documents -> recipe -> samples -> loader: a recipe makes samples of one kind (GPT, BERT, T5 ...) out
-of documents that lie in indexed files, in raw text or elsewhere; a blend takes samples of several.
+documents -> recipe -> samples -> loader: a recipe makes samples of one type (GPT, BERT, T5 ...)
+from documents in indexed files, raw text or elsewhere; a blend mixes the samples of several.
 
 Shape suffixes: S sequence, T the S + 1 tokens of a sample.
 """
@@ -9,8 +9,9 @@ Shape suffixes: S sequence, T the S + 1 tokens of a sample.
 from __future__ import annotations
 
 import operator
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, TypeVar
+from typing import Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,24 +25,24 @@ class Documents(Protocol):
     """Tokenized documents: sequences of tokens, each document one or more of them."""
 
     prefix: str
-    """Names them to the user: the path that a flag gave."""
+    """The path as the user gave it, for messages."""
     sequence_lengths: npt.NDArray[np.int32]
     """Tokens in each sequence, [n]."""
     document_indices: npt.NDArray[np.int64]
-    """Document d holds the sequences document_indices[d] up to document_indices[d + 1]."""
+    """Document d is made of the sequences document_indices[d] up to document_indices[d + 1]."""
 
     @property
     def lengths_digest(self) -> str:
-        """Identifies the sequence lengths: equal when those are equal."""
+        """Identifies the sequence lengths: equal if and only if they are equal."""
 
     def __len__(self) -> int:
         """Number of sequences."""
 
     def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` tokens (default: the rest) of sequence `index`, from token `offset` on."""
+        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`."""
 
     def verify(self) -> None:
-        """Check what is too long to check whenever the documents are opened.
+        """Run the checks that take too long to run whenever the documents are opened.
 
         Raises:
             ValueError: they are damaged; the message names the file.
@@ -49,20 +50,18 @@ class Documents(Protocol):
 
 
 class Piece(NamedTuple):
-    """Where tokens of a sample come from."""
+    """A range of tokens of a sequence that a sample uses."""
 
     source: str
     """Prefix or file, as a flag named it."""
     sequence: int
-    """Number of the sequence there, from 0."""
+    """Number of the sequence in the source, from 0."""
     start: int
-    """First token of the sequence that is used."""
     stop: int
-    """One behind the last token that is used."""
 
 
 class SampleDataset(Protocol[Sample_co]):
-    """Samples by number; sample i is the same whenever and wherever it is asked for."""
+    """Samples by number; sample i is always the same."""
 
     def __len__(self) -> int: ...
 
@@ -72,11 +71,32 @@ class SampleDataset(Protocol[Sample_co]):
         """Where sample `index` comes from, in the order of its tokens."""
 
 
+class RenumberedSamples(ABC, Generic[Sample_co]):
+    """Samples of another dataset under other numbers."""
+
+    def __init__(self, dataset: SampleDataset[Sample_co]) -> None:
+        self.dataset = dataset
+
+    @abstractmethod
+    def number(self, index: int) -> int:
+        """The number of sample `index` in the original dataset."""
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, index: int, /) -> Sample_co:
+        return self.dataset[self.number(index)]
+
+    def origin(self, index: int, /) -> Sequence[Piece]:
+        """Where sample `index` comes from, in the order of its tokens."""
+        return self.dataset.origin(self.number(index))
+
+
 class SampleRecipe(Protocol[Sample_co]):
-    """How samples of one kind are made of documents; a frozen dataclass of its settings."""
+    """How samples of one type are made from documents; a frozen dataclass of its settings."""
 
     def units(self, documents: Documents) -> int:
-        """What --split shares out: the number of documents, or of sequences."""
+        """Number of documents, or of sequences, that --split divides."""
 
     def build(
         self,
@@ -89,13 +109,12 @@ class SampleRecipe(Protocol[Sample_co]):
         """At least `num_samples` samples of some of the documents, in an order fixed by the recipe.
 
         Args:
-            units: those to read, of `units(documents)`.
-            num_samples: samples wanted.
+            units: the ones to read, of `units(documents)`.
             name: of the part ("train" ...), for messages and the cache.
-            cache: where index arrays are kept; their entry's name hashes all that they depend on.
+            cache: where index arrays are kept, by a hash of everything that they depend on.
 
         Raises:
-            ValueError: no sample can be made of the documents.
+            ValueError: no sample can be made from the documents.
         """
 
 
@@ -103,7 +122,7 @@ def checked_index(index: int, length: int) -> int:
     """The number of a sample of a dataset of `length`.
 
     Raises:
-        IndexError: there is no such sample.
+        IndexError: it is out of range.
     """
     index = operator.index(index)
     if not 0 <= index < length:
@@ -135,7 +154,7 @@ def checked_range(
 
 
 class PackedSample(NamedTuple):
-    """A sample of a causal model whose documents and losses are known by themselves, not by
+    """A sample of a causal model with explicit document ids and loss mask, which do not follow from
     end-of-document tokens."""
 
     tokens_T: npt.NDArray[np.int64]
@@ -143,5 +162,5 @@ class PackedSample(NamedTuple):
     loss_mask_S: npt.NDArray[np.float32]
     """1.0 where the prediction of the next token counts."""
     document_ids_S: npt.NDArray[np.int64]
-    """A token attends to earlier ones of the same number, and its position is counted from the
-    first of them; numbers rise along the sample. Padding has the last number."""
+    """Non-decreasing. A token attends to earlier ones with the same id, and its position counts
+    from the first of them. Padding has the last id."""

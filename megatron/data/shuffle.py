@@ -1,9 +1,9 @@
-"""NumPy's shuffle, `RandomState.shuffle`, three times as fast for long arrays where numba is there.
+"""NumPy's `RandomState.shuffle`, three times as fast for long arrays if numba is installed.
 
-It is a Fisher-Yates shuffle from the end: for i = n - 1 ... 1 swap x[i] with x[j], j the first of
-the generator's next 32-bit numbers, cut to the bits of i, that is not above i. NumPy draws and
-swaps by turns, and waits for memory at each swap; here the j of many swaps are drawn ahead, so that
-a processor has several swaps under way.
+It is a Fisher-Yates shuffle from the end: for i = n - 1 ... 1 swap x[i] with x[j], where j is the
+first of the generator's next 32-bit numbers, masked to the bits of i, that is at most i. NumPy
+alternates drawing and swapping and waits for memory at each swap; here many j are drawn in advance,
+so that a processor has several swaps in flight.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _compiled(numba: ModuleType) -> tuple[Callable[..., tuple[int, int]], Callab
 
 
 def find_numba() -> ModuleType | None:
-    """Compiles loops, where it is installed."""
+    """The numba package, None if it is not installed."""
     try:
         import numba
     except ImportError:
@@ -63,7 +63,8 @@ def find_numba() -> ModuleType | None:
 
 
 def _draw(numbers: np.ndarray, last: int, chosen: np.ndarray) -> tuple[int, int]:
-    """Fill `chosen` with the j of i = last, last - 1 ...; how many numbers were used, and made."""
+    """Fills `chosen` with the j of i = last, last - 1 ...; returns how many numbers it used, and
+    how many j it drew."""
     used, count, i = 0, 0, last
     mask = np.uint64(0)
     while i >= 1 and used < len(numbers):

@@ -1,25 +1,26 @@
-"""Which files each part of the data is made of, as the flags say it."""
+"""The files of each part of the data, from the flags that name them."""
 
 from __future__ import annotations
 
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import NamedTuple
 
 from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
 from megatron.config.kinds import file_kinds
-from megatron.data.corpora import Corpora, read_corpora
-from megatron.data.split import parse_share, parse_split
+from megatron.data.corpora import Corpora, parse_range, read_corpora
 
 PARTS = ("train", "valid", "test")
 INDEXED = "indexed"
 _NAMED = ("train_data", "valid_data", "test_data")
 
-_SHARE = re.compile(r"(?P<path>.+)@(?P<first>[\d.eE+-]*):(?P<last>[\d.eE+-]*)")
+_RANGE = re.compile(r"(?P<path>.+)@(?P<first>[\d.eE+-]*):(?P<last>[\d.eE+-]*)")
 _PAIRS = (
     "give one PREFIX, or WEIGHT PREFIX pairs such as 0.7 data/books_text_document 0.3 "
     "data/code_text_document"
@@ -27,52 +28,57 @@ _PAIRS = (
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """One entry of a blend: files of one kind, in proportion to their tokens."""
 
     paths: tuple[str, ...]
     kind: str = INDEXED
-    """What reads them; see `megatron.data.build.SourceReader`."""
+    """Which `SourceReader` reads them."""
     weight: float | None = None
-    """Share of the blend, in proportion to the other weights; None: its tokens."""
+    """Relative to the other weights of the blend; None: its number of tokens."""
     share: tuple[float, float] = (0.0, 1.0)
-    """From where to where its documents are taken, in fractions of their number."""
+    """Range of its documents that is used, in fractions of their number."""
     text_key: str | None = None
-    """Key of the text in JSON; None: as the flags say."""
+    """Key of the text in JSON; None: the one of the flags."""
 
 
 @dataclass(frozen=True)
 class Blend:
-    """What one part is made of."""
+    """The sources of one part."""
 
     flag: str
-    """Where it was asked for, for messages."""
-    sources: tuple[Source, ...]
+    """The flag that named them, for messages."""
+    sources: tuple[DataSource, ...]
     split: str | None = None
-    """--split, where the documents are shared with the other parts."""
+    """--split, if the documents are shared with the other parts."""
     part: int = 0
-    """Which of the shares of `split` is meant."""
+    """Index of the part in `split`."""
 
     @property
     def is_plain(self) -> bool:
-        """One path without a weight: its samples are taken as they come, as Megatron does."""
+        """One path without a weight: its samples are used as they are, as in Megatron."""
         source = self.sources[0]
         return len(self.sources) == 1 and len(source.paths) == 1 and source.weight is None
 
 
 class Parts(NamedTuple):
-    """Blends by part; validation and test may be several, by name, evaluated each by itself."""
+    """Blends by part; validation and test may have several, by name, evaluated separately."""
 
     train: Blend | None = None
     valid: Mapping[str, Blend] = {}
     test: Mapping[str, Blend] = {}
 
+    def blends(self) -> list[Blend]:
+        """All of them."""
+        train = [self.train] if self.train else []
+        return [*train, *self.valid.values(), *self.test.values()]
+
 
 def with_corpora(settings: Settings) -> Settings:
-    """Adds the tokenizer that the corpora of --train-data and the like were tokenized with.
+    """Adds the tokenizer flags that the corpora of --train-data and the like come with.
 
     Raises:
-        ConfigError: the flags, or two corpora, contradict each other.
+        ConfigError: they contradict the flags, or each other.
     """
     given = {name: settings[name].value for name in _NAMED if name in settings}
     if not any(given.values()):
@@ -82,7 +88,7 @@ def with_corpora(settings: Settings) -> Settings:
     found = dict(settings)
     for name, words in given.items():
         flag = "--" + name.replace("_", "-")
-        names = [word for word in words if not is_weight(word)]
+        names = [word for word in words if _number(word) is None]
         for corpus, tokenizer in corpora.tokenizers(names, flag):
             origin = f"{file}: {corpus}"
             for key, value in tokenizer.items():
@@ -90,16 +96,16 @@ def with_corpora(settings: Settings) -> Settings:
                 if before.value != value:
                     raise ConfigError(
                         f"{before.origin} has {key} {before.value}, but {origin} was tokenized "
-                        f"with {value}: data of one run have one tokenizer"
+                        f"with {value}: all data of a run must have the same tokenizer"
                     )
     return found
 
 
 def parts_of(config: RunConfig) -> Parts:
-    """Which files a run is made of.
+    """The files of a run.
 
     Raises:
-        ConfigError: flags contradict each other or cannot be read.
+        ConfigError: flags contradict each other or files that they name cannot be read.
     """
     data, kinds = config.data, [kind for kind in config.kinds if kind.files is not None]
 
@@ -113,7 +119,7 @@ def parts_of(config: RunConfig) -> Parts:
     if data.train_data or data.valid_data or data.test_data:
         corpora = read_corpora(data.corpora_file, _types())
     eval_text_key = next(filter(None, (kind.eval_text_key for kind in kinds)), None)
-    return Reader(kind_of, eval_text_key, corpora).parts(data)
+    return BlendReader(kind_of, eval_text_key, corpora).parts(data)
 
 
 def _types() -> tuple[str, ...]:
@@ -121,13 +127,13 @@ def _types() -> tuple[str, ...]:
 
 
 @dataclass(frozen=True)
-class Reader:
-    """Turns the flags into blends.
+class BlendReader:
+    """Reads blends from the flags.
 
     Args:
-        kind_of: kind of the files of a path, where the corpora file does not say it.
+        kind_of: kind of the files of a path, if the corpora file does not say.
         eval_text_key: of the text in JSON files for evaluation; None: as for training.
-        corpora: what --train-data and the like name.
+        corpora: the names for --train-data and the like.
     """
 
     kind_of: Callable[[str], str] = lambda path: INDEXED
@@ -138,48 +144,44 @@ class Reader:
         """The blends of a run.
 
         Raises:
-            ConfigError: flags contradict each other or cannot be read.
+            ConfigError: flags contradict each other or files that they name cannot be read.
         """
-        shared = [
-            (flag, values)
-            for flag, values in (
-                ("--data-path", data.data_path),
-                ("--data-args-path", _words(data.data_args_path, "--data-args-path")),
-                ("--train-data", () if data.valid_data or data.test_data else data.train_data),
-            )
-            if values
-        ]
+        flags = {
+            "--data-path": data.data_path,
+            "--data-args-path": _words(data.data_args_path, "--data-args-path"),
+            "--train-data": () if data.valid_data or data.test_data else data.train_data,
+        }
+        shared = [(flag, values) for flag, values in flags.items() if values]
         own = self._own(data)
         if len(shared) + bool(own) > 1:
             given = [flag for flag, _ in shared] + [blend.flag for blend in own.values()]
             raise ConfigError(
-                f"{' and '.join(dict.fromkeys(given))} both name data: files that --split shares "
-                "out (--data-path, --data-args-path, or --train-data alone) and files for each "
-                "part (--train-data-path, --valid-data-path, ...) exclude each other"
+                f"{' and '.join(dict.fromkeys(given))} both name data: files that --split divides "
+                "(--data-path, --data-args-path, or --train-data alone) and files for each part "
+                "(--train-data-path, --valid-data-path, ...) exclude each other"
             )
         if own and data.split != DataConfig.split:
-            flags = ", ".join(dict.fromkeys(blend.flag for blend in own.values()))
+            given = list(dict.fromkeys(blend.flag for blend in own.values()))
             raise ConfigError(
-                f"--split {data.split} would change nothing: {flags} names whole files for a part; "
-                "PREFIX@FIRST:LAST takes a range of one"
+                f"--split {data.split} would change nothing: {', '.join(given)} names whole files "
+                "for a part; PREFIX@FIRST:LAST uses a range of one"
             )
         if not shared:
-            return Parts(
-                next((blend for (part, _), blend in own.items() if part == "train"), None),
-                {name: blend for (part, name), blend in own.items() if part == "valid"},
-                {name: blend for (part, name), blend in own.items() if part == "test"},
+            train, valid, test = (
+                {name: blend for (of, name), blend in own.items() if of == part} for part in PARTS
             )
+            return Parts(next(iter(train.values()), None), valid, test)
         flag, values = shared[0]
         sources = self._named(values, flag) if flag == "--train-data" else self._paths(values, flag)
         shares = parse_split(data.split)
         if not shares[0]:
             raise ConfigError(f"--split {data.split} leaves nothing for training")
         blends = [Blend(flag, sources, data.split, part) for part in range(3)]
-        return Parts(
-            blends[0],
-            {"valid": self._for_evaluation(blends[1])} if shares[1] else {},
-            {"test": self._for_evaluation(blends[2])} if shares[2] else {},
+        valid, test = (
+            {PARTS[part]: self._for_evaluation(blends[part])} if shares[part] else {}
+            for part in (1, 2)
         )
+        return Parts(blends[0], valid, test)
 
     def _own(self, data: DataConfig) -> dict[tuple[str, str], Blend]:
         """Blends of files that belong to one part, by part and name."""
@@ -216,26 +218,26 @@ class Reader:
         return found
 
     def _for_evaluation(self, blend: Blend) -> Blend:
-        if self.eval_text_key is None:
-            return blend
         key = self.eval_text_key
+        if key is None:
+            return blend
         sources = (replace(s, text_key=s.text_key or key) for s in blend.sources)
         return replace(blend, sources=tuple(sources))
 
-    def _paths(self, values: Sequence[str], flag: str) -> tuple[Source, ...]:
+    def _paths(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
         """`PREFIX`, or `WEIGHT PREFIX WEIGHT PREFIX ...`; a prefix may end in `@FIRST:LAST`."""
         return tuple(
             replace(self._source(path, flag), weight=weight)
-            for weight, path in weighted(values, flag, _PAIRS)
+            for weight, path in _weighted(values, flag, _PAIRS)
         )
 
-    def _named(self, values: Sequence[str], flag: str) -> tuple[Source, ...]:
+    def _named(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
         """`NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...` of the corpora file."""
         if not values:
             return ()
-        is_weighted = any(map(is_weight, values))
         form = "give NAME NAME ..., or WEIGHT NAME pairs with a weight before every name"
-        pairs = weighted(values, flag, form) if is_weighted else [(None, name) for name in values]
+        has_weights = any(_number(word) is not None for word in values)
+        pairs = _weighted(values, flag, form) if has_weights else [(None, name) for name in values]
         found = [each for weight, name in pairs for each in self.corpora.find(name, weight, flag)]
         names = [corpus.name for corpus, _ in found]
         twice = next((name for name in names if names.count(name) > 1), None)
@@ -245,16 +247,15 @@ class Reader:
                 "be trained on twice"
             )
         return tuple(
-            Source(
-                corpus.files, corpus.type or self.kind_of(corpus.files[0]), share, corpus.share,
-                corpus.text_key,
+            DataSource(
+                c.files, c.type or self.kind_of(c.files[0]), weight, c.share, text_key=c.text_key
             )
-            for corpus, share in found
-        )  # fmt: skip
+            for c, weight in found
+        )
 
-    def _groups(self, groups: Sequence[str], flag: str) -> dict[str, tuple[Source, ...]]:
+    def _groups(self, groups: Sequence[str], flag: str) -> dict[str, tuple[DataSource, ...]]:
         """BLOOM's `NAME: WEIGHT FIRST:LAST PATH, WEIGHT FIRST:LAST PATH, ...`."""
-        found: dict[str, tuple[Source, ...]] = {}
+        found: dict[str, tuple[DataSource, ...]] = {}
         for group in groups:
             name, colon, rest = group.partition(":")
             entries = [entry.split() for entry in rest.split(",")]
@@ -266,54 +267,78 @@ class Reader:
             if name.strip() in found:
                 raise ConfigError(f"{flag} names the group {name.strip()} twice")
             found[name.strip()] = tuple(
-                replace(self._source(f"{path}@{share}", flag), weight=number(weight, flag))
+                replace(self._source(f"{path}@{share}", flag), weight=_weight(weight, flag))
                 for weight, share, path in entries
             )
         return found
 
-    def _source(self, text: str, flag: str) -> Source:
-        match = _SHARE.fullmatch(text)
-        path = match["path"] if match else text
-        share = (
-            parse_share(match["first"], match["last"], f"{flag} {text}") if match else (0.0, 1.0)
-        )
-        return Source((path,), self.kind_of(path), share=share)
+    def _source(self, text: str, flag: str) -> DataSource:
+        match = _RANGE.fullmatch(text)
+        if not match:
+            return DataSource((text,), self.kind_of(text))
+        path = match["path"]
+        share = parse_range(match["first"], match["last"], f"{flag} {text}")
+        return DataSource((path,), self.kind_of(path), share=share)
 
 
-def weighted(
-    values: Sequence[str], flag: str, form: str
-) -> list[tuple[float, str]] | list[tuple[None, str]]:
-    """One word without a weight, or words that have a weight before each.
+def parse_split(split: str) -> tuple[float, float, float]:
+    """Shares of a `--split` string, normalised to a sum of 1; missing ones are 0.
 
     Raises:
-        ConfigError: the values have neither form, or a weight is not above 0.
+        ConfigError: the string is not up to three numbers >= 0, one of them > 0.
     """
+    try:
+        shares = [float(part) for part in split.replace("/", ",").split(",")]
+    except ValueError:
+        shares = []
+    total = sum(shares)
+    if not (1 <= len(shares) <= 3 and min(shares) >= 0 and 0 < total < math.inf):
+        raise ConfigError(
+            f"--split {split!r}: give up to three shares >= 0 (training, validation, test) "
+            "with commas between them, such as 969,30,1"
+        )
+    train, valid, test = (share / total for share in shares + [0.0] * (3 - len(shares)))
+    return train, valid, test
+
+
+def split_documents(split: str, num_documents: int) -> tuple[range, range, range]:
+    """The documents of training, validation and test, contiguous and in file order.
+
+    As in Megatron each share of the documents is rounded, and the surplus of the sum is subtracted
+    from every boundary after the first. (Where that makes a boundary negative Megatron would read
+    documents from the end of the file; here it is 0.)
+
+    Raises:
+        ConfigError: see `parse_split`.
+    """
+    counts = (round(share * num_documents) for share in parse_split(split))
+    bounds = list(accumulate(counts, initial=0))
+    surplus = bounds[-1] - num_documents
+    bounds[1:] = [max(bound - surplus, 0) for bound in bounds[1:]]
+    train, valid, test = (range(start, max(start, stop)) for start, stop in pairwise(bounds))
+    return train, valid, test
+
+
+def _weighted(
+    values: Sequence[str], flag: str, form: str
+) -> list[tuple[float, str]] | list[tuple[None, str]]:
+    """One word without a weight, or words with a weight before each."""
     if len(values) < 2:
         return [(None, value) for value in values]
     weights, words = values[::2], values[1::2]
-    if len(weights) != len(words) or not all(map(is_weight, weights)):
+    if len(weights) != len(words) or any(_number(weight) is None for weight in weights):
         raise ConfigError(f"{flag} {' '.join(values)}: {form}")
-    return [(number(weight, flag), word) for weight, word in zip(weights, words, strict=True)]
+    return [(_weight(weight, flag), word) for weight, word in zip(weights, words, strict=True)]
 
 
-def number(text: str, flag: str) -> float:
-    """A weight.
-
-    Raises:
-        ConfigError: it is not a finite number above 0.
-    """
+def _weight(text: str, flag: str) -> float:
     value = _number(text)
-    if value is None or not 0 < value < float("inf"):
+    if value is None or not 0 < value < math.inf:
         raise ConfigError(
             f"{flag}: the weight {text} is not a finite number above 0; leave out a dataset that "
             "is not wanted"
         )
     return value
-
-
-def is_weight(word: str) -> bool:
-    """Whether a word among names or paths is a number."""
-    return _number(word) is not None
 
 
 def _number(text: str) -> float | None:
@@ -329,7 +354,7 @@ def _words(path: str | None, flag: str) -> tuple[str, ...]:
         return ()
     words = tuple(shlex.split(_text(path, flag), comments=True))
     if not words:
-        raise ConfigError(f"{flag} {path} is empty; give what the command line would have")
+        raise ConfigError(f"{flag} {path} is empty; write into it what the command line would have")
     return words
 
 
@@ -346,7 +371,7 @@ def _per_split(path: str | None) -> dict[str, tuple[str, ...]]:
     if not good or not all(isinstance(values, list) for values in content.values()):
         raise ConfigError(
             f"{flag} {path}: it must be an object of lists under train, valid and test, each as "
-            "--data-path would be given it"
+            "for --data-path"
         )
     return {part: tuple(map(str, values)) for part, values in content.items()}
 

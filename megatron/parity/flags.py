@@ -24,8 +24,7 @@ from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout
 from megatron.config.output import ProfilingConfig
-from megatron.engine.deepspeed_json import merge
-from megatron.engine.json_file import read_json
+from megatron.engine.deepspeed_json import merge, read_json
 
 _FIELDS = {f.name: f for part in FLAG_CLASSES for f in dataclasses.fields(part)}
 

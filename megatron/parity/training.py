@@ -15,7 +15,7 @@ from megatron.config import OptimizerConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import StepResult
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
@@ -23,8 +23,7 @@ from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.plan import TrainingPlan
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import Run, parse_run, run_data
+from megatron.training.run import Run, build_trainer, parse_run, run_data
 from megatron.training.trainer import Callback, Step, Trainer
 
 ORDERS = 5

@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.indexed import IndexedDataset
-from megatron.data.split import split_documents
+from megatron.data.sources import split_documents
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ def held_out(prefix: Path, corpus: Path, split: str, vocab_size: int) -> HeldOut
             f"{prefix} has {len(documents)} documents and {corpus} {len(text_bytes)}: they do not "
             "belong together"
         )
-    parts = split_documents(split, len(documents))
-    train = token_counts((documents[i] for i in parts.train), vocab_size)
-    valid = token_counts((documents[i] for i in parts.valid), vocab_size)
+    training, validation, _ = split_documents(split, len(documents))
+    train = token_counts((documents[i] for i in training), vocab_size)
+    valid = token_counts((documents[i] for i in validation), vocab_size)
     return HeldOut(
         tokens=int(valid.sum()),
-        text_bytes=sum(text_bytes[i] for i in parts.valid),
+        text_bytes=sum(text_bytes[i] for i in validation),
         unigram_entropy=unigram_cross_entropy(train, valid),
     )
 

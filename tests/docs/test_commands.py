@@ -19,6 +19,7 @@ REWRITE = bool(os.environ.get("MEGATRON_REWRITE_DOCS"))
 RUN_ELSEWHERE = {"tools/README.md": "tests/unit/tools/collection/test_readme.py"}
 """Pages whose commands another test runs."""
 
+
 def runs(block: Block) -> bool:
     """Whether a test runs the commands of a block."""
     return block.language in COMMANDS and not {"needs", "form"} & set(block.markers)

@@ -24,7 +24,7 @@ import numpy.typing as npt
 from megatron.config.kinds.fill_in_the_middle import FimConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.raw_text import text_encoder
-from megatron.data.pipeline import DataKind, DataPipeline, SpecialTokens
+from megatron.data.pipeline import DataKind, DataPipeline, SampleTokens
 from megatron.data.samples import Documents, Piece, SampleDataset, SampleRecipe
 from megatron.data.text_encoder import TextEncoder
 from megatron.tokenizer import Tokenizer
@@ -42,10 +42,10 @@ class FillInTheMiddle(DataKind):
         config = data.config.kind(FimConfig)
         return FimRecipe.from_config(recipe, config, text_encoder(data), data.seed)
 
-    def special_tokens(self, data: DataPipeline) -> SpecialTokens:
+    def special_tokens(self, data: DataPipeline) -> SampleTokens:
         """See :meth:`DataKind.special_tokens`."""
         tokens = FimTokens.of(data.config.kind(FimConfig), data.tokenizer)
-        return SpecialTokens(tokens.pad, tokens.eod)
+        return SampleTokens(tokens.pad, tokens.eod)
 
 
 KIND = FillInTheMiddle()

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from training_jobs import TINY
 
-from megatron.data.kinds.curriculum.metric_files import read_rows
+from megatron.data.kinds.curriculum.analysis import read_rows
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import distributed
 from megatron.parity import training
 from megatron.parity.training import Record
-from megatron.training import pretraining
+from megatron.training import run as run_module
 from megatron.training.run import parse_run, run_data
 from tools import analyze_data
 
@@ -29,7 +29,7 @@ def train_drawn(argv):
     """A run's record, and the tokens of all its batches, in the order of their making; for the
     pool."""
     run, record, seen = parse_run(None, argv), Record(), []
-    read = pretraining.run_data
+    read = run_module.run_data
 
     def watched_data(run):
         datasets, collate = read(run)
@@ -40,12 +40,12 @@ def train_drawn(argv):
 
         return TrainingData(datasets, noted)
 
-    pretraining.run_data = watched_data
+    run_module.run_data = watched_data
     try:
         with distributed(run.config.parallel) as mesh:
             training.watched_trainer(run, mesh, record.add).fit()
     finally:
-        pretraining.run_data = read
+        run_module.run_data = read
     return record, seen
 
 

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.batch import GPTBatch, GPTCollator
+from megatron.data.gpt_batch import GPTBatch, GPTCollator
 from megatron.data.samples import PackedSample
 
 EOD = 0

@@ -6,11 +6,11 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blend import BlendedDataset
 from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.gpt_dataset import GPTDataset, GPTRecipe
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.sources import INDEXED, Blend, Reader, Source
+from megatron.data.sources import INDEXED, Blend, BlendReader, DataSource
 
 
 def write(prefix: Path, documents: int, first_token: int = 0) -> str:
@@ -32,7 +32,7 @@ def builder(cache_path: Path | None = None) -> DatasetBuilder:
 
 def build(data: DataConfig, counts: tuple[int, int, int] = (20, 5, 2)) -> Datasets:
     found = builder(Path(data.data_cache_path) if data.data_cache_path else None)
-    return found.datasets(Reader().parts(data), counts)
+    return found.datasets(BlendReader().parts(data), counts)
 
 
 def tokens(dataset: object) -> set[int]:
@@ -119,9 +119,9 @@ def test_files_of_a_source_share_its_weight_by_tokens(tmp_path: Path) -> None:
     """And a blend without weights is one of all tokens."""
     a, b, c = (write(tmp_path / n, count, start) for n, count, start in
                (("a", 30, 0), ("b", 10, 100), ("c", 40, 200)))  # fmt: skip
-    sources = (Source((a, b), weight=1.0), Source((c,), weight=3.0))
+    sources = (DataSource((a, b), weight=1.0), DataSource((c,), weight=3.0))
     blend = builder().samples(Blend("--train-data", sources), "train", 160)
-    unweighted = (Source((a, b)), Source((c,)))
+    unweighted = (DataSource((a, b)), DataSource((c,)))
     proportional = builder().samples(Blend("--train-data", unweighted), "train", 160)
     for found, shares in ((blend, (30, 10, 120)), (proportional, (60, 20, 80))):
         assert found is not None
@@ -133,7 +133,7 @@ def test_files_of_a_source_share_its_weight_by_tokens(tmp_path: Path) -> None:
 
 def test_weights_for_some(tmp_path: Path) -> None:
     a, b = write(tmp_path / "a", 5), write(tmp_path / "b", 5)
-    blend = Blend("--train-data", (Source((a,), weight=1.0), Source((b,))))
+    blend = Blend("--train-data", (DataSource((a,), weight=1.0), DataSource((b,))))
     with pytest.raises(ValueError, match="--train-data: some corpora have a weight and that of"):
         builder().samples(blend, "train", 5)
 
@@ -183,14 +183,14 @@ def test_missing_and_empty_files(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"--data-path .*nothing\.idx"):
         build(DataConfig(data_path=(str(tmp_path / "nothing"),)))
     empty = write(tmp_path / "empty", 0)
-    with pytest.raises(ValueError, match="--train-data-path: .*empty holds no documents"):
+    with pytest.raises(ValueError, match="--train-data-path: .*empty has no documents"):
         build(DataConfig(train_data_path=(empty,)))
     few = write(tmp_path / "few", 3)
     with pytest.raises(ValueError, match=r"the range 0:0\.1 of .*few, which has 3 documents"):
         build(DataConfig(train_data_path=(f"{few}@0:0.1",)))
 
 
-def test_a_type_that_the_model_has_no_use_for() -> None:
-    blend = Blend("--train-data", (Source(("x",), kind="tape"),))
-    with pytest.raises(ValueError, match="x: this model has no use for data of the type tape"):
+def test_a_type_that_the_model_cannot_be_trained_on() -> None:
+    blend = Blend("--train-data", (DataSource(("x",), kind="tape"),))
+    with pytest.raises(ValueError, match="x: .* cannot be trained on data of the type tape"):
         builder().samples(blend, "train", 5)

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blend import BlendedDataset
 from megatron.data.gpt_dataset import GPTDataset, GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data import gpt_index
-from megatron.data.gpt_index import GPTIndex, plan_epochs
+from megatron.data import gpt_dataset
+from megatron.data.gpt_dataset import GPTIndex, plan_epochs
 from megatron.data.index_cache import IndexCache, StoredArrays
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "gpt_sample_order" / "golden.json"
@@ -83,13 +83,13 @@ def samples_of_index(
     return samples
 
 
-@pytest.mark.parametrize("block", [3, gpt_index._DOCUMENTS_AT_ONCE])
+@pytest.mark.parametrize("block", [3, gpt_dataset._DOCUMENTS_AT_ONCE])
 @pytest.mark.parametrize("name", CASES)
 def test_against_megatron_core_golden(
     name: str, block: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     case = CASES[name]
-    monkeypatch.setattr(gpt_index, "_DOCUMENTS_AT_ONCE", block)
+    monkeypatch.setattr(gpt_dataset, "_DOCUMENTS_AT_ONCE", block)
     index = build_gpt_index(
         np.array(case["lengths"], np.int32),
         range(*case["documents"]),

@@ -15,9 +15,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data import array_file, index_cache
-from megatron.data.array_file import Blocks
-from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data import index_cache
+from megatron.data.index_cache import Blocks, IndexCache, StoredArrays
 
 
 def arrays() -> dict[str, np.ndarray]:
@@ -220,9 +219,9 @@ def test_folder_beside_the_data(tmp_path: Path) -> None:
 
 
 def test_digest_of_a_large_array(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(array_file, "_DIGEST_BLOCK", 64)
-    monkeypatch.setattr(array_file, "_DIGEST_BLOCKS", 4)
+    monkeypatch.setattr(index_cache, "_DIGEST_BLOCK", 64)
+    monkeypatch.setattr(index_cache, "_DIGEST_BLOCKS", 4)
     array = np.zeros(1000, np.uint8)
-    digest = array_file.digest_of(array)
+    digest = index_cache.digest_of(array)
     array[-1] = 1
-    assert array_file.digest_of(array) != digest
+    assert index_cache.digest_of(array) != digest

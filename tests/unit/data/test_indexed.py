@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype, reader
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, best_dtype
+from megatron.data.indexed import dataset as dataset_module
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "indexed"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
@@ -181,11 +182,11 @@ def test_pickles_as_its_path(tmp_path: Path) -> None:
 
 
 def test_blocks_cover_a_large_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reader, "_BLOCK", 4)
+    monkeypatch.setattr(dataset_module, "_BLOCK", 4)
     prefix = write(tmp_path / "x", [[[i] * (i % 3)] for i in range(45)])
     assert len(read(prefix)) == 45
-    monkeypatch.setattr(reader, "_BLOCKS_AT_OPENING", 3)
-    looked_at = list(reader._blocks(45, 3))
+    monkeypatch.setattr(dataset_module, "_BLOCKS_AT_OPENING", 3)
+    looked_at = list(dataset_module._blocks(45, 3))
     assert looked_at[0] == (0, 4) and looked_at[-1] == (44, 45) and len(looked_at) == 3
     # A wrong offset between the blocks passes the opening, and verify() names it.
     patch(prefix, HEADER + 4 * 45 + 8 * 7, struct.pack("<q", 12345))
@@ -204,7 +205,7 @@ def patch(prefix: Path, at: int, value: bytes, ending: str = "idx") -> None:
 @pytest.mark.parametrize(
     ("at", "value", "message"),
     [
-        (0, b"MMIDXXX", "no Megatron index"),
+        (0, b"MMIDXXX", "not a Megatron index"),
         (9, struct.pack("<Q", 2), "format version 2"),
         (17, b"\x09", "dtype code 9"),
         (18, struct.pack("<Q", 4), "cut short"),

@@ -15,10 +15,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.array_file import digest_of
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blend import BlendedDataset
 from megatron.data.gpt_dataset import GPTRecipe
-from megatron.data.index_cache import DESCRIPTION, IndexCache
+from megatron.data.index_cache import DESCRIPTION, IndexCache, digest_of
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.pipeline import check_vocabulary
 

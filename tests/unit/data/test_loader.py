@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.batch import GPTCollator
+from megatron.data.gpt_batch import GPTCollator
+from megatron.data.gpt_dataset import MockGPTDataset
 from megatron.data.loader import MicroBatches
-from megatron.data.mock import MockGPTDataset
 
 GLOBAL_BATCH = 8
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.data.mock import MockGPTDataset
+from megatron.data.gpt_dataset import MockGPTDataset
 
 
 def test_a_function_of_seed_part_and_number() -> None:

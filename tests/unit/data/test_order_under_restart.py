@@ -11,9 +11,9 @@ from megatron.data.build import DatasetBuilder, SourceReader
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import MicroBatches
+from megatron.data.sampler import SkippedSamples, parse_skipped
 from megatron.data.samples import SampleDataset
-from megatron.data.skip import SkippedSamples, parse_skipped
-from megatron.data.sources import INDEXED, Blend, Source
+from megatron.data.sources import INDEXED, Blend, DataSource
 
 GLOBAL_BATCH = 16
 STEPS = 24
@@ -51,7 +51,9 @@ def samples(folder: Path) -> Numbered:
     """A blend of two files, several epochs of the first, some of it skipped; as a process makes it
     out of the files and the index cache."""
     kind = SourceReader(lambda path, source: IndexedDataset(path), GPTRecipe(seq_length=8, seed=5))
-    sources = tuple(Source((str(folder / name),), weight=w) for name, w in (("a", 2.0), ("b", 1.0)))
+    sources = tuple(
+        DataSource((str(folder / name),), weight=w) for name, w in (("a", 2.0), ("b", 1.0))
+    )
     blend = DatasetBuilder({INDEXED: lambda: kind}).samples(
         Blend("--data-path", sources), "train", 400
     )

@@ -38,7 +38,7 @@ def test_a_file_and_a_glob(folder: Path) -> None:
         (
             "s3://b/x.jsonl",
             ValueError,
-            r"s3://b/x.jsonl is a URL; of data elsewhere only .bin/.idx",
+            r"s3://b/x.jsonl is a URL; only .bin/.idx files",
         ),
     ],
 )

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from megatron.data.batch import GPTBatch, GPTCollator
-from megatron.data.prefetch import AsArrays, Prefetcher, mapped
+from megatron.data.gpt_batch import GPTBatch, GPTCollator
+from megatron.data.loader import AsArrays, Prefetcher, mapped
 
 
 class Pair(NamedTuple):

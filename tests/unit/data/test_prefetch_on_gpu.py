@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.data.prefetch import Prefetcher
+from megatron.data.loader import Prefetcher
 
 GPU = torch.device("cuda", 1)
 

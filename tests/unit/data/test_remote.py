@@ -227,7 +227,7 @@ def test_a_web_server_without_ranges(
 ) -> None:
     _, url, handler = server
     handler.ranges = False
-    with pytest.raises(OSError, match=rf"{url}\.\w+ gave .*knows no ranges"):
+    with pytest.raises(OSError, match=rf"{url}\.\w+ gave .*does not support ranges"):
         RemoteDataset(url, tmp_path / "cache")[2]
 
 

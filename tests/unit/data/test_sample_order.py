@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from megatron.config import DataConfig
-from megatron.data import gpt_index
+from megatron.data import gpt_dataset
 from megatron.data.build import DatasetBuilder, Datasets, SourceReader
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
-from megatron.data.sources import INDEXED, Reader
+from megatron.data.sources import INDEXED, BlendReader
 
 CONFIGURATIONS = 200
 FILE = 1_000_000  # first token of file f: f * FILE
@@ -135,7 +135,7 @@ def build(c: Configuration, folder: Path) -> Datasets:
     paths: list[str] = []
     for f, prefix in enumerate(prefixes):
         paths += [prefix] if c.weights is None else [repr(c.weights[f]), prefix]
-    parts = Reader().parts(DataConfig(data_path=tuple(paths), split=c.split))
+    parts = BlendReader().parts(DataConfig(data_path=tuple(paths), split=c.split))
     kind = SourceReader(lambda path, _: IndexedDataset(path), GPTRecipe(c.seq_length, c.seed))
     return DatasetBuilder({INDEXED: lambda: kind}, str(folder / "cache")).datasets(parts, c.wanted)
 
@@ -146,11 +146,11 @@ def test_against_the_definition(
 ) -> None:
     c = configuration(number)
     if c.in_64_bits:
-        monkeypatch.setattr(gpt_index, "MOST_INT32", 5)
-        monkeypatch.setattr(gpt_index, "SAMPLES_IN_INT64", 5)
+        monkeypatch.setattr(gpt_dataset, "MOST_INT32", 5)
+        monkeypatch.setattr(gpt_dataset, "SAMPLES_IN_INT64", 5)
     if number % 3 == 0:  # in several blocks
-        monkeypatch.setattr(gpt_index, "_DOCUMENTS_AT_ONCE", 7)
-        monkeypatch.setattr(gpt_index, "_ROWS_AT_ONCE", 3)
+        monkeypatch.setattr(gpt_dataset, "_DOCUMENTS_AT_ONCE", 7)
+        monkeypatch.setattr(gpt_dataset, "_ROWS_AT_ONCE", 3)
     train, valid, test = build(c, tmp_path)
     for part, dataset in enumerate((train, valid.get("valid"), test.get("test"))):
         share = c.split.replace("/", ",").split(",")[part : part + 1]

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from megatron.config import ConfigError
-from megatron.data.skip import SkippedSamples, check_skipped, parse_skipped, position
+from megatron.data.sampler import SkippedSamples, check_skipped, parse_skipped, position
 
 
 class Numbers:

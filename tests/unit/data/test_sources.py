@@ -6,15 +6,15 @@ import pytest
 
 from megatron.config import ConfigError, DataConfig
 from megatron.data.corpora import read_corpora
-from megatron.data.sources import Blend, Parts, Reader, Source
+from megatron.data.sources import Blend, BlendReader, DataSource, Parts
 
 
-def parts(reader: Reader | None = None, **fields: object) -> Parts:
-    return (reader or Reader()).parts(DataConfig(**fields))
+def parts(reader: BlendReader | None = None, **fields: object) -> Parts:
+    return (reader or BlendReader()).parts(DataConfig(**fields))
 
 
-def plain(path: str, weight: float | None = None, share=(0.0, 1.0)) -> Source:
-    return Source((path,), weight=weight, share=share)
+def plain(path: str, weight: float | None = None, share=(0.0, 1.0)) -> DataSource:
+    return DataSource((path,), weight=weight, share=share)
 
 
 def test_one_path_is_split() -> None:
@@ -60,10 +60,10 @@ def test_bloom_groups(tmp_path) -> None:
     assert not found.valid["books"].is_plain
 
 
-def corpora(tmp_path, content) -> Reader:
+def corpora(tmp_path, content) -> BlendReader:
     file = tmp_path / "corpora.json"
     file.write_text(json.dumps(content))
-    return Reader(corpora=read_corpora(str(file), ("indexed", "text", "instruction")))
+    return BlendReader(corpora=read_corpora(str(file), ("indexed", "text", "instruction")))
 
 
 CORPORA = {
@@ -77,21 +77,21 @@ CORPORA = {
 
 def test_corpora_by_name(tmp_path) -> None:
     reader = corpora(tmp_path, CORPORA)
-    wiki = Source((str(tmp_path / "w1"), str(tmp_path / "w2")), "indexed", 3, (0.0, 0.9))
-    books = Source((str(tmp_path / "b.jsonl"),), "text", 1, text_key="body")
+    wiki = DataSource((str(tmp_path / "w1"), str(tmp_path / "w2")), "indexed", 3, (0.0, 0.9))
+    books = DataSource((str(tmp_path / "b.jsonl"),), "text", 1, text_key="body")
     found = parts(reader, train_data=("wiki", "books"), split="8,1,1")
     assert found.train == Blend("--train-data", (wiki, books), "8,1,1", 0)
     assert set(found.valid) == {"valid"} and set(found.test) == {"test"}
     own = parts(reader, train_data=("both",), valid_data=("web",))
     assert own.train == Blend("--train-data", (wiki, books)) and own.test == {}
-    assert own.valid["valid"].sources == (Source((str(tmp_path / "web"),)),)
+    assert own.valid["valid"].sources == (DataSource((str(tmp_path / "web"),)),)
     weighted = parts(reader, train_data=("8", "both", "2", "web"))
     assert weighted.train is not None
     assert [s.weight for s in weighted.train.sources] == [6.0, 2.0, 2.0]
 
 
 def test_evaluation_has_a_key_of_its_own(tmp_path) -> None:
-    reader = Reader(kind_of=lambda path: "text", eval_text_key="review")
+    reader = BlendReader(kind_of=lambda path: "text", eval_text_key="review")
     found = parts(reader, train_data_path=("a.jsonl",), valid_data_path=("b.jsonl",))
     assert found.train is not None and found.train.sources[0].text_key is None
     assert found.valid["valid"].sources[0].text_key == "review"
@@ -105,12 +105,12 @@ def test_evaluation_has_a_key_of_its_own(tmp_path) -> None:
         ({"data_path": ("1", "x", "nan", "y")}, "the weight nan"),
         ({"train_data_path": ("0", "x", "1", "y")}, "--train-data-path: the weight 0 "),
         ({"data_path": ("x",), "valid_data_path": ("y",)}, "--data-path and --valid-data-path"),
-        ({"data_path": ("x@0.5:0.5",)}, r"--data-path x@0.5:0.5: 0.5:0.5 is no range"),
+        ({"data_path": ("x@0.5:0.5",)}, r"--data-path x@0.5:0.5: the range 0.5:0.5 must be"),
         ({"data_path": ("x",), "split": "0,1,0"}, "--split 0,1,0 leaves nothing for training"),
         ({"data_path": ("x",), "split": "a"}, "--split 'a'"),
         ({"data_args_path": "/nowhere"}, "--data-args-path /nowhere cannot be read"),
         ({"train_weighted_split_paths": ("a b",)}, "give 'NAME: WEIGHT FIRST:LAST PATH"),
-        ({"train_weighted_split_paths": ("n: 1 0:2 a",)}, "0:2 is no range"),
+        ({"train_weighted_split_paths": ("n: 1 0:2 a",)}, "the range 0:2 must be"),
         ({"train_weighted_split_paths": ("n: 1 0:1 a", "m: 1 0:1 b")}, "one group, not n, m"),
         ({"valid_weighted_split_paths": ("n: 1 0:1 a", "n: 1 0:1 b")}, "the group n twice"),
         (
@@ -133,13 +133,13 @@ def test_flags_that_cannot_be_used(fields: dict, message: str) -> None:
         ({"a": {"file": "x"}}, "a must be an object with keys among files"),
         ({"a": {}}, "a needs files"),
         ({"a": {"files": []}}, "a needs files"),
-        ({"a": {"files": "x", "type": "tape"}}, "type 'tape' is none of indexed, text"),
+        ({"a": {"files": "x", "type": "tape"}}, "type 'tape' must be one of indexed, text"),
         ({"a": {"files": "x", "weight": 0}}, "weight 0 is not"),
         ({"a": {"files": "x", "range": "0.5"}}, "range '0.5' is not FIRST:LAST"),
-        ({"a": {"files": "x", "range": "1:0"}}, "1:0 is no range"),
+        ({"a": {"files": "x", "range": "1:0"}}, "the range 1:0 must be"),
         ({"a": {"files": "no/*.bin"}}, "no/\\*.bin matches no file"),
         ({"a": {"files": "x", "tokenizer": {"vocab": "y"}}}, "tokenizer must be an object"),
-        ({"a": {"corpora": ["b"], "weight": 1}}, "a group has nothing but a list"),
+        ({"a": {"corpora": ["b"], "weight": 1}}, "a group must have only a list"),
         ({"a": {"corpora": ["a"]}}, "the group a contains itself"),
         ({"wiki": {"files": "x"}, "b": {"corpora": ["wikki"]}}, "Did you mean wiki"),
     ],

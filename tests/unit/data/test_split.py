@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from megatron.data.split import parse_split, split_documents
+from megatron.data.sources import parse_split, split_documents
 
 
 def bounds_by_definition(shares: list[float], size: int) -> list[int]:

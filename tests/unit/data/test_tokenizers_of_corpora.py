@@ -56,5 +56,5 @@ def test_one_tokenizer_for_all(settings):
     with pytest.raises(ConfigError, match="json: a has vocab_size 50, but .*json: c was tokenized"):
         with_corpora(settings | train_data("a", "c"))
     valid = {"valid_data": Setting(("c",), "flag --valid-data")}
-    with pytest.raises(ConfigError, match="data of one run have one tokenizer"):
+    with pytest.raises(ConfigError, match="all data of a run must have the same tokenizer"):
         with_corpora(settings | train_data("a") | valid)

@@ -8,7 +8,7 @@ from gpt_forward import forward
 
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.engine import FastPathsConfig
-from megatron.engine.float8 import use_float8
+from megatron.engine.build import use_float8
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.float8 import Float8

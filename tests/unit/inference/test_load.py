@@ -115,7 +115,7 @@ def test_tokenizer_that_grew_is_refused(tmp_path, gpt_config):
 
 @pytest.mark.parametrize(
     "family, said",
-    [("bert", "'bert', which does not continue text"), ("bret", "'bret' is unknown")],
+    [("bert", "'bert', which does not generate text"), ("bret", "'bret' is unknown")],
 )
 def test_a_family_that_does_not_generate_is_refused(
     tmp_path, gpt_config, random_gpt, write_checkpoint, family, said

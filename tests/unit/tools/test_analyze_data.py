@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from megatron.data.kinds.curriculum.metric_files import read_rows
+from megatron.data.kinds.curriculum.analysis import read_rows
 from megatron.training.run import parse_run, run_data
 from tools import analyze_data
 

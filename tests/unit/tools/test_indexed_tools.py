@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, statistics
+from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter, dataset_checks
 from tools import inspect_index, merge_datasets, verify_data
 
 DOCUMENTS = {
@@ -89,9 +89,9 @@ def test_modes_are_kept(tmp_path: Path) -> None:
 
 
 def test_many_blocks_in_constant_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from megatron.data.indexed import writer
+    from megatron.data.indexed import dataset_writer
 
-    monkeypatch.setattr(writer, "_BLOCK", 1000)
+    monkeypatch.setattr(dataset_writer, "_BLOCK", 1000)
     lengths = np.random.default_rng(1).integers(0, 20, 50_000)
     for name in "ab":
         with IndexedDatasetWriter(tmp_path / name, "uint16") as made:
@@ -113,7 +113,7 @@ def test_many_blocks_in_constant_memory(tmp_path: Path, monkeypatch: pytest.Monk
     ("damage", "message"),
     [
         ("nothing", "give --input and --output-prefix"),
-        ("empty", "holds no .bin and .idx files"),
+        ("empty", "has no .bin and .idx files"),
         ("half", "b.idx does not exist"),
         ("floats", "wide.bin holds float32 values"),
         ("modes", "wide has a mode for each sequence"),
@@ -173,29 +173,29 @@ def test_counts_and_lengths(folder: Path, capsys) -> None:
 
 
 def test_statistics_against_numpy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(statistics, "_BLOCK", 7)
+    monkeypatch.setattr(dataset_checks, "_BLOCK", 7)
     rng = np.random.default_rng(2)
     lengths, per_document = rng.integers(0, 50, 500), np.array([3, 0, 1, 1] * 100)
     with IndexedDatasetWriter(tmp_path / "x", "int32") as writer:
         writer.add_documents(np.zeros(lengths.sum(), np.int32), lengths, per_document)
-    found = statistics.contents(IndexedDataset(tmp_path / "x"))
+    found = dataset_checks.contents(IndexedDataset(tmp_path / "x"))
     ends = np.cumsum(per_document)
     documents = [lengths[e - n : e].sum() for e, n in zip(ends, per_document, strict=True)]
-    for ours, values in (
-        (found.sequence_tokens, lengths), (found.document_tokens, documents),
-        (found.document_sequences, per_document),
+    for name, values in (
+        ("tokens_per_sequence", lengths), ("tokens_per_document", documents),
+        ("sequences_per_document", per_document),
     ):  # fmt: skip
-        values = np.array(values)
-        assert (ours.count, ours.total) == (len(values), values.sum())
-        assert (ours.smallest, ours.largest) == (values.min(), values.max())
-        assert ours.empty == (values == 0).sum() and ours.mean == pytest.approx(values.mean())
-        expected = np.percentile(values, statistics.QUANTILES, method="inverted_cdf")
-        assert list(ours.quantiles.values()) == expected.tolist()
-    monkeypatch.setattr(statistics, "_EXACT_BELOW", 100)  # each fifth of the sequences
-    sampled = statistics.contents(IndexedDataset(tmp_path / "x")).sequence_tokens
-    expected = np.percentile(lengths[::5], statistics.QUANTILES, method="inverted_cdf")
-    assert list(sampled.quantiles.values()) == expected.tolist()
-    assert sampled.total == lengths.sum()
+        ours, values = found[name], np.array(values)
+        assert (ours["count"], ours["total"]) == (len(values), values.sum())
+        assert (ours["smallest"], ours["largest"]) == (values.min(), values.max())
+        assert ours["empty"] == (values == 0).sum() and ours["mean"] == pytest.approx(values.mean())
+        expected = np.percentile(values, dataset_checks.QUANTILES, method="inverted_cdf")
+        assert list(ours["quantiles"].values()) == expected.tolist()
+    monkeypatch.setattr(dataset_checks, "_EXACT_BELOW", 100)  # each fifth of the sequences
+    sampled = dataset_checks.contents(IndexedDataset(tmp_path / "x"))["tokens_per_sequence"]
+    expected = np.percentile(lengths[::5], dataset_checks.QUANTILES, method="inverted_cdf")
+    assert list(sampled["quantiles"].values()) == expected.tolist()
+    assert sampled["total"] == lengths.sum()
 
 
 def test_a_document(folder: Path, capsys) -> None:

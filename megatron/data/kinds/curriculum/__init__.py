@@ -8,8 +8,8 @@ from typing import Any
 from megatron.config import RunConfig
 from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling, sequence_lengths
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.curriculum.drawn import draw_samples
 from megatron.data.kinds.curriculum.lengths import GrowingLengths
+from megatron.data.kinds.curriculum.order import draw_samples
 from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline
 from megatron.data.samples import SampleDataset
 
@@ -36,7 +36,7 @@ class Curriculum(DataKind):
         """See :meth:`DataKind.lengths`.
 
         Raises:
-            ConfigError: a length is beyond ``--seq-length``, or does not fit the layout.
+            ConfigError: a length exceeds ``--seq-length``, or does not fit the layout.
         """
         growth = sequence_lengths(config.kind(CurriculumConfig))
         if growth is None:

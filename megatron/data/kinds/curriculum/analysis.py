@@ -1,4 +1,13 @@
-"""Difficulties of all samples of a dataset, written as DeepSpeed's data analyzer writes them.
+"""Difficulties of all samples of a dataset, in the files of DeepSpeed's data analyzer.
+
+    NAME_sample_to_metric    row i: the value of sample i
+    NAME_index_to_metric     row i: the i-th of the values that occur, in rising order
+    NAME_index_to_sample     row i: the samples that have it, in rising order
+
+Each is a pair of files .bin and .idx with the layout of Megatron's indexed datasets (see
+``megatron.data.indexed``), one document of all rows, except for the codes of three dtypes: 6, 7 and
+8 are unsigned integers of 2, 4 and 8 bytes. A file has the smallest dtype, the unsigned ones first,
+that fits all its values.
 
 Shape suffixes: T the tokens of a sample, V vocabulary, N samples.
 """
@@ -9,24 +18,33 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.kinds.curriculum.drawn import ANALYSED, fingerprint
-from megatron.data.kinds.curriculum.metric_files import write_rows
+from megatron.data.indexed.dataset import HEADER, MAGIC, VERSION, map_file
 from megatron.data.samples import PackedSample, SampleDataset
+from megatron.util.digests import digest_of_parts
 from megatron.util.files import write_whole
 from megatron.util.processes import mapping_processes
 
 METRICS = ("seqlen", "vocab_rarity")
 VOCABULARY = "total_vocab_freq"
-"""Folder of the token counts, under the name that Megatron-DeepSpeed gives them."""
+"""Folder of the token counts, named as by Megatron-DeepSpeed."""
+ANALYSED = "dataset.json"
+"""File in the folder of a metric that identifies the analysed samples."""
+_PERCENTILES = (0, 5, 25, 50, 75, 95, 100)
 _SHARES_PER_PROCESS = 4
 _LARGEST_SHARE = 50_000
 _MERGED_ROWS = 100
+_PROBES = 32
+_DTYPES = {
+    code: np.dtype(name)
+    for code, name in enumerate(("<u1", "<i1", "<i2", "<i4", "<i8", "<u2", "<u4", "<u8"), start=1)
+}
 
 
 @dataclass(frozen=True)
@@ -35,9 +53,9 @@ class MetricSummary:
 
     Attributes:
         name: the metric's.
-        folder: where its files are.
-        samples: how many there are.
-        values: how many different values.
+        folder: of its files.
+        samples: number of samples.
+        values: number of distinct values.
         percentiles: value of the 0th, 5th, 25th, 50th, 75th, 95th and 100th percentile.
     """
 
@@ -62,13 +80,13 @@ def analyse(
     Args:
         dataset: the samples.
         metrics: some of :data:`METRICS`. ``seqlen`` counts tokens without padding; ``vocab_rarity``
-            adds up -log(share of the token among all tokens of the dataset), and is rounded down.
-        vocab_size: rows of the (padded) token table.
+            is the sum of -log(share of the token among all tokens of the dataset), rounded down.
+        vocab_size: rows of the (padded) token embedding.
         processes: that read the samples.
-        progress: told now and then how many samples have been read of how many.
+        progress: called with the number of samples read and their total.
 
     Raises:
-        ValueError: there is no such metric, or samples of another kind than it is known for.
+        ValueError: a metric is unknown, or samples have a type without metrics.
         OSError: a process was killed.
     """
     for name in metrics:
@@ -81,7 +99,7 @@ def analyse(
     rarity_V, passes = None, 1 + ("vocab_rarity" in metrics)
     shares = _shares(len(dataset), processes)
 
-    def said(parts: Iterator[Any], before: int) -> Iterator[Any]:
+    def reported(parts: Iterator[Any], before: int) -> Iterator[Any]:
         for part, share in zip(parts, shares, strict=True):
             progress(before + share.stop, passes * len(dataset))
             yield part
@@ -92,12 +110,12 @@ def analyse(
     )
     with mapping_processes(processes, killed) as each:
         if "vocab_rarity" in metrics:
-            counts = said(each(partial(_count_tokens, dataset, vocab_size), shares), 0)
+            counts = reported(each(partial(_count_tokens, dataset, vocab_size), shares), 0)
             counts_V = sum(counts, np.zeros(vocab_size + 1, np.int64))
-            _write_vocabulary(root / VOCABULARY, counts_V)
+            write_rows(root / VOCABULARY / f"{VOCABULARY}_metric_value", counts_V, [len(counts_V)])
             rarity_V = token_rarity(counts_V)
         work = partial(_measure, dataset, tuple(metrics), rarity_V)
-        found = list(said(each(work, shares), (passes - 1) * len(dataset)))
+        found = list(reported(each(work, shares), (passes - 1) * len(dataset)))
     return [
         _write_metric(root / name, name, np.concatenate([part[name] for part in found]), identity)
         for name in metrics
@@ -105,8 +123,8 @@ def analyse(
 
 
 def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """-log of each token's share of all tokens; a token that never occurs counts as one that does
-    once, as in Megatron-DeepSpeed."""
+    """-log of each token's share of all tokens; as in Megatron-DeepSpeed, a token that never occurs
+    counts as one that occurs once."""
     seen_V = np.maximum(counts_V, 1)
     return -np.log(seen_V / seen_V.sum())
 
@@ -115,7 +133,7 @@ def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
     """The tokens of a sample without padding: the inputs, and the label of the last one.
 
     Raises:
-        ValueError: the sample is of a kind that is not known.
+        ValueError: the sample has a type without metrics.
     """
     if isinstance(sample, PackedSample):
         last_S = sample.document_ids_S == sample.document_ids_S[-1]
@@ -125,13 +143,20 @@ def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
         return sample.tokens_T[: length + 1] if length else sample.tokens_T[:0]
     if isinstance(sample, np.ndarray) and sample.ndim == 1:
         return sample
-    raise ValueError(
-        f"samples of the kind {type(sample).__name__} have no metrics; those of GPTs do"
-    )
+    raise ValueError(f"only samples of GPTs have metrics, not {type(sample).__name__}")
+
+
+def fingerprint(dataset: SampleDataset[Any]) -> str:
+    """Identifies a dataset by its number of samples and by some of them, evenly spaced."""
+    count = len(dataset)
+    probes = min(count, _PROBES)
+    samples = (dataset[probe * (count - 1) // max(probes - 1, 1)] for probe in range(probes))
+    parts = (part for s in samples for part in (s if isinstance(s, tuple) else (s,)))
+    return digest_of_parts(chain((str(count),), (np.asarray(p).tobytes() for p in parts)))
 
 
 def _count_tokens(dataset: SampleDataset[Any], vocab_size: int, numbers: range) -> np.ndarray:
-    counts_V = np.zeros(vocab_size + 1, np.int64)  # one row more, as Megatron-DeepSpeed has it
+    counts_V = np.zeros(vocab_size + 1, np.int64)  # one row more, as in Megatron-DeepSpeed
     for number in numbers:
         tokens_T = sample_tokens(dataset[number])
         counts_V += np.bincount(tokens_T, minlength=len(counts_V))
@@ -160,12 +185,7 @@ def _shares(count: int, processes: int) -> list[range]:
     """Sample numbers in shares of about the same size."""
     shares = min(count, max(processes * _SHARES_PER_PROCESS, count // _LARGEST_SHARE))
     bounds = np.linspace(0, count, shares + 1, dtype=np.int64).tolist()
-    return [range(start, stop) for start, stop in zip(bounds, bounds[1:], strict=False)]
-
-
-def _write_vocabulary(folder: Path, counts_V: npt.NDArray[np.int64]) -> None:
-    folder.mkdir(parents=True, exist_ok=True)
-    write_rows(str(folder / f"{VOCABULARY}_metric_value"), counts_V, [len(counts_V)])
+    return [range(start, stop) for start, stop in pairwise(bounds)]
 
 
 def _write_metric(
@@ -177,13 +197,105 @@ def _write_metric(
     values, counts = np.unique(values_N, return_counts=True)
     step = max(1, len(values) // _MERGED_ROWS)
     merged = np.add.reduceat(counts, np.arange(0, len(counts), step))
-    prefix = str(folder / name)
-    write_rows(f"{prefix}_sample_to_metric", values_N, np.ones(len(values_N), np.int64))
-    write_rows(f"{prefix}_index_to_metric", values, np.ones(len(values), np.int64))
-    write_rows(f"{prefix}_index_to_sample", order_N, counts)
-    write_rows(f"{prefix}_index_to_sample_percentile_merged", order_N, merged)
+    for file, content, lengths in (
+        ("sample_to_metric", values_N, np.ones(len(values_N), np.int64)),
+        ("index_to_metric", values, np.ones(len(values), np.int64)),
+        ("index_to_sample", order_N, counts),
+        ("index_to_sample_percentile_merged", order_N, merged),
+    ):
+        write_rows(folder / f"{name}_{file}", content, lengths)
     write_whole(folder / ANALYSED, json.dumps({"metric": name, **identity}, indent=1).encode())
-    shares = (0, 5, 25, 50, 75, 95, 100)
-    found = np.percentile(values_N, shares, method="lower").tolist()
-    percentiles = dict(zip(shares, found, strict=True))
+    found = np.percentile(values_N, _PERCENTILES, method="lower").tolist()
+    percentiles = dict(zip(_PERCENTILES, found, strict=True))
     return MetricSummary(name, folder, len(values_N), len(values), percentiles)
+
+
+@dataclass(frozen=True)
+class MetricRows:
+    """Rows of integers.
+
+    Attributes:
+        values: those of all rows, concatenated.
+        ends: where each row ends in ``values``, int64[rows].
+    """
+
+    values: npt.NDArray[np.integer]
+    ends: npt.NDArray[np.int64]
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, row: int) -> npt.NDArray[np.integer]:
+        start = int(self.ends[row - 1]) if row else 0
+        return self.values[start : int(self.ends[row])]
+
+
+def read_rows(prefix: str) -> MetricRows:
+    """Maps a pair of files.
+
+    Raises:
+        FileNotFoundError: one of them is missing.
+        ValueError: they are damaged or do not belong together; the message names the file.
+    """
+    bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    for path in (idx_file, bin_file):
+        if not path.is_file():
+            raise FileNotFoundError(
+                f"{path} does not exist; tools/analyze_data.py writes it, and a path is that of "
+                "the .bin and .idx files without the ending"
+            )
+    content = idx_file.read_bytes()
+    if len(content) < HEADER.size or not content.startswith(MAGIC):
+        raise ValueError(f"{idx_file} is not an index of DeepSpeed's data analyzer")
+    _, version, code, rows, documents = HEADER.unpack_from(content)
+    expected = HEADER.size + 12 * rows + 8 * documents
+    if version != VERSION or code not in _DTYPES or len(content) != expected:
+        raise ValueError(
+            f"{idx_file} is damaged: version {version}, dtype code {code}, {len(content)} bytes "
+            f"where its {rows} rows make {expected}"
+        )
+    ends = np.cumsum(np.frombuffer(content, "<i4", rows, HEADER.size), dtype=np.int64)
+    dtype, total = _DTYPES[code], int(ends[-1]) if rows else 0
+    size = bin_file.stat().st_size
+    if size != total * dtype.itemsize:
+        raise ValueError(
+            f"{bin_file} has {size} bytes, but {idx_file} describes {total * dtype.itemsize}: it "
+            "was cut short, or the two come from different analyses"
+        )
+    return MetricRows(map_file(bin_file, dtype), ends)
+
+
+def write_rows(prefix: str | Path, values: npt.NDArray[np.integer], lengths: npt.ArrayLike) -> None:
+    """Writes a pair of files; neither exists before it is complete.
+
+    Args:
+        values: those of all rows, concatenated.
+        lengths: number of values of each row.
+    """
+    sizes = np.asarray(lengths, np.int64)
+    assert sizes.sum() == len(values)
+    if len(sizes) and sizes.max() > np.iinfo(np.int32).max:
+        raise ValueError(f"{prefix}: a row of {sizes.max()} values; the format allows 2**31 - 1")
+    low, high = (int(values.min()), int(values.max())) if len(values) else (0, 0)
+    code, dtype = next(
+        (code, dtype)
+        for code, dtype in sorted(_DTYPES.items(), key=lambda item: item[1].itemsize)
+        if dtype.kind == ("u" if low >= 0 else "i")
+        and np.iinfo(dtype).min <= low
+        and high <= np.iinfo(dtype).max
+    )
+    offsets = (np.cumsum(sizes) - sizes) * dtype.itemsize
+    index = b"".join(
+        [
+            HEADER.pack(MAGIC, VERSION, code, len(sizes), 2),
+            sizes.astype("<i4").tobytes(),
+            offsets.astype("<i8").tobytes(),
+            np.array([0, len(sizes)], "<i8").tobytes(),
+        ]
+    )
+    bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
+    bin_file.parent.mkdir(parents=True, exist_ok=True)
+    # An old index must never describe new values, not even after a kill between the two.
+    idx_file.unlink(missing_ok=True)
+    write_whole(bin_file, np.ascontiguousarray(values.astype(dtype, copy=False)).data)
+    write_whole(idx_file, index)

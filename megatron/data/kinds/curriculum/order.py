@@ -1,59 +1,121 @@
-"""The order of samples that are drawn by their difficulty: that of DeepSpeed's sampler.
+"""The order of samples drawn by their difficulty: that of DeepSpeed's sampler.
 
-Samples lie in clusters. When a difficulty grows, those that it lets in form another cluster,
-shuffled. A step draws, for each sample of its batch, a cluster by size, and takes as many samples
-of every cluster as fell to it, in the cluster's order from where the last step stopped; a cluster
-that is used up is shuffled again. The batch is shuffled in the end. All of it comes from one random
-number generator, so that a run's order is a function of the seed, the metrics, their schedules and
-the batch sizes alone, and is the one that DeepSpeed 0.19's ``DeepSpeedDataSampler`` draws. (It is
-not where a step wants more of a cluster than is in it: DeepSpeed's batch is then too short.)
+Samples are in clusters. When a difficulty grows, the samples that it admits form another cluster,
+shuffled. A step draws, for each sample of its batch, a cluster with a probability proportional to
+its size, and takes that many samples of each cluster, in the cluster's order from where the last
+step stopped; a cluster that is used up is shuffled again. Finally the batch is shuffled. All draws
+come from one random number generator, so that a run's order is a function of the seed, the metrics,
+their schedules and the batch sizes alone: the one of DeepSpeed 0.19's ``DeepSpeedDataSampler``
+(unless a step needs more of a cluster than is in it: DeepSpeed's batch is then too short).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+import json
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.config.kinds.curriculum import DataSampling, Metric
-from megatron.data.kinds.curriculum.metric_files import Rows
-from megatron.data.kinds.curriculum.schedule import difficulty
+from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.kinds.curriculum.analysis import ANALYSED, MetricRows, fingerprint, read_rows
+from megatron.data.kinds.curriculum.lengths import difficulty
+from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
+from megatron.util.digests import digest, digest_of_parts
 
+logger = logging.getLogger(__name__)
+
+Sample = TypeVar("Sample")
 _Samples = npt.NDArray[np.integer]
+ORDER_VERSION = 1
+"""Part of the cache entry's name: raise it when the order changes."""
+_AGAIN = (
+    "run tools/analyze_data.py with the flags of this run (data, --split, --seq-length, --seed, "
+    "and its length)"
+)
 
 
-@dataclass(frozen=True)
-class MetricIndex:
-    """What the files of a metric say.
+class DrawnSamples(RenumberedSamples[Sample]):
+    """Samples of a dataset in another order, possibly repeated.
+
+    Args:
+        dataset: the samples.
+        index: its array ``order`` has the number of the sample to read as the i-th.
+    """
+
+    def __init__(self, dataset: SampleDataset[Sample], index: StoredArrays) -> None:
+        super().__init__(dataset)
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index["order"])
+
+    def number(self, index: int) -> int:
+        """The number of sample `index` in the original dataset."""
+        return int(self._index["order"][checked_index(index, len(self))])
+
+
+class MetricIndex(NamedTuple):
+    """The files of a metric.
 
     Attributes:
         samples: the samples of each value.
         values: the values, one for each row of ``samples``; None with percentiles.
     """
 
-    samples: Rows
+    samples: MetricRows
     values: npt.NDArray[np.integer] | None
 
 
-@dataclass
-class _Cluster:
-    samples: _Samples
-    position: int = 0
+def draw_samples(
+    dataset: SampleDataset[Sample],
+    sampling: DataSampling,
+    batches: Sequence[tuple[int, int]],
+    num_samples: int,
+    cache: IndexCache,
+) -> DrawnSamples[Sample]:
+    """The samples that a run consumes, drawn by their difficulty.
 
-    def take(self, count: int, rng: np.random.Generator) -> _Samples:
-        """The next samples; the cluster is shuffled whenever its end is reached."""
-        found: list[_Samples] = []
-        while True:
-            stop = min(self.position + count, len(self.samples))
-            taken = self.samples[self.position : stop]
-            self.position, count = stop, count - len(taken)
-            if not count:
-                return np.concatenate([*found, taken])
-            found.append(taken.copy())
-            rng.shuffle(self.samples)
-            self.position = 0
+    Args:
+        dataset: the samples to draw from; those that were analysed.
+        batches: the batch sizes of the run's steps in turn, (size, number of steps); the last one
+            continues indefinitely.
+        num_samples: how many the run may consume.
+        cache: where the order is kept.
+
+    Raises:
+        FileNotFoundError, ValueError: files of a metric are missing, damaged, or of other samples;
+            or no sample is easy enough for the first step.
+    """
+    available = sampling.num_epochs * len(dataset)
+    if num_samples > available:
+        raise ValueError(
+            f"data_efficiency.data_sampling.num_epochs {sampling.num_epochs} allows {available} "
+            f"samples, {len(dataset)} an epoch; the run needs {num_samples}"
+        )
+    indices = {metric.name: _read_metric(metric, dataset) for metric in sampling.metrics}
+    depends_on = {
+        "version": ORDER_VERSION,
+        "seed": sampling.seed,
+        "metrics": [_identity(metric, indices[metric.name]) for metric in sampling.metrics],
+        "dataset samples": len(dataset),
+        "batches": [list(pair) for pair in batches],
+        "samples": num_samples,
+    }
+
+    def build() -> dict[str, np.ndarray]:
+        runs = chain.from_iterable(repeat(size, count) for size, count in batches)
+        sizes: Iterator[int] = chain(runs, repeat(batches[-1][0]))
+        return {"order": sample_order(sampling, indices, len(dataset), sizes, num_samples)}
+
+    return DrawnSamples(dataset, cache.arrays("curriculum-train", depends_on, build))
 
 
 def sample_order(
@@ -67,9 +129,9 @@ def sample_order(
 
     Args:
         indices: by the metric's name.
-        dataset_samples: samples that there are.
-        batch_sizes: of each step in turn; as many are taken as are needed.
-        num_samples: how many samples are wanted.
+        dataset_samples: number of samples in the dataset.
+        batch_sizes: of each step in turn; consumed as needed.
+        num_samples: number of samples wanted.
 
     Returns:
         Sample numbers, uint32[num_samples] (int64 from 2**32 samples).
@@ -94,12 +156,31 @@ def sample_order(
                 clusters.append(_Cluster(samples))
         current = wanted
         if not clusters:
-            raise ValueError(_too_easy(sampling, indices, current))
+            raise ValueError(_too_hard(sampling, indices, current))
         # The last batch may be more than is wanted.
         order[drawn : drawn + batch_size] = _batch(clusters, batch_size, rng)[: num_samples - drawn]
         drawn += batch_size
     assert drawn >= num_samples
     return order
+
+
+@dataclass
+class _Cluster:
+    samples: _Samples
+    position: int = 0
+
+    def take(self, count: int, rng: np.random.Generator) -> _Samples:
+        """The next samples; the cluster is shuffled whenever its end is reached."""
+        found: list[_Samples] = []
+        while True:
+            stop = min(self.position + count, len(self.samples))
+            taken = self.samples[self.position : stop]
+            self.position, count = stop, count - len(taken)
+            if not count:
+                return np.concatenate([*found, taken])
+            found.append(taken.copy())
+            rng.shuffle(self.samples)
+            self.position = 0
 
 
 def _batch(clusters: list[_Cluster], batch_size: int, rng: np.random.Generator) -> _Samples:
@@ -122,8 +203,8 @@ def _new_samples(
     wanted: Mapping[str, int],
     clusters: list[_Cluster],
 ) -> npt.NDArray[np.int64]:
-    """Samples that become easy enough: of one metric in the order of its file, of several in their
-    own order."""
+    """Samples that become easy enough: for one metric in the order of its file, for several in
+    ascending order."""
     if not sampling.metrics:
         return np.arange(0 if clusters else dataset_samples)
     if len(sampling.metrics) == 1:
@@ -143,7 +224,7 @@ def _new_samples(
 def _between(
     metric: Metric, index: MetricIndex, above: int | None, up_to: int
 ) -> npt.NDArray[np.int64]:
-    """Samples whose difficulty is in (above, up_to], all up to there without ``above``."""
+    """Samples with a difficulty in (above, up_to]; without ``above``, all up to ``up_to``."""
     samples = index.samples
     if metric.percentile:
         # DeepSpeed counts samples, so that one value may be cut in two.
@@ -159,7 +240,7 @@ def _between(
     return np.concatenate([np.empty(0, np.int64), *rows]).astype(np.int64)
 
 
-def _too_easy(
+def _too_hard(
     sampling: DataSampling, indices: Mapping[str, MetricIndex], wanted: Mapping[str, int]
 ) -> str:
     limits, found = [], []
@@ -177,3 +258,54 @@ def _too_easy(
         f"data_efficiency: no sample has {' and '.join(limits)} ({', '.join(found)}), so there is "
         "nothing for the first step: raise min_difficulty"
     )
+
+
+def _read_metric(metric: Metric, dataset: SampleDataset[Any]) -> MetricIndex:
+    """The files of a metric, checked to be of these samples."""
+    where, count = f"data_efficiency: the metric {metric.name}", len(dataset)
+    path, values_path = metric.index_to_sample_path, metric.index_to_metric_path
+    try:
+        samples = read_rows(path)
+        rows = None if values_path is None else read_rows(values_path)
+    except FileNotFoundError as error:
+        raise FileNotFoundError(f"{where}: {error}") from None
+    if rows is not None and (len(rows) != len(samples) or len(rows.values) != len(rows)):
+        raise ValueError(
+            f"{where}: {values_path} has {len(rows)} rows of {len(rows.values)} values together, "
+            f"{path} {len(samples)} rows; there must be one value for each row: use two files of "
+            "one analysis"
+        )
+    highest = int(samples.values.max()) if len(samples.values) else 0
+    if highest >= count:
+        raise ValueError(
+            f"{where}: {path} names sample {highest} of a dataset of {count}: {_AGAIN}"
+        )
+    analysed = Path(path).parent / ANALYSED
+    if analysed.is_file():
+        try:
+            known = json.loads(analysed.read_text())["fingerprint"]
+        except (ValueError, KeyError, TypeError):
+            raise ValueError(f"{analysed} is damaged: {_AGAIN}") from None
+        if known != fingerprint(dataset):
+            raise ValueError(f"{where}: {path} was made of other samples: {_AGAIN}")
+    elif len(samples.values) != count:
+        logger.warning(
+            "%s: %s names %d samples, the dataset has %d: those left out are never drawn",
+            where, path, len(samples.values), count,
+        )  # fmt: skip
+    return MetricIndex(samples, None if rows is None else rows.values)
+
+
+def _identity(metric: Metric, index: MetricIndex) -> dict[str, Any]:
+    """Everything that the order depends on; the paths of the files are not part of it."""
+    samples = (np.ascontiguousarray(a).data for a in (index.samples.ends, index.samples.values))
+    values = None if index.values is None else index.values.tolist()
+    schedule = dataclasses.asdict(metric.schedule)
+    del schedule["name"]
+    return {
+        "name": metric.name,
+        "percentile": metric.percentile,
+        "schedule": schedule,
+        "samples": digest_of_parts(samples),
+        "values": digest(repr(values)),
+    }

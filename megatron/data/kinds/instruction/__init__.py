@@ -13,7 +13,7 @@ from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.kinds.instruction.examples import InstructionExamples
 from megatron.data.kinds.instruction.recipe import InstructionRecipe
 from megatron.data.pipeline import DataKind, DataPipeline
-from megatron.data.sources import Source
+from megatron.data.sources import DataSource
 
 
 class Instruction(DataKind):
@@ -28,7 +28,7 @@ class Instruction(DataKind):
             )
         recipe = InstructionRecipe.from_config(config, data.seq_length, data.seed, data.tokenizer)
 
-        def open_examples(path: str, source: Source) -> InstructionExamples:
+        def open_examples(path: str, source: DataSource) -> InstructionExamples:
             if idx_path(path).is_file() and not Path(path).exists():
                 raise ConfigError(
                     f"{path} is the prefix of a .bin and an .idx; --sft, and the type instruction, "

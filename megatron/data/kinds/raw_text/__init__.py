@@ -15,7 +15,7 @@ from megatron.data.kinds.raw_text.records import text_records
 from megatron.data.kinds.raw_text.scan import batches
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.sentences import available_splitter
-from megatron.data.sources import Source
+from megatron.data.sources import DataSource
 from megatron.data.text_encoder import TextEncoder, TextSettings
 
 
@@ -23,13 +23,13 @@ class RawText(DataKind):
     """Text files instead of .bin/.idx."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        def open_text(path: str, source: Source) -> RawTextDocuments:
+        def open_text(path: str, source: DataSource) -> RawTextDocuments:
             config = with_key_of(source, data.config.kind(RawTextConfig))
             return open_raw_text(path, config, text_encoder(data), data.cache(path))
 
         return SourceReader(open_text, data.recipe())
 
-    def texts(self, config: RunConfig, sources: Sequence[Source]) -> Iterator[str]:
+    def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
         for source in sources:
             for path in source.paths:
                 yield from read_texts(path, with_key_of(source, config.kind(RawTextConfig)))
@@ -47,7 +47,7 @@ def text_encoder(data: DataPipeline) -> TextEncoder:
     return TextEncoder(settings, data.tokenizer)
 
 
-def with_key_of(source: Source, config: RawTextConfig) -> RawTextConfig:
+def with_key_of(source: DataSource, config: RawTextConfig) -> RawTextConfig:
     """The configuration with the source's own key, if it names one."""
     return dataclasses.replace(config, text_key=source.text_key or config.text_key)
 

@@ -8,8 +8,7 @@ import signal
 import numpy as np
 import pytest
 
-from megatron.data.kinds.curriculum.analysis import analyse, sample_tokens, token_rarity
-from megatron.data.kinds.curriculum.metric_files import read_rows
+from megatron.data.kinds.curriculum.analysis import analyse, read_rows, sample_tokens, token_rarity
 from megatron.data.samples import PackedSample
 
 
@@ -71,7 +70,7 @@ def test_several_processes_write_the_same(tmp_path):
 def test_tokens_of_packed_samples_without_padding():
     assert sample_tokens(packed([4, 3], padding=0)).tolist() == list(range(8))
     assert sample_tokens(packed([4, 3], padding=5)).tolist() == list(range(8))
-    with pytest.raises(ValueError, match="samples of the kind dict have no metrics"):
+    with pytest.raises(ValueError, match="only samples of GPTs have metrics, not dict"):
         sample_tokens({})
 
 

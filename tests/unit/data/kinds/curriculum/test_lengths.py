@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.data.batch import GPTCollator
+from megatron.data.gpt_batch import GPTCollator
 from megatron.data.kinds.curriculum.lengths import truncated
 from megatron.data.kinds.masked_data.batch import BertBatch
 from megatron.training.plan import TrainingPlan
@@ -89,7 +89,7 @@ def test_batches_of_a_run():
 
 
 def test_lengths_beyond_the_samples():
-    message = "curriculum_learning goes up to sequences of 72 tokens, .* --seq-length 64"
+    message = "curriculum_learning grows to sequences of 72 tokens, .* --seq-length 64"
     with pytest.raises(ConfigError, match=message):
         plan("--train-iters 5", section(LINEAR, highest=72))
 

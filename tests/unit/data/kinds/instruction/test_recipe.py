@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from megatron.config import TokenizerConfig
 from megatron.config.kinds.instruction import InstructionConfig
-from megatron.data.batch import GPTCollator
-from megatron.data.blended_dataset import BlendedDataset
+from megatron.data.blend import BlendedDataset
+from megatron.data.gpt_batch import GPTCollator
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.instruction.example_encoder import EncodedExample, ExampleEncoder

@@ -1,0 +1,131 @@
+"""Batches of GPT samples, and how samples are collated into them.
+
+Shape suffixes: B micro batch, S sequence, T the S + 1 tokens of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megatron.data.samples import PackedSample
+
+
+class GPTBatch(NamedTuple):
+    """One micro batch."""
+
+    tokens_BS: Tensor
+    """Input, int64."""
+    labels_BS: Tensor
+    """The token after each input token, int64."""
+    loss_mask_BS: Tensor
+    """1.0 where the loss counts, else 0.0; float32."""
+    position_ids_BS: Tensor | None
+    """int64; None if they are 0 to S - 1."""
+    document_ids_BS: Tensor | None
+    """int64; a token attends to equal ids only. None if it attends across documents."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
+        """The batch on another device."""
+        return GPTBatch._make(
+            None if tensor is None else tensor.to(device, non_blocking=non_blocking)
+            for tensor in self
+        )
+
+    def shortened(self, seq_length: int) -> GPTBatch:
+        """The first ``seq_length`` tokens of every sample."""
+        assert self.tokens_BS.shape[1] >= seq_length
+        return GPTBatch._make(
+            None if tensor_BS is None else tensor_BS[:, :seq_length].contiguous()
+            for tensor_BS in self
+        )
+
+
+@dataclass(frozen=True)
+class GPTCollator:
+    """Stacks samples into a GPTBatch.
+
+    A sample is int64[S + 1], whose positions, attention and loss follow from its end-of-document
+    tokens and the flags, or a PackedSample, which contains them. A batch may have both.
+
+    Raises:
+        ValueError: a flag needs the end-of-document token and the tokenizer has none.
+    """
+
+    eod_token: int | None = None
+    reset_position_ids: bool = False
+    """Positions restart after each end-of-document token."""
+    reset_attention_mask: bool = False
+    """Attention stays within a document, including its end-of-document token."""
+    eod_mask_loss: bool = False
+    """No loss where the input is the end-of-document token."""
+    pad_token: int | None = None
+    """No loss where the label is this token; None for samples without padding."""
+
+    def __post_init__(self) -> None:
+        for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss"):
+            if getattr(self, name) and self.eod_token is None:
+                raise ValueError(
+                    f"--{name.replace('_', '-')} needs an end-of-document token, and the tokenizer "
+                    "has none"
+                )
+
+    def __call__(self, samples: Sequence[np.ndarray | PackedSample]) -> GPTBatch:
+        packed = {row: s for row, s in enumerate(samples) if isinstance(s, PackedSample)}
+        batch = self._by_flags(
+            np.stack([s.tokens_T if isinstance(s, PackedSample) else s for s in samples])
+        )
+        return _with_packed(batch, packed) if packed else batch
+
+    def _by_flags(self, samples_BT: np.ndarray) -> GPTBatch:
+        tokens_BT = torch.from_numpy(samples_BT)
+        tokens_BS, labels_BS = tokens_BT[:, :-1].contiguous(), tokens_BT[:, 1:].contiguous()
+        loss_mask_BS = torch.ones(tokens_BS.shape, dtype=torch.float32)
+        if self.pad_token is not None:
+            loss_mask_BS[labels_BS == self.pad_token] = 0.0
+        if self.eod_token is None:
+            return GPTBatch(tokens_BS, labels_BS, loss_mask_BS, None, None)
+        is_eod_BS = tokens_BS == self.eod_token
+        if self.eod_mask_loss:
+            loss_mask_BS[is_eod_BS] = 0.0
+        return GPTBatch(
+            tokens_BS,
+            labels_BS,
+            loss_mask_BS,
+            _restarting_positions(is_eod_BS) if self.reset_position_ids else None,
+            _document_ids(is_eod_BS) if self.reset_attention_mask else None,
+        )
+
+
+def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatch:
+    """The batch with some rows replaced by packed samples."""
+    shape = batch.tokens_BS.shape
+    positions_BS, document_ids_BS = batch.position_ids_BS, batch.document_ids_BS
+    if positions_BS is None:
+        positions_BS = torch.arange(shape[1]).repeat(shape[0], 1)
+    if document_ids_BS is None:
+        document_ids_BS = torch.zeros(shape, dtype=torch.int64)
+    for row, sample in packed.items():
+        batch.loss_mask_BS[row] = torch.from_numpy(sample.loss_mask_S)
+        document_ids_BS[row] = torch.from_numpy(sample.document_ids_S)
+        is_last_BS = document_ids_BS[row : row + 1].diff(append=torch.tensor([[-1]])) != 0
+        positions_BS[row] = _restarting_positions(is_last_BS)[0]
+    return batch._replace(position_ids_BS=positions_BS, document_ids_BS=document_ids_BS)
+
+
+def _document_ids(is_eod_BS: Tensor) -> Tensor:
+    """Number of end-of-document tokens strictly before each position."""
+    return is_eod_BS.cumsum(dim=1) - is_eod_BS.long()
+
+
+def _restarting_positions(is_last_BS: Tensor) -> Tensor:
+    """Positions that restart at 0 after the last token of each document."""
+    positions_S = torch.arange(is_last_BS.shape[1])
+    start_BS = torch.zeros_like(is_last_BS, dtype=torch.int64)
+    start_BS[:, 1:] = torch.where(is_last_BS[:, :-1], positions_S[1:], 0)
+    return positions_S - start_BS.cummax(dim=1).values

@@ -1,0 +1,375 @@
+"""Reads indexed datasets; both files are memory-mapped."""
+
+from __future__ import annotations
+
+import operator
+import os
+import struct
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.util.digests import digest_of_parts
+
+MAGIC = b"MMIDIDX\x00\x00"
+VERSION = 1
+DTYPE_OF_CODE: dict[int, np.dtype] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<i1"),
+    3: np.dtype("<i2"),
+    4: np.dtype("<i4"),
+    5: np.dtype("<i8"),
+    6: np.dtype("<f8"),
+    7: np.dtype("<f4"),
+    8: np.dtype("<u2"),
+}
+CODE_OF_DTYPE = {dtype: code for code, dtype in DTYPE_OF_CODE.items()}
+HEADER = struct.Struct("<9sQBQQ")
+"""Magic, version, dtype code, number of sequences, number of document boundaries."""
+
+
+def best_dtype(vocab_size: int | None) -> np.dtype:
+    """The token dtype that Megatron uses: uint16 below a vocabulary of 65,500, else int32."""
+    return np.dtype("<u2") if vocab_size is not None and vocab_size < 65_500 else np.dtype("<i4")
+
+
+def bin_path(prefix: str | os.PathLike[str]) -> Path:
+    """The token file of a prefix."""
+    return Path(f"{os.fspath(prefix)}.bin")
+
+
+def idx_path(prefix: str | os.PathLike[str]) -> Path:
+    """The index file of a prefix."""
+    return Path(f"{os.fspath(prefix)}.idx")
+
+
+# Opening checks up to this many blocks of entries, evenly spaced: all of them below 16 million.
+_BLOCK = 1 << 18
+_BLOCKS_AT_OPENING = 64
+
+
+class IndexFile:
+    """Lengths, offsets and document boundaries of the sequences of a `.bin`.
+
+    Opening a huge file checks a part of its entries; `verify` checks all of them.
+
+    Args:
+        path: the file.
+        name: for messages; None: its path.
+
+    Raises:
+        ValueError: the file is damaged or cut short; the message names it.
+    """
+
+    dtype: np.dtype
+    """Of the tokens."""
+    sequence_lengths: npt.NDArray[np.int32]
+    """Tokens in each sequence, int32[n]."""
+    sequence_offsets: npt.NDArray[np.int64]
+    """Byte offset of each sequence in the .bin, int64[n]."""
+    document_indices: npt.NDArray[np.int64]
+    """Document d is made of the sequences document_indices[d] up to document_indices[d + 1]."""
+    modes: npt.NDArray[np.int8] | None
+    """Mode of each sequence, int8[n]; None for text."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
+        self.name = name or str(path)
+        self._map(path)
+        self._check_entries(_BLOCKS_AT_OPENING)
+
+    def __len__(self) -> int:
+        """Number of sequences."""
+        return len(self.sequence_lengths)
+
+    @property
+    def bin_bytes(self) -> int:
+        """Expected size of the .bin."""
+        if not len(self):
+            return 0
+        return int(self.sequence_offsets[-1]) + self._bytes_of(len(self) - 1)
+
+    def _bytes_of(self, sequence: int) -> int:
+        return int(self.sequence_lengths[sequence]) * self.dtype.itemsize
+
+    def check_bin_size(self, name: str, size: int) -> None:
+        """Compare the size of a .bin with the expected one.
+
+        Raises:
+            ValueError: naming both files, both sizes and the likely cause.
+        """
+        if size != self.bin_bytes:
+            cause = (
+                "the .bin was cut short (an interrupted copy, a full disk)"
+                if size < self.bin_bytes
+                else "the two files come from different runs, or the .idx is older than the .bin"
+            )
+            raise ValueError(
+                f"{name} has {size} bytes, but {self.name} describes {self.bin_bytes}: {cause}; "
+                "copy both files again or run the preprocessing again"
+            )
+
+    def check_sequence(self, sequence: int) -> None:
+        """Check the entries of one sequence, which may not have been checked on opening.
+
+        Raises:
+            ValueError: naming the file and the sequence.
+        """
+        start = int(self.sequence_offsets[sequence])
+        last = sequence + 1 == len(self)
+        stop = self.bin_bytes if last else int(self.sequence_offsets[sequence + 1])
+        if start < 0 or stop - start != self._bytes_of(sequence):
+            raise self._wrong_offset(sequence, stop)
+
+    def verify(self) -> None:
+        """Check every entry.
+
+        Raises:
+            ValueError: naming the file and the first bad sequence or document.
+        """
+        self._check_entries(None)
+
+    def _map(self, path: Path) -> None:
+        size = path.stat().st_size
+        if size < HEADER.size:
+            raise ValueError(
+                f"{self.name} has {size} bytes, less than the {HEADER.size} of its header: "
+                "the copy or the preprocessing that wrote it was cut short"
+            )
+        raw = map_file(path, np.dtype("u1"))
+        magic, version, code, sequences, boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
+        if magic != MAGIC:
+            raise ValueError(
+                f"{self.name} starts with {magic!r}, not {MAGIC!r}: it is not a Megatron index "
+                "(mmap) file"
+            )
+        if version != VERSION:
+            raise ValueError(
+                f"{self.name} has format version {version}; only {VERSION} is supported"
+            )
+        if code not in DTYPE_OF_CODE:
+            raise ValueError(
+                f"{self.name} has dtype code {code}; known are "
+                + ", ".join(f"{c} ({d.name})" for c, d in DTYPE_OF_CODE.items())
+            )
+        expected = HEADER.size + 12 * sequences + 8 * boundaries
+        if size not in (expected, expected + sequences):
+            raise ValueError(
+                f"{self.name} has {size} bytes, but its header ({sequences} sequences, "
+                f"{boundaries} document boundaries) makes {expected}: "
+                + ("it was cut short" if size < expected else "something was appended to it")
+            )
+        self.dtype = DTYPE_OF_CODE[code]
+        lengths_end = HEADER.size + 4 * sequences
+        offsets_end = lengths_end + 8 * sequences
+        self.sequence_lengths = raw[HEADER.size : lengths_end].view("<i4")
+        self.sequence_offsets = raw[lengths_end:offsets_end].view("<i8")
+        self.document_indices = raw[offsets_end:expected].view("<i8")
+        self.modes = raw[expected:].view("i1") if size > expected else None
+
+    def _check_entries(self, max_blocks: int | None) -> None:
+        lengths, offsets = self.sequence_lengths, self.sequence_offsets
+        bounds = self.document_indices
+        if not len(bounds) or bounds[0] != 0 or bounds[-1] != len(self):
+            ends = f"{bounds[0]} and {bounds[-1]}" if len(bounds) else "missing"
+            raise ValueError(
+                f"{self.name}: the first and last document boundary must be 0 and {len(self)} "
+                f"(its number of sequences), but are {ends}; the file is damaged"
+            )
+        if len(self) and offsets[0] != 0:
+            raise ValueError(
+                f"{self.name}: sequence 0 starts at byte {offsets[0]}, not 0; the file is damaged"
+            )
+        for start, stop in _blocks(len(self), max_blocks):
+            if lengths[start:stop].min() < 0:
+                bad = start + int(np.argmax(lengths[start:stop] < 0))
+                raise ValueError(
+                    f"{self.name}: sequence {bad} has the length {lengths[bad]}; the file is "
+                    "damaged"
+                )
+            steps = np.diff(offsets[start : stop + 1])
+            sizes = lengths[start : start + len(steps)].astype(np.int64) * self.dtype.itemsize
+            if not np.array_equal(steps, sizes):
+                bad = start + int(np.argmax(steps != sizes))
+                raise self._wrong_offset(bad, int(offsets[bad + 1]))
+        for start, stop in _blocks(len(bounds), max_blocks):
+            steps = np.diff(bounds[start : stop + 1])
+            if (steps < 0).any():
+                bad = start + int(np.argmax(steps < 0))
+                raise ValueError(
+                    f"{self.name}: document {bad} starts at sequence {bounds[bad]} and ends before "
+                    f"it, at {bounds[bad + 1]}; the file is damaged"
+                )
+
+    def _wrong_offset(self, sequence: int, stop: int) -> ValueError:
+        return ValueError(
+            f"{self.name}: sequence {sequence} has {self.sequence_lengths[sequence]} tokens of "
+            f"{self.dtype.itemsize} bytes from byte {self.sequence_offsets[sequence]} on, but the "
+            f"next one starts at byte {stop}; the file is damaged"
+        )
+
+
+def digest_of_lengths(lengths: np.ndarray) -> str:
+    """Digest of int32[n]."""
+    blocks = (lengths[start : start + _BLOCK] for start in range(0, len(lengths), _BLOCK))
+    return digest_of_parts(np.ascontiguousarray(block).data for block in blocks)
+
+
+def map_file(path: Path, dtype: np.dtype) -> np.ndarray:
+    """A whole file as a read-only array."""
+    if not path.stat().st_size:  # the operating system maps no empty file
+        return np.empty(0, dtype)
+    return np.memmap(path, dtype, mode="r").view(np.ndarray)
+
+
+def _blocks(count: int, max_blocks: int | None) -> Iterator[tuple[int, int]]:
+    total = -(-count // _BLOCK)
+    checked = total if max_blocks is None else min(total, max_blocks)
+    for i in range(checked):
+        block = i * (total - 1) // max(checked - 1, 1)  # evenly spaced from the first to the last
+        yield block * _BLOCK, min(block * _BLOCK + _BLOCK, count)
+
+
+class Tokens(Protocol):
+    """The content of a .bin."""
+
+    def __len__(self) -> int:
+        """Number of tokens."""
+
+    def __getitem__(self, part: slice, /) -> np.ndarray:
+        """The tokens of a slice, whose start and stop are within the file; read-only."""
+
+
+class IndexedDataset(Sequence[np.ndarray]):
+    """Read-only, memory-mapped view of `prefix.bin` and `prefix.idx`; item i is sequence i.
+
+    Items are read-only views into the file, of dtype `.dtype`. The arrays are those of `IndexFile`.
+    Unpickling (in loader workers) reopens the files.
+
+    Raises:
+        FileNotFoundError: one of the two files is missing.
+        ValueError: the files are damaged, cut short, or do not belong together; the message names
+            the file, both sizes and the likely cause.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str]) -> None:
+        self.prefix = os.fspath(prefix)
+        for path in (idx_path(prefix), bin_path(prefix)):
+            if not path.is_file():
+                raise FileNotFoundError(_missing_message(self.prefix, path))
+        path = bin_path(prefix)
+        index = IndexFile(idx_path(prefix))
+        index.check_bin_size(str(path), path.stat().st_size)
+        self._read_from(index, map_file(path, index.dtype))
+
+    def _read_from(self, index: IndexFile, tokens: Tokens) -> None:
+        self.index_file = index
+        self.dtype = index.dtype
+        self.sequence_lengths = index.sequence_lengths
+        self.sequence_offsets = index.sequence_offsets
+        self.document_indices = index.document_indices
+        self.modes = index.modes
+        self._tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.sequence_lengths)
+
+    def __getitem__(self, index: int) -> np.ndarray:  # type: ignore[override]
+        return self.get(index)
+
+    def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
+        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`.
+
+        Raises:
+            IndexError: the sequence does not exist, or the range is outside of it.
+            ValueError: its entries in the .idx are damaged.
+        """
+        index = operator.index(index)
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"sequence {index} of {self.index_file.name}, which has {len(self)}")
+        index %= len(self)
+        available = int(self.sequence_lengths[index])
+        length = available - offset if length is None else length
+        if offset < 0 or length < 0 or offset + length > available:
+            raise IndexError(
+                f"tokens {offset} to {offset + length} of sequence {index} of {self.prefix}.bin, "
+                f"which has {available} tokens"
+            )
+        self.index_file.check_sequence(index)
+        start = int(self.sequence_offsets[index]) // self.dtype.itemsize + offset
+        return self._tokens[start : start + length]
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.prefix,)
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens in the whole file."""
+        return len(self._tokens)
+
+    @property
+    def num_documents(self) -> int:
+        """Documents in the whole file."""
+        return len(self.document_indices) - 1
+
+    def token_blocks(self, block: int = 1 << 24) -> Iterator[tuple[int, np.ndarray]]:
+        """The whole .bin in file order: (number of the first token, tokens of this block)."""
+        for start in range(0, len(self._tokens), block):
+            yield start, self._tokens[start : min(start + block, len(self._tokens))]
+
+    @cached_property
+    def lengths_digest(self) -> str:
+        """Identifies the sequence lengths: equal if and only if they are equal."""
+        return digest_of_lengths(self.sequence_lengths)
+
+    def bin_identity(self) -> dict[str, int | str]:
+        """JSON values that differ between .bin files and between versions of one."""
+        stat = bin_path(self.prefix).stat()
+        return {"bytes": stat.st_size, "modified": stat.st_mtime_ns}
+
+    def check_ids(self, extremes: np.ndarray, vocab_size: int | None) -> None:
+        """Check that token ids are in a vocabulary; without one, that they are not negative.
+
+        Args:
+            extremes: the smallest and the largest id with their positions in the .bin, int64[2, 2].
+
+        Raises:
+            ValueError: naming the file, the sequence, the id and the vocabulary size.
+        """
+        for token, position in extremes.tolist():
+            if token >= 0 and (vocab_size is None or token < vocab_size):
+                continue
+            byte = position * self.dtype.itemsize
+            sequence = int(np.searchsorted(self.sequence_offsets, byte, side="right")) - 1
+            where = f"{self.prefix}.bin: sequence {sequence} holds the token id {token}"
+            if vocab_size is None:
+                raise ValueError(f"{where}; ids start at 0: the file is damaged")
+            raise ValueError(
+                f"{where}, but the vocabulary has "
+                f"{vocab_size} ids (0 to {vocab_size - 1}). The file was preprocessed with another "
+                "tokenizer: compare --tokenizer-type, --vocab-file, --tokenizer-model and "
+                "--vocab-size with those of the preprocessing"
+            )
+
+    def limit_ids(self, vocab_size: int) -> bool:
+        """Check token ids as they are read, if checking all of them in advance is too expensive;
+        returns whether it is."""
+        return False
+
+    def verify(self) -> None:
+        """Check every entry of the .idx; see `IndexFile.verify`."""
+        self.index_file.verify()
+
+
+def _missing_message(prefix: str, path: Path) -> str:
+    message = f"{path} does not exist; a data path is the prefix of a .bin and an .idx file"
+    if path.exists():
+        return f"{path} is not a file; a data path is the prefix of a .bin and an .idx file"
+    if prefix.endswith((".bin", ".idx")):
+        return f"{message}: give {prefix[:-4]}, without the ending"
+    if path.suffix == ".idx" and bin_path(prefix).is_file():
+        return f"{message}; its .bin exists: the run that wrote it has not finished"
+    return message

@@ -1,0 +1,342 @@
+"""Writes and merges indexed datasets."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from types import TracebackType
+from typing import BinaryIO, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.indexed.dataset import (
+    CODE_OF_DTYPE,
+    HEADER,
+    MAGIC,
+    VERSION,
+    IndexedDataset,
+    bin_path,
+    idx_path,
+)
+from megatron.util.files import sync
+from megatron.util.progress import progress_bar
+
+# Entries, or tokens, in memory at a time.
+_BLOCK = 1 << 20
+
+
+class IndexedDatasetWriter:
+    """Writes an indexed dataset: `with IndexedDatasetWriter(prefix, dtype) as writer: ...`.
+
+    Everything streams to temporary files in the same folder, so that memory is constant. Leaving
+    the `with` block (or `close()`) renames the .bin, then the .idx, into place; an exception
+    removes everything.
+    """
+
+    def __init__(self, prefix: str | os.PathLike[str], dtype: npt.DTypeLike) -> None:
+        self.dtype = np.dtype(dtype).newbyteorder("<")
+        if self.dtype not in CODE_OF_DTYPE:
+            raise ValueError(
+                f"indexed files cannot store {self.dtype}; they store "
+                + ", ".join(d.name for d in CODE_OF_DTYPE)
+            )
+        self.prefix = os.fspath(prefix)
+        self._bin, self._idx = bin_path(prefix), idx_path(prefix)
+        folder = self._bin.parent
+        folder.mkdir(parents=True, exist_ok=True)
+        self._bin_part = Path(f"{self._bin}.partial-{os.getpid()}")
+        self._idx_part = Path(f"{self._idx}.partial-{os.getpid()}")
+        self._lengths = _Spool(folder, "<i4", self._idx_part)
+        self._bounds = _Spool(folder, "<i8", self._idx_part)
+        self._modes = _Spool(folder, "i1", self._idx_part)
+        self._bounds.append(np.zeros(1, "<i8"))
+        self._open = True
+        self._stream: BinaryIO = self._bin_part.open("wb", buffering=1 << 20)
+
+    def add_document(
+        self, sequences: Sequence[npt.ArrayLike], modes: Sequence[int] | None = None
+    ) -> None:
+        """Append one document: 1-D sequences, and optionally a mode for each.
+
+        Raises:
+            ValueError: a token does not fit the dtype.
+        """
+        checked = [self._checked_tokens(sequence) for sequence in sequences]
+        self.add_documents(
+            np.concatenate([np.empty(0, self.dtype), *checked]),
+            [len(sequence) for sequence in checked],
+            [len(checked)],
+            modes,
+        )
+
+    def add_documents(
+        self,
+        tokens: npt.ArrayLike,
+        sequence_lengths: npt.ArrayLike,
+        sequences_per_document: npt.ArrayLike,
+        modes: Sequence[int] | npt.ArrayLike | None = None,
+    ) -> None:
+        """Append many documents at once.
+
+        Args:
+            tokens: all tokens concatenated, 1-D.
+            sequence_lengths: tokens in each sequence; they sum to the number of tokens.
+            sequences_per_document: they sum to the number of sequences.
+            modes: one per sequence, for all documents of a file or for none.
+
+        Raises:
+            ValueError: the counts disagree, or a token does not fit the dtype.
+        """
+        tokens = self._checked_tokens(tokens)
+        lengths = _counts(sequence_lengths, "sequence_lengths", len(tokens), "tokens")
+        per_document = _counts(
+            sequences_per_document, "sequences_per_document", len(lengths), "sequences"
+        )
+        if len(lengths) and lengths.max() > np.iinfo(np.int32).max:
+            raise ValueError(
+                f"a sequence of {lengths.max()} tokens: the format allows up to 2**31 - 1"
+            )
+        kinds = np.asarray([] if modes is None else modes, dtype="i1")
+        if modes is not None and len(kinds) != len(lengths):
+            raise ValueError(f"{len(kinds)} modes for {len(lengths)} sequences")
+        with _naming(self._bin_part):
+            self._stream.write(tokens.data)
+        self._bounds.append(np.cumsum(per_document) + self._lengths.count)
+        self._lengths.append(lengths)
+        self._modes.append(kinds)
+
+    def merge(self, prefix: str | os.PathLike[str], *, widen: bool = False) -> None:
+        """Append all documents of another indexed dataset.
+
+        Args:
+            widen: accept tokens of a narrower dtype too, such as uint16 into int32.
+
+        Raises:
+            ValueError: it has another dtype, or is damaged.
+        """
+        other = IndexedDataset(prefix)
+        other.verify()
+        if other.dtype != self.dtype and not (
+            widen and np.can_cast(other.dtype, self.dtype, "safe")
+        ):
+            raise ValueError(
+                f"cannot append {bin_path(prefix)} ({other.dtype.name} tokens) to {self._bin} "
+                f"({self.dtype.name} tokens): preprocess them with the same vocabulary"
+            )
+        # Read, not mapped: pages of a mapped file would count as memory of this process.
+        path = bin_path(prefix)
+        bar = progress_bar(f"appending {path}", total=path.stat().st_size)
+        with bar, path.open("rb") as source:
+            while block := source.read(_BLOCK * other.dtype.itemsize):
+                tokens = np.frombuffer(block, other.dtype).astype(self.dtype, copy=False)
+                with _naming(self._bin_part):
+                    self._stream.write(tokens.data)
+                bar.update(len(block))
+        first = self._lengths.count
+        for bounds in _blocks(other.document_indices[1:]):
+            self._bounds.append(bounds + first)
+        for lengths in _blocks(other.sequence_lengths):
+            self._lengths.append(lengths)
+        if other.modes is not None:
+            for modes in _blocks(other.modes):
+                self._modes.append(modes)
+
+    def close(self) -> None:
+        """Finish the files and rename them into place; a second call does nothing."""
+        if not self._open:
+            return
+        try:
+            if self._modes.count not in (0, self._lengths.count):
+                raise ValueError(
+                    f"{self._idx}: {self._modes.count} of {self._lengths.count} sequences have a "
+                    "mode; give one for all or for none"
+                )
+            with _naming(self._bin_part):
+                sync(self._stream)
+                self._stream.close()
+            with _naming(self._idx_part), self._idx_part.open("wb") as file:
+                file.writelines(self._index_parts())
+                sync(file)
+            publish(self._bin_part, self._idx_part, self.prefix)
+            self._open = False
+        finally:
+            self.discard()
+
+    def discard(self) -> None:
+        """Remove the temporary files."""
+        self._open = False
+        for file in (self._stream, self._lengths, self._bounds, self._modes):
+            with suppress(OSError):  # closing flushes again; the first error is the one to report
+                file.close()
+        self._bin_part.unlink(missing_ok=True)
+        self._idx_part.unlink(missing_ok=True)
+
+    def __enter__(self) -> IndexedDatasetWriter:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if kind is None:
+            self.close()
+        else:
+            self.discard()
+
+    def _checked_tokens(self, values: npt.ArrayLike) -> np.ndarray:
+        tokens = np.ravel(np.asarray(values))
+        if not tokens.size:
+            return np.empty(0, self.dtype)
+        if not np.can_cast(tokens.dtype, self.dtype, "safe") and self.dtype.kind in "iu":
+            if tokens.dtype.kind not in "iu":
+                raise ValueError(f"tokens of {self._bin} must be integers, not {tokens.dtype}")
+            bounds = np.iinfo(self.dtype)
+            for value in (int(tokens.min()), int(tokens.max())):
+                if not bounds.min <= value <= bounds.max:
+                    raise ValueError(
+                        f"token id {value} does not fit {self.dtype.name} "
+                        f"({bounds.min} to {bounds.max}), the dtype of {self._bin}"
+                    )
+        return np.ascontiguousarray(tokens, dtype=self.dtype)
+
+    def _index_parts(self) -> Iterator[bytes | memoryview]:
+        code = CODE_OF_DTYPE[self.dtype]
+        yield HEADER.pack(MAGIC, VERSION, code, self._lengths.count, self._bounds.count)
+        yield from (block.data for block in self._lengths.blocks())
+        end = 0
+        for lengths in self._lengths.blocks():
+            ends = end + np.cumsum(lengths, dtype="<i8")
+            yield ((ends - lengths) * self.dtype.itemsize).data
+            end = int(ends[-1])
+        yield from (block.data for block in self._bounds.blocks())
+        yield from (block.data for block in self._modes.blocks())
+
+
+class Merged(NamedTuple):
+    """The result of a merge."""
+
+    dtype: np.dtype
+    documents: int
+    sequences: int
+    tokens: int
+    notes: tuple[str, ...]
+    """Lines for the user about changed dtypes."""
+
+
+def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> Merged:
+    """Append the documents of all datasets, in order, as one new dataset in constant memory.
+
+    Tokens get the narrowest dtype that can store those of all.
+
+    Raises:
+        ValueError: a file is damaged, the datasets are incompatible, or the output is an input.
+        OSError: a file is missing, or the disk is full; no output is left.
+    """
+    output = Path(output_prefix).absolute()
+    for prefix in prefixes:
+        if Path(prefix).absolute() == output:
+            raise ValueError(
+                f"--output-prefix {output_prefix} is one of the inputs: write elsewhere, or remove "
+                f"{bin_path(output_prefix).name} and {idx_path(output_prefix).name} first"
+            )
+    inputs = [IndexedDataset(prefix) for prefix in prefixes]
+    dtype = _common_dtype(inputs)
+    with_modes = [d.prefix for d in inputs if d.modes is not None]
+    without = [d.prefix for d in inputs if d.modes is None and len(d)]
+    if with_modes and without:
+        raise ValueError(
+            f"{with_modes[0]} has a mode for each sequence (multimodal data) and {without[0]} has "
+            "none: they cannot be merged"
+        )
+    with IndexedDatasetWriter(output_prefix, dtype) as writer:
+        for prefix in prefixes:
+            writer.merge(prefix, widen=True)
+    return Merged(
+        dtype,
+        sum(d.num_documents for d in inputs),
+        sum(len(d) for d in inputs),
+        sum(d.num_tokens for d in inputs),
+        tuple(
+            f"{bin_path(d.prefix)}: {d.dtype.name} tokens are written as {dtype.name}"
+            for d in inputs
+            if d.dtype != dtype
+        ),
+    )
+
+
+def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
+    if not inputs:
+        raise ValueError("there is nothing to merge")
+    kinds = {dataset.dtype.kind for dataset in inputs}
+    if "f" in kinds and len(kinds) > 1:
+        floats = next(d for d in inputs if d.dtype.kind == "f")
+        tokens = next(d for d in inputs if d.dtype.kind != "f")
+        raise ValueError(
+            f"{bin_path(floats.prefix)} holds {floats.dtype.name} values and "
+            f"{bin_path(tokens.prefix)} {tokens.dtype.name} tokens: they cannot be merged"
+        )
+    dtype = np.result_type(*(dataset.dtype for dataset in inputs)).newbyteorder("<")
+    # The format has no unsigned 32 bits, but they cannot result without such an input.
+    assert dtype in CODE_OF_DTYPE
+    return dtype
+
+
+def publish(new_bin: Path, new_idx: Path, prefix: str) -> None:
+    """Renames two complete files to those of a dataset; completes an interrupted call."""
+    if not new_idx.exists():
+        return
+    if new_bin.exists():
+        # An old index must never describe the new tokens, not even after a kill between the two.
+        idx_path(prefix).unlink(missing_ok=True)
+        os.replace(new_bin, bin_path(prefix))
+    os.replace(new_idx, idx_path(prefix))
+
+
+class _Spool:
+    """A long array in an unnamed temporary file, which disappears if the process dies."""
+
+    def __init__(self, folder: Path, dtype: str, path: Path) -> None:
+        self._dtype = np.dtype(dtype)
+        self._path = path
+        self._file = tempfile.TemporaryFile(dir=folder, buffering=1 << 16)  # noqa: SIM115
+        self.count = 0
+
+    def append(self, values: np.ndarray) -> None:
+        with _naming(self._path):
+            self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        self.count += len(values)
+
+    def blocks(self) -> Iterator[np.ndarray]:
+        self._file.seek(0)
+        while block := self._file.read(_BLOCK * self._dtype.itemsize):
+            yield np.frombuffer(block, self._dtype)
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
+    for start in range(0, len(values), _BLOCK):
+        yield values[start : start + _BLOCK]
+
+
+def _counts(values: npt.ArrayLike, name: str, total: int, unit: str) -> np.ndarray:
+    counts = np.ravel(np.asarray(values, dtype=np.int64))
+    if (counts < 0).any() or counts.sum() != total:
+        raise ValueError(f"{name} must be counts that sum to {total} {unit}, not {counts}")
+    return counts
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """Adds the file's name to errors of writing, such as a full disk."""
+    try:
+        yield
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
