@@ -228,7 +228,7 @@ def test_over_documents_and_in_another_process(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"fim_rate": 1.5}, "--fim-rate 1.5 must be from 0 to 1"),
+        ({"fim_rate": 1.5}, r"--fim-rate 1.5 must be in \[0, 1\]"),
         ({"fim_spm_rate": -1.0}, "--fim-spm-rate -1.0 must be"),
         ({"fim_fragment_rate": 0.5}, "--fim-fragment-rate 0.5 needs --fim-split-sample"),
     ],
