@@ -112,8 +112,8 @@ def points():
         "remove": (Path, "unlink"),
         "sync": (os, "fsync"),
         "block": (job.PreprocessJob, "_add"),
-        "write": (job, "_naming"),
-        "index": (job, "_sums"),
+        "write": (job.Spool, "append"),
+        "index": (job.Spool, "blocks"),
     }
 
 
