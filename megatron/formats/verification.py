@@ -8,7 +8,7 @@ from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import complete_tags
-from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
 
 
 @dataclass(frozen=True)

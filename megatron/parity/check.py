@@ -13,7 +13,7 @@ import numpy as np
 from megatron.config import ConfigError
 from megatron.config.layouts import Layout, check_layout
 from megatron.engine.environment import distributed
-from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import StepResult
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.first_step import (

@@ -20,12 +20,11 @@ from megatron.config import (
     Setting,
     Settings,
 )
-from megatron.config.fast_paths import FastPathsConfig
+from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout
-from megatron.config.profiling import ProfilingConfig
-from megatron.engine.deepspeed_json import merge
-from megatron.engine.json_file import read_json
+from megatron.config.output import ProfilingConfig
+from megatron.engine.deepspeed_json import merge, read_json
 
 _FIELDS = {f.name: f for part in FLAG_CLASSES for f in dataclasses.fields(part)}
 

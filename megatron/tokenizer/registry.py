@@ -1,4 +1,4 @@
-"""Which `--tokenizer-type` is built by what: a new family is a file and a line here."""
+"""The tokenizer of each `--tokenizer-type`: a new family is a file and a line here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.tokenizer.protocol import TextSource, Tokenizer
+from megatron.tokenizer.base import TextSource, Tokenizer
 from megatron.util.nearest import nearest
 
 TOKENIZERS = {
@@ -28,8 +28,8 @@ TOKENIZERS = {
     "BertWordPieceTokenizer": "wordpiece:WordPieceTokenizer.named_from_config",
     "CharacterLevelTokenizer": "byte:ByteLevelTokenizer.character_level_from_config",
 }
-"""What makes a tokenizer of each type: a module of this package, imported when it is needed, and a
-callable in it that takes a TokenizerConfig."""
+"""For each type a module of this package, imported when it is needed, and a callable in it that
+makes the tokenizer from a TokenizerConfig."""
 _TRAINED_WHEN_MISSING = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 
 
@@ -43,7 +43,7 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     Raises:
         ConfigError: no or an unknown --tokenizer-type, or a flag it needs is missing.
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what its flag asks for.
+        ValueError: a file is not of the kind that its flag requires.
     """
     known = ", ".join(TOKENIZERS)
     if config.tokenizer_type is None:
@@ -54,7 +54,7 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
             f"--tokenizer-type {config.tokenizer_type} is unknown; it is one of {known}.{hint}"
         )
     if texts is not None and config.tokenizer_type in _TRAINED_WHEN_MISSING:
-        _resolved("train_sentence_piece:train_missing_model")(config, texts)
+        _resolved("train:train_missing_model")(config, texts)
     return _resolved(TOKENIZERS[config.tokenizer_type])(config)
 
 

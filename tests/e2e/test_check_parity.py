@@ -57,9 +57,9 @@ def wrong(optimizer, lr, decay):
 train_engine.set_rates = wrong
 """,
     "dropout masks": """
-from megatron.engine.train_engine import TrainEngine
-right = TrainEngine._dropout_seed
-TrainEngine._dropout_seed = lambda self, sample: right(self, sample) + 1
+from megatron.engine import train_engine
+right = train_engine.dropout_seed
+train_engine.dropout_seed = lambda seed, sample: right(seed, sample) + 1
 """,
     "a rank": """
 from megatron.training.trainer import Trainer

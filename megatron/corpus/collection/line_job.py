@@ -8,8 +8,10 @@ continued writes the same bytes as one that was not.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
+import typing
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -319,7 +321,6 @@ def with_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
 def run_tool(
     name: str,
     description: str | None,
-    classes: Sequence[type],
     action: Callable[..., object],
     argv: Sequence[str] | None,
     positional: Sequence[str] = (),
@@ -327,14 +328,14 @@ def run_tool(
     """Parses the command line, runs a tool, and prints its report.
 
     Args:
-        classes: the config classes; `action` is called with their instances and a LineJobConfig.
-        positional: flags that the first words stand for where they carry no flag.
+        action: its arguments are annotated with config classes, whose flags the tool has.
+        positional: flags of the first words, if these are not flags.
     """
     try:
         words = with_flags(sys.argv[1:] if argv is None else argv, positional)
-        classes = (*classes, LineJobConfig)
-        configs: tuple[Any, ...] = parse_configs(classes, words, description=description, prog=name)
-        print(action(*configs))
+        hints = typing.get_type_hints(action)
+        classes = [hints[parameter] for parameter in inspect.signature(action).parameters]
+        print(action(*parse_configs(classes, words, description=description, prog=name)))
     except (ValueError, OSError) as error:
         sys.exit(f"{name}: error: {error}")
 

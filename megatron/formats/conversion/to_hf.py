@@ -10,8 +10,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import locate_checkpoint
-from megatron.checkpoint.source import DTYPES, Source
+from megatron.checkpoint.source import DTYPES, Source, locate_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.formats.conversion.hub import check_hub, push

@@ -9,8 +9,7 @@ from pathlib import Path
 import torch
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import open_checkpoint
-from megatron.checkpoint.source import DTYPES, Source
+from megatron.checkpoint.source import DTYPES, Source, open_checkpoint
 from megatron.config import parse_configs
 from megatron.config.flags import option
 from megatron.formats.conversion.needs import dtype_of, required

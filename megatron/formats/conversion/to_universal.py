@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import locate_checkpoint
+from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.formats.conversion.needs import required

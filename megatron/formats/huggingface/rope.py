@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 from megatron.config import ConfigError, ModelConfig
-from megatron.config.rope_scaling import RopeScaling
+from megatron.config.positions import RopeScaling
 from megatron.formats.huggingface.settings import HFConfigReader
 
 _ORIGINAL = "original_max_position_embeddings"

@@ -14,7 +14,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
 from megatron.config.flags import value_type
-from megatron.config.rope_scaling import llama3_scaling
+from megatron.config.positions import llama3_scaling
 
 
 def _rows() -> Iterator[tuple[str, type, tuple[str, ...]]]:

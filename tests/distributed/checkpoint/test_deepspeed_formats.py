@@ -24,7 +24,7 @@ from stock_gpt import (
 from training_jobs import TINY, train
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.families import build_model
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder

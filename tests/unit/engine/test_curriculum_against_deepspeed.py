@@ -19,7 +19,7 @@ from megatron.data.kinds.curriculum.analysis import analyse, read_rows, write_ro
 from megatron.data.kinds.curriculum.lengths import difficulty, stages
 from megatron.data.kinds.curriculum.order import draw_samples
 from megatron.data.sampler import MicroBatchSampler
-from megatron.engine.json_keys import section_text
+from megatron.engine.deepspeed_json import section_text
 
 
 def schedules():

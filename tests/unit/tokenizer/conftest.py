@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tokenizer.train import train_byte_level_bpe, train_wordpiece
-from megatron.tokenizer.train_sentence_piece import train_sentencepiece
+from megatron.tokenizer.train import train_byte_level_bpe, train_sentencepiece, train_wordpiece
 
 PIECES = (
     ["<|endoftext|>", "<|endoftext|", "<|startoftext|>", "<|", "</s>", "[MASK]"]

@@ -22,7 +22,7 @@ def test_against_utf8(text):
         assert tokenizer.detokenize(ids) == text
 
 
-def test_special_ids():
+def testspecial_ids():
     assert (BYTES.pad, BYTES.bos, BYTES.eos, BYTES.eod, BYTES.sentinels, BYTES.vocab_size) == (
         (256, 257, 258, 258, [259, 260], 261)
     )

@@ -10,7 +10,7 @@ import sentencepiece
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.train_sentence_piece import (
+from megatron.tokenizer.train import (
     train_missing_model,
     train_sentencepiece,
     train_sentencepiece_model,
@@ -53,7 +53,7 @@ def test_file_appears_whole(tmp_path):
         ([], "bpe", 100, "there is no text to train"),
         (["", " \n"], "unigram", 100, "there is no text to train"),
         (TEXTS, "bpe", 5, "cannot train a bpe model of --vocab-size 5"),
-        (TEXTS, "word", 100, "--tokenizer-model-type word is no SentencePiece model"),
+        (TEXTS, "word", 100, "--tokenizer-model-type word is not a SentencePiece model"),
     ],
 )
 def test_errors(tmp_path, texts, kind, size, message):

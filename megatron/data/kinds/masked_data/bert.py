@@ -20,7 +20,7 @@ from megatron.data.kinds.masked_data.segments import Pairs, SegmentRules
 from megatron.data.kinds.masked_data.sentences import SentenceNumbers, join, token_count, trimmed
 from megatron.data.kinds.masked_data.word_masking import WordMasking
 from megatron.data.samples import Documents, Piece, checked_index
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.base import Tokenizer
 
 
 @dataclass(frozen=True)

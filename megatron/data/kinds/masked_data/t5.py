@@ -25,7 +25,7 @@ from megatron.data.kinds.masked_data.segments import SHORTEST, SegmentRules
 from megatron.data.kinds.masked_data.sentences import SentenceNumbers, join, token_count, trimmed
 from megatron.data.kinds.masked_data.span_corruption import SpanCorruption
 from megatron.data.samples import Documents, Piece, checked_index
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.base import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from megatron.data.kinds.masked_data.index import INDEX_VERSION, NO_LABEL
 from megatron.data.kinds.masked_data.random_state import epoch_rng
 from megatron.data.kinds.masked_data.tfrecord_documents import TFRecords
 from megatron.data.samples import Documents, Piece, checked_index
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.base import Tokenizer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.deepspeed_folders import universal_writer
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
 from megatron.formats.deepspeed_folders.universal_writer import write_universal

@@ -16,7 +16,7 @@ from megatron.data.kinds.masked_data.t5 import T5Recipe
 from megatron.data.kinds.masked_data.tfrecord_bert import TFRecordRecipe
 from megatron.data.kinds.masked_data.tfrecord_documents import TFRecords
 from megatron.data.sentences import build_splitter
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 

@@ -1,13 +1,13 @@
-"""Weight updates that the host queues without reading a number from the device.
+"""Optimizer steps that the CPU queues without reading a number from the device.
 
 DeepSpeed's optimizers read the norm of the gradients to decide whether to step and how to clip: the
-host waits there for the whole backward pass, and the device then for the host. Here norm, clipping
-factor and the decision stay on the device. Torch's fused AdamW does nothing where its ``found_inf``
-tensor is 1, its step counts included. The results are DeepSpeed's, bit for bit where nothing is
-clipped; the norm is summed in another order, and what is clipped by it is equal to rounding.
+CPU waits there for the whole backward pass, and then the device for the CPU. Here norm, clipping
+factor and the decision stay on the device. torch's fused AdamW changes nothing, step counts
+included, where its ``found_inf`` tensor is 1. The results are DeepSpeed's, bitwise where nothing is
+clipped; the norm is summed in another order, so that clipped results are equal to rounding.
 
-What stays DeepSpeed's own, with its reads: fp16 (the loss scale is a number of the host), optimizer
-state offloaded to the host, and SGD, which cannot be told on the device to do nothing.
+DeepSpeed's own steps, with their reads, remain for fp16 (the loss scale is a number on the CPU),
+for offloaded optimizer state, and for SGD, which has no ``found_inf``.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
+from megatron.engine.deepspeed_json import Json, offloads
 from megatron.engine.deepspeed_patches import queues, take_norm_over
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
-from megatron.engine.json_keys import Json, offloads
 from megatron.parallel.mesh import MODEL, SHARDED, Mesh
 
 
-def can_queue(config: RunConfig, settings: Json) -> bool:
-    """Whether an update need not wait for the device."""
+def can_defer(config: RunConfig, settings: Json) -> bool:
+    """Whether :class:`AsyncOptimizerStep` can replace DeepSpeed's own steps in this run."""
     offloaded = any(offloads(settings, key) for key in ("offload_optimizer", "offload_param"))
     adam = config.optimizer.optimizer == "adam"
     if not adam or config.precision.fp16 or offloaded:
@@ -43,16 +43,14 @@ class AsyncOptimizerStep:
     Args:
         wrapper: DeepSpeed's optimizer around ``optimizer``; ``optimizer`` itself at stage 0.
         optimizer: torch's AdamW, fused.
-        params: the parameters that this process holds (part of).
-        mesh: the layout's process groups.
-        device: of the gradients.
+        params: the parameters of which this process has a part.
         clip_grad: largest norm; 0 for any.
-        hold: after one step of gradients that are not finite change no weight any more. The host
-            learns of that step later, and weights are then as they were before it.
+        hold: after a step with gradients that are not finite, change no weight any more: when the
+            trainer learns of that step, the weights are still those before it.
 
     Attributes:
         norm: of the last step, before clipping; infinite when not finite. A scalar on the device.
-        held: 1.0 when the last step changed no weight, else 0.0. A float32 scalar on the device.
+        held: 1.0 if the last step changed no weight, else 0.0. A float32 scalar on the device.
     """
 
     def __init__(
@@ -87,7 +85,7 @@ class AsyncOptimizerStep:
 
     @torch.no_grad()
     def prepare(self) -> None:
-        """Measures the gradients of a step; what then steps clips, or does nothing, by that."""
+        """Measures the gradients of a step, so that the following update clips or does nothing."""
         norm = self._measure()
         bad = norm.isfinite().logical_not()
         held = bad.to(torch.float32)
@@ -100,7 +98,6 @@ class AsyncOptimizerStep:
             torch._foreach_mul_(whole, self._factor)
 
     def _clip(self, grads: Sequence[Tensor]) -> None:
-        """Scales one flat gradient, or a few."""
         if self._factor is not None:
             for grad in grads:
                 grad.mul_(self._factor)
@@ -123,15 +120,16 @@ class AsyncOptimizerStep:
         return self._scaled_norm(found, torch.float32)
 
     def _flat_gradient(self, number: int) -> Tensor:
-        """Stages 1 and 2: a group's gradient as one vector in the format of the weights that it
-        updates. DeepSpeed would make it in the format of the parameters first."""
+        """Stages 1 and 2: a group's gradient as one vector in the dtype of the weights that it
+        updates; DeepSpeed would make one in the dtype of the parameters first."""
         grads = self._wrapper.averaged_gradients[number]
         flat = getattr(grads, "flat_partition", None)
         if flat is not None:
             return flat.view(-1)
         weights = self._wrapper.single_partition_of_fp32_groups[number]
         flat = torch.empty_like(weights)
-        *parts, padding = flat.split([*(g.numel() for g in grads), flat.numel() - _size(grads)])
+        sizes = [grad.numel() for grad in grads]
+        *parts, padding = flat.split([*sizes, flat.numel() - sum(sizes)])
         torch._foreach_copy_(parts, [grad.reshape(-1) for grad in grads])
         padding.zero_()
         return flat
@@ -146,7 +144,7 @@ class AsyncOptimizerStep:
         return self._scaled_norm(found, torch.float64)
 
     def _accumulated_norm(self) -> Tensor:
-        """Stage 1 with float32 sums: gradients of whole parameters, and the update of a part."""
+        """Stage 1 with float32 sums: gradients of whole parameters, of which a part is updated."""
         wrapper = self._wrapper
         found = [
             grad
@@ -167,16 +165,16 @@ class AsyncOptimizerStep:
 
     def _scaled_norm(self, grads: list[list[Tensor]], result: torch.dtype) -> Tensor:
         groups = [self._mesh.data, self._mesh.model]
-        # DeepSpeed makes float64 copies of all gradients for this: a twentieth of a small step.
+        # DeepSpeed makes float64 copies of all gradients for this: 5% of a small step.
         norm = norm_of_groups(grads, torch.float32, result, groups, self._device)
         if self._clip_grad > 0:
-            # DeepSpeed's formula: its reciprocal of a quotient rounds as no shorter one does.
+            # DeepSpeed's formula; a shorter one rounds differently.
             self._factor = 1.0 / ((norm + 1e-6) / self._clip_grad).clamp(min=1.0)
         return norm
 
     @torch.no_grad()
     def _step_accumulated(self) -> None:
-        """BF16_Optimizer.step less its reads; only the part that it updates is clipped."""
+        """BF16_Optimizer.step without its reads; clips only the part that it updates."""
         wrapper = self._wrapper
         grads = wrapper.fp32_groups_gradient_flat_partition
         self._clip(grads)
@@ -186,7 +184,3 @@ class AsyncOptimizerStep:
         wrapper._lazy_init_hp_params_optimizer_state()
         wrapper.update_lp_params()
         wrapper.clear_hp_grads()
-
-
-def _size(grads: Iterable[Tensor]) -> int:
-    return sum(grad.numel() for grad in grads)

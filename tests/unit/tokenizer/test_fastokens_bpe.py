@@ -13,9 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from megatron.tokenizer import fast
-from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE
-from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
+from megatron.tokenizer import fastokens_bpe
+from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, END_OF_TEXT, GPT2BPETokenizer
 from megatron.tokenizer.train import train_byte_level_bpe
 
 needs_fastokens = pytest.mark.skipif(
@@ -191,7 +190,7 @@ def test_no_threads(trained_folder):
 
 @needs_fastokens
 def test_starts_when_it_is_worth_it(trained, monkeypatch):
-    monkeypatch.setattr(fast, "WORTH_BUILDING", 10)
+    monkeypatch.setattr(fastokens_bpe, "WORTH_BUILDING", 10)
     tokenizer = GPT2BPETokenizer(trained._vocab, trained._merges)
     tokenizer.tokenize_batch(["a" * 9])
     tokenizer.tokenize("a" * 9)
@@ -214,7 +213,7 @@ def assert_stays_with_tiktoken(tokenizer: GPT2BPETokenizer, warning: str | None)
 
 
 def test_without_fastokens(trained, monkeypatch):
-    monkeypatch.setattr(fast, "WORTH_BUILDING", 0)
+    monkeypatch.setattr(fastokens_bpe, "WORTH_BUILDING", 0)
     monkeypatch.setitem(sys.modules, "fastokens", None)
     assert_stays_with_tiktoken(GPT2BPETokenizer(trained._vocab, trained._merges), None)
 
@@ -234,8 +233,8 @@ def test_fastokens_that_does_not_fit(trained, monkeypatch, when, warning):
     def refuses(*args):
         raise AttributeError("no such method")
 
-    monkeypatch.setattr(fast, "WORTH_BUILDING", 0)
-    monkeypatch.setattr(fast, "FastEncoding", Broken if when == "ids" else refuses)
+    monkeypatch.setattr(fastokens_bpe, "WORTH_BUILDING", 0)
+    monkeypatch.setattr(fastokens_bpe, "FastEncoding", Broken if when == "ids" else refuses)
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     tokenizer = GPT2BPETokenizer(trained._vocab, trained._merges)
     warning = warning or "cannot be used (AttributeError: no such method)"
