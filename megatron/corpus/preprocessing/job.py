@@ -32,8 +32,8 @@ import numpy as np
 
 from megatron.corpus.preprocessing.encode import BlockEncoder, EncodedBlock
 from megatron.corpus.preprocessing.inputs import Form, InputFile
-from megatron.corpus.preprocessing.progress import BadLines, KeySummary, located
 from megatron.corpus.preprocessing.readers import FileRange, RecordBlock, read_blocks
+from megatron.corpus.preprocessing.reporting import BadLines, KeySummary, located
 from megatron.data.indexed.dataset_writer import Spool, index_parts, naming
 from megatron.data.json_lines import lines_in
 from megatron.util.digests import digest

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from megatron.data.json_lines import BYTE_ORDER_MARK, BadLine, lines_in
-from megatron.data.kinds.raw_text.records import TextRecords
+from megatron.data.kinds.raw_text.text_files import TextRecords
 from megatron.data.text_encoder import TextEncoder, refused
 from megatron.util.processes import map_in_order, usable_processors
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,12 @@ def scan(
     counts = [np.zeros(1, np.int64)]
     try:
         scans = map_in_order(tasks, partial(_scanner, encoder), workers if workers > 1 else 0)
-        for (_, base, _), (_, found) in zip(ranges, scans, strict=True):
-            offsets.append(found[0] + base)
-            lengths.append(found[1])
-            counts.append(found[2])
+        with progress_bar("counting tokens", total=size) as bar:
+            for (_, base, (start, stop)), (_, found) in zip(ranges, scans, strict=True):
+                offsets.append(found[0] + base)
+                lengths.append(found[1])
+                counts.append(found[2])
+                bar.update(stop - start)
     except ChildProcessError as error:
         raise ChildProcessError(
             "a process that counts tokens died, most often because memory ran out"

@@ -16,7 +16,7 @@ from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.encode import BlockEncoder, EncodeConfig
 from megatron.corpus.preprocessing.inputs import InputFile, find_inputs, partition
 from megatron.corpus.preprocessing.job import JobState, PreprocessJob, key_prefixes, lock_folder
-from megatron.corpus.preprocessing.progress import (
+from megatron.corpus.preprocessing.reporting import (
     BadLines,
     KeySummary,
     PreprocessSummary,
