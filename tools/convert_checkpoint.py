@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from megatron.config.command_line import run_command
 
 COMMANDS = {
-    "to-hf": "megatron.formats.conversion.to_hf:to_hf",
-    "from-hf": "megatron.formats.conversion.from_hf:from_hf",
-    "to-megatron": "megatron.formats.conversion.to_megatron:to_megatron",
-    "to-universal": "megatron.formats.conversion.to_universal:to_universal",
+    "to-hf": "megatron.formats.conversion.commands:to_hf",
+    "from-hf": "megatron.formats.conversion.commands:from_hf",
+    "to-megatron": "megatron.formats.conversion.commands:to_megatron",
+    "to-universal": "megatron.formats.conversion.commands:to_universal",
 }
 """Module and function of each command; it is imported when it is called."""
 

@@ -111,12 +111,8 @@ class GPTDataset:
         ]
 
     def _parts(self, index: int) -> list[tuple[int, int, int]]:
-        """(sequence, first token, number of tokens) of each part of a sample; the numbers sum to
-        seq_length + 1.
-
-        Raises:
-            ValueError: the index is damaged in a place that was not checked when it was opened.
-        """
+        """(sequence, first token, number of tokens) of each part of a sample; ValueError where the
+        index is damaged, which opening checks in part only."""
         samples, order = self._index["sample_index"], self._index["document_index"]
         lengths = self.documents.sequence_lengths
         row = int(self._index["shuffle_index"][index])
@@ -151,11 +147,8 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> EpochPlan:
-    """The smallest number of epochs that gives `num_samples` samples of `seq_length` + 1 tokens.
-
-    Raises:
-        ValueError: there are no tokens.
-    """
+    """The smallest number of epochs that gives `num_samples` samples of `seq_length` + 1 tokens;
+    ValueError without tokens."""
     if tokens_per_epoch <= 0:
         raise ValueError("the documents hold no tokens")
 
@@ -201,11 +194,7 @@ class GPTIndex:
         num_samples: int,
         seed: int,
     ) -> GPTIndex:
-        """The index of at least `num_samples` >= 1 samples.
-
-        Raises:
-            ValueError: the documents have no tokens.
-        """
+        """The index of at least `num_samples` >= 1 samples; ValueError without tokens."""
         lengths = sequence_lengths[documents.start : documents.stop]
         plan = plan_epochs(int(lengths.sum(dtype=np.int64)), seq_length, num_samples)
         return cls(sequence_lengths, documents, seq_length, seed, plan)

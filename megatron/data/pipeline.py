@@ -55,13 +55,10 @@ class SampleTokens(NamedTuple):
 
 
 class SequenceLengths:
-    """Tokens of a sample at each step, here always the same.
-
-    Attributes:
-        grows: whether the length changes during the run.
-    """
+    """Tokens of a sample at each step, here always the same."""
 
     grows = False
+    """Whether the length changes during the run."""
 
     def __init__(self, seq_length: int) -> None:
         self.seq_length = seq_length
@@ -91,11 +88,7 @@ class DataKind:
     """
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        """The reader of files of this kind.
-
-        Raises:
-            ValueError: flags contradict each other or the tokenizer.
-        """
+        """The reader of files of this kind; ValueError if flags contradict each other."""
         raise AssertionError(f"{self} reads no files")
 
     def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
@@ -121,11 +114,8 @@ class DataKind:
         return train
 
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
-        """The length of the samples of each step, if it is not always ``--seq-length``.
-
-        Args:
-            samples: number of samples consumed after a number of steps.
-        """
+        """The length of the samples of each step, if it is not always ``--seq-length``; ``samples``
+        returns the number of samples consumed after a number of steps."""
         return None
 
 
@@ -184,30 +174,18 @@ class DataPipeline(ABC):
 
     @abstractmethod
     def recipe(self) -> SampleRecipe[Any]:
-        """The recipe that makes samples from documents.
-
-        Raises:
-            ValueError: flags contradict each other or the tokenizer.
-        """
+        """The recipe that makes samples from documents; ValueError if flags contradict."""
 
     @abstractmethod
     def collator(self) -> Callable[[Sequence[Any]], Any]:
-        """The function that makes a batch of samples.
-
-        Raises:
-            ValueError: flags contradict each other or the tokenizer.
-        """
+        """The function that makes a batch of samples; ValueError if flags contradict."""
 
     @abstractmethod
     def view(self, sample: Any, length: int) -> SampleView:
         """A sample for people, cut to the `length` tokens that the model reads."""
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
-        """Synthetic samples for --mock-data.
-
-        Raises:
-            ConfigError: the family has none.
-        """
+        """Synthetic samples for --mock-data; ConfigError if the family has none."""
         raise ConfigError("--mock-data makes samples of a GPT; give --data-path")
 
     def training_data(
@@ -290,21 +268,17 @@ class DataPipeline(ABC):
         return IndexCache.beside(path, self.config.data.data_cache_path)
 
     def open_indexed(self, path: str, source: DataSource) -> IndexedDataset:
-        """Opens indexed files and checks that all ids are in the vocabulary; see
-        `SourceReader.open`."""
+        """Opens indexed files and checks that all ids are in the vocabulary."""
         indexed = open_indexed(path, self.config.data.object_storage_cache_path)
         check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
         return indexed
 
 
 def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
-    """The indexed dataset of a path or URL.
+    """The indexed dataset of a path or URL; errors: see `IndexedDataset` and `RemoteDataset`.
 
     Args:
         cache_path: folder that keeps what was fetched (--object-storage-cache-path).
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: see `IndexedDataset` and `RemoteDataset`.
     """
     if "://" in prefix:
         return RemoteDataset(prefix, cache_path or DEFAULT_CACHE)

@@ -8,8 +8,8 @@ from itertools import groupby
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
-from megatron.data.kinds.masked_data.batch import BertBatch, BertSample, collate_bert
 from megatron.data.kinds.masked_data.bert import BertRecipe
+from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
 from megatron.model.spec import ModelSpec

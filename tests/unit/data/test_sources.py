@@ -162,6 +162,9 @@ def test_a_missing_corpora_file() -> None:
 def test_a_corpus_is_named_once(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--train-data wiki both names wiki twice"):
         parts(corpora(tmp_path, CORPORA), train_data=("wiki", "both"))
+    twice = {"a": {"files": "x"}, "b": {"corpora": ["a", "a"]}}
+    with pytest.raises(ConfigError, match="--train-data b names a twice, perhaps within a group"):
+        parts(corpora(tmp_path, twice), train_data=("b",))
     (tmp_path / "corpora.json").write_text('{"a": {"files": "x"}, "a": {"files": "y"}}')
     with pytest.raises(ConfigError, match='the key "a" is there twice'):
         read_corpora(str(tmp_path / "corpora.json"), ("indexed",))

@@ -89,23 +89,19 @@ class GrowingLengths(SequenceLengths):
                 )
 
     def at(self, iteration: int) -> int:
-        """See `SequenceLengths.at`."""
         return self._lengths[bisect.bisect_right(self._iterations, iteration) - 1]
 
     def tokens(self, consumed_samples: int) -> int:
-        """See `SequenceLengths.tokens`."""
         stage = bisect.bisect_right(self._samples, consumed_samples) - 1
         more = (consumed_samples - self._samples[stage]) * self._lengths[stage]
         return self._tokens[stage] + more
 
     def samples(self, tokens: int) -> int:
-        """See `SequenceLengths.samples`."""
         stage = max(0, bisect.bisect_left(self._tokens, tokens) - 1)
         missing = tokens - self._tokens[stage]
         return self._samples[stage] + -(-missing // self._lengths[stage])
 
     def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        """See `SequenceLengths.cut`."""
         length = self.at(iteration)
         if length == self.seq_length:
             return batches

@@ -43,12 +43,8 @@ _AGAIN = (
 
 
 class DrawnSamples(RenumberedSamples[Sample]):
-    """Samples of a dataset in another order, possibly repeated.
-
-    Args:
-        dataset: the samples.
-        index: its array ``order`` has the number of the sample to read as the i-th.
-    """
+    """Samples of a dataset in another order, possibly repeated: the array ``order`` of the index
+    has the number of the sample to read as the i-th."""
 
     def __init__(self, dataset: SampleDataset[Sample], index: StoredArrays) -> None:
         super().__init__(dataset)
@@ -63,15 +59,12 @@ class DrawnSamples(RenumberedSamples[Sample]):
 
 
 class MetricIndex(NamedTuple):
-    """The files of a metric.
-
-    Attributes:
-        samples: the samples of each value.
-        values: the values, one for each row of ``samples``; None with percentiles.
-    """
+    """The files of a metric."""
 
     samples: MetricRows
+    """The samples of each value."""
     values: npt.NDArray[np.integer] | None
+    """The values, one for each row of ``samples``; None with percentiles."""
 
 
 def draw_samples(
@@ -125,19 +118,12 @@ def sample_order(
     batch_sizes: Iterable[int],
     num_samples: int,
 ) -> _Samples:
-    """The samples in the order in which a run consumes them.
+    """The samples in the order in which a run consumes them, uint32[num_samples] (int64 from 2**32
+    samples of the dataset); ValueError if no sample is easy enough for the first step.
 
     Args:
         indices: by the metric's name.
-        dataset_samples: number of samples in the dataset.
         batch_sizes: of each step in turn; consumed as needed.
-        num_samples: number of samples wanted.
-
-    Returns:
-        Sample numbers, uint32[num_samples] (int64 from 2**32 samples).
-
-    Raises:
-        ValueError: no sample is easy enough for the first step.
     """
     rng = np.random.default_rng(sampling.seed)
     clusters: list[_Cluster] = []

@@ -10,7 +10,7 @@ import torch
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.data.gpt_batch import GPTCollator
 from megatron.data.kinds.curriculum.lengths import truncated
-from megatron.data.kinds.masked_data.batch import BertBatch
+from megatron.data.kinds.masked_data.masked_batch import BertBatch
 from megatron.training.plan import TrainingPlan
 
 FLAGS = (

@@ -8,8 +8,9 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.masked_data.batch import collate_bert
-from megatron.data.kinds.masked_data.bert import BertRecipe, surplus
+from megatron.data.kinds.masked_data.bert import BertRecipe
+from megatron.data.kinds.masked_data.masked_batch import collate_bert
+from megatron.data.kinds.masked_data.segments import surplus
 from megatron.data.loader import MicroBatches
 
 CLS, SEP, PAD, MASK, VOCAB_SIZE = 1, 2, 0, 3, 400_000
