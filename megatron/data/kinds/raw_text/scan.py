@@ -149,27 +149,18 @@ def _wanted(records: TextRecords) -> str:
 
 def say_what_changed(folder: Path | None, depends_on: dict[str, Any], name: str) -> None:
     """Warns when the cache contains an index of an earlier version of the same files."""
-    if folder is None or not folder.is_dir():
-        return
-
-    depends_on = json.loads(json.dumps(depends_on))  # tuples become lists, as they did there
-
-    def without_state(description: dict[str, Any]) -> dict[str, Any]:
-        names = [file[0] for file in description.get("files", [])]
-        return {**description, "files": names}
-
-    for path in folder.glob(f"{name}-*/description.json"):
+    now = json.loads(json.dumps(depends_on))  # tuples become lists, as in the file
+    files = {file[0]: file for file in now.pop("files")}
+    for path in folder.glob(f"{name}-*/description.json") if folder is not None else ():
         try:
             before = json.loads(path.read_text())["depends_on"]
-            same = without_state(before) == without_state(depends_on)
+            old = {file[0]: file for file in before.pop("files")}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             continue
-        if same:
-            old = {file[0]: file for file in before["files"]}
-            named = [file[0] for file in depends_on["files"] if old[file[0]] != file]
+        if before == now and old.keys() == files.keys():
+            named = ", ".join(name for name in files if old[name] != files[name])
             logger.warning(
-                "%s changed since its documents were last indexed: a run that continues with it "
-                "now sees different samples than it would have seen",
-                ", ".join(named),
+                f"{named} changed since its documents were last indexed: a run that continues with "
+                "it now sees different samples than it would have seen"
             )
             return
