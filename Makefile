@@ -34,7 +34,7 @@ quickstart: $(STAMP)  ## train a small GPT on Python's own source files, and exp
 	$(BIN)/python tools/quickstart.py
 
 docs: $(BIN)/docs-installed  ## build the documentation into site/
-	$(BIN)/python -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 	@echo "site/index.html; with search: $(BIN)/python -m http.server --directory site"
 
 # The packages for it are installed when it is first built, or by .ci/run.

@@ -12,8 +12,7 @@ torchrun starts it in the same way, and plain python runs it on one process.
 
 import megatron.util.collector
 from megatron.engine.environment import distributed
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import ending_process, errors_for_users, parse_run
+from megatron.training.run import build_trainer, ending_process, errors_for_users, parse_run
 
 megatron.util.collector.resume()
 

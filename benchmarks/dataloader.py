@@ -41,8 +41,7 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import parse_run, run_data
+from megatron.training.run import build_trainer, parse_run, run_data
 
 VOCABULARY = 8_191
 

@@ -82,8 +82,7 @@ def serve(pipe: Connection, environment: dict[str, str], flags: list[str]) -> No
 
 def _serve(pipe: Connection, flags: list[str]) -> None:
     from megatron.engine.environment import distributed
-    from megatron.training.pretraining import build_trainer
-    from megatron.training.run import parse_run
+    from megatron.training.run import build_trainer, parse_run
 
     run = parse_run(None, flags)
     logging.disable(logging.INFO)

@@ -22,8 +22,7 @@ from dataclasses import dataclass
 from megatron.config.flags import ConfigError, option
 from megatron.config.kinds.curriculum import CurriculumConfig, without_sampling
 from megatron.data.kinds.curriculum.analysis import METRICS, MetricSummary, analyse
-from megatron.training.run import Run, run_data, run_of
-from megatron.training.run_flags import RunToolParser
+from megatron.training.run import Run, RunToolParser, run_data, run_of
 from megatron.util.progress import progress_bar
 
 

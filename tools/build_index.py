@@ -22,8 +22,7 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.sources import parts_of
 from megatron.families import family_names, family_of
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, run_of
-from megatron.training.run_flags import RunToolParser
+from megatron.training.run import Run, RunToolParser, run_of
 from megatron.util.processes import usable_processors
 
 

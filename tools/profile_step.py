@@ -1,16 +1,16 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-"""Splits a training step: where its time goes.
+"""Breaks a training step down: where its time goes.
 
     python tools/profile_step.py [the flags of pretrain_gpt.py] --mock-data
     torchrun --nproc-per-node 2 tools/profile_step.py [the flags of pretrain_gpt.py]
     python tools/profile_step.py --trace profile/rank0-step10-12.json.gz
 
-With the flags of a run it trains a few steps of it and saves nothing; with --trace it reads what
---profile wrote. Milliseconds and share of the step for attention, matrix products, norms,
-elementwise work, embedding, loss, optimizer, communication, data, copies, host and idle time, for
-the forward pass, the backward pass and the optimizer each by itself. docs/guides/profiling.md says
-how the time is told apart.
+With the flags of a run it trains a few steps and saves nothing; with --trace it reads a trace that
+--profile wrote. It prints milliseconds and share of the step of attention, matrix products, norms,
+elementwise work, embedding, loss, optimizer, communication, data, copies, host and idle time, each
+for the forward pass, the backward pass and the optimizer. docs/guides/profiling.md explains the
+table.
 """
 
 import json
@@ -23,12 +23,16 @@ from typing import Any
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.flags import option
 from megatron.engine.environment import distributed, world_size
-from megatron.profiling.split import split
-from megatron.profiling.table import split_text
+from megatron.profiling.breakdown import break_down
+from megatron.profiling.tables import breakdown_text
 from megatron.profiling.trace import read_trace
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import ending_process, errors_for_users, run_of
-from megatron.training.run_flags import RunToolParser
+from megatron.training.run import (
+    RunToolParser,
+    build_trainer,
+    ending_process,
+    errors_for_users,
+    run_of,
+)
 from megatron.util.files import write_whole
 
 _LENGTHS = ("train_iters", "train_samples", "train_tokens")
@@ -40,26 +44,26 @@ _OUTPUTS = (
 
 @dataclass(frozen=True)
 class ProfileConfig:
-    """The split; all flags of pretrain_gpt.py describe the run."""
+    """The breakdown; all flags of pretrain_gpt.py describe the run."""
 
     trace: str | None = option(None)
-    """Trace to read instead of training, plain or gzip."""
+    """Read this trace (plain or gzip) instead of training."""
     least: bool = option(False)
-    """With --trace: take every operator as in the step in which it was fastest, where other
-    programs use the CPU, too."""
+    """With --trace: count every operator as in the step in which it was fastest, for a CPU that
+    other programs use too."""
     top: int = option(12)
-    """With --trace: operators and shapes that are listed."""
+    """With --trace: number of operators and of shapes to list."""
     json: str | None = option(None)
-    """With --trace: JSON file for the numbers."""
+    """With --trace: write the numbers to this JSON file."""
 
     def check(self, settings: Settings) -> None:
         if self.trace is None:
             given = [f for f in ("least", "json") if getattr(self, f)]
             if given:
-                raise ConfigError(f"--{given[0]} needs --trace, a trace that was recorded before")
+                raise ConfigError(f"--{given[0]} needs --trace, the trace to read")
         elif settings:
             flag = next(iter(settings.values())).origin.removeprefix("flag ")
-            raise ConfigError(f"{flag} describes a run to train, and --trace shows one that was")
+            raise ConfigError(f"{flag} describes a run to train; --trace reads a recorded one")
         if self.top < 1:
             raise ConfigError(f"--top {self.top} must be positive")
 
@@ -78,21 +82,21 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def show(config: ProfileConfig, path: Path) -> None:
-    found = split(read_trace(path), undisturbed=config.least)
-    print(split_text(found, config.top))
+    found = break_down(read_trace(path), config.least)
+    print(breakdown_text(found, config.top))
     if config.json is not None:
         content = json.dumps(found.to_dict(), indent=1)
         write_whole(Path(config.json), f"{content}\n".encode())
 
 
 def few_steps(settings: Settings) -> Settings:
-    """The settings of a run that ends when its steps are recorded, and saves nothing."""
+    """The settings of a run that ends after the recorded steps and saves nothing."""
     few = {name: setting for name, setting in settings.items() if name not in _OUTPUTS}
     start = few.setdefault("profile_step_start", Setting(3, "profile_step.py")).value
     end = few.setdefault("profile_step_end", Setting(start + 5, "profile_step.py")).value
     forced: dict[str, Any] = {"profile": True, "eval_iters": 0}
     if "load" in few:
-        forced["finetune"] = True  # from its weights, but from the first step
+        forced["finetune"] = True  # its weights only: training starts at the first step
     if any(name in few for name in _LENGTHS):
         forced["exit_interval"] = end
     else:

@@ -17,15 +17,17 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import Any
 
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.flags import option
+from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.sampler import micro_batch_samples
+from megatron.data.samples import Piece, SampleDataset
 from megatron.families import family_names, family_of
 from megatron.parallel.mesh import MODEL, memberships
-from megatron.training.batch_view import SeenSample, seen_samples
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import Run, run_of
-from megatron.training.run_flags import RunToolParser
+from megatron.training.run import Run, RunToolParser, run_of
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,37 @@ class ShowConfig:
             raise ConfigError("--iteration and --world-size start at 1, --max-characters at 0")
         if self.rank is not None and not 0 <= self.rank < self.world_size:
             raise ConfigError(f"--rank {self.rank} must be below --world-size {self.world_size}")
+
+
+@dataclass(frozen=True)
+class SeenSample:
+    """One sample of a step."""
+
+    number: int
+    """Training samples consumed before it."""
+    data_rank: int
+    micro_batch: int
+    """Of the step, from 0."""
+    pieces: Sequence[Piece]
+    """Where its tokens come from."""
+    view: SampleView
+
+    @property
+    def counted(self) -> int:
+        """Tokens whose prediction counts in the loss."""
+        return int((self.view.loss_mask_S > 0).sum())
+
+    def to_dict(self) -> dict[str, Any]:
+        """The sample as JSON values."""
+        return {
+            "sample": self.number,
+            "data_rank": self.data_rank,
+            "micro_batch": self.micro_batch,
+            "pieces": [piece._asdict() for piece in self.pieces],
+            "tokens": self.view.tokens_S.tolist(),
+            "loss_mask": self.view.loss_mask_S.tolist(),
+            "text": self.view.text,
+        }
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -96,6 +129,25 @@ def show(config: ShowConfig, run: Run) -> Iterator[str]:
         )
         for sample in group:
             yield from described(sample, data.unit, config.max_characters)
+
+
+def seen_samples(
+    dataset: SampleDataset[Any],
+    data: DataPipeline,
+    plan: TrainingPlan,
+    data_size: int,
+    iteration: int,
+) -> Iterator[SeenSample]:
+    """The training samples of a step (counted from 1), rank by rank."""
+    consumed = plan.batch_size.samples(iteration - 1)
+    length = plan.lengths.at(iteration - 1)
+    for data_rank in range(data_size):
+        for micro_batch in range(plan.batch_size.micro_batches(consumed)):
+            before = consumed + micro_batch * plan.micro_batch_size * data_size
+            for number in micro_batch_samples(before, plan.micro_batch_size, data_rank, data_size):
+                view = data.view(dataset[number], length)
+                origin = dataset.origin(number)
+                yield SeenSample(number, data_rank, micro_batch, origin, view)
 
 
 def ranks_by_data_rank(parallel: ParallelConfig) -> list[tuple[int, ...]]:

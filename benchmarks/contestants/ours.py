@@ -9,8 +9,7 @@ import torch
 from contestants.registry import AfterStep, Contestant
 from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, WEIGHT_DECAY, Setting
 from megatron.engine.environment import distributed
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import parse_run
+from megatron.training.run import build_trainer, parse_run
 
 NEVER = 10**9
 LLAMA = (

@@ -19,28 +19,28 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "megatron"
 
-BATCH: tuple[tuple[str, str, str], ...] = (
-    ("Indexed files, raw text or examples", "megatron/data/pipeline.py", "Documents"),
-    ("Sample i: seq-length + 1 token ids", "megatron/data/gpt_dataset.py", "GPTDataset"),
-    ("Blend: which file gives sample i", "megatron/data/blend.py", "BlendedDataset"),
-    ("Which samples this rank reads", "megatron/data/sampler.py", "MicroBatchSampler"),
-    ("Micro batches, loaded ahead", "megatron/data/loader.py", "Prefetcher"),
-    ("One optimizer step", "megatron/training/trainer.py", "Trainer"),
-    ("Forward, backward, update", "megatron/engine/train_engine.py", "TrainEngine"),
-    ("What travels between layers", "megatron/model/state.py", "LayerState"),
-    ("Layer after layer", "megatron/model/layer_sequence.py", "LayerSequence"),
-    ("Loss, norm, what was skipped", "megatron/engine/step_result.py", "StepResult"),
+BATCH: tuple[tuple[str, str], ...] = (
+    ("Indexed files, raw text or examples", "Documents"),
+    ("Sample i: seq-length + 1 token ids", "GPTDataset"),
+    ("Blend: which file gives sample i", "BlendedDataset"),
+    ("Which samples this rank reads", "MicroBatchSampler"),
+    ("Micro batches, loaded ahead", "Prefetcher"),
+    ("One optimizer step", "Trainer"),
+    ("Forward, backward, update", "TrainEngine"),
+    ("What travels between layers", "LayerState"),
+    ("Layer after layer", "LayerSequence"),
+    ("Loss, norm, what was skipped", "StepResult"),
 )
-"""The stations of a batch: what happens, file, class."""
+"""The stations of a batch: what happens, and the class or function that does it."""
 
-CHECKPOINT: tuple[tuple[str, str, str], ...] = (
-    ("The engine's state, at any ZeRO stage", "megatron/engine/state.py", "owned_slices"),
-    ("Slices of parameters by canonical name", "megatron/checkpoint/slices.py", "Slice"),
-    ("safetensors per rank, index, manifest", "megatron/checkpoint/writer.py", "SliceWriter"),
-    ("A folder that appears by a rename", "megatron/checkpoint/folder.py", ""),
-    ("Which format a folder has", "megatron/checkpoint/registry.py", "open_checkpoint"),
-    ("Reading, the same for every format", "megatron/checkpoint/source.py", "Source"),
-    ("Only what each process keeps", "megatron/engine/loading.py", ""),
+CHECKPOINT: tuple[tuple[str, str], ...] = (
+    ("The engine's state, at any ZeRO stage", "owned_slices"),
+    ("Part of a parameter, by canonical name", "Slice"),
+    ("safetensors per rank, index, manifest", "SliceWriter"),
+    ("A folder that appears by a rename", "checkpoint.publish"),
+    ("Which format a folder has", "locate_checkpoint"),
+    ("Reading, the same for every format", "checkpoint.Source"),
+    ("Only what each process keeps", "engine.load_checkpoint"),
 )
 """The stations of a checkpoint."""
 
@@ -104,23 +104,41 @@ def _column(stations: Sequence[tuple[str, str]], title: str) -> str:
 
 
 @cache
-def names_in(file: str) -> frozenset[str]:
-    """Classes and functions at the top of a source file."""
-    tree = ast.parse((ROOT / file).read_text())
-    kinds = (ast.ClassDef, ast.FunctionDef)
-    return frozenset(node.name for node in tree.body if isinstance(node, kinds))
+def places() -> dict[str, list[Path]]:
+    """Files of megatron/ that define a class or a function at their top, by its name."""
+    found: dict[str, list[Path]] = {}
+    for file in sorted(PACKAGE.rglob("*.py")):
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.ClassDef | ast.FunctionDef):
+                found.setdefault(node.name, []).append(file)
+    return found
 
 
-def _flow(stations: Sequence[tuple[str, str, str]], title: str) -> str:
+def file_of(name: str) -> Path:
+    """The file that defines a class or function.
+
+    Args:
+        name: its name; a package in front of it, as in ``checkpoint.Source``, says where to look.
+
+    Raises:
+        ValueError: no file does, or several do.
+    """
+    package, _, short = name.rpartition(".")
+    files = [f for f in places().get(short, []) if f.is_relative_to(PACKAGE / package)]
+    if len(files) != 1:
+        raise ValueError(f"docs: {name} is defined in {len(files)} files of megatron/")
+    return files[0]
+
+
+def _flow(stations: Sequence[tuple[str, str]], title: str) -> str:
     """A column of stations, each of which must be in the code."""
-    for _, file, name in stations:
-        if not (ROOT / file).is_file() or (name and name not in names_in(file)):
-            raise ValueError(f"docs/generate/figures.py: there is no {name} in {file}")
-    shown = [
-        (text, f"{name}, {file.removeprefix('megatron/')}" if name else file)
-        for text, file, name in stations
-    ]
-    return _column(shown, title)
+    return _column(
+        [
+            (text, f"{name.rpartition('.')[2]}, {file_of(name).relative_to(PACKAGE)}")
+            for text, name in stations
+        ],
+        title,
+    )
 
 
 def batch() -> str:
@@ -154,13 +172,15 @@ def package_imports() -> dict[str, set[str]]:
 
 
 def _levels(graph: dict[str, set[str]]) -> dict[str, int]:
-    """The longest chain of imports below each package."""
+    """The row of each package, counted from below: right below the packages that import it."""
+    importers = {name: [other for other in graph if name in graph[other]] for name in graph}
 
     @cache
-    def level(name: str) -> int:
-        return 1 + max((level(other) for other in graph[name]), default=-1)
+    def depth(name: str) -> int:
+        return 1 + max((depth(other) for other in importers[name]), default=-1)
 
-    return {name: level(name) for name in graph}
+    deepest = max(map(depth, graph))
+    return {name: deepest - depth(name) for name in graph}
 
 
 def _needed(graph: dict[str, set[str]]) -> dict[str, set[str]]:

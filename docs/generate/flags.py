@@ -16,8 +16,9 @@ from megatron.config.flags import field_help, flag_of, value_type
 
 RUN = """# Flags of a run
 
-Every flag of `pretrain_gpt.py`, by the part of the configuration that it belongs to. Tools that start, plan or inspect
-a run accept the same flags. This page is generated from the dataclasses of `megatron/config`; `--help` prints the same.
+Every flag of `pretrain_gpt.py`, by the part of the configuration that it belongs to. Tools that
+start, plan or inspect a run accept the same flags. This page is generated from the dataclasses of
+`megatron/config`; `--help` prints the same.
 
 A value that is not given comes from the DeepSpeed JSON if it has one, otherwise from the default;
 `--explain-config` prints every value with its origin.
@@ -25,8 +26,8 @@ A value that is not given comes from the DeepSpeed JSON if it has one, otherwise
 
 TOOLS = """# Flags of the tools
 
-The flags that each program has of its own. Where a program also accepts flags of a run, it says which groups of
-[those](flags.md). This page is generated from the programs' parsers; `--help` of a program prints the same.
+The flags that only one program has. Many programs also accept [flags of a run](flags.md), as it
+says under each. This page is generated from the programs' parsers; `--help` prints the same.
 """
 
 
@@ -42,9 +43,8 @@ def _parts() -> Iterator[tuple[str, type]]:
 
 def _section(name: str, cls: type) -> str:
     title = (cls.__doc__ or name).split("\n")[0].rstrip(".")
-    return "\n".join(
-        [f"## {title} {{#{name}}}", "", '<dl class="flags">', *_fields(cls), "</dl>\n"]
-    )
+    heading = f"## {title} {{#{name}}}"
+    return "\n".join([heading, "", '<dl class="flags">', *_fields(cls), "</dl>\n"])
 
 
 def _fields(cls: type) -> Iterator[str]:
@@ -68,13 +68,12 @@ def _fields(cls: type) -> Iterator[str]:
 def _default(field: dataclasses.Field, kind: type) -> str:
     meta = field.metadata
     if meta.get("note"):
-        return f"Accepted, not used: {meta['note']}"
+        return ""  # the text says it
     if meta.get("derived"):
         return f"Default: {meta['derived']}"
     if kind is bool:
-        return (
-            "" if not field.default or meta.get("off") and not meta.get("flag") else "Default: on"
-        )
+        shows_off = meta.get("off") and not meta.get("flag")
+        return "Default: on" if field.default and not shows_off else ""
     if field.default is None or field.default == () or field.default is dataclasses.MISSING:
         return "Default: not set"
     value = field.default

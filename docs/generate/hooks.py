@@ -18,7 +18,7 @@ for folder in (str(ROOT), str(Path(__file__).parent)):
     if folder not in sys.path:
         sys.path.insert(0, folder)
 
-from figures import figure  # noqa: E402
+from figures import figure, file_of  # noqa: E402
 from flags import run_page, tools_page  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
 
@@ -36,15 +36,19 @@ GENERATED = {"reference/flags.md": run_page, "reference/tool-flags.md": tools_pa
 """Pages that are made when the site is built."""
 
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
+_OUTPUT = re.compile(r"^```text\n(.*?^```)$", re.MULTILINE | re.DOTALL)
 _FIGURE = re.compile(r"^<!-- figure: (\w+) -->$", re.MULTILINE)
+_API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the generated pages and those from outside docs/."""
+    """Adds the pages from outside docs/, and replaces the short pages that stand for generated
+    ones in a checkout."""
     for source, target in INCLUDED.items():
         text = relinked((ROOT / source).read_text(), source)
         files.append(File.generated(config, target, content=text))
     for target, page in GENERATED.items():
+        files.remove(files.src_uris[target])
         files.append(File.generated(config, target, content=page()))
     return files
 
@@ -54,7 +58,22 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     path = page.file.src_uri
     if path not in INCLUDED.values() and path not in GENERATED:
         markdown = relinked(markdown, f"docs/{path}")
+    markdown = _API.sub(lambda match: f"::: {_dotted(match.group(1))}", markdown)
+    markdown = _OUTPUT.sub(_wrapped, markdown)
     return _FIGURE.sub(lambda match: figure(match.group(1)), markdown)
+
+
+def _wrapped(block: re.Match[str]) -> str:
+    """A block of text; the long lines of an error message are wrapped."""
+    is_error = re.search(r"^(\S+: )?(error|damaged): ", block.group(1), re.MULTILINE)
+    return f"``` {{.text .wrap}}\n{block.group(1)}" if is_error else block.group(0)
+
+
+def _dotted(name: str) -> str:
+    """The full name of a class or function of megatron/."""
+    module = file_of(name).relative_to(ROOT).with_suffix("")
+    parts = [part for part in module.parts if part != "__init__"]
+    return ".".join([*parts, name.rpartition(".")[2]])
 
 
 def relinked(markdown: str, source: str) -> str:

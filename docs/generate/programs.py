@@ -110,6 +110,7 @@ def parse(program: Sequence[str], words: Sequence[str]) -> Parsed:
 
     argv, errors = [*program[1:], *words], io.StringIO()
     with (
+        _first_on_path(str((ROOT / program[0]).parent)),
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", stopping),
         mock.patch.object(sys, "argv", [program[0], *argv]),
         contextlib.redirect_stderr(errors),
@@ -134,9 +135,9 @@ def parser_of(program: Sequence[str]) -> argparse.ArgumentParser:
         parser = parser or self
         return original(self, args, namespace)
 
-    with mock.patch.object(argparse.ArgumentParser, "parse_known_args", noting):
-        with contextlib.suppress(Refused):
-            parser = parse(program, []).parser
+    noted = mock.patch.object(argparse.ArgumentParser, "parse_known_args", noting)
+    with noted, contextlib.suppress(Refused):
+        parser = parse(program, []).parser
     assert parser is not None, program
     return parser
 

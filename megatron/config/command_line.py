@@ -242,11 +242,9 @@ def _parser(parse: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:
 
 def _default_text(field: dataclasses.Field) -> str:
     meta = field.metadata
-    if meta.get("note"):
-        return f" Accepted, not used: {meta['note']}."
     if meta.get("derived"):
         return f" (default: {meta['derived']})"
-    if field.default in (None, ()) or isinstance(field.default, bool):
+    if meta.get("note") or field.default in (None, ()) or isinstance(field.default, bool):
         return ""
     values = field.default if isinstance(field.default, tuple) else (field.default,)
     return f" (default: {' '.join(map(str, values))})"

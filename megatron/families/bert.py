@@ -1,4 +1,4 @@
-"""BERT: the samples that it is trained on."""
+"""BERT: the samples of its training."""
 
 from __future__ import annotations
 
@@ -24,12 +24,10 @@ class BertData(DataPipeline):
     unit = "sentence"
 
     def recipe(self) -> BertRecipe:
-        """See `DataPipeline.recipe`."""
         config = self.config.kind(MaskedDataConfig)
         return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed)
 
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
-        """See `DataPipeline.collator`."""
         return collate_bert
 
     def view(self, sample: BertSample, length: int) -> SampleView:
@@ -54,21 +52,13 @@ class BertData(DataPipeline):
 
 
 class BERT(Family):
-    """See :class:`Family`."""
-
     name = "bert"
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        """See :meth:`Family.spec`.
-
-        Raises:
-            ConfigError: there are samples of a BERT, for the tools that show and index them, and no
-                layers.
-        """
+        # Tools show and index its samples.
         raise ConfigError("the family bert has samples and no layer list: it cannot be trained")
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:
-        """See :meth:`Family.data`."""
         return BertData(config, tokenizer)
 
 

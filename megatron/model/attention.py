@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
     Args:
         config: shape of the network.
-        layer: index of the block: its place in a cache, and whether it has a window.
+        layer: index of the block, for a cache and for windows.
         tp: the tensor-parallel ranks, over which heads are cut.
         recompute: compute the attention kernel again in the backward pass instead of keeping its
             inner activations.

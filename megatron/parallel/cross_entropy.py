@@ -35,12 +35,11 @@ WORK_BYTES = 2 * 2**20
 
 
 class Targets(NamedTuple):
-    """What a model should predict."""
+    """Token ids (int64) that a model should predict, and a mask: 1 where the loss counts, else
+    0."""
 
     labels_BS: Tensor
-    """Token ids, int64."""
     mask_BS: Tensor
-    """1 where the loss counts, 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +68,8 @@ class LossHead:
 def linear_cross_entropy(x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead) -> Tensor:
     """Mean of -log softmax(x weight^T)[label] over the tokens whose mask is 1; zero if none is.
 
-    Args:
-        x_BSH: hidden states, the same on every rank or, in a split region, this rank's slice.
-        weight: this rank's rows of the vocabulary, padding included.
-        targets: of the whole sequence.
-        head: vocabulary, softcap, chunks and ranks.
+    Hidden states are the same on every rank or, in a split region, this rank's slice; the weight is
+    this rank's rows of the vocabulary, padding included; targets are those of the whole sequence.
 
     Returns:
         A scalar, float32 (float64 for float64 input), the same on every rank.

@@ -36,7 +36,8 @@ from megatron.parallel.tensor_parallel import (
 
 
 class ParallelLinear(nn.Module):
-    """What linear layers that are cut over the ranks of ``tp`` have in common.
+    """A linear layer that is cut over the ranks of ``tp``. Widths are those of the whole layer;
+    ``init`` draws the weights, and biases start at zero.
 
     Attributes:
         float8: how the layer multiplies in 8 bits; None for the dtype of its input.
@@ -62,15 +63,8 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y = x A^T + b with the output features cut over ranks.
-
-    Args:
-        inputs: width I of the input.
-        outputs: widths of the fused outputs, each cut by itself; O is their sum.
-        bias: whether there is a bias.
-        init: initial values of the weight; the bias starts at zero.
-        tp: the tensor-parallel ranks.
-    """
+    """y = x A^T + b with the output features cut over ranks; ``outputs`` are the widths of fused
+    outputs, each cut by itself, and O is their sum."""
 
     def __init__(
         self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, tp: TensorParallel
@@ -95,13 +89,10 @@ class QKVParallelLinear(ParallelLinear):
 
     Args:
         inputs: width I of the input.
-        heads: number of query heads, divisible by the ranks.
-        kv_heads: number of key and value heads; it divides the number of ranks or is divisible by
-            it.
+        heads: number of query heads, divisible by the number of ranks.
+        kv_heads: number of key and value heads, which divides the number of ranks or is divisible
+            by it.
         head_dim: width of a head.
-        bias: whether there are biases.
-        init: initial values of the weights; biases start at zero.
-        tp: the tensor-parallel ranks.
     """
 
     def __init__(
@@ -147,9 +138,8 @@ class QKVParallelLinear(ParallelLinear):
 
 
 class KVParallelLinear(ParallelLinear):
-    """Keys and values by one GEMM, heads cut over ranks; with fewer heads than ranks each is held
-    by several neighbouring ranks. The arguments are those of :class:`QKVParallelLinear`, with
-    ``heads`` of keys and values."""
+    """Keys and values by one GEMM, ``heads`` cut over ranks; with fewer heads than ranks each is
+    held by several neighbouring ranks."""
 
     def __init__(
         self,
@@ -177,15 +167,8 @@ class KVParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """y = x A^T + b with the input features cut over ranks.
-
-    Args:
-        inputs: width I of the whole input.
-        outputs: width O of the output.
-        bias: whether there is a bias; it is added once, after the sum over ranks.
-        init: initial values of the weight; the bias starts at zero.
-        tp: the tensor-parallel ranks.
-    """
+    """y = x A^T + b with the input features cut over ranks; the bias is added after the sum over
+    ranks."""
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel
@@ -202,13 +185,14 @@ class RowParallelLinear(ParallelLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with its rows cut over ranks; also the output head that shares its weights.
+    """Token embedding with its rows cut over the ranks of ``head``; also the output head that
+    shares its weights.
 
     Args:
-        rows: rows of the table, padding included; divisible by the ranks.
+        rows: of the table, padding included; divisible by the number of ranks.
         width: width H of an embedding.
         init: initial values.
-        head: how hidden states become a loss; it has the region, and how many rows are tokens.
+        head: how hidden states become a loss.
     """
 
     def __init__(self, rows: int, width: int, *, init: Init, head: LossHead) -> None:
@@ -303,10 +287,7 @@ def column_linear(
 ) -> tuple[Tensor, ...]:
     """Outputs of several maps of one input, each [B, S, OP].
 
-    Args:
-        x_BSI: [B, S, I], the same on every rank; in a split region this rank's [B, S/t, I].
-        maps: this rank's shares.
-        tp: the tensor-parallel ranks.
+    The input is the same on every rank; in a split region it is this rank's [B, S/t, I].
 
     Raises:
         ValueError: weights are trained in 8 bits and the number of tokens is not a multiple of 16.

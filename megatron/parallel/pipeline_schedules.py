@@ -32,14 +32,8 @@ class Action:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order of actions on each rank during one step of a pipeline.
-
-    Attributes:
-        name: one of :data:`megatron.config.layouts.SCHEDULES`.
-        ranks: processes of the pipeline.
-        chunks: stages per rank.
-        micro_batches: micro batches per step.
-        forward_only: evaluation; any number of micro batches is possible.
+    """The order of actions on each rank during one step of a pipeline, with ``chunks`` stages per
+    rank. With ``forward_only``, for evaluation, any number of micro batches is possible.
 
     Raises:
         ValueError: the schedule does not exist or does not fit; says why and what would fit.

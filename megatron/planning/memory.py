@@ -3,10 +3,10 @@
 Activations follow Korthikanti et al. 2022 (arXiv:2205.05198): a block of GPT-2's shape keeps
 ``s b h (34 + 5 a s / h)`` bytes of 16-bit activations with dropout (equation 1), of which 10 are
 outside the matrices that t ranks share, so ``10 + 24 / t`` with tensor parallelism (equation 2) and
-``34 / t`` with sequence parallelism (equation 4). The count here is made tensor by tensor, so it
-also holds for grouped queries, rotary positions, gated MLPs, other widths and no dropout. The term
-in s^2 is there with the eager attention kernel only: flash kernels keep their output and one number
-per query (Dao et al. 2022, arXiv:2205.14135).
+``34 / t`` with sequence parallelism (equation 4). Here they are counted tensor by tensor, which
+covers grouped queries, rotary positions, gated MLPs, other widths and no dropout. Only the eager
+attention kernel has the term in s^2: flash kernels keep their output and one number per query (Dao
+et al. 2022, arXiv:2205.14135).
 """
 
 from __future__ import annotations
@@ -16,25 +16,20 @@ from dataclasses import dataclass
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
 from megatron.config.parallel import LOGITS_CHUNK_MIB
-from megatron.planning.parameters import (
-    RankShare,
-    local_widths,
-    norms_of_block,
-    rank_shares,
-)
+from megatron.planning.parameters import RankShare, local_widths, norms_of_block, rank_shares
 
 REDUCE_BUCKET = 500_000_000
-"""The most elements of a bucket of gradients on their way: DeepSpeed's ``reduce_bucket_size``."""
+"""Largest number of elements of a bucket of gradients: DeepSpeed's ``reduce_bucket_size``."""
 
 LIVE_PARAMETERS = 1_000_000_000
-"""Elements that ZeRO 3 holds gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
+"""Elements that ZeRO 3 keeps gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
 
 LOGITS_CHUNK = LOGITS_CHUNK_MIB["cuda"] * 2**20
 """Bytes of logits that exist at a time, on a GPU by default."""
 
 _MLP_WIDTHS = {"swiglu": 4, "geglu": 4, "relu": 1}
-"""Inner widths that an MLP keeps: gate and up, the activated gate and the product; what is
-activated and the result, by default; a ReLU's result only."""
+"""Inner widths that an MLP keeps: gate, up, activated gate and their product; by default input and
+output of the activation; of a ReLU the output only."""
 
 
 @dataclass(frozen=True)
@@ -47,18 +42,16 @@ class StateBytes:
 
     @property
     def total(self) -> float:
-        """All three."""
         return self.weights + self.gradients + self.optimizer
 
 
 def state_bytes(layout: Layout) -> StateBytes:
-    """Bytes per parameter with Adam: what DeepSpeed 0.19's engine holds at its optimizer step.
+    """Bytes per parameter with Adam, as DeepSpeed 0.19's engine has them at its optimizer step.
 
-    ZeRO's stages are those of Rajbhandari et al. 2020 (arXiv:1910.02054, section 5): 1 cuts
-    optimizer state over the d data-parallel ranks, 2 gradients too, 3 parameters too. Beyond the
-    paper, DeepSpeed copies the gradients that a rank updates to float32 in the step, beside those
-    that it has reduced, and keeps main weights of their own for float32 as well. 16 bits at stage 0
-    run as autocast over float32 weights.
+    ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
+    1, gradients at 2 and parameters at 3. Beyond the paper, DeepSpeed copies the gradients that a
+    rank updates to float32 in the step, beside the reduced ones, and keeps separate main weights
+    for float32 too. 16 bits at stage 0 run as autocast over float32 weights.
     """
     data = layout.data
     if layout.zero == 0:
@@ -77,12 +70,12 @@ def state_bytes(layout: Layout) -> StateBytes:
 
 
 def bucket_bytes(layout: Layout) -> int:
-    """Bytes per element of the buckets in which a rank's gradients travel, all of them together.
+    """Bytes per element of all buckets of a rank's gradients together.
 
-    At stage 1 a pipeline has two: DeepSpeed allocates the one of a backward pass of its own
-    besides. At stage 0 and in its bf16 optimizer, which is
-    stage 1 with float32 accumulation, the bucket is a copy of the float32 gradients made at the
-    end of the step. Stage 2 reduces what a micro batch gave, and accumulates after that.
+    At stage 1 a pipeline has two, one of which DeepSpeed allocates for its own backward pass. At
+    stage 0 and in the bf16 optimizer (stage 1 with float32 accumulation) the bucket is a copy of
+    the float32 gradients at the end of the step. Stage 2 reduces each micro batch's gradients and
+    accumulates them afterwards.
     """
     if layout.data == 1 and layout.zero < 3 and not (layout.zero == 2 and layout.grads_in_fp32):
         return 0  # gradients stay where the backward pass puts them
@@ -95,10 +88,10 @@ def bucket_bytes(layout: Layout) -> int:
 
 
 def buffer_bytes(layout: Layout, parameters: int) -> float:
-    """Bytes of copies that come and go in a step, with DeepSpeed's default sizes.
+    """Bytes of temporary buffers in a step, with DeepSpeed's default sizes.
 
-    Buckets of gradients on their way, no larger than the gradients are; at stage 3 besides them the
-    parameters that are gathered, and at stage 0 before them autocast's 16-bit weights.
+    Buckets of gradients, no larger than the gradients; at stage 3 also the gathered parameters, and
+    at stage 0, before the buckets, autocast's 16-bit weights.
     """
     half = layout.precision != "fp32"
     buckets = float(min(REDUCE_BUCKET, parameters) * bucket_bytes(layout))
@@ -116,10 +109,10 @@ class Activations:
     Attributes:
         block: one block.
         recomputed: one block while it is computed again; 0 without full recomputation.
-        embedding: the layers in front of the blocks.
+        embedding: the layers before the blocks.
         masks: attention masks, which all blocks of a rank share.
-        head: final norm, and the gradients of the head, which come with the loss.
-        loss: what the loss takes while it is computed: a chunk of logits.
+        head: final norm, and the gradients of the head, which are computed with the loss.
+        loss: a chunk of logits, while the loss is computed.
         hidden: hidden states between two blocks.
     """
 
@@ -133,13 +126,8 @@ class Activations:
 
 
 def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Activations:
-    """What a micro batch keeps, counted tensor by tensor.
-
-    Args:
-        model: the complete model, its vocabulary padded for the layout.
-        layout: the layout.
-        micro_batch: samples of a micro batch.
-    """
+    """Activations of a micro batch of ``micro_batch`` samples; the model is complete, with its
+    vocabulary padded for the layout."""
     share, hidden = local_widths(model, layout.tensor), model.hidden_size
     half = layout.precision != "fp32"
     size = 2 if half else 4
@@ -148,17 +136,17 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     tokens = micro_batch * model.seq_length
     outside = tokens / layout.tensor if layout.sequence else tokens
     statistics = 8 if model.norm.normalization == "LayerNorm" else 4
-    # A weight that 1 is added to is applied in float32, to a copy of the input.
+    # A norm weight plus 1 is applied in float32, to a copy of the input.
     source = 4 if model.norm.apply_layernorm_1p else residual
     norm = source * hidden + statistics
     mask = hidden if model.hidden_dropout else 0
-    # Where keys and values are repeated, and queries and keys rotated, nothing needs the product.
+    # Where keys and values are repeated, and queries and keys rotated, the QKV output is not kept.
     repeated = _all_scores(model) and share.query > share.kv
     rope = model.positions.position_embedding_type == "rope"
     needless = repeated and rope and not model.norm.qk_layernorm and layout.recompute is None
     qkv = share.kv if needless else share.query + 2 * share.kv
-    # Queries and keys that are normalised or rotated are new tensors; the values still hold the
-    # whole product.
+    # Queries and keys that are normalised or rotated are new tensors; the values still keep the
+    # whole QKV output.
     changed = share.query + share.kv if rope or model.norm.qk_layernorm else 0
     mlp = share.ffn * _MLP_WIDTHS.get(model.mlp.activation, 2)
     kernel = _attention_kernel(model, layout.tensor, size, micro_batch)
@@ -194,7 +182,7 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
 
 
 def _all_scores(model: ModelConfig) -> bool:
-    """Whether attention has all scores in memory at once."""
+    """Whether all attention scores are in memory at once."""
     return (
         model.attention.attention_backend == "eager"
         or model.attention.attn_logit_softcapping is not None
@@ -208,17 +196,15 @@ def _attention_kernel(model: ModelConfig, tensor: int, size: int, micro_batch: i
         return 4.0 * micro_batch * length * heads  # the log of the softmax's sum
     share, bounded = local_widths(model, tensor), model.attention.attn_logit_softcapping is not None
     dropped = 1 + size if model.attention.attention_dropout else 0
-    # What the hyperbolic tangent gives, weights, dropout, and the mask of the scores.
+    # The softcap's output, weights, dropout, and the mask of the scores.
     weights = micro_batch * heads * length**2 * (size * (1 + bounded) + dropped) + length**2
     # Keys and values are repeated for the query heads that share them.
     return weights + 2.0 * size * micro_batch * length * (share.query - share.kv)
 
 
 def _masks(model: ModelConfig, tensor: int, size: int) -> float:
-    """Bytes of ALiBi's biases, or of the mask of a window that is shorter than the sequence.
-
-    Plain matrix products keep a mask in every block instead, which is counted there.
-    """
+    """Bytes of ALiBi's biases, or of the mask of a window shorter than the sequence. Eager
+    attention keeps a mask in every block instead, which is counted there."""
     windows = set(model.windows)
     narrow = {w for w in windows if w is not None and w < model.seq_length}
     kinds, heads = (0 if _all_scores(model) else len(narrow)), 1
@@ -229,24 +215,20 @@ def _masks(model: ModelConfig, tensor: int, size: int) -> float:
 
 
 def _angles(model: ModelConfig, layout: Layout) -> float:
-    """Bytes of the rotations' cosines and sines, of queries and of keys: every block casts the
-    float32 tables, which all share, to 16 bits anew."""
+    """Bytes of RoPE's cosines and sines for queries and keys: every block casts the shared float32
+    tables to 16 bits again."""
     if model.positions.position_embedding_type != "rope" or layout.precision == "fp32":
         return 0.0
-    return (
-        4.0
-        * 2
-        * model.seq_length
-        * int(model.attention.kv_channels * model.positions.rotary_percent)
-    )
+    rotated = int(model.attention.kv_channels * model.positions.rotary_percent)
+    return 4.0 * 2 * model.seq_length * rotated
 
 
 def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
-    """The most inputs of stages that a pipeline's rank holds at once.
+    """The largest number of stage inputs that a pipeline rank holds at once.
 
     1F1B and interleaved by Narayanan et al. 2021 (arXiv:2104.04473, section 2.2): p - r, and
-    2 (p - r - 1) + (v - 1) p + 1 stages; everything where one group of micro batches is all.
-    DualPipeV's 2 p + 1 stages on every rank are what this project's schedule comes to.
+    2 (p - r - 1) + (v - 1) p + 1 stages; all of them if there is one group of micro batches only.
+    This project's DualPipeV schedule holds 2 p + 1 stages on every rank.
     """
     p, v, m = layout.pipeline, layout.chunks, micro_batches
     if p == 1:
@@ -270,7 +252,6 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All of it."""
         state = self.weights + self.gradients + self.optimizer
         return state + self.buffers + self.activations
 
@@ -278,20 +259,13 @@ class Memory:
 def rank_memory(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int, share: RankShare
 ) -> Memory:
-    """Memory of a rank that holds ``share``.
-
-    Args:
-        model: the complete model, its vocabulary padded for the layout.
-        layout: the layout.
-        micro_batch: samples of a micro batch.
-        micro_batches: micro batches of a step.
-        share: what the rank holds.
-    """
+    """Memory of a rank with this share of the complete model, whose vocabulary is padded for the
+    layout, with ``micro_batches`` of ``micro_batch`` samples in a step."""
     kept = activation_bytes(model, layout, micro_batch)
     flying = stages_in_flight(layout, share.rank, micro_batches)
     stage = max(share.blocks) * kept.block + kept.masks
     if layout.pipeline > 1:
-        stage += kept.hidden  # what was sent on stays until its gradient comes back
+        stage += kept.hidden  # a sent output is kept until its gradient arrives
     first = -(-flying // layout.chunks) * kept.embedding if share.first else 0.0
     # Loss and logits are gone before the first block is computed again.
     top = max(kept.recomputed, kept.head + kept.loss if share.last else 0.0)
@@ -307,10 +281,6 @@ def rank_memory(
 
 def peak_memory(model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int) -> Memory:
     """Memory of the rank that needs most."""
-    return max(
-        (
-            rank_memory(model, layout, micro_batch, micro_batches, share)
-            for share in rank_shares(model, layout)
-        ),
-        key=lambda memory: memory.total,
-    )
+    shares = rank_shares(model, layout)
+    each = (rank_memory(model, layout, micro_batch, micro_batches, share) for share in shares)
+    return max(each, key=lambda memory: memory.total)

@@ -1,12 +1,8 @@
-"""How many parameters each layer of a model has, and how many each rank of a layout holds.
-
-The layers are those of the model's family, built on torch's meta device.
-"""
+"""Parameters of each layer of a model, built on torch's meta device, and of each rank's share."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,14 +19,14 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class LocalWidths:
-    """Widths of one tensor-parallel rank's share of a block and of the token table.
+    """Widths of one tensor-parallel rank's share of a block and of the token embedding.
 
     Attributes:
         query: all its query heads together.
-        kv: all its key heads together, and as much again for values. Where there are fewer heads
-            than ranks, several ranks hold the same one.
+        kv: all its key heads together; its value heads have the same width. With fewer heads than
+            ranks, several ranks hold the same one.
         ffn: its share of the MLP's inner width.
-        vocab: its rows of the token table, padding included.
+        vocab: its rows of the token embedding, padding included.
     """
 
     query: int
@@ -40,7 +36,7 @@ class LocalWidths:
 
 
 def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
-    """One rank's share of ``tensor``; the model is complete, its vocabulary sizes filled in."""
+    """The share of one of ``tensor`` ranks; the model is complete, with its vocabulary sizes."""
     return LocalWidths(
         query=model.attention.num_attention_heads // tensor * model.attention.kv_channels,
         kv=max(1, model.attention.num_query_groups // tensor) * model.attention.kv_channels,
@@ -51,13 +47,8 @@ def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """One tensor-parallel rank's share of a layer.
-
-    Attributes:
-        parameters: how many it has.
-        block: whether it is one of the repeated blocks.
-        tied_key: layers with the same key are one; None for a layer of its own.
-    """
+    """One tensor-parallel rank's share of a layer: its number of parameters, whether it is one of
+    the repeated blocks, and the key that tied layers share."""
 
     parameters: int
     block: bool
@@ -66,8 +57,8 @@ class LayerShare:
 
 @lru_cache(maxsize=256)
 def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
-    """The layers of a model whose vocabulary sizes are filled in, as one of ``tensor`` ranks holds
-    them; a tied layer counts whole at each of its places."""
+    """The layers of a complete model, as one of ``tensor`` ranks holds them; a tied layer counts
+    whole at each of its places."""
     tp = TensorParallel(Group(tuple(range(tensor))))
     with torch.device("meta"):
         return tuple(
@@ -81,20 +72,20 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
 
 
 def norms_of_block(model: ModelConfig) -> int:
-    """Norms of hidden states in a block; those of heads are not among them."""
+    """Number of norms of hidden states in a block, without those of heads."""
     return 2 - model.shared_parallel_norm + 2 * model.norm.post_norm
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """What one rank of a pipeline holds.
+    """One pipeline rank's share of a model.
 
     Attributes:
         rank: its number in the pipeline.
-        parameters: how many, on one tensor-parallel rank; a tied table counts once.
+        parameters: of one tensor-parallel rank; a tied embedding counts once.
         blocks: number of blocks of each of its stages.
-        first: whether the token table's lookup is here.
-        last: whether the output head is here.
+        first: whether it has the token embedding.
+        last: whether it has the output head.
     """
 
     rank: int
@@ -105,12 +96,7 @@ class RankShare:
 
 
 def rank_shares(model: ModelConfig, layout: Layout, partition: str = "blocks") -> list[RankShare]:
-    """What each rank of the pipeline holds.
-
-    Args:
-        model: the complete model, its vocabulary padded for the layout.
-        layout: the layout.
-        partition: how the layer list is cut, ``--pipeline-partition``.
+    """The share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``.
 
     Raises:
         ValueError: there are more stages than blocks.
@@ -122,11 +108,12 @@ def rank_shares(model: ModelConfig, layout: Layout, partition: str = "blocks") -
     shares = []
     for rank in range(layout.pipeline):
         held = stages_of(layout, rank)
-        places = [place for stage in held for place in range(bounds[stage], bounds[stage + 1])]
+        own = [layer for stage in held for layer in layers[bounds[stage] : bounds[stage + 1]]]
+        tied = {layer.tied_key: layer.parameters for layer in own if layer.tied_key is not None}
         shares.append(
             RankShare(
                 rank,
-                _counted_once([layers[place] for place in places]),
+                sum(tied.values()) + sum(x.parameters for x in own if x.tied_key is None),
                 tuple(sum(is_block[bounds[s] : bounds[s + 1]]) for s in held),
                 0 in held,
                 stages - 1 in held,
@@ -135,14 +122,8 @@ def rank_shares(model: ModelConfig, layout: Layout, partition: str = "blocks") -
     return shares
 
 
-def _counted_once(layers: Sequence[LayerShare]) -> int:
-    """Parameters of layers, of tied ones once."""
-    tied = {layer.tied_key: layer.parameters for layer in layers if layer.tied_key is not None}
-    return sum(tied.values()) + sum(x.parameters for x in layers if x.tied_key is None)
-
-
 def stages_of(layout: Layout, rank: int) -> list[int]:
-    """The stages that a rank of the pipeline holds, in layer order."""
+    """The stages of a pipeline rank, in layer order."""
     if layout.schedule == "dualpipev":
         return [rank, 2 * layout.pipeline - 1 - rank]
     return [rank + chunk * layout.pipeline for chunk in range(layout.chunks)]

@@ -1,32 +1,207 @@
-"""Time of an optimizer step: computing, waiting for others, sending.
+"""The machines, and the time of an optimizer step on them: computing, sending, waiting.
 
-A step takes FLOPs / (utilisation x peak) + bytes / bandwidth for what is not hidden, both of the
+A step takes FLOPs / (utilisation x peak) + bytes / bandwidth of what is not overlapped, both of the
 slowest rank, and the pipeline's bubble. The optimizer's own time, data loading, logging and
-checkpoints are left out.
+checkpoints are not counted. Ring algorithms move (n - 1) / n of a buffer for an all-gather or a
+reduce-scatter over n ranks, and twice that for an all-reduce (Thakur, Rabenseifner and Gropp 2005,
+section 4).
 """
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
-from megatron.config import ModelConfig
+from megatron.config import ConfigError, ModelConfig
+from megatron.config.flags import option
 from megatron.config.layouts import Layout
-from megatron.planning.communication import (
-    Communication,
-    data_bytes,
-    pipeline_bytes,
-    ring,
-    tensor_bytes_at_ends,
-    tensor_bytes_per_block,
-    tied_bytes,
-)
-from megatron.planning.hardware import Hardware
 from megatron.planning.parameters import RankShare, local_widths
+
+_UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """Machines: how many, how large, how fast (by default nodes of 8 A100)."""
+
+    gpus: int | None = option(None)
+    """Number of GPUs, one process each."""
+    gpu_memory: str = option("80GiB")
+    """Memory of one GPU, as in 80GiB."""
+    memory_reserve: str = option("4GiB")
+    """Part of it that is kept free for CUDA, NCCL, workspaces of kernels and fragmentation."""
+    gpus_per_node: int = option(8)
+    """GPUs of a node, which fast links connect."""
+    peak_tflops: float = option(312.0)
+    """Dense 16-bit peak of one GPU, TFLOP/s (A100 312, H100 and H200 989, B200 2250)."""
+    utilisation: float = option(0.6)
+    """Share of the peak that a GPU reaches while it computes."""
+    intra_node_bandwidth: float = option(300.0)
+    """Gigabytes per second that a GPU sends inside a node (NVLink: A100 300, H100 450)."""
+    inter_node_bandwidth: float = option(25.0)
+    """Gigabytes per second that a GPU sends to other nodes (200 Gbit/s: 25, 400 Gbit/s: 50)."""
+    tensor_overlap: float = option(0.4)
+    """Share of tensor-parallel communication that overlaps with computation (in the backward pass
+    the collectives of column-parallel layers run beside matrix products)."""
+    pipeline_overlap: float = option(0.0)
+    """Share of the pipeline's sends and receives that overlaps with computation."""
+    data_overlap: float = option(0.5)
+    """Share of data-parallel communication that overlaps with computation at ZeRO 3. Below it
+    DeepSpeed's overlap_comm is off by default and nothing overlaps."""
+
+    def check(self) -> None:
+        """Raises ConfigError for a value out of range."""
+        if self.gpus is None:
+            raise ConfigError("--gpus is missing: the number of GPUs to plan for")
+        for name in ("gpus", "gpus_per_node", "peak_tflops", "intra_node_bandwidth",
+                     "inter_node_bandwidth"):  # fmt: skip
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be positive")
+        if not 0 < self.utilisation <= 1:
+            raise ConfigError(f"--utilisation {self.utilisation} must be above 0 and at most 1")
+        for name in ("tensor_overlap", "pipeline_overlap", "data_overlap"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ConfigError(f"{_flag(name)} {getattr(self, name)} must be from 0 to 1")
+        if self.usable_memory <= 0:
+            raise ConfigError(
+                f"--memory-reserve {self.memory_reserve} leaves nothing of --gpu-memory "
+                f"{self.gpu_memory}"
+            )
+
+    @property
+    def usable_memory(self) -> int:
+        """Bytes of a GPU that a plan can use."""
+        memory = parse_bytes("--gpu-memory", self.gpu_memory)
+        return memory - parse_bytes("--memory-reserve", self.memory_reserve)
+
+    def ring_bandwidth(self, ranks: int, stride: int) -> float:
+        """Bytes per second of a ring through a group of ``ranks`` members, ``stride`` ranks apart.
+
+        Inside a node it is the GPU's own; between nodes the links of all members in a node carry
+        each member's ring, as NCCL builds them.
+        """
+        inside = self.intra_node_bandwidth
+        if ranks * stride <= self.gpus_per_node:
+            return 1e9 * inside
+        members = max(1, self.gpus_per_node // stride)
+        return 1e9 * min(inside, members * self.inter_node_bandwidth)
+
+    def link_bandwidth(self, ranks: int, stride: int) -> float:
+        """Bytes per second of the slowest link from one GPU of a group to the next."""
+        inside = ranks * stride <= self.gpus_per_node
+        return 1e9 * (self.intra_node_bandwidth if inside else self.inter_node_bandwidth)
+
+    @property
+    def flops(self) -> float:
+        """FLOP/s that a GPU reaches while it computes."""
+        return self.peak_tflops * 1e12 * self.utilisation
+
+
+def parse_bytes(flag: str, text: str) -> int:
+    """Bytes of a size such as ``80GiB``; a ConfigError that names ``flag`` for other texts."""
+    found = re.fullmatch(rf"([0-9]+(?:\.[0-9]+)?)\s*({'|'.join(_UNITS)})", text)
+    if found is None:
+        raise ConfigError(f"{flag} {text}: expected a size such as 80GiB ({', '.join(_UNITS)})")
+    return int(float(found[1]) * _UNITS[found[2]])
+
+
+def _flag(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+@dataclass(frozen=True)
+class Communication:
+    """Bytes sent in a step by the rank that sends most, by kind of parallelism."""
+
+    tensor: float
+    pipeline: float
+    data: float
+
+
+def ring(ranks: int) -> float:
+    """Share of a buffer that a rank sends in an all-gather or reduce-scatter."""
+    return (ranks - 1) / ranks
+
+
+def tensor_bytes_per_block(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
+    """Bytes that a block sends over tensor-parallel ranks for one micro batch.
+
+    Two all-reduces of the hidden states forward and two backward (Shoeybi et al. 2019,
+    arXiv:1909.08053, section 3). Sequence parallelism replaces each by an all-gather and a
+    reduce-scatter of the same size (Korthikanti et al. 2022, section 4.2.2), and gathers the inputs
+    of the two column-parallel layers again for the gradients of their weights. Full recomputation
+    sends the forward pass's part again.
+    """
+    passes = 4 + 2 * (layout.recompute in ("uniform", "block"))
+    gathers = 2 * passes + 2 * layout.sequence
+    # At stage 0 16 bits run as autocast, whose matrix products are in 16 bits too.
+    size = 0.5 if layout.precision != "fp32" and layout.zero == 0 else 1.0
+    return gathers * ring(layout.tensor) * size * hidden_bytes(model, layout, micro_batch)
+
+
+def tensor_bytes_at_ends(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
+    """Bytes of the token embedding or of the output head: an all-reduce each."""
+    return 2 * ring(layout.tensor) * hidden_bytes(model, layout, micro_batch)
+
+
+def hidden_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
+    """Bytes of a micro batch's hidden states, not cut."""
+    size = 4 if layout.precision == "fp32" or layout.zero == 0 else 2
+    return float(size * micro_batch * model.seq_length * model.hidden_size)
+
+
+def pipeline_bytes(
+    model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int
+) -> float:
+    """Bytes that a pipeline rank sends to its neighbours: for every stage the hidden states and
+    their gradients, a share of the sequence with sequence parallelism."""
+    if layout.pipeline == 1:
+        return 0.0
+    split = layout.tensor if layout.sequence else 1
+    return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, micro_batch) / split
+
+
+def gradient_size(layout: Layout) -> int:
+    """Bytes of an element of the gradients that are sent."""
+    half = layout.precision != "fp32" and layout.zero > 0
+    return 2 if half and not layout.grads_in_fp32 else 4
+
+
+def tied_bytes(model: ModelConfig, layout: Layout) -> float:
+    """Bytes of a rank's gradients of the tied token embedding, of which the pipeline's first and
+    last rank each have a copy and sum the gradients; 0 without copies."""
+    # DualPipeV has the first and the last stage on one rank.
+    if not model.embedding.tied or layout.pipeline == 1 or layout.schedule == "dualpipev":
+        return 0.0
+    table = local_widths(model, layout.tensor).vocab * model.hidden_size
+    return float(gradient_size(layout) * table)
+
+
+def data_bytes(layout: Layout, parameters: int, micro_batches: int) -> float:
+    """Bytes of gradients and parameters between data-parallel ranks.
+
+    Rajbhandari et al. 2020 (arXiv:1910.02054, section 7): an all-reduce of the gradients without
+    ZeRO; at stage 1 a reduce-scatter of gradients and an all-gather of weights, the same volume; at
+    stage 3 weights are gathered for forward and backward and gradients scattered, 1.5 times that.
+    Stages 2 and 3 cannot keep whole gradients, so they reduce them after every micro batch.
+    """
+    weight = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
+    gradient = gradient_size(layout)
+    share = ring(layout.data) * parameters
+    return (
+        share
+        * {
+            0: 2 * gradient,
+            1: gradient + weight,
+            2: micro_batches * gradient + weight,
+            3: micro_batches * (2 * weight + gradient),
+        }[layout.zero]
+    )
 
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a step, by what they go to."""
+    """Seconds of a step."""
 
     compute: float
     tensor: float
@@ -36,7 +211,6 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """The whole step."""
         return self.compute + self.tensor + self.pipeline + self.data + self.bubble
 
     @property
@@ -46,11 +220,11 @@ class StepTime:
 
 
 def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
-    """FLOPs of one rank for one micro batch, forward and backward, what is recomputed included.
+    """FLOPs of one rank for one micro batch, forward, backward and recomputation.
 
-    Matrix products only, two operations per multiply-add, attention over all pairs, as in
-    Narayanan et al. 2021 (arXiv:2104.04473, section 5.1) and in Korthikanti et al. 2022 (section 6
-    and appendix A), whose hardware FLOPs these are.
+    Matrix products only, two operations per multiply-add, attention over all pairs: the hardware
+    FLOPs of Narayanan et al. 2021 (arXiv:2104.04473, section 5.1) and Korthikanti et al. 2022
+    (section 6 and appendix A).
     """
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     attention = 4 * width.query * model.seq_length
@@ -66,9 +240,9 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
 def bubble_ratio(layout: Layout, micro_batches: int) -> float:
     """Waiting time over working time of a pipeline.
 
-    (p - 1) / (v m) by Narayanan et al. 2021 (section 2.2). For dualpipev what this project's
-    schedule comes to, where a backward computes the gradients of inputs and weights together:
-    ((p - 1) B - F / 2) / (m (F + B)), a backward B taking two or more forwards F.
+    (p - 1) / (v m) by Narayanan et al. 2021 (section 2.2); for this project's dualpipev, whose
+    backward B computes the gradients of inputs and weights together and takes two or more forwards
+    F, ((p - 1) B - F / 2) / (m (F + B)).
     """
     p, m = layout.pipeline, micro_batches
     if p == 1:
@@ -89,13 +263,8 @@ def step_time(
 ) -> tuple[StepTime, Communication]:
     """The time of a step, and the bytes sent by the rank that sends most.
 
-    Args:
-        model: the complete model, its vocabulary padded for the layout.
-        layout: the layout.
-        micro_batch: samples of a micro batch.
-        micro_batches: micro batches of a step.
-        shares: what each rank of the pipeline holds.
-        hardware: what machines do.
+    The model is complete, its vocabulary padded for the layout; a step has ``micro_batches`` of
+    ``micro_batch`` samples; ``shares`` are the pipeline ranks' shares of the model.
     """
     per_block = tensor_bytes_per_block(model, layout, micro_batch)
     at_end = tensor_bytes_at_ends(model, layout, micro_batch)
@@ -109,8 +278,8 @@ def step_time(
     busy, exposed, sent = max(working)
     held = max(share.parameters for share in shares)
     stages = pipeline_bytes(model, layout, micro_batch, micro_batches)
-    # The copies of a tied table are averaged over replicas by themselves, then summed: all-reduces
-    # at the end of the step, which nothing hides.
+    # The copies of a tied embedding are averaged over replicas and then summed: all-reduces at the
+    # end of the step, which overlap with nothing.
     tied = tied_bytes(model, layout)
     copies = 2 * ring(2) * tied
     volume = Communication(

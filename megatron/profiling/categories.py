@@ -1,8 +1,9 @@
-"""What kind of work an operator or a kernel is, told by its name and by what it lies in.
+"""The kind of work of an operator or kernel, by its name and the events around it.
 
-Names are those of torch's operators (``aten::mm``), of autograd's nodes (``MmBackward0``), of
-inductor's fused kernels (which list what they fuse), and of the kernels of cuBLAS, cuDNN, CUTLASS,
-flash-attention, NCCL and torch on GPUs.
+Names are those of torch's operators (``aten::mm``), autograd's nodes (``MmBackward0``), inductor's
+fused kernels (which list what they fuse), and the kernels of cuBLAS, cuDNN, CUTLASS,
+flash-attention, NCCL and torch on GPUs. Phases are marked by the engine (``megatron::forward``) or,
+in traces of other programs, by torch.
 """
 
 from __future__ import annotations
@@ -11,39 +12,33 @@ import re
 from functools import cache
 from typing import NamedTuple
 
-from megatron.profiling.scopes import DATA, OPTIMIZER, RECEIVE_SCOPE, REST, phase_of
+DATA, FORWARD, BACKWARD, OPTIMIZER, REST = "data", "forward", "backward", "optimizer", "rest"
+PHASES = (DATA, FORWARD, BACKWARD, OPTIMIZER, REST)
+"""Phases of a step, in their order; ``rest`` is all that is in no other."""
 
-ATTENTION, PRODUCTS, NORMS = "attention", "matrix products", "norms"
+OUTSIDE = ("megatron::evaluate", "megatron::save")
+"""Scopes that are not part of a step although they are between two steps."""
+
+_PHASES = (
+    (DATA, re.compile(r"megatron::data$|enumerate\(DataLoader\)")),
+    (FORWARD, re.compile(r"megatron::forward$")),
+    (BACKWARD, re.compile(r"megatron::backward$|autograd::engine::evaluate_function")),
+    (OPTIMIZER, re.compile(r"megatron::optimizer$|Optimizer\.step#")),
+)
+
+ATTENTION, GEMMS, NORMS = "attention", "matrix products", "norms"
 ELEMENTWISE, EMBEDDING, LOSS = "elementwise", "embedding", "loss"
 UPDATE, COMMUNICATION, LOADING = "optimizer", "communication", "data"
 COPIES, HOST, IDLE = "copies and casts", "host", "idle"
-CATEGORIES = {
-    ATTENTION: "kernels of attention, its batched products and softmax",
-    PRODUCTS: "products with weights",
-    NORMS: "LayerNorm, RMSNorm",
-    ELEMENTWISE: "activation, rotary angles, residual, dropout, sums of gradients",
-    EMBEDDING: "rows of the token table taken, gradients added to it",
-    LOSS: "cross entropy and its mean",
-    UPDATE: "the update, norm of the gradients, clipping",
-    COMMUNICATION: "waiting for collectives, beside which nothing else runs",
-    LOADING: "waiting for batches",
-    COPIES: "casts, copies, concatenation, fills",
-    HOST: "Python, DeepSpeed, views, allocations, dispatch",
-    IDLE: "the device waits for the host",
-}
-"""Each category and what is in it. A CPU's step has no idle time, a GPU's no host time."""
+CATEGORIES = (ATTENTION, GEMMS, NORMS, ELEMENTWISE, EMBEDDING, LOSS, UPDATE, COMMUNICATION, LOADING,
+              COPIES, HOST, IDLE)  # fmt: skip
+"""Rows of the table: ``host`` is Python, DeepSpeed, views, allocations and dispatch on a CPU;
+``idle`` is the time in which a GPU waits for the CPU."""
 
 
 class Mark(NamedTuple):
-    """What a name says.
-
-    Attributes:
-        phase: the phase that it opens.
-        context: the category of all that lies inside, unless that says something else.
-        own: the category of its own time; None where the name says nothing (a scope, a node of
-            autograd, an operator whose work is elementwise).
-        operator: whether it is an operator, whose own time is work.
-    """
+    """What a name says: the phase that it opens; the category of all inside it, unless that has its
+    own; the category of its own time; and whether it is an operator, whose own time is work."""
 
     phase: str | None
     context: str | None
@@ -51,35 +46,30 @@ class Mark(NamedTuple):
     operator: bool
 
 
-class Place(NamedTuple):
-    """Where something happens: what its ancestors and its own name come to.
-
-    Attributes:
-        phase: phase of the step.
-        context: attention, norm, embedding, loss; None in none of these.
-        category: category of the innermost event's own time.
-        name: name of the innermost event.
-    """
+class Label(NamedTuple):
+    """What an event is, by its own name and those around it: its phase, its context (attention,
+    norm, embedding, loss or None), and the category of its own time."""
 
     phase: str = REST
     context: str | None = None
     category: str = HOST
-    name: str = ""
 
 
-_CONTEXTS = (
-    (ATTENTION, r"scaled_dot_product|flash_attn|FlashAttn|ScaledDotProduct|_efficient_attention"
-     r"|_flash_attention|flex_attention"),
-    (LOSS, r"cross_?entropy|nll_loss|NllLoss|log_softmax|LogSoftmax"),
-    (NORMS, r"layer_norm|LayerNorm|rms_?norm|RMSNorm|RmsNorm|group_norm|batch_norm"),
-    (EMBEDDING, r"aten::_?embedding|EmbeddingBackward|EmbeddingDenseBackward"),
-)  # fmt: skip
-_CONTEXT_PATTERNS = [(kind, re.compile(p, re.IGNORECASE)) for kind, p in _CONTEXTS]
+_CONTEXTS = [
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        (ATTENTION, r"scaled_dot_product|flash_attn|FlashAttn|ScaledDotProduct|_flash_attention"
+         r"|_efficient_attention|flex_attention"),
+        (LOSS, r"cross_?entropy|nll_loss|NllLoss|log_softmax|LogSoftmax"),
+        (NORMS, r"layer_norm|LayerNorm|rms_?norm|RMSNorm|RmsNorm|group_norm|batch_norm"),
+        (EMBEDDING, r"aten::_?embedding|EmbeddingBackward|EmbeddingDenseBackward"),
+    )
+]  # fmt: skip
 _COLLECTIVE = re.compile(
-    r"c10d::|gloo:|nccl:|mpi:|ucc:|record_param_comms|_?c10d_functional::|" + RECEIVE_SCOPE
+    r"c10d::|gloo:|nccl:|mpi:|ucc:|record_param_comms|_?c10d_functional::|megatron::receive"
 )
 _BATCHED = re.compile(r"aten::(bmm|baddbmm|_?safe_softmax|softmax|_softmax)")
-_PRODUCT = re.compile(
+_GEMM = re.compile(
     r"aten::(mm|addmm|_addmm_activation|linear|linear_backward|matmul|mv|addmv|_scaled_mm"
     r"|_int_mm|_grouped_mm|mkldnn_linear)|mkldnn::_?linear|mkl::_mkl_linear"
     r"|(cpp|triton)_\w*(gemm|_mm_|_mm$|addmm)"
@@ -110,36 +100,43 @@ _FUSED_KINDS = (
     # rsqrt, pow_sum: RMSNorm in parts, forward and backward.
     (NORMS, re.compile(r"layer_norm|rms_norm|rsqrt|var_mean|pow_sum")),
     (EMBEDDING, re.compile(r"embedding")),
-)
-_ONLY_COPIES = re.compile(
-    r"(?:_?(?:unsafe_view|to_copy|clone|copy|transpose|view|permute|cat|split|split_with_sizes"
-    r"|expand|slice|squeeze|unsqueeze|t|zeros|full|empty|select|constant_pad_nd|new_zeros))*"
-)
+    (COPIES, re.compile(
+        r"(?:_?(?:unsafe_view|to_copy|clone|copy|transpose|view|permute|cat|split|split_with_sizes"
+        r"|expand|slice|squeeze|unsqueeze|t|zeros|full|empty|select|constant_pad_nd|new_zeros))*$"
+    )),
+)  # fmt: skip
+_KERNELS = [
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        (COMMUNICATION, r"nccl|rccl|AllReduce|AllGather|ReduceScatter|all_reduce_kernel"),
+        (ATTENTION, r"flash|fmha|mha_|attention|sdpa|_attn_"),
+        (GEMMS, r"gemm|gemv|cutlass|cublas|nvjet|xmma|Cijk_|splitK|_mm_|wgrad_alg"),
+        (NORMS, r"layer_?norm|rms_?norm|GammaBeta|rowwise_moments"),
+        (LOSS, r"cross_?entropy|nll_loss|log_?softmax"),
+        (EMBEDDING, r"embedding|indexSelect"),
+        (UPDATE, r"multi_tensor_apply|adam"),
+    )
+] + [(COPIES, re.compile(r"Memcpy|Memset|copy_kernel|CatArray|FillFunctor|bfloat16_copy|_copy"))]
 
 
 @cache
 def mark_of(name: str) -> Mark:
-    """What a host event's name says."""
-    phase = phase_of(name)
+    """What the name of an event on the CPU says."""
+    phase = next((phase for phase, pattern in _PHASES if pattern.match(name)), None)
     node = name.removeprefix("autograd::engine::evaluate_function: ")
-    context = next((kind for kind, p in _CONTEXT_PATTERNS if p.search(node)), None)
+    context = next((kind for kind, pattern in _CONTEXTS if pattern.search(node)), None)
     if _COLLECTIVE.match(name):
         return Mark(phase, None, COMMUNICATION, True)
-    fused = _fused_kind(name)
-    if fused is not None:
+    if (fused := _fused_kind(name)) is not None:
         return Mark(phase, None, fused, True)
     operator = "::" in name and not name.startswith(("autograd::", "megatron::", "torch::"))
     if name != node or (node.endswith(("Backward", "Backward0", "Backward1")) and not operator):
         return Mark(phase, context, HOST, False)  # its own time is autograd's
-    if _PRODUCT.match(name):
-        return Mark(phase, context, PRODUCTS, operator)
-    if _BATCHED.match(name):
-        return Mark(phase, context, ATTENTION, operator)
-    if _COPY.match(name):
-        return Mark(phase, context, COPIES, operator)
-    if _HOST_OPERATOR.match(name) or not operator:
-        return Mark(phase, context, HOST, operator)
-    return Mark(phase, context, None, operator)
+    for own, pattern in ((GEMMS, _GEMM), (ATTENTION, _BATCHED), (COPIES, _COPY)):
+        if pattern.match(name):
+            return Mark(phase, context, own, operator)
+    is_host = _HOST_OPERATOR.match(name) or not operator
+    return Mark(phase, context, HOST if is_host else None, operator)
 
 
 def _fused_kind(name: str) -> str | None:
@@ -147,26 +144,19 @@ def _fused_kind(name: str) -> str | None:
     found = _FUSED.search(name)
     if found is None:
         return None
-    for kind, pattern in _FUSED_KINDS:
-        if pattern.search(found[1]):
-            return kind
-    return COPIES if _ONLY_COPIES.fullmatch(found[1]) else ELEMENTWISE
+    kinds = (k for k, p in _FUSED_KINDS if (p.match if k == COPIES else p.search)(found[1]))
+    return next(kinds, ELEMENTWISE)
 
 
-def inside(parent: Place, name: str, context: str | None = None) -> Place:
-    """Where an event of this name is, that lies in ``parent``.
-
-    Args:
-        parent: where it lies.
-        name: its name.
-        context: that of the forward operator whose gradient it computes.
-    """
+def label_inside(parent: Label, name: str, context: str | None = None) -> Label:
+    """The label of an event of this name inside of another; ``context`` is that of the forward operator
+    whose gradient it computes."""
     mark = mark_of(name)
     phase = mark.phase or parent.phase
     within = mark.context or context or parent.context
     if parent.context == ATTENTION:
-        within = ATTENTION  # a softmax or a norm inside is the kernel's own
-    return Place(phase, within, _category(mark, phase, within), name)
+        within = ATTENTION  # a softmax or a norm inside belongs to the attention kernel
+    return Label(phase, within, _category(mark, phase, within))
 
 
 def _category(mark: Mark, phase: str, context: str | None) -> str:
@@ -178,7 +168,7 @@ def _category(mark: Mark, phase: str, context: str | None) -> str:
         return mark.own or HOST
     if context == ATTENTION:
         return ATTENTION
-    if mark.own in (PRODUCTS, HOST):
+    if mark.own in (GEMMS, HOST):
         return mark.own
     if context is not None:
         return context
@@ -187,48 +177,26 @@ def _category(mark: Mark, phase: str, context: str | None) -> str:
     return mark.own or ELEMENTWISE
 
 
-_KERNELS = (
-    (COMMUNICATION, r"nccl|rccl|AllReduce|AllGather|ReduceScatter|all_reduce_kernel"),
-    (ATTENTION, r"flash|fmha|mha_|attention|sdpa|_attn_"),
-    (PRODUCTS, r"gemm|gemv|cutlass|cublas|nvjet|xmma|Cijk_|splitK|_mm_|wgrad_alg"),
-    (NORMS, r"layer_?norm|rms_?norm|GammaBeta|rowwise_moments"),
-    (LOSS, r"cross_?entropy|nll_loss|log_?softmax"),
-    (EMBEDDING, r"embedding|indexSelect"),
-    (UPDATE, r"multi_tensor_apply|adam"),
-)
-_KERNEL_PATTERNS = [(kind, re.compile(p, re.IGNORECASE)) for kind, p in _KERNELS]
-_COPY_KERNEL = re.compile(r"Memcpy|Memset|copy_kernel|CatArray|FillFunctor|bfloat16_copy|_copy")
-
-
 @cache
 def _kernel_kind(name: str) -> str | None:
     """The category that a kernel's name tells; None where it could be many things."""
-    fused = _fused_kind(name)
-    if fused is not None:
-        return fused
-    kind = next((kind for kind, p in _KERNEL_PATTERNS if p.search(name)), None)
-    return COPIES if kind is None and _COPY_KERNEL.search(name) else kind
+    return _fused_kind(name) or next((kind for kind, p in _KERNELS if p.search(name)), None)
 
 
-def kernel_category(name: str, place: Place | None) -> str:
-    """The category of a kernel.
-
-    Args:
-        name: its name.
-        place: where the host started it; None if that is not known.
-    """
+def kernel_category(name: str, launch: Label | None) -> str:
+    """The category of a kernel by its name and the event that launched it, None if unknown."""
     kind = _kernel_kind(name)
-    if kind == COMMUNICATION or place is None:
+    if kind == COMMUNICATION or launch is None:
         return kind or ELEMENTWISE
-    if place.context == ATTENTION or kind == ATTENTION:
+    if launch.context == ATTENTION or kind == ATTENTION:
         return ATTENTION
-    if kind == PRODUCTS:
-        return ATTENTION if place.category == ATTENTION else PRODUCTS
-    if place.context is not None:
-        return place.context
-    if place.phase == OPTIMIZER and kind != COPIES:
+    if kind == GEMMS:
+        return ATTENTION if launch.category == ATTENTION else GEMMS
+    if launch.context is not None:
+        return launch.context
+    if launch.phase == OPTIMIZER and kind != COPIES:
         return UPDATE
     if kind is None or kind == UPDATE:
-        # multi_tensor_apply is the machine of all _foreach operators.
-        return place.category if place.category not in (HOST, LOADING) else ELEMENTWISE
+        # multi_tensor_apply is the kernel of all _foreach operators.
+        return launch.category if launch.category not in (HOST, LOADING) else ELEMENTWISE
     return kind

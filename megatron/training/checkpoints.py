@@ -1,8 +1,10 @@
-"""When a save fails: training goes on, and the run fails if the last one did."""
+"""When a run saves checkpoints, and what happens when a save fails."""
 
 from __future__ import annotations
 
 from typing import Any
+
+from torch.profiler import record_function
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.engine.saving import CheckpointWriter, SaveResult
@@ -11,15 +13,10 @@ from megatron.training.trainer import Callback, Step, Trainer
 
 
 class CheckpointManager(Callback):
-    """The checkpoints of a run: at intervals, at the end, and where it is stopped.
+    """The checkpoints of a run: every ``interval`` steps, at the end, and where it is stopped.
 
-    A failed save leaves the earlier checkpoints and is said; the next one may find room again. Only
-    when the newest attempt at the end of the run has failed, the run has.
-
-    Args:
-        writer: writes them.
-        report: says how they came out.
-        interval: steps from one to the next; None saves at the end only.
+    A failed save leaves the earlier checkpoints, is reported, and training continues; the next save
+    may find space again. The run fails only if its last save did.
     """
 
     def __init__(
@@ -30,56 +27,53 @@ class CheckpointManager(Callback):
         self._begun_at: int | None = None
         self._samples: dict[int, int] = {}
 
+    @record_function("megatron::save")
     def save(self, iteration: int, consumed_samples: int) -> None:
         """Saves, or begins to; nothing without ``--save``, or if this step is saved already."""
         if not self.writer.options.save:
             return
         if self._begun_at == iteration:
-            # It may have failed, and all ranks must come to know it alike.
-            for result in self.writer.finished(wait=True):
-                self._tell(result)
+            # It may have failed, which all ranks must learn before they decide.
+            self._report_finished(wait=True)
         if self._begun_at == iteration:
             return
         self._begun_at, self._samples[iteration] = iteration, consumed_samples
         self.writer.save(iteration, {"consumed_samples": consumed_samples})
-        self.tell_finished()
-
-    def tell_finished(self) -> None:
-        """Says what has come to an end."""
-        for result in self.writer.finished():
-            self._tell(result)
+        self._report_finished()
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Says what has come to an end in the background."""
-        self.tell_finished()
+        """Reports saves that finished in the background."""
+        self._report_finished()
 
     def between_steps(self, trainer: Trainer) -> None:
-        """Saves where that is due."""
         due = self.interval is not None and trainer.iteration % self.interval == 0
         if due or trainer.at_end:
             self._save_settled(trainer)
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        """Saves where the run was stopped."""
         if reason is not None:
             self._save_settled(trainer)
 
     def _save_settled(self, trainer: Trainer) -> None:
-        trainer.settle()  # never a step that is to be reported as bad
+        trainer.settle()  # a step that was not finite is never saved
         self.save(trainer.iteration, trainer.consumed_samples)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
-        """Waits for the last one.
+        """Waits for the last save.
 
         Raises:
-            CheckpointError: the last save failed, and nothing else did before.
+            CheckpointError: the last save failed, and no other error came before.
         """
         for result in self.writer.close():
-            self._tell(result)
+            self._report(result)
         if error_type is None and self.error is not None:
             raise self.error
 
-    def _tell(self, result: SaveResult) -> None:
+    def _report_finished(self, wait: bool = False) -> None:
+        for result in self.writer.finished(wait=wait):
+            self._report(result)
+
+    def _report(self, result: SaveResult) -> None:
         self.error = result.error
         if result.error is not None:
             if self._begun_at == result.iteration:

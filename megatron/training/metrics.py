@@ -1,13 +1,14 @@
-"""What a run reports: per step, per log interval and per evaluation.
+"""Metrics of a run: per step, per log interval and per evaluation; and the peak of its devices.
 
-Steps go into an :class:`IntervalMeter`, which keeps losses as tensors on the device; only when the
-interval ends are they read, once. The result is an :class:`IntervalMetrics`: numbers, the console
-line and the row that the writers get.
+An :class:`IntervalMeter` keeps the losses of steps as tensors on the device and reads them once,
+when the interval ends. The result is an :class:`IntervalMetrics`: numbers, the console line and the
+row for the writers.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import resource
 import sys
 import time
@@ -23,18 +24,13 @@ class StepMetrics:
     """One optimizer step.
 
     Args:
-        loss: what is minimised: scalar, mean over micro batches and data-parallel ranks; read only
+        loss: the minimised loss: scalar, mean over micro batches and data-parallel ranks; read only
             at the end of the interval.
-        losses: the losses that it is made of, by the family's names for them.
-        samples: global batch size.
-        tokens: tokens of the global batch.
-        learning_rate: rate that the step used.
-        weight_decay: weight decay that the step used.
+        losses: its parts, by the family's names for them.
+        samples, tokens: of the global batch.
         grad_norm: global norm before clipping; None where the engine does not compute it.
-        loss_scale: scale of the loss in fp16, 1 otherwise.
-        skipped: whether the optimizer left the weights as they were; as a scalar tensor 1.0 if so.
-        flops: model FLOPs of the step, where tokens differ in what they take; None for those of the
-            meter's tokens.
+        skipped: whether the optimizer left the weights unchanged; as a scalar tensor 1.0 if so.
+        flops: model FLOPs of the step; None to count them by tokens.
         seq_length: tokens of a sample where that changes over the run, else None.
     """
 
@@ -68,27 +64,17 @@ class MemoryUse:
 class IntervalMetrics:
     """The steps between two log lines.
 
+    Rates and sizes without a note are those of the last step; consumed counts are since the start
+    of the run.
+
     Args:
         iteration: number of the last step, from 1.
-        train_iters: steps of the whole run.
-        consumed_samples: since the start of the run.
-        consumed_tokens: since the start of the run.
-        steps: steps in the interval.
-        loss: mean over the steps with a finite loss, NaN if no step has one.
-        losses: the same of each of the losses that it is made of, by name.
-        grad_norm: of the last step.
-        learning_rate: of the last step.
-        weight_decay: of the last step.
-        global_batch_size: of the last step.
-        loss_scale: of the last step.
-        skipped_steps: steps in which the optimizer left the weights as they were.
+        loss, losses: means over the steps with a finite loss, NaN if no step has one.
+        skipped_steps: steps in which the optimizer left the weights unchanged.
         nan_steps: steps with a NaN or infinite loss.
         seconds: wall time of the interval without what was :meth:`IntervalMeter.paused`.
         samples_per_second: over all devices.
-        tokens_per_second_per_device: in tokens.
-        tflops_per_device: model FLOPs, in 1e12 per second.
-        mfu: the share of the peak that these are, 0 to 1; None without a known peak.
-        memory: peak memory of this process.
+        mfu: model FLOP/s as a share of the device's peak, 0 to 1; None without a known peak.
         seq_length: tokens of a sample in the last step; None where that does not change.
     """
 
@@ -143,7 +129,7 @@ class IntervalMetrics:
         return " " + " | ".join(fields) + " |"
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers, which get iteration, samples and tokens on their own."""
+        """The values by name, for writers."""
         growing = {} if self.seq_length is None else {"seq_length": float(self.seq_length)}
         several = self.losses if len(self.losses) > 1 else {}
         return growing | {
@@ -168,14 +154,8 @@ class IntervalMetrics:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model was found to be on held-out data.
-
-    Args:
-        iteration: training steps done.
-        losses: mean over micro batches and ranks, by the family's name for it.
-        name: of the data, "valid" or "test" where there is one set of them.
-        test: whether this is for testing and not for validation.
-    """
+    """Losses on held-out data after ``iteration`` steps: means over micro batches and ranks, by the
+    family's names. ``name`` is that of the data set, "valid" or "test" where there is only one."""
 
     iteration: int
     losses: Mapping[str, float]
@@ -184,7 +164,7 @@ class Evaluation:
 
     @property
     def kind(self) -> str:
-        """What writers call these values."""
+        """The writers' name for these values."""
         kind = "test" if self.test else "validation"
         return kind if self.name in ("valid", "test") else f"{kind} {self.name}"
 
@@ -199,7 +179,7 @@ class Evaluation:
         return f" validation loss at {where} | {values}".rstrip()
 
     def row(self) -> dict[str, float | None]:
-        """The values by name, for writers; a family's only loss is ``loss``."""
+        """The values by name, for writers; a single loss is ``loss``."""
         if len(self.losses) == 1:
             (loss,) = self.losses.values()
             return {"loss": loss, "perplexity": perplexity(loss)}
@@ -216,11 +196,9 @@ class IntervalMeter:
     """Adds up the steps of a log interval; the clock of the first one starts at construction.
 
     Args:
-        train_iters: steps of the whole run.
         flops_per_token: model FLOPs of a token, forward and backward.
-        device: this process' device.
         devices: number of devices (processes) of the run.
-        peak_flops: FLOP/s that a device could do, None if unknown.
+        peak_flops: peak FLOP/s of a device, None if unknown.
         clock: seconds from a monotonic clock.
     """
 
@@ -244,12 +222,12 @@ class IntervalMeter:
         self._started = clock()
 
     def add(self, step: StepMetrics) -> None:
-        """Count a step; reads nothing from the device."""
+        """Counts a step; reads nothing from the device."""
         self._steps.append(step)
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave what happens inside, an evaluation or a save, out of the interval's time."""
+        """Leaves the time spent inside, on an evaluation or a save, out of the interval."""
         start = self._clock()
         try:
             yield
@@ -259,7 +237,7 @@ class IntervalMeter:
     def finish(
         self, *, iteration: int, consumed_samples: int, consumed_tokens: int
     ) -> IntervalMetrics:
-        """End the interval, wait for its last step, and start the next one. Needs a step."""
+        """Ends the interval, waits for its last step, and starts the next one."""
         assert self._steps, "an interval without steps"
         steps, last = self._steps, self._steps[-1]
         losses = _numbers([step.loss for step in steps])
@@ -325,3 +303,88 @@ def memory_use(device: torch.device) -> MemoryUse:
     unit = 1 if sys.platform == "darwin" else 1024
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return MemoryUse(allocated=peak * unit, reserved=None)
+
+
+# Dense 16-bit tensor-core rates (bfloat16; float16 on Volta and Turing, which have no bfloat16),
+# FLOP/s of one device, from the makers' data sheets, without structured sparsity. The first pattern
+# that matches a device's name counts, so variants come before the part that they derive from.
+_PEAKS: tuple[tuple[str, float], ...] = (
+    (r"GB300", 2500e12),
+    (r"B300", 2250e12),
+    (r"GB200", 2500e12),
+    (r"B200", 2250e12),
+    (r"H200 NVL", 835.5e12),
+    (r"GH200|H200", 989e12),
+    (r"H100 PCIe", 756e12),
+    (r"H100 NVL", 835.5e12),
+    (r"H100|H800", 989e12),
+    (r"H20", 148e12),
+    (r"A100|A800", 312e12),
+    (r"A40", 149.7e12),
+    (r"A30", 165e12),
+    (r"A10", 125e12),
+    (r"L40S", 362e12),
+    (r"L40", 181e12),
+    (r"L4", 121e12),
+    (r"V100", 125e12),
+    (r"T4", 65e12),
+    (r"RTX 6000 Ada", 364e12),
+    (r"RTX A6000", 154.8e12),
+    (r"RTX 4090$", 165.2e12),
+    (r"RTX 3090$", 71e12),
+    (r"MI355X", 2516.6e12),
+    (r"MI325X|MI300X", 1307.4e12),
+    # One device is one of the two dies.
+    (r"MI250X", 191.5e12),
+)
+
+
+def peak_flops_of(device_name: str) -> float | None:
+    """Dense 16-bit FLOP/s of an accelerator by the name that ``torch.cuda.get_device_name`` gives
+    it ("NVIDIA H100 80GB HBM3"), None if it is not in the table."""
+    for pattern, flops in _PEAKS:
+        if re.search(rf"\b(?:{pattern})\b", device_name, re.IGNORECASE):
+            return flops
+    return None
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense 16-bit FLOP/s of ``device`` from its maker's data sheet; None for CPUs and unknown
+    accelerators, for which :func:`measure_matmul_peak` measures a rate."""
+    if device.type != "cuda":
+        return None
+    return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def measure_matmul_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.5) -> float:
+    """The highest rate, in FLOP/s, that square matrix products of ``dtype`` reach on ``device``.
+
+    The matrices grow from 256 to 8192 a side while time is left, for about ``seconds``. Processes
+    that share a machine and measure together each get their own share of it.
+    """
+    deadline = time.perf_counter() + seconds
+    best, side = 0.0, 256
+    while True:
+        a, b = (torch.randn(side, side, device=device).to(dtype) for _ in range(2))
+        # The first product of a size pays for set-up and does not count.
+        _seconds_of_matmul(a, b)
+        duration = _seconds_of_matmul(a, b)
+        best = max(best, 2 * side**3 / duration)
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            return best
+        # The next size takes 8 times as long, and runs twice.
+        if side < 8192 and 16 * duration < left:
+            side *= 2
+
+
+def _seconds_of_matmul(a: torch.Tensor, b: torch.Tensor) -> float:
+    def synchronize() -> None:
+        if a.is_cuda:
+            torch.cuda.synchronize(a.device)
+
+    synchronize()
+    start = time.perf_counter()
+    torch.matmul(a, b)
+    synchronize()
+    return time.perf_counter() - start

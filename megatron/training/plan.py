@@ -1,4 +1,4 @@
-"""The course of a run, as functions of what has been consumed."""
+"""Batch sizes, learning rate and lengths of a run as functions of the consumed samples."""
 
 from __future__ import annotations
 
@@ -7,21 +7,17 @@ from itertools import groupby
 
 from megatron.config import ConfigError, RunConfig
 from megatron.data.pipeline import sequence_lengths
-from megatron.training.batch_size import batch_size_schedule
+from megatron.training.batch_size import BatchSizeSchedule
 from megatron.training.schedules import LearningRateSchedule, WeightDecaySchedule
 
 
 @dataclass(frozen=True)
 class Epochs:
-    """A training that goes over a data set several times.
-
-    Attributes:
-        count: how often.
-        samples: of the data set.
-    """
+    """A training that goes over a data set several times."""
 
     count: int
     samples: int
+    """Samples of the data set."""
 
 
 class TrainingPlan:
@@ -29,18 +25,14 @@ class TrainingPlan:
 
     Args:
         config: the run.
-        epochs: how long it is, in place of ``--train-iters`` and the like. Batches run on from one
-            epoch into the next; the last one is filled up from the beginning of an epoch more.
+        epochs: length of the run, instead of ``--train-iters`` and the like. Batches cross from one
+            epoch into the next; the last one is filled up from the beginning of a further epoch.
 
     Attributes:
         train_iters: optimizer steps of the whole run.
         batch_size: global batch size by consumed samples.
-        learning_rate: learning rate by progress.
-        weight_decay: weight decay by progress.
-        micro_batch_size: samples of a micro batch.
-        seq_length: tokens of a whole sample.
-        lengths: tokens of a sample by step, and of all samples consumed.
-        skip_train: whether no step is taken.
+        learning_rate, weight_decay: by :meth:`progress`.
+        lengths: tokens of a sample by step, and of all consumed samples.
 
     Raises:
         ConfigError: the schedules' values contradict each other, or the run has no step.
@@ -54,7 +46,7 @@ class TrainingPlan:
         self.seq_length = config.model.seq_length
         self.skip_train = training.skip_train
         self.eval_interval, self.eval_iters = training.eval_interval, training.eval_iters
-        self.batch_size = batch_size_schedule(
+        self.batch_size = BatchSizeSchedule(
             training.global_batch_size,
             training.micro_batch_size,
             config.parallel.data_parallel_size,
@@ -101,7 +93,7 @@ class TrainingPlan:
         )
 
     def progress(self, iteration: int, consumed_samples: int) -> int:
-        """How far the run is, in the unit that its length is given in."""
+        """How far the run is, in the unit of its length."""
         return {
             "iters": iteration,
             "samples": consumed_samples,
@@ -109,7 +101,7 @@ class TrainingPlan:
         }[self.unit]
 
     def evaluates_after(self, iteration: int) -> bool:
-        """Whether held-out data are read after that step; at the end they are read anyway."""
+        """Whether that step is followed by an evaluation; the end of the run always is."""
         return iteration % self.eval_interval == 0 and iteration < self.train_iters
 
     def epochs_ended(self, iteration: int) -> range:
@@ -132,23 +124,20 @@ class TrainingPlan:
 
     @property
     def eval_micro_batches(self) -> int:
-        """Micro batches that each rank takes in one evaluation."""
+        """Micro batches of each rank in one evaluation."""
         per_batch = self.global_batch_size // (self.micro_batch_size * self._replicas)
         return self.eval_iters * per_batch
 
     def valid_samples_before(self, iteration: int) -> int:
-        """Validation samples that the evaluations before the one at ``iteration`` have read;
-        past the end of the run those before its last one."""
+        """Validation samples that earlier evaluations than the one at ``iteration`` have read; past
+        the end of the run, earlier ones than its last."""
         evaluations = max(0, min(iteration, self.train_iters) - 1) // self.eval_interval
         return evaluations * self.eval_iters * self.global_batch_size
 
     @property
     def sample_counts(self) -> tuple[int, int, int]:
-        """Samples that training, validation and test need."""
+        """Samples needed for training, validation and test."""
         evaluation = self.eval_iters * self.global_batch_size
         evaluations = self.train_iters // self.eval_interval + 1
-        return (
-            self.batch_size.samples(self.train_iters),
-            evaluations * evaluation,
-            evaluation,
-        )
+        train = self.batch_size.samples(self.train_iters)
+        return train, evaluations * evaluation, evaluation

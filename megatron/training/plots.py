@@ -19,20 +19,19 @@ def plot_loss(
     unigram_entropy: float | None = None,
     title: str | None = None,
 ) -> None:
-    """Draw training and validation loss over consumed tokens, with the resumes marked.
+    """Draws training and validation loss over consumed tokens, with the resumes marked.
 
     Args:
         metrics_jsonl: file of :class:`megatron.training.writers.JsonLinesWriter`.
-        output_png: the picture, replaced if it is there.
-        unigram_entropy: entropy of the token frequencies, in nats: what a model that knows nothing
-            but them would lose. A horizontal line.
+        output_png: the picture; an existing one is replaced.
+        unigram_entropy: drawn as a horizontal line, in nats per token.
         title: heading of the picture.
 
     Raises:
-        FileNotFoundError: if there is no ``metrics_jsonl``.
+        FileNotFoundError: if ``metrics_jsonl`` does not exist.
         ValueError: if it is broken or has no training steps.
     """
-    # Figure, and not pyplot: no window system, no global state. Imported late, as it takes seconds.
+    # Figure rather than pyplot: no window system, no global state. Imported late: it takes seconds.
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
@@ -43,37 +42,20 @@ def plot_loss(
 
     figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
     axes = figure.add_subplot()
-    axes.plot(*train, color="#7aa6d8", linewidth=1.2, label=f"training{_last(train)}", zorder=2)
+    label = f"training, {train[1][-1]:.2f} at the end"
+    axes.plot(*train, color="#7aa6d8", linewidth=1.2, label=label, zorder=2)
     if validation[0]:
-        label = f"validation{_last(validation)}"
+        label = f"validation, {validation[1][-1]:.2f} at the end"
         style: dict[str, Any] = {"linewidth": 2.0, "marker": "o", "markersize": 4.5, "zorder": 3}
         axes.plot(*validation, color="#c8442f", label=label, **style)
     if unigram_entropy is not None:
         label = f"unigram entropy, {unigram_entropy:.2f}"
         axes.axhline(unigram_entropy, color="#444444", linestyle="--", linewidth=1.2, label=label)
-    _mark_resumes(axes, rows)
+    resumes = [row["consumed_tokens"] for row in rows if row["kind"] == "resume"]
+    for number, tokens in enumerate(resumes):
+        style = {"color": "#5b8c5a", "linestyle": ":", "linewidth": 1.6, "zorder": 1}
+        axes.axvline(tokens, label=None if number else "resumed", **style)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    _dress(axes, title)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    output = Path(output_png)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(output, picture.getvalue())
-
-
-def _mark_resumes(axes: Any, rows: list[dict[str, Any]]) -> None:
-    for number, row in enumerate(row for row in rows if row["kind"] == "resume"):
-        label = "resumed" if number == 0 else None
-        style: dict[str, Any] = {
-            "color": "#5b8c5a",
-            "linestyle": ":",
-            "linewidth": 1.6,
-            "zorder": 1,
-        }
-        axes.axvline(row["consumed_tokens"], label=label, **style)
-
-
-def _dress(axes: Any, title: str | None) -> None:
     axes.set_xlim(left=0)
     axes.set_xlabel("consumed tokens")
     axes.set_ylabel("loss (nats per token)")
@@ -83,6 +65,11 @@ def _dress(axes: Any, title: str | None) -> None:
     axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
     if title is not None:
         axes.set_title(title, loc="left", fontweight="bold")
+    picture = io.BytesIO()
+    figure.savefig(picture, format="png")
+    output = Path(output_png)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(output, picture.getvalue())
 
 
 def _read(path: Path) -> list[dict[str, Any]]:
@@ -104,7 +91,3 @@ def _curve(rows: list[dict[str, Any]], kind: str) -> tuple[list[float], list[flo
     chosen = [row for row in rows if row["kind"] == kind]
     losses = [math.nan if row["loss"] is None else float(row["loss"]) for row in chosen]
     return [float(row["consumed_tokens"]) for row in chosen], losses
-
-
-def _last(curve: tuple[list[float], list[float]]) -> str:
-    return f", {curve[1][-1]:.2f} at the end"

@@ -1,47 +1,71 @@
-"""What a run says: the console of the main process and the metric writers."""
+"""The reports of a run: the console of the main process and the metric writers."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from megatron.config import RunConfig
+from megatron.config import Resolved, RunConfig
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh
-from megatron.training.flops import measure_matmul_peak, peak_flops
-from megatron.training.metrics import Evaluation, IntervalMeter, StepMetrics
+from megatron.training.metrics import (
+    Evaluation,
+    IntervalMeter,
+    StepMetrics,
+    measure_matmul_peak,
+    peak_flops,
+)
 from megatron.training.plan import TrainingPlan
 from megatron.training.resume import ResumePoint
-from megatron.training.run import Run
 from megatron.training.trainer import Callback, Step, Trainer
 from megatron.training.writers import TeeWriter, Writer, build_writers
+from megatron.util.processes import is_main_process
+
+
+class _LogFormatter(logging.Formatter):
+    """The plain message, after "warning:" where it is one."""
+
+    def format(self, record: logging.LogRecord) -> str:
+        message = super().format(record)
+        return f"warning: {message}" if record.levelno >= logging.WARNING else message
+
+
+def show_log() -> None:
+    """Shows the package's log on the console: the main process's messages, and every process's
+    warnings; a second call does nothing."""
+    logger = logging.getLogger("megatron")
+    if logger.handlers:
+        return
+    handler = logging.StreamHandler()
+    handler.setFormatter(_LogFormatter())
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO if is_main_process() else logging.WARNING)
+    logger.propagate = False
+
+
+def say(text: str) -> None:
+    """Prints a line with the time."""
+    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
 class Reporter(Callback):
-    """Log lines and metrics; only the main process speaks and writes.
-
-    Args:
-        run: the run.
-        plan: its course.
-        mesh: the layout's process groups.
-        device: this process's device.
-        begin: where it starts.
-    """
+    """Log lines and metrics; only the main process prints and writes."""
 
     def __init__(
         self,
-        run: Run,
+        resolved: Resolved,
         plan: TrainingPlan,
         mesh: Mesh,
         device: torch.device,
         begin: ResumePoint,
     ) -> None:
-        config = run.config
+        config = resolved.config
         self.plan, self.mesh, self.device = plan, mesh, device
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
@@ -58,16 +82,14 @@ class Reporter(Callback):
                 configuration=config.to_dict(),
             )
             if begin.iteration:
-                samples = begin.consumed_samples
-                tokens = plan.lengths.tokens(samples)
-                self.writer.scalars("resume", begin.iteration, {}, samples=samples, tokens=tokens)
-        self._announce(run, begin)
+                self._write("resume", begin.iteration, begin.consumed_samples, {})
+        self._announce(resolved, begin)
 
-    def _announce(self, run: Run, begin: ResumePoint) -> None:
-        config = run.config
-        given = {n: o for n, o in run.resolved.origins.items() if o.startswith(("flag", "derived"))}
-        self.say(f"{len(given)} values given or derived; --explain-config prints all")
-        for note in run.resolved.notes:
+    def _announce(self, resolved: Resolved, begin: ResumePoint) -> None:
+        config, origins = resolved.config, resolved.origins.values()
+        given = sum(origin.startswith(("flag", "derived")) for origin in origins)
+        self.say(f"{given} values given or derived; --explain-config prints all")
+        for note in resolved.notes:
             self.say(note)
         self.say(f"layout: {_layout(config)} on {self.device.type}")
         self.say(
@@ -98,7 +120,7 @@ class Reporter(Callback):
             say(text)
 
     def before_step(self, trainer: Trainer) -> None:
-        """Starts the clock at the first one."""
+        """Starts the clock at the first step."""
         if self.meter is None:
             self.meter = IntervalMeter(
                 train_iters=self.plan.train_iters,
@@ -109,7 +131,6 @@ class Reporter(Callback):
             )
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Counts a step."""
         assert self.meter is not None
         result = step.result
         shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
@@ -131,7 +152,7 @@ class Reporter(Callback):
 
     @contextlib.contextmanager
     def paused(self, trainer: Trainer) -> Iterator[None]:
-        """Reports the interval that ends here, and leaves what follows out of the next one."""
+        """Reports the interval that ends here, and leaves the pause out of the next one."""
         assert self.meter is not None
         if trainer.iteration % self.log_interval == 0 or trainer.at_end:
             trainer.settle()
@@ -141,43 +162,36 @@ class Reporter(Callback):
 
     def _interval(self, meter: IntervalMeter, trainer: Trainer) -> None:
         iteration, samples = trainer.iteration, trainer.consumed_samples
-        tokens = self.plan.lengths.tokens(samples)
         metrics = meter.finish(
-            iteration=iteration, consumed_samples=samples, consumed_tokens=tokens
+            iteration=iteration,
+            consumed_samples=samples,
+            consumed_tokens=self.plan.lengths.tokens(samples),
         )
         self.say(metrics.line().strip())
-        self.writer.scalars("train", iteration, metrics.row(), samples=samples, tokens=tokens)
+        self._write("train", iteration, samples, metrics.row())
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Reports an evaluation."""
-        samples = trainer.consumed_samples
         self.say(evaluation.line().strip())
-        self.writer.scalars(
-            evaluation.kind,
-            evaluation.iteration,
-            evaluation.row(),
-            samples=samples,
-            tokens=self.plan.lengths.tokens(samples),
+        self._write(
+            evaluation.kind, evaluation.iteration, trainer.consumed_samples, evaluation.row()
         )
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        """Says why it was stopped, if it was."""
         if reason is not None:
             self.say(f"stopped by {reason} after iteration {trainer.iteration}")
 
     def save(self, iteration: int, consumed_samples: int, values: dict[str, float | None]) -> None:
-        """Records a save that has come to an end."""
-        tokens = self.plan.lengths.tokens(consumed_samples)
-        self.writer.scalars("save", iteration, values, samples=consumed_samples, tokens=tokens)
+        """Records a finished save."""
+        self._write("save", iteration, consumed_samples, values)
+
+    def _write(
+        self, kind: str, iteration: int, samples: int, values: dict[str, float | None]
+    ) -> None:
+        tokens = self.plan.lengths.tokens(samples)
+        self.writer.scalars(kind, iteration, values, samples=samples, tokens=tokens)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
-        """Writes what is still held back."""
         self.writer.close()
-
-
-def say(text: str) -> None:
-    """Prints a line with the time."""
-    print(f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] {text}", flush=True)
 
 
 def _layout(config: RunConfig) -> str:
@@ -192,16 +206,12 @@ def _layout(config: RunConfig) -> str:
         words.append(f"{layout.pipeline_schedule} with {chunks} stages per process")
     if layout.sequence_parallel:
         words.append("sequence parallel")
-    return ", ".join([*words, f"ZeRO stage {config.engine.zero_stage}", _precision(config)])
-
-
-def _precision(config: RunConfig) -> str:
-    precision = config.precision
-    return "fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32"
+    precision = "fp16" if config.precision.fp16 else "bf16" if config.precision.bf16 else "fp32"
+    return ", ".join([*words, f"ZeRO stage {config.engine.zero_stage}", precision])
 
 
 def _peak(config: RunConfig, device: torch.device) -> float | None:
-    """FLOP/s that one device could do: told, from its data sheet, or measured on a CPU."""
+    """Peak FLOP/s of one device: given, from its data sheet, or measured on a CPU."""
     if config.logging.peak_tflops is not None:
         return config.logging.peak_tflops * 1e12
     if device.type != "cpu":

@@ -1,4 +1,4 @@
-"""Where a run starts: at the beginning, or where a checkpoint left off."""
+"""Where a run starts: at the beginning, or from a checkpoint, whose settings it may take over."""
 
 from __future__ import annotations
 
@@ -6,17 +6,28 @@ import dataclasses
 import json
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint
-from megatron.checkpoint.source import Source
-from megatron.config import CheckpointConfig, RunConfig
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
+from megatron.config import (
+    CheckpointConfig,
+    ConfigError,
+    OptimizerFlags,
+    RunConfig,
+    Setting,
+    Settings,
+)
+from megatron.config.flags import build, names_of
 from megatron.data.sampler import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_names
 from megatron.training.plan import TrainingPlan
+
+_SCHEDULE = names_of("schedule", OptimizerFlags)
+_NOT_COMPARED = {"parallel", "fast_paths", "checkpoint", "logging", "profiling", "engine"}
 
 
 @dataclass(frozen=True)
@@ -27,9 +38,9 @@ class ResumePoint:
         folder: the checkpoint that was loaded; None without one.
         iteration: steps done before.
         consumed_samples: samples that they took.
-        changed: values that the checkpoint's run had otherwise, a line each.
+        changed: values that differ from those of the checkpoint's run, a line each.
         notes: what was decided where the checkpoint does not say, a line each.
-        weights_only: whether nothing but weights was taken.
+        weights_only: whether only weights were loaded.
     """
 
     folder: Path | None = None
@@ -47,7 +58,7 @@ class ResumeSource:
     Attributes:
         found: where it is.
         flag: the flag and value that named it.
-        continues: whether the run goes on where it left off; otherwise only weights are taken.
+        continues: whether the run continues the checkpoint's run; else only weights are loaded.
     """
 
     found: FoundCheckpoint
@@ -56,10 +67,10 @@ class ResumeSource:
 
 
 def locate(config: RunConfig) -> ResumeSource | None:
-    """The checkpoint to start from, if any; asked before anything that takes time is built.
+    """The checkpoint to start from, if any; called before anything that takes time is built.
 
     Raises:
-        CheckpointError: it is not there or not complete, it holds a model of another family,
+        CheckpointError: it does not exist or is incomplete, it is of another model family,
             ``--save`` cannot be written, or saving would overwrite another run.
     """
     options = config.checkpoint
@@ -76,17 +87,18 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
     """The checkpoint that ``--load`` or else ``--pretrained-checkpoint`` names, if any.
 
     Raises:
-        CheckpointError: it is not there or not complete.
+        CheckpointError: it does not exist or is incomplete.
     """
     if options.load:
-        found = _find(options)
+        prefer = "universal" if options.universal_checkpoint else "native"
+        found = locate_checkpoint(options.load, options.load_tag, prefer)
         if found is not None:
             return ResumeSource(found, f"--load {options.load}", not options.finetune)
     if options.pretrained_checkpoint:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"
         found = locate_checkpoint(options.pretrained_checkpoint)
         if found is None:
-            raise CheckpointError(f"{flag}: there is no checkpoint")
+            raise CheckpointError(f"{flag}: no checkpoint found")
         return ResumeSource(found, flag, continues=False)
     for wanted, flag in (
         (options.finetune, "--finetune"),
@@ -100,23 +112,31 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
 
 def _check_family(origin: ResumeSource, family: str) -> None:
     folder = origin.found.folder
-    held = origin.found.form.family(folder)
-    if held == family:
+    found = origin.found.form.family(folder)
+    if found == family:
         return
-    if held in family_names():
-        advice = f"pretrain_{held}.py trains it"
+    if found in family_names():
+        advice = f"pretrain_{found}.py trains it"
     else:
-        advice = f"the families known here are {', '.join(family_names())}"
+        advice = f"the known families are {', '.join(family_names())}"
     raise CheckpointError(
-        f"{origin.flag}: {folder} holds a model of the family {held!r}, and this run trains "
+        f"{origin.flag}: {folder} contains a model of the family {found!r}, and this run trains "
         f"{family!r}; {advice}"
     )
 
 
-def _find(options: CheckpointConfig) -> FoundCheckpoint | None:
-    """What ``--load``, ``--load-tag`` and ``--universal-checkpoint`` name."""
-    prefer = "universal" if options.universal_checkpoint else "native"
-    return locate_checkpoint(options.load or "", options.load_tag, prefer)
+def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
+    """Refuses to save among checkpoints of a run that this one does not continue."""
+    save = Path(options.save or "")
+    found = locate_checkpoint(save)
+    continues = (
+        origin is not None and origin.continues and origin.found.folder.parent.samefile(save)
+    )
+    if found is not None and not continues:
+        raise CheckpointError(
+            f"--save {save} contains {found.folder.name}, which this run does not continue and "
+            f"would overwrite: give --load {save} to continue from it, or another --save"
+        )
 
 
 def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -> ResumePoint:
@@ -143,45 +163,96 @@ def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -
     return loaded
 
 
-def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -> None:
-    """Refuses to save among checkpoints of a run that this one does not continue."""
-    save = Path(options.save or "")
-    there = locate_checkpoint(save)
-    continues = (
-        origin is not None and origin.continues and origin.found.folder.parent.samefile(save)
-    )
-    if there is not None and not continues:
-        raise CheckpointError(
-            f"--save {save} holds {there.folder.name}, which this run does not continue and would "
-            f"overwrite: give --load {save} to go on from there, or another --save"
-        )
-
-
 def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:
-    """Refuses batch sizes with which the rest of the run would not come out."""
+    """Refuses batch sizes that do not lead to the checkpoint's position."""
     consumed = loaded.consumed_samples
     planned = plan.batch_size.samples(loaded.iteration)
     if consumed > planned or (consumed < planned and plan.unit != "iters"):
         raise CheckpointError(
-            f"{loaded.folder} holds step {loaded.iteration} after {consumed} samples; with "
+            f"{loaded.folder} is of step {loaded.iteration} after {consumed} samples; with "
             f"--global-batch-size {plan.global_batch_size} and its ramp-up that step comes after "
-            f"{planned}: keep the batch sizes, or start anew from the weights by --finetune"
+            f"{planned}: keep the batch sizes, or start again from the weights with --finetune"
         )
 
 
 def changes(source: Source, wanted: RunConfig) -> list[str]:
     """Values of the run that differ, those of checkpoints, logging and layout aside, a line each;
-    of the model alone where no run of ours has trained it."""
+    only the model's where the checkpoint was not written by a run of this project."""
     trained = source.run if source.state else None
     old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
     new = wanted.to_dict()
     return [
         f"{name}: {json.dumps(before)} -> {json.dumps(new[part][name])}"
         for part in old
-        if part not in _NOT_TOLD
+        if part not in _NOT_COMPARED
         for name, before in old[part].items()
         if before != new[part][name] and name != "padded_vocab_size"
     ]
 
 
-_NOT_TOLD = {"parallel", "fast_paths", "checkpoint", "logging", "profiling", "engine"}
+def with_checkpoint(settings: Settings) -> Settings:
+    """Adds the checkpoint's values for --use-checkpoint-args and
+    --use-checkpoint-opt_param-scheduler.
+
+    The first adds the values of model and tokenizer that nothing else gives; the second replaces
+    all values of the schedules.
+
+    Raises:
+        ConfigError: no checkpoint is named or found, or it does not have the values.
+        CheckpointError: the checkpoint is damaged.
+    """
+    arguments = "use_checkpoint_args" in settings
+    schedules = "use_checkpoint_opt_param_scheduler" in settings
+    if not arguments and not schedules:
+        return settings
+    flag = "--use-checkpoint-args" if arguments else "--use-checkpoint-opt_param-scheduler"
+    options = build(CheckpointConfig, settings)
+    if not options.load and not options.pretrained_checkpoint:
+        raise ConfigError(f"{flag} needs --load, the checkpoint to read them from")
+    origin = find_origin(options)
+    if origin is None:
+        if arguments and "num_layers" not in settings:
+            raise ConfigError(
+                f"--use-checkpoint-args: no checkpoint in --load {options.load}, and no "
+                "--num-layers"
+            )
+        return settings
+    source = origin.found.open(verify=False)
+    if arguments:
+        settings = _arguments(source) | settings
+    if schedules:
+        kept = {name: value for name, value in settings.items() if name not in _SCHEDULE}
+        settings = kept | _schedules(source)
+    return settings
+
+
+def _arguments(source: Source) -> Settings:
+    found = _settings(source.model.flags(), source)
+    if source.tokenizer is not None:
+        found |= _settings(source.tokenizer, source)
+    found["unpadded_vocab_size"] = _setting(source.model.vocabulary.size, source)
+    return found
+
+
+def _schedules(source: Source) -> Settings:
+    if source.run is None or not source.run.optimizer.lr:
+        raise ConfigError(
+            f"--use-checkpoint-opt_param-scheduler: {source.folder} does not say what schedules "
+            "its run had"
+        )
+    optimizer = source.run.optimizer
+    found = {name: getattr(optimizer, name, None) for name in _SCHEDULE}
+    return {name: _setting(value, source) for name, value in found.items() if value is not None}
+
+
+def _settings(part: Any, source: Source) -> Settings:
+    """The values of a part's flags that are not the defaults."""
+    return {
+        field.name: _setting(getattr(part, field.name), source)
+        for field in dataclasses.fields(part)
+        if getattr(part, field.name) != field.default and not field.metadata.get("internal")
+    }
+
+
+def _setting(value: Any, source: Source) -> Setting:
+    return Setting(value, f"checkpoint {source.folder.name}")

@@ -1,9 +1,10 @@
-"""From a command line to a run: one resolved configuration, checked, printed, and explained."""
+"""From a command line to a trainer: one resolved configuration, then data, engine, callbacks."""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import os
 import sys
 import time
@@ -11,7 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from megatron.config import (
     FLAG_CLASSES,
@@ -24,29 +25,40 @@ from megatron.config import (
     explain,
     resolve,
 )
+from megatron.config.flags import build
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
-from megatron.engine.environment import world_size
-from megatron.engine.json_file import read_json
-from megatron.engine.json_keys import Json
-from megatron.families import family_of
+from megatron.engine.build import build_engine
+from megatron.engine.deepspeed_folder import checkpoint_writer
+from megatron.engine.deepspeed_json import Json, read_json
+from megatron.engine.environment import training_device, world_size
+from megatron.engine.saving import hold_folder
+from megatron.engine.train_engine import TrainEngine
+from megatron.families import family_of, spec_of
+from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.training.checkpoint_settings import with_checkpoint
-from megatron.training.log import show_log
+from megatron.training import resume
+from megatron.training.checkpoints import CheckpointManager
 from megatron.training.plan import TrainingPlan
+from megatron.training.profiling import profiling
+from megatron.training.report import Reporter, say, show_log
+from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
+from megatron.training.trainer import Callback, Position, Trainer
+from megatron.util.locks import Lock
 from megatron.util.processes import is_main_process
+
+Config = TypeVar("Config")
 
 
 @dataclass(frozen=True)
 class Run:
-    """What a training command was asked to do.
+    """A training command, completed.
 
     Attributes:
         config: the complete configuration.
         content: the completed DeepSpeed JSON.
-        tokenizer: the tokenizer, whose vocabulary sizes the token table.
         resolved: the configuration with the origin of every value.
         launched: whether a launcher started this process and would end it.
     """
@@ -61,14 +73,8 @@ class Run:
 def parse_run(
     description: str | None, argv: Sequence[str] | None = None, family: str | None = None
 ) -> Run:
-    """Resolves flags, DeepSpeed JSON and checkpoint into a run.
-
-    With ``--explain-config`` it prints every value with its origin and exits.
-
-    Args:
-        description: what ``--help`` says of the command.
-        argv: the flags; those of the process by default.
-        family: of the model; the default of :class:`ModelConfig` without it.
+    """Resolves flags, DeepSpeed JSON and checkpoint into a run of ``family`` (by default that of
+    :class:`ModelConfig`). With ``--explain-config`` it prints every value with its origin and exits.
 
     Raises:
         ValueError: a value is missing, wrong or contradicted; the message names it.
@@ -100,7 +106,7 @@ def run_of(settings: Settings, processes: int) -> Run:
     path = given.value if given else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
-    settings = with_checkpoint(with_corpora(settings))
+    settings = resume.with_checkpoint(with_corpora(settings))
     resolved = resolve(settings, processes)
     tokenizer = build_tokenizer(resolved.config.tokenizer, training_texts(resolved.config))
     # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
@@ -111,8 +117,34 @@ def run_of(settings: Settings, processes: int) -> Run:
     return Run(resolved.config, completed, tokenizer, resolved, launched)
 
 
+class RunToolParser(FlagParser, Generic[Config]):
+    """Parser of a tool about a run: the flags of the tool's ``config`` class, which --help shows, and
+    those of training."""
+
+    def __init__(
+        self, config: type[Config], description: str | None, epilog: str | None = None
+    ) -> None:
+        self._config = config
+        super().__init__(config, *FLAG_CLASSES, description=description)
+        self.epilog = epilog
+
+    def format_help(self) -> str:
+        """The text of --help."""
+        own = FlagParser(self._config, description=self.description, prog=self.prog)
+        own.usage, own.epilog = "%(prog)s [flags] [flags of pretrain_gpt.py]", self.epilog
+        return own.format_help()
+
+    def parse(self, argv: Sequence[str] | None = None) -> tuple[Config, Settings]:
+        """The tool's options, and the settings of the run; log messages are shown from now on."""
+        show_log()
+        settings = self.settings(argv)
+        own = {field.name for field in dataclasses.fields(self._config)}  # type: ignore[arg-type]
+        rest = {name: setting for name, setting in settings.items() if name not in own}
+        return build(self._config, settings), rest
+
+
 def run_data(run: Run) -> TrainingData:
-    """Datasets of all parts, and what makes batches of their samples.
+    """The datasets of training, validation and test, and the function that batches samples.
 
     Raises:
         ValueError, OSError: data that cannot be used; the message names flag and file.
@@ -122,12 +154,68 @@ def run_data(run: Run) -> TrainingData:
     return data.training_data(plan.sample_counts, plan.batch_sizes)
 
 
+def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> Trainer:
+    """The trainer of a run: model, data, checkpoints, logging and signals.
+
+    ``callbacks`` are called before those of the run.
+
+    Raises:
+        ValueError, OSError: data or checkpoints cannot be used; the message names them.
+    """
+    config, device = run.config, training_device()
+    data = run_data(run)
+    request = StopRequest(config.training.exit_duration_in_mins, run.launched)
+    plan = TrainingPlan(config)
+    lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
+    checkpoint = resume.locate(config)
+    spec = spec_of(config.model, config.parallel)
+    engine = build_engine(config, run.content, spec, mesh, device)
+    writer = checkpoint_writer(engine, run.content, run.tokenizer.save_pretrained)
+    begin = resume.load(engine, plan, checkpoint)
+    report = Reporter(run.resolved, plan, mesh, device, begin)
+    checkpoints = CheckpointManager(writer, report, config.checkpoint.save_interval)
+    check = config.training.check_for_nan_in_loss_and_grad
+    return Trainer(
+        engine,
+        data,
+        plan,
+        (
+            _Closing(engine, lock),
+            *callbacks,
+            Stopping(request, device, mesh.world.size, config.training.exit_interval),
+            report,
+            NonFiniteGuard(device, config.precision.fp16, check),
+            checkpoints,
+            *profiling(config, engine, begin.iteration),
+        ),
+        Position(begin.iteration, begin.consumed_samples),
+        config.data.num_workers,
+    )
+
+
+class _Closing(Callback):
+    """Releases the folder and the engine at the end of a run.
+
+    Not after an error: closing waits for the device, which may wait for another rank.
+    """
+
+    def __init__(self, engine: TrainEngine, lock: Lock | None) -> None:
+        self._engine, self._lock = engine, lock
+
+    def __exit__(self, error_type: type[BaseException] | None, *_: object) -> None:
+        if error_type is not None:
+            return
+        if self._lock is not None:
+            self._lock.release()
+        self._engine.close()
+
+
 @contextlib.contextmanager
 def errors_for_users() -> Iterator[None]:
-    """Turns errors that are about the user's input into one line and exit status 2.
+    """Turns errors about the user's input into one line and exit status 2.
 
-    An error that this package raised with a message for users is such an error; anything raised
-    deeper (torch, deepspeed, an assertion) keeps its traceback.
+    These are errors that this package raised with a message for users; anything raised deeper
+    (torch, deepspeed, an assertion) keeps its traceback.
     """
     try:
         yield
@@ -138,8 +226,8 @@ def errors_for_users() -> Iterator[None]:
         if not about_input:
             raise
         if not is_main_process():
-            # All processes usually find the same; the launcher ends this one once the main
-            # process has said it.
+            # Usually all processes find the same error; the launcher ends this one once the main
+            # process has printed it.
             time.sleep(5)
             print(f"rank {os.environ['RANK']}: ", end="", file=sys.stderr)
         print(f"error: {error}", file=sys.stderr, flush=True)
@@ -148,10 +236,10 @@ def errors_for_users() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_process() -> Iterator[None]:
-    """Ends the process after a command, without having Python take itself apart.
+    """Ends the process after a command without finalising the interpreter.
 
-    gloo's threads let go of tensors some time after a collective. When that falls into the
-    interpreter's own end, they are refused its lock and take the finished process down with SIGABRT
+    gloo's threads release tensors some time after a collective. When that happens during
+    finalisation, they cannot get the interpreter's lock and abort the finished process with SIGABRT
     (torch 2.13).
     """
     status: Any = 0

@@ -1,9 +1,8 @@
 """Learning rate and weight decay as pure functions of progress.
 
-Progress is one number, in whichever unit the run counts: samples, tokens or iterations. A schedule
-has no state, so a resumed run needs nothing but its consumed-sample counter to go on. The formulas
-are those of Megatron's ``OptimizerParamScheduler``; step N of a run uses the value at the progress
-made *before* it, hence the first step of a warm-up from 0 leaves the weights as they are.
+Progress is counted in the unit of the run: samples, tokens or iterations. The formulas are those of
+Megatron's ``OptimizerParamScheduler``. A step uses the value at the progress made *before* it, so
+the first step of a warm-up from 0 leaves the weights unchanged.
 """
 
 from __future__ import annotations
@@ -28,15 +27,14 @@ class LearningRateSchedule:
         init_lr: learning rate at progress 0.
         style: one of :data:`LR_STYLES`.
         warmup: length of the warm-up.
-        decay: progress, counted from the start of the run, at which ``min_lr`` is reached.
-        wsd_decay: for ``WSD`` the length of the last part, which ends at ``decay``. Where it is
-            longer than ``decay - warmup`` the rate drops at the end of the warm-up, as it does in
-            Megatron.
+        decay: progress from the start of the run at which ``min_lr`` is reached.
+        wsd_decay: for ``WSD`` the length of the last part, which ends at ``decay``. If it is longer
+            than ``decay - warmup`` the rate drops at the end of the warm-up, as in Megatron.
         wsd_style: shape of that last part, one of :data:`WSD_STYLES`.
-        unit: ending of the flags that error messages name: ``iters``, ``samples`` or ``tokens``.
+        unit: suffix of the flags that error messages name: ``iters``, ``samples`` or ``tokens``.
 
     Raises:
-        ConfigError: for values that make no schedule; the message names the flags.
+        ConfigError: for inconsistent values; the message names the flags.
     """
 
     lr: float
@@ -94,7 +92,7 @@ class LearningRateSchedule:
         return self.min_lr + self._share_left(progress) * (self.lr - self.min_lr)
 
     def _share_left(self, progress: float) -> float:
-        """What is left of ``lr - min_lr``, from 1 down to 0."""
+        """The remaining share of ``lr - min_lr``, from 1 down to 0."""
         if self.style == "WSD":
             assert self.wsd_decay is not None
             stable_until = self.decay - self.wsd_decay
@@ -109,13 +107,12 @@ class WeightDecaySchedule:
     """Weight decay from ``start`` at progress 0 to ``end`` at progress ``length``.
 
     Args:
-        start: weight decay at progress 0.
-        end: weight decay at and after ``length``.
+        start, end: weight decay at progress 0, and at and after ``length``.
         style: one of :data:`WEIGHT_DECAY_STYLES`; ``constant`` needs ``start == end``.
-        length: progress, in the unit of the learning-rate schedule, that the change takes.
+        length: progress, in the unit of the learning-rate schedule.
 
     Raises:
-        ConfigError: for values that make no schedule; the message names the flags.
+        ConfigError: for inconsistent values; the message names the flags.
     """
 
     start: float

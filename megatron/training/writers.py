@@ -1,8 +1,7 @@
 """Where metrics go: TensorBoard, a JSON-lines file, Weights & Biases.
 
-One process of a run builds the writers. Each of them takes a resume in its stride: what an earlier
-process reported past the resumed step was never trained as far as the checkpoint is concerned, and
-disappears instead of being drawn twice.
+One process of a run builds the writers. On a resume each of them drops what an earlier process
+reported past the resumed step, which would otherwise be drawn twice.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.output import LoggingConfig
 from megatron.util.files import replacing, sync
 
 Values = Mapping[str, float | None]
@@ -43,29 +42,23 @@ TAGS: dict[str, dict[str, str]] = {
 
 
 class Writer(Protocol):
-    """Takes the values of a step."""
+    """Receives the values of steps."""
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
-        """Write what belongs to one step.
+        """Writes the values of one step; None and absent values are left out or written as null.
 
-        Args:
-            kind: ``train``, ``validation``, ``test`` (the latter two with the name of the data
-                behind them, where there are several), or an event such as ``resume``, whose values
-                may be empty.
-            step: iterations done.
-            values: None and absent values are left out or written as null.
-            samples: consumed samples.
-            tokens: consumed tokens.
+        ``kind`` is ``train``, ``validation``, ``test`` (the latter two followed by the name of the data
+        set, where there are several), or an event such as ``resume``, whose values may be empty.
         """
         ...
 
     def close(self) -> None:
-        """Write what is still held back."""
+        """Writes what is buffered."""
         ...
 
 
 class TeeWriter:
-    """Hands everything to several writers."""
+    """Passes everything to several writers."""
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = tuple(writers)
@@ -86,16 +79,11 @@ def build_writers(
     resume_samples: int = 0,
     configuration: Mapping[str, Any] | None = None,
 ) -> Writer:
-    """The writers that ``logging`` asks for, none or several behind one.
-
-    Args:
-        logging: with ``metrics_file`` resolved to a path, or None for no such file.
-        resume_iteration: iterations that the loaded checkpoint has done; 0 starts afresh.
-        resume_samples: samples that it has consumed.
-        configuration: what Weights & Biases shows as the configuration of the run.
+    """The writers that ``logging`` selects; on a resume, after the iteration and samples of the loaded
+    checkpoint. Weights & Biases shows ``configuration``.
 
     Raises:
-        ValueError: if Weights & Biases is asked for and not installed.
+        ValueError: if Weights & Biases is requested and not installed.
         OSError: if a folder or file cannot be written.
     """
     writers: list[Writer] = []
@@ -112,9 +100,8 @@ class JsonLinesWriter:
     """One JSON object a line: ``kind``, ``iteration``, ``consumed_samples``, ``consumed_tokens``
     and the values; NaN and infinity are null, as JSON has neither.
 
-    A resumed run goes on in the same file, from which rows past the resumed iteration are dropped
-    first. A run that starts afresh moves a file that is already there aside, to ``NAME.1`` or the
-    next number that is free.
+    A resumed run drops the rows past the resumed iteration and appends to the file. A new run moves
+    an existing file to ``NAME.1`` or the next free number.
     """
 
     def __init__(self, path: Path, resume_iteration: int = 0) -> None:
@@ -137,7 +124,7 @@ class JsonLinesWriter:
         row |= {name: _json_number(value) for name, value in values.items()}
         try:
             self._file.write(json.dumps(row, allow_nan=False) + "\n")
-            # A reader, or a kill a moment later, finds whole lines.
+            # Readers find whole lines, also after a kill.
             self._file.flush()
         except OSError as error:
             self._warn(error)
@@ -149,7 +136,7 @@ class JsonLinesWriter:
             self._warn(error)
 
     def _warn(self, error: OSError) -> None:
-        """A full disk is no reason to end a run; the rows are held until there is room again."""
+        """A full disk must not end a run; the rows are buffered until there is space again."""
         if not self._warned:
             log.getLogger(__name__).warning("%s: %s", self._file.name, error.strerror)
         self._warned = True
@@ -158,8 +145,8 @@ class JsonLinesWriter:
 class TensorBoardWriter:
     """TensorBoard events under Megatron's tags, over iterations and over samples.
 
-    The tags ``... vs samples`` go to the run ``vs_samples`` inside the folder: a resume purges a
-    whole run from one step on, and a step that is a sample count is no iteration.
+    The tags ``... vs samples`` go to the run ``vs_samples`` inside the folder, as a resume purges a
+    whole run from one step on, and their steps are samples instead of iterations.
     """
 
     def __init__(
@@ -172,8 +159,8 @@ class TensorBoardWriter:
         self._interval = logging.tensorboard_log_interval
         self._left_out = _values_left_out(logging)
         folder, queue = Path(logging.tensorboard_dir), logging.tensorboard_queue_size
-        # Given for fresh runs too: TensorBoard takes the first session start that it sees in a
-        # folder for the beginning, and purges only at the later ones.
+        # For new runs too: TensorBoard takes the first session start in a folder for the beginning,
+        # and purges only at later ones.
         self._by_iteration: Any = SummaryWriter(
             str(folder), purge_step=resume_iteration + 1, max_queue=queue
         )
@@ -195,13 +182,10 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases, under the tags of TensorBoard.
+    """Weights & Biases, under the tags of TensorBoard; a ValueError if it is not installed.
 
-    A resumed process is a run of its own in the same group, so that no curve has a step twice.
-    Weights & Biases' environment variables hold, ``WANDB_MODE=offline`` among them.
-
-    Raises:
-        ValueError: if the package is not installed.
+    A resumed process is a new run in the same group, so that no curve has a step twice. Weights &
+    Biases' environment variables apply, such as ``WANDB_MODE=offline``.
     """
 
     def __init__(
@@ -216,7 +200,7 @@ class WandbWriter:
                 "--wandb-* flags"
             ) from error
         if logging.wandb_save_dir is not None:
-            # wandb falls back to a temporary folder, with a warning only, where this is missing.
+            # Without the folder wandb would only warn and use a temporary one.
             Path(logging.wandb_save_dir).mkdir(parents=True, exist_ok=True)
         self._run: Any = wandb.init(
             project=logging.wandb_project,
@@ -240,7 +224,7 @@ def _tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
     kind, _, dataset = kind.partition(" ")  # one of several validation sets
     tags = TAGS.get(kind, {})
     named = [name for name in values if name.endswith(" loss")]
-    if named:  # a family with several: what they come to is no longer its "lm loss"
+    if named:  # a family with several losses: their sum is not its "lm loss"
         after = "" if kind == "train" else f" {kind}"
         tags = tags | {"loss": f"loss{after}"} | {name: f"{name}{after}" for name in named}
     for name, tag in tags.items():
@@ -268,7 +252,7 @@ def _json_number(value: float | None) -> float | None:
 
 
 def _drop_rows_past(path: Path, iteration: int) -> None:
-    """Rewrite ``path`` without rows past ``iteration`` and without lines that a kill tore."""
+    """Rewrites ``path`` without rows past ``iteration`` and without incomplete lines."""
     with replacing(path) as part, path.open("rb") as old, part.open("wb") as new:
         for number, line in enumerate(old, start=1):
             try:

@@ -17,8 +17,7 @@ from megatron.config.layouts import Layout, parse_layout
 from megatron.engine.environment import distributed
 from megatron.planning.memory import bucket_bytes, state_bytes
 from megatron.planning.parameters import rank_shares
-from megatron.training.pretraining import build_trainer
-from megatron.training.run import parse_run
+from megatron.training.run import build_trainer, parse_run
 
 FLAGS = [*TINY, "--train-iters", "2", "--micro-batch-size", "1", "--global-batch-size", "4"]
 BUCKET = 777_777

@@ -107,7 +107,8 @@ def _program(word: str) -> str | None:
     scripts = console_scripts()
     if word in scripts:
         return scripts[word]
-    if re.search(r"\.(py|sh|sbatch)$", word) and (ROOT / word).is_file():
+    ours = re.match(r"(tools|benchmarks|examples_deepspeed)/.*\.(py|sh|sbatch)$|\w+\.py$", word)
+    if ours and (ROOT / word).is_file():
         return word
     return None
 
@@ -123,7 +124,7 @@ def console_scripts() -> dict[str, str]:
 def smaller(command: Command, extra: str) -> list[str]:
     """The words of a command, with those that make it small appended."""
     assert command.program is not None
-    if extra == "nothing":
+    if extra == "nothing" or "--help" in command.words:
         return command.words
     added = shlex.split(SMALLER.get(command.program, ""))
     left_out = {"--save-interval"} if "--save" not in command.words else set()

@@ -3,7 +3,7 @@
 Every fenced block is run or compared by a test, or says by a comment above it why not:
 
     <!-- needs: gpu -->        or cluster, minutes, network, files (of the reader's own)
-    <!-- form -->              a command with ... for what the reader fills in; its flags are checked
+    <!-- form -->              a command with ... for what the reader fills in; its flags exist
     <!-- listing -->           a drawing, a folder, a quotation: neither command nor output
     <!-- file: NAME -->        the block is this file for the commands that follow
     <!-- output -->            what the commands before it print; ... stands for anything
@@ -11,6 +11,7 @@ Every fenced block is run or compared by a test, or says by a comment above it w
     <!-- fails -->             the last of these commands ends with an error
     <!-- smaller: FLAGS -->    what the test appends, too, to the commands that train; "nothing":
                                they are run as they are
+    <!-- figure: NAME -->, <!-- api: NAME -->    drawn, or read from docstrings, by the site
     <!-- prepare: WORDS -->    at the top of a page: what its commands find (doc_commands.py)
 """
 
@@ -25,7 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 
 NEEDS = {"gpu", "cluster", "minutes", "network", "files"}
-MARKERS = {"needs", "form", "listing", "file", "output", "fails", "smaller", "prepare", "figure"}
+MARKERS = set("needs form listing file output fails smaller prepare figure api".split())
 COMMANDS = {"sh", "bash"}
 """Languages of blocks that are typed into a shell."""
 

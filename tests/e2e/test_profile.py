@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.profiling.split import split
+from megatron.profiling.breakdown import break_down
 from megatron.profiling.trace import read_trace
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ def test_profile_writes_a_trace_and_leaves_training_alone(tmp_path):
     (path,) = (tmp_path / "a" / "profile").iterdir()
     assert path.name == "rank0-step2-4.json.gz"
     trace = read_trace(path)
-    found = split(trace)
+    found = break_down(trace)
     assert found.steps == 2 and trace.about["matmul_peak_flops"] > 0
     for cell in (
         ("attention", "forward"), ("attention", "backward"), ("matrix products", "forward"),
@@ -65,14 +65,14 @@ def test_profile_writes_a_trace_and_leaves_training_alone(tmp_path):
     # Of each micro batch once forward and twice backward: QKV, projection, MLP, and the 128 rows of
     # the head, of which 100 are tokens.
     weights = 2 * 32 * (3 * 32 + 32 + 4 * 32 + 4 * 32) + 128 * 32
-    assert sum(p.flops for p in found.products) == 3 * 2 * weights * 2 * 32
+    assert sum(p.amount for p in found.gemms) == 3 * 2 * weights * 2 * 32
     names = {event.name for event in trace.host[trace.main_thread]}
     assert {"megatron::evaluate", "megatron::save"} <= names, "iteration 3 does both"
     assert "matrix products" in profiled.stdout and str(path) in profiled.stdout
 
 
 @pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.proof)])
-def test_the_tool_splits_two_processes(tmp_path, layout):
+def test_the_tool_breaks_down_two_processes(tmp_path, layout):
     done = run(
         "tools/profile_step.py", f"--{layout}-model-parallel-size", 2, "--global-batch-size", 4,
         "--profile-step-start", 1, "--profile-step-end", 2, "--profile-ranks", 1, 0,
@@ -81,6 +81,6 @@ def test_the_tool_splits_two_processes(tmp_path, layout):
     assert done.returncode == 0, done.stderr
     assert "1 step of rank 1: " in done.stdout and "rank 0: " not in done.stdout
     for rank in (0, 1):
-        found = split(read_trace(tmp_path / f"rank{rank}-step1-2.json.gz"))
+        found = break_down(read_trace(tmp_path / f"rank{rank}-step1-2.json.gz"))
         assert found.rank == rank and found.of_category("communication") > 0
         assert found.of_phase("forward") > 0 and found.of_phase("backward") > 0

@@ -21,11 +21,11 @@ class RawTextConfig(KindConfig):
     prefixes of .bin/.idx. A path that ends in .json, .jsonl, .csv or .tsv is read so without this
     flag, too."""
     text_key: str = option("text")
-    """Key, or column, of the text."""
+    """Key or column of the text."""
     eval_text_key: str | None = option(None, derived="--text-key")
     """The same for validation and test data that have files of their own."""
     presplit_sentences: bool = option(False)
-    """A text holds one sentence a line; each becomes a sequence of its own (BERT, T5)."""
+    """A text contains one sentence per line; each becomes its own sequence (BERT, T5)."""
     delim: str | None = option(None, derived="a comma in .csv, a tab in .tsv")
     """Character between the columns of .csv and .tsv files."""
     append_eod: bool = option(True, flag="--append-eod", off="--no-append-eod")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_jobs import TINY, train
 
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 
 STEPS = 6
@@ -113,7 +113,7 @@ def test_damaged_random_state_is_named_on_all_ranks(pool, tmp_path):
 
 def test_arguments_of_no_checkpoint(pool, tmp_path):
     argv = ["--load", str(tmp_path / "typo"), "--use-checkpoint-args", "--micro-batch-size", "1"]
-    assert "there is no checkpoint in --load" in pool.run(1, refused, argv)[0]
+    assert "no checkpoint in --load" in pool.run(1, refused, argv)[0]
 
 
 def test_a_model_with_more_rows_than_tokens(pool, tmp_path):

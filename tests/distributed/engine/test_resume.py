@@ -164,7 +164,7 @@ def test_another_run_is_not_overwritten(pool, tmp_path):
         ["--load", str(tmp_path / "b")],
     ):
         message = pool.run(1, refused, [*flags, *more])[0]
-        assert "holds global_step8, which this run does not continue" in message
+        assert "contains global_step8, which this run does not continue" in message
         assert f"--load {tmp_path / 'a'}" in message
     assert (tmp_path / "a" / "latest").read_text() == "global_step8"
 

@@ -153,7 +153,7 @@ def test_help_is_grouped_and_says_defaults(parser):
     for cls in PART_FLAGS.values():
         assert (cls.__doc__ or "").split("\n")[0].rstrip(".") + ":" in text
     joined = " ".join(text.split())
-    assert "Seed of weights, data order and dropout. (default: 1234)" in joined
+    assert "Random seed of initial weights, data order and dropout. (default: 1234)" in joined
     # argparse breaks lines at hyphens.
     assert "(default:hidden-size/num-attention-heads)" in "".join(text.split())
     assert "Accepted, not used: DeepSpeed's engine reduces the gradients." in joined

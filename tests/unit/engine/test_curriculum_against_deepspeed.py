@@ -18,7 +18,7 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.curriculum.analysis import analyse, read_rows, write_rows
 from megatron.data.kinds.curriculum.order import difficulty, draw_samples, stages
 from megatron.data.sampler import MicroBatchSampler
-from megatron.engine.json_keys import section_text
+from megatron.engine.deepspeed_json import section_text
 
 
 def schedules():

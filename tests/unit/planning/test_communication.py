@@ -7,7 +7,7 @@ import pytest
 from megatron.config.layouts import Layout
 from megatron.parallel.pipeline_schedules import PipelineSchedule
 from megatron.parallel.timeline import transfer_of
-from megatron.planning.communication import (
+from megatron.planning.step_time import (
     data_bytes,
     hidden_bytes,
     pipeline_bytes,

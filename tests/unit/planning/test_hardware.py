@@ -3,7 +3,7 @@
 import pytest
 
 from megatron.config import ConfigError
-from megatron.planning.hardware import Hardware, parse_bytes
+from megatron.planning.step_time import Hardware, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -14,7 +14,7 @@ def test_sizes(text, size):
 
 
 @pytest.mark.parametrize("text", ["80", "GiB", "80gib", "-3GiB", "80GiB x"])
-def test_no_sizes(text):
+def test_other_texts_are_refused(text):
     with pytest.raises(ConfigError, match="--gpu-memory .*80GiB"):
         parse_bytes("--gpu-memory", text)
 
@@ -40,6 +40,6 @@ def test_a_ring_leaves_a_node_by_the_links_of_all_its_members():
         ({"peak_tflops": float("nan")}, "--peak-tflops nan must be positive"),
     ],
 )
-def test_senseless_values(values, message):
+def test_values_out_of_range(values, message):
     with pytest.raises(ConfigError, match=message):
         Hardware(**({"gpus": 8} | values)).check()

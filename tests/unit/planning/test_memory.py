@@ -22,7 +22,7 @@ from megatron.planning.memory import (
     state_bytes,
 )
 from megatron.planning.parameters import norms_of_block
-from megatron.planning.published import BYTES_PER_PARAMETER
+from tools.plan import BYTES_PER_PARAMETER
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECOMPUTE = {

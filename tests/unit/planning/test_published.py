@@ -3,9 +3,9 @@
 import pytest
 
 from megatron.config.layouts import refusal
-from megatron.planning.hardware import Hardware
 from megatron.planning.parameters import model_parameters
-from megatron.planning.published import KORTHIKANTI, NARAYANAN, PEAK_TFLOPS, VOCABULARY
+from megatron.planning.step_time import Hardware
+from tools.plan import KORTHIKANTI, NARAYANAN, PEAK_TFLOPS, VOCABULARY
 
 A100 = Hardware(8)
 AGGREGATE = (4.4, 8.8, 18.2, 34.6, 70.8, 143.8, 227.1, 297.4, 410.2, 502.0)
@@ -16,7 +16,7 @@ THROUGHPUT_GAIN = (0.290, 0.318, 0.297, 0.321)
 
 @pytest.mark.parametrize("run", KORTHIKANTI, ids=lambda run: run.name)
 def test_published_time_and_utilisation_agree(run):
-    rate = run.job.flops() / run.gpus / run.seconds / 1e12
+    rate = run.work.flops() / run.gpus / run.seconds / 1e12
     assert rate / PEAK_TFLOPS == pytest.approx(run.mfu, rel=0.005)
 
 
@@ -34,7 +34,7 @@ def test_published_rates_agree(run, total):
 def test_names_are_the_number_of_parameters(run):
     """To the digits of the name; equation 2 of Narayanan et al. gives the same."""
     scale = 1e12 if run.name.endswith("T") else 1e9
-    parameters = model_parameters(run.job.padded(1))
+    parameters = model_parameters(run.work.padded(1))
     layers, hidden = run.layers, run.hidden
     ends = 13 / (12 * hidden) + (VOCABULARY + 2048) / (12 * layers * hidden)
     assert parameters == pytest.approx(12 * layers * hidden**2 * (1 + ends), rel=1e-5)

@@ -6,11 +6,10 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.config.layouts import refusal
-from megatron.planning.hardware import Hardware
 from megatron.planning.memory import peak_memory
 from megatron.planning.parameters import RankShare, rank_shares
 from megatron.planning.search import (
-    Job,
+    Workload,
     divides_model,
     estimate,
     fewest_gpus,
@@ -20,18 +19,19 @@ from megatron.planning.search import (
     schedules,
     search,
 )
+from megatron.planning.step_time import Hardware
 
 MACHINES = Hardware(8)
 SHAPE = "--num-layers 4 --hidden-size 64 --ffn-hidden-size 160 --num-attention-heads 4 --lr 1 "
 
 
 @pytest.fixture
-def job(small) -> Job:
-    return Job(small(), 61, 32)
+def work(small) -> Workload:
+    return Workload(small(), 61, 32)
 
 
-def test_every_layout_exists_once(job):
-    found = list(layouts(job, MACHINES))
+def test_every_layout_exists_once(work):
+    found = list(layouts(work, MACHINES))
     assert len(found) == len(set(found))
     for layout, micro_batch in found:
         assert refusal(layout) is None
@@ -49,24 +49,24 @@ def test_every_layout_exists_once(job):
     assert all(layout.pipeline == 1 for layout, _ in found if layout.zero > 1)
 
 
-def test_the_trainer_takes_every_layout(job):
+def test_the_trainer_takes_every_layout(work):
     """Its flags resolve to the same layout, which the trainer's own table accepts."""
     parser = FlagParser(*FLAG_CLASSES)
-    for plan in search(job, MACHINES):
+    for plan in search(work, MACHINES):
         argv = [*SHAPE.split(), "--seq-length", "128", "--train-iters", "1", *plan.flags]
         config = resolve(parser.settings(argv), 8).config
         assert config.layout() == plan.layout
         assert config.training.micro_batch_size == plan.micro_batch
 
 
-def test_micro_batch_size_is_kept(job):
-    asked = dataclasses.replace(job, micro_batch_size=3, global_batch_size=48)
+def test_micro_batch_size_is_kept(work):
+    asked = dataclasses.replace(work, micro_batch_size=3, global_batch_size=48)
     assert {size for _, size in layouts(asked, MACHINES)} == {3}
 
 
-def test_tensor_parallelism_stays_in_a_node(job):
+def test_tensor_parallelism_stays_in_a_node(work):
     machines = dataclasses.replace(MACHINES, gpus_per_node=2)
-    assert {layout.tensor for layout, _ in layouts(job, machines)} == {1, 2}
+    assert {layout.tensor for layout, _ in layouts(work, machines)} == {1, 2}
 
 
 @pytest.mark.parametrize("heads, groups, tensor, divides", [
@@ -85,32 +85,32 @@ def test_schedules_of_a_pipeline(small):
     assert schedules(small(num_layers=7), 3) == [("1f1b", 1), ("dualpipev", 2)]
 
 
-def test_best_first(job):
-    plans = search(job, MACHINES)
+def test_best_first(work):
+    plans = search(work, MACHINES)
     times = [plan.time.total for plan in plans]
     assert times == sorted(times)
 
 
 @pytest.mark.parametrize("layers", [4, 7, 13])
-def test_light_ranks_are_left_out_rightly(small, layers):
-    """The rank that needs most is among those that are looked at."""
-    job = Job(small(num_layers=layers), 61, 64, micro_batch_size=1)
-    for layout, micro_batch in layouts(job, MACHINES):
-        model = job.padded(layout.tensor)
+def test_ranks_that_need_less_are_left_out(small, layers):
+    """The rank that needs most is among those that are estimated."""
+    work = Workload(small(num_layers=layers), 61, 64, micro_batch_size=1)
+    for layout, micro_batch in layouts(work, MACHINES):
+        model = work.padded(layout.tensor)
         whole = peak_memory(model, layout, micro_batch, layout.micro_batches[0])
-        assert estimate(job, layout, micro_batch, MACHINES).memory.total == whole.total
+        assert estimate(work, layout, micro_batch, MACHINES).memory.total == whole.total
         assert len(rank_shares(model, layout)) == layout.pipeline
 
 
-def test_a_rank_with_a_larger_stage_is_looked_at():
+def test_a_rank_with_a_larger_stage_is_estimated():
     even, uneven = (RankShare(rank, 9, blocks, False, False) for rank, blocks in
                     ((0, (2, 2)), (1, (1, 3))))  # fmt: skip
     light = RankShare(2, 8, (1, 2), False, False)
     assert heaviest((even, uneven, light)) == [even, uneven]
 
 
-def test_fitting_is_about_memory_alone(job):
-    plans = search(job, MACHINES)
+def test_fitting_is_about_memory_alone(work):
+    plans = search(work, MACHINES)
     assert fitting(plans, MACHINES) == plans
     half = sorted(plan.memory.total for plan in plans)[len(plans) // 2]
     little = dataclasses.replace(MACHINES, gpu_memory=f"{half / 2**20}MiB", memory_reserve="0MiB")
@@ -119,13 +119,13 @@ def test_fitting_is_about_memory_alone(job):
     assert all(plan.memory.total <= half + 1 for plan in fit)
 
 
-def test_more_gpus_are_fewest(job):
-    lean = min(plan.memory.total for plan in search(job, MACHINES))
+def test_more_gpus_are_fewest(work):
+    lean = min(plan.memory.total for plan in search(work, MACHINES))
     twice = dataclasses.replace(MACHINES, gpus=16)
-    leaner = min(plan.memory.total for plan in search(job, twice))
+    leaner = min(plan.memory.total for plan in search(work, twice))
     assert leaner < lean
     between = f"{(lean + leaner) / 2**21}MiB"
     machines = dataclasses.replace(MACHINES, gpu_memory=between, memory_reserve="0MiB")
-    assert fewest_gpus(job, machines) == 16
+    assert fewest_gpus(work, machines) == 16
     tiny = dataclasses.replace(MACHINES, gpu_memory="0.01MiB", memory_reserve="0MiB")
-    assert fewest_gpus(job, tiny, limit=4) is None
+    assert fewest_gpus(work, tiny, limit=4) is None

@@ -6,9 +6,8 @@ import pytest
 
 from megatron.config.layouts import Layout
 from megatron.model.flops import TransformerShape
-from megatron.planning.hardware import Hardware
 from megatron.planning.parameters import rank_shares
-from megatron.planning.step_time import bubble_ratio, rank_flops, step_time
+from megatron.planning.step_time import Hardware, bubble_ratio, rank_flops, step_time
 
 KINDS = ("gpt2", "llama", "wide heads")
 
@@ -78,7 +77,7 @@ def test_the_slowest_rank_sets_the_pace(small):
 
 
 @pytest.mark.parametrize("zero, exposed", [(0, 1), (1, 1), (2, 1), (3, 0.25)])
-def test_data_traffic_is_hidden_where_deepspeed_hides_it(small, zero, exposed):
+def test_data_traffic_overlaps_where_deepspeed_overlaps_it(small, zero, exposed):
     """By default at stage 3 only."""
     model, layout = small(), Layout(data=2, zero=zero)
     hardware = Hardware(2, data_overlap=0.75, intra_node_bandwidth=1.0)
@@ -87,7 +86,7 @@ def test_data_traffic_is_hidden_where_deepspeed_hides_it(small, zero, exposed):
 
 
 @pytest.mark.parametrize("overlap", [0.0, 1.0])
-def test_a_tied_table_costs_two_exchanges_that_nothing_hides(small, overlap):
+def test_a_tied_embedding_costs_two_exposed_exchanges(small, overlap):
     """The gradients of its copies are averaged over replicas and summed over the two stages."""
     layout = Layout(pipeline=2, data=4, zero=1, precision="bf16")
     hardware = Hardware(8, pipeline_overlap=overlap, intra_node_bandwidth=1.0)

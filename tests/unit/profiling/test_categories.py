@@ -2,7 +2,7 @@
 
 import pytest
 
-from megatron.profiling.categories import Place, inside, kernel_category
+from megatron.profiling.categories import Label, kernel_category, label_inside
 
 OPERATORS = {
     "aten::mm": "matrix products",
@@ -56,13 +56,13 @@ OPERATORS = {
 
 @pytest.mark.parametrize("name", OPERATORS)
 def test_operators(name):
-    assert inside(Place(), name).category == OPERATORS[name]
+    assert label_inside(Label(), name).category == OPERATORS[name]
 
 
-def path(*names: str) -> Place:
-    place = Place()
+def path(*names: str) -> Label:
+    place = Label()
     for name in names:
-        place = inside(place, name)
+        place = label_inside(place, name)
     return place
 
 
@@ -103,7 +103,7 @@ def test_what_lies_in_what(names, category, phase):
 
 def test_the_gradient_of_a_forward_operator_is_where_that_was():
     node = "autograd::engine::evaluate_function: MulBackward0"
-    place = inside(inside(Place(), node, context="norms"), "aten::mul")
+    place = label_inside(label_inside(Label(), node, context="norms"), "aten::mul")
     assert (place.category, place.phase) == ("norms", "backward")
 
 

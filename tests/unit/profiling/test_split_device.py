@@ -3,8 +3,8 @@
 import pytest
 from kineto import MAIN, event, kernel, launch, scope, step, write
 
-from megatron.profiling.split import split
-from megatron.profiling.table import split_text
+from megatron.profiling.breakdown import break_down
+from megatron.profiling.tables import breakdown_text
 from megatron.profiling.trace import TraceError, read_trace
 
 BACKWARD = 101
@@ -59,7 +59,7 @@ def found(tmp_path):
         ),
         kernel("multi_tensor_apply_kernel<FusedAdamMathFunctor>", 7, 80, 110),
     ]  # fmt: skip
-    return split(read_trace(write(tmp_path / "gpu.json", *events)))
+    return break_down(read_trace(write(tmp_path / "gpu.json", *events)))
 
 
 def test_every_moment_of_the_device_is_counted_once(found):
@@ -85,14 +85,14 @@ def test_communication_beside_computing(found):
     assert found.hidden == pytest.approx(12)
     (collective,) = found.collectives
     assert collective.name == "_reduce_scatter_base" and collective.time == pytest.approx(20)
-    assert collective.size == 2000
+    assert collective.amount == 2000
 
 
 def test_products_are_timed_by_their_kernels(found):
-    shapes = {(p.shape, p.phase): (p.calls, p.time, p.flops) for p in found.products}
+    shapes = {(p.name, p.phase): (p.calls, p.time, p.amount) for p in found.gemms}
     assert shapes == {
-        ((64, 32, 16), "forward"): (1, pytest.approx(10), 65536),
-        ((32, 64, 16), "backward"): (1, pytest.approx(18), 65536),
+        ("64 x 32 x 16", "forward"): (1, pytest.approx(10), 65536),
+        ("32 x 64 x 16", "backward"): (1, pytest.approx(18), 65536),
     }
 
 
@@ -105,7 +105,7 @@ def test_host_synchronisations(found):
 
 
 def test_the_table_names_the_device(found):
-    text = split_text(found)
+    text = breakdown_text(found)
     assert "(GPU time)" in text and "idle" in text and "host  " not in text.split("\n\n")[1]
 
 
@@ -122,7 +122,7 @@ def test_kernels_at_once_count_once(tmp_path):
         kernel("ncclDevKernel_AllGather_RING", 53, 44, 48, stream=21),
         kernel("ncclDevKernel_AllGather_RING", 54, 45, 48, stream=22),
     ]
-    found = split(read_trace(write(tmp_path / "gpu.json", *events)))
+    found = break_down(read_trace(write(tmp_path / "gpu.json", *events)))
     assert dict(found.cells) == pytest.approx(
         {
             ("matrix products", "rest"): 20,
@@ -139,5 +139,5 @@ def test_kernels_at_once_count_once(tmp_path):
 
 def test_least_is_for_the_cpu(tmp_path):
     path = write(tmp_path / "gpu.json", step(1, 0, 10), kernel("gemm", 1, 2, 4))
-    with pytest.raises(TraceError, match="gpu.json: --least is for a CPU's time"):
-        split(read_trace(path), undisturbed=True)
+    with pytest.raises(TraceError, match="gpu.json: --least is for the time of a CPU"):
+        break_down(read_trace(path), least=True)

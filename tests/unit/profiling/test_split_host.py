@@ -5,8 +5,8 @@ import torch
 from kineto import WORKER, event, memory, scope, step, write
 from torch.utils.flop_counter import FlopCounterMode
 
-from megatron.profiling.split import split
-from megatron.profiling.table import split_text
+from megatron.profiling.breakdown import break_down
+from megatron.profiling.tables import breakdown_text
 from megatron.profiling.trace import read_trace
 
 
@@ -51,7 +51,7 @@ def two_steps(path, *more, disturbance=0.0):
             event("aten::_fused_adamw_", late + 76, late + 86 + slow),
             event("aten::_local_scalar_dense", late + 88 + slow, late + 89 + slow),
         ]
-    return split(read_trace(write(path, *events, *more)))
+    return break_down(read_trace(write(path, *events, *more)))
 
 
 def test_every_moment_is_counted_once(tmp_path):
@@ -78,17 +78,17 @@ def test_every_moment_is_counted_once(tmp_path):
     assert found.hidden == pytest.approx(17 - 11 - 1), "beside the product"
     (collective,) = found.collectives
     assert (collective.name, collective.calls) == ("gloo:all_reduce", 1)
-    assert (collective.time, collective.size) == (pytest.approx(17), 2 * 1024 * 256)
+    assert (collective.time, collective.amount) == (pytest.approx(17), 2 * 1024 * 256)
     (wait,) = found.waits
     assert (wait.name, wait.phase, wait.calls) == ("aten::_local_scalar_dense", "optimizer", 1)
-    products = {(p.shape, p.phase): (p.calls, p.flops) for p in found.products}
+    products = {(p.name, p.phase): (p.calls, p.amount) for p in found.gemms}
     assert products == {
-        ((4, 8, 2), "forward"): (1, 128.0),
-        ((2, 4, 8), "rest"): (1, 128.0),
+        ("4 x 8 x 2", "forward"): (1, 128.0),
+        ("2 x 4 x 8", "rest"): (1, 128.0),
     }
     by_name = {operator.name: operator for operator in found.operators}
     assert by_name["aten::mm"].time == pytest.approx(15)
-    assert (by_name["aten::mm"].calls, by_name["aten::mm"].allocated) == (2, 2 * 2**20)
+    assert (by_name["aten::mm"].calls, by_name["aten::mm"].amount) == (2, 2 * 2**20)
 
 
 def test_evaluations_and_saves_are_no_part_of_a_step(tmp_path):
@@ -101,14 +101,14 @@ def test_evaluations_and_saves_are_no_part_of_a_step(tmp_path):
 def test_least_takes_each_operator_where_it_was_fastest(tmp_path):
     path = tmp_path / "t.json"
     assert two_steps(path, disturbance=50.0).step == pytest.approx(125)
-    found = split(read_trace(path), undisturbed=True)
+    found = break_down(read_trace(path), least=True)
     assert found.step == pytest.approx(100) and found.kind == "least"
     assert found.of_category("optimizer") == pytest.approx(10)
-    assert {p.calls for p in found.products} == {1}
+    assert {p.calls for p in found.gemms} == {1}
 
 
 def test_the_table_has_every_category_and_adds_up(tmp_path):
-    text = split_text(two_steps(tmp_path / "t.json"))
+    text = breakdown_text(two_steps(tmp_path / "t.json"))
     lines = [line.split() for line in text.splitlines()]
     assert ["communication", "0.00", "0.00", "0.00", "0.00", "0.01", "0.01", "13.0%"] in lines
     assert any(line[0] == "step" and line[-1] == "100.0%" for line in lines if line)
@@ -144,7 +144,7 @@ def trained(tmp_path_factory):
             train()
             profiler.step()
     profiler.export_chrome_trace(str(path))
-    return split(read_trace(path)), profiler.key_averages(), flops
+    return break_down(read_trace(path)), profiler.key_averages(), flops
 
 
 def test_own_times_are_those_of_torchs_averages(trained):
@@ -169,4 +169,4 @@ def test_a_real_step_is_split_whole(trained):
 
 def test_flops_against_torchs_counter(trained):
     found, _, flops = trained
-    assert sum(product.flops for product in found.products) == flops
+    assert sum(product.amount for product in found.gemms) == flops

@@ -23,7 +23,7 @@ def test_reads_plain_and_packed(tmp_path, name):
     assert [e.name for e in trace.host[thread]] == ["ProfilerStep#1", "aten::mm"], "outer first"
     assert [(e.start, e.end) for e in trace.steps()] == [(0.0, 20.0)]
     assert trace.host[thread][1].args["Input Dims"] == [[2, 3], [3, 4]]
-    assert trace.allocations[thread][0].size == 64
+    assert trace.allocations == [(thread, 3.0, 64)]
     assert trace.rank == 3 and trace.about == {"matmul_peak_flops": 5.0}
 
 
@@ -31,7 +31,7 @@ def test_reads_plain_and_packed(tmp_path, name):
     "content, says",
     [
         (b"\x1f\x8bbroken", "broken gzip file"),
-        (b"{ no json", "no JSON"),
+        (b"{ no json", "not JSON"),
         (b"[1, 2]", 'has no list "traceEvents"'),
         (b'{"traceEvents": 3}', 'has no list "traceEvents"'),
         (json.dumps({"traceEvents": [{"ph": "X", "cat": "cpu_op"}]}).encode(), "an event lacks"),
@@ -47,5 +47,5 @@ def test_a_file_that_is_no_trace_is_named(tmp_path, content, says):
 
 def test_a_trace_without_steps_says_what_writes_them(tmp_path):
     trace = read_trace(write(tmp_path / "trace.json", scope("anything", 0, 10)))
-    with pytest.raises(TraceError, match=r"trace.json: holds no training step .* --profile"):
+    with pytest.raises(TraceError, match=r"trace.json: contains no training step .* --profile"):
         trace.steps()

@@ -53,7 +53,7 @@ def test_says_what_is_missing(main, capsys):
     flags = SMALL + "--gpus 1 --gpu-memory 0.5GiB --memory-reserve 0.1GiB"
     assert main(flags.split()) == 1
     out = capsys.readouterr().out
-    assert "nothing fits" in out and "more than a GPU has to give" in out
+    assert "nothing fits" in out and "more than a GPU has available" in out
     assert "  --gpus 2\n" in out
     assert "offloading the optimizer" in out
     assert "Flags of the best" not in out
@@ -70,7 +70,7 @@ def test_says_when_there_is_no_layout(main, capsys):
         ("--gpus 8 --hiden-size 3", "unknown flag --hiden-size; the nearest known flag"),
         ("--gpus 8 --zero-stage 1", "unknown flag --zero-stage"),
         ("", "--gpus is missing"),
-        ("--gpus 8 --gpu-memory much", "--gpu-memory much is no size"),
+        ("--gpus 8 --gpu-memory much", "--gpu-memory much: expected a size"),
         ("--gpus 8 --num-attention-heads 7", "--num-attention-heads 7 must divide"),
         ("--gpus 8 --fp16", "--fp16 contradicts --bf16"),
         ("--gpus 8 --top 0", "--top 0 must be positive"),

@@ -46,7 +46,7 @@ def test_shows_a_trace(trace, tmp_path, capsys):
         (["--trace", "no-such-file"], "No such file or directory: 'no-such-file'"),
         (["--trace", "TRACE", "--hidden-size", "8"], "--hidden-size describes a run to train"),
         (["--trace", "TRACE", "--top", "0"], "--top 0 must be positive"),
-        (["--trace", "GPU", "--least"], "--least is for a CPU's time"),
+        (["--trace", "GPU", "--least"], "--least is for the time of a CPU"),
     ],
 )
 def test_mistakes_are_named(trace, tmp_path, flags, says):

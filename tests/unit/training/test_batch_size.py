@@ -9,11 +9,16 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from megatron.config.flags import ConfigError
-from megatron.training.batch_size import BatchSizeRampup, ConstantBatchSize, batch_size_schedule
+from megatron.training.batch_size import BatchSizeSchedule
+
+
+def rampup(start, increment, samples, full, micro_batch_size, data_parallel_size):
+    ramp = (start, increment, samples)
+    return BatchSizeSchedule(full, micro_batch_size, data_parallel_size, ramp)
 
 
 def steps(schedule):
-    """(consumed samples before the step, its batch size), for ever."""
+    """(consumed samples before the step, its batch size), without end."""
     consumed = 0
     while True:
         yield consumed, schedule.batch_size(consumed)
@@ -22,7 +27,7 @@ def steps(schedule):
 
 def test_ramp_against_numbers_by_hand():
     # (32 - 8) / 8 = 3 parts of 100 samples each.
-    ramp = BatchSizeRampup(8, 8, 300, 32, micro_batch_size=2, data_parallel_size=2)
+    ramp = rampup(8, 8, 300, 32, micro_batch_size=2, data_parallel_size=2)
     sizes = {0: 8, 99: 8, 100: 16, 199: 16, 200: 24, 299: 24, 300: 32, 301: 32, 10**9: 32}
     assert {n: ramp.batch_size(n) for n in sizes} == sizes
     assert [ramp.micro_batches(n) for n in (0, 100, 200, 300)] == [2, 4, 6, 8]
@@ -48,13 +53,13 @@ def megatron_batch_size(start, increment, ramp_samples, full, consumed):
 def test_rounding_against_megatron(increments, ramp_samples, consumed, exact, rounded):
     """Where the division of the definition rounds down to the increment before."""
     assert consumed * increments // ramp_samples == exact
-    ramp = BatchSizeRampup(1, 1, ramp_samples, 1 + increments, 1, 1)
+    ramp = rampup(1, 1, ramp_samples, 1 + increments, 1, 1)
     assert ramp.batch_size(consumed) == 1 + rounded
     assert ramp.batch_size(consumed + 1) > 1 + rounded
 
 
 ramps = st.builds(
-    lambda start, inc, n, samples, step: BatchSizeRampup(
+    lambda start, inc, n, samples, step: rampup(
         start * step, inc * step, samples, (start + inc * n) * step, step, 1
     ),
     start=st.integers(1, 6),
@@ -68,9 +73,10 @@ ramps = st.builds(
 @given(ramp=ramps, consumed=st.integers(0, 3500))
 def test_against_megatron_definition(ramp, consumed):
     # Megatron divides by zero without an increment or without ramp samples.
-    assume(ramp.start < ramp.global_batch_size and ramp.ramp_samples > 0)
+    start, increment, samples = ramp.rampup
+    assume(start < ramp.global_batch_size and samples > 0)
     assert ramp.batch_size(consumed) == megatron_batch_size(
-        ramp.start, ramp.increment, ramp.ramp_samples, ramp.global_batch_size, consumed
+        start, increment, samples, ramp.global_batch_size, consumed
     )
 
 
@@ -84,27 +90,22 @@ def test_iterations_and_samples_against_stepping(ramp, iterations, extra):
 @given(ramp=ramps, first=st.integers(0, 3500), second=st.integers(0, 3500))
 def test_batch_never_shrinks_nor_passes_its_full_size(ramp, first, second):
     low, high = sorted((first, second))
-    assert ramp.start <= ramp.batch_size(low) <= ramp.batch_size(high) <= ramp.global_batch_size
+    assert ramp.rampup[0] <= ramp.batch_size(low) <= ramp.batch_size(high) <= ramp.global_batch_size
 
 
 def test_ramp_without_growth_or_samples_is_constant():
-    for ramp in (BatchSizeRampup(16, 4, 100, 16, 4, 1), BatchSizeRampup(4, 4, 0, 16, 4, 1)):
+    for ramp in (rampup(16, 4, 100, 16, 4, 1), rampup(4, 4, 0, 16, 4, 1)):
         assert [ramp.batch_size(n) for n in (0, 1, 1000)] == [16, 16, 16]
         assert ramp.iterations(100) == 6
         assert ramp.samples(7) == 112
 
 
 def test_constant():
-    constant = batch_size_schedule(16, 2, 4)
-    assert constant == ConstantBatchSize(16, 2, 4)
+    constant = BatchSizeSchedule(16, 2, 4)
     assert constant.batch_size(12345) == 16
     assert constant.micro_batches(0) == 2
     assert constant.iterations(47) == 2
     assert constant.samples(3) == 48
-
-
-def test_factory_takes_the_flag_values():
-    assert batch_size_schedule(16, 2, 2, (4, 4, 100)) == BatchSizeRampup(4, 4, 100, 16, 2, 2)
 
 
 @pytest.mark.parametrize(
@@ -128,14 +129,14 @@ def test_factory_takes_the_flag_values():
 )
 def test_errors_name_flags_values_and_what_is_near(rampup, full, words):
     with pytest.raises(ConfigError) as error:
-        batch_size_schedule(full, 2, 2, rampup)
+        BatchSizeSchedule(full, 2, 2, rampup)
     for word in words:
         assert word in str(error.value)
 
 
 def test_micro_batch_size_of_zero_is_an_error():
     with pytest.raises(ConfigError, match="--micro-batch-size 0"):
-        batch_size_schedule(4, 0, 1)
+        BatchSizeSchedule(4, 0, 1)
 
 
 @given(
@@ -149,7 +150,7 @@ def test_what_the_messages_offer_is_accepted(start, increment, full, micro):
     values = {"START": start, "INCREMENT": increment, "--global-batch-size": full}
     for _ in range(5):
         try:
-            BatchSizeRampup(
+            rampup(
                 values["START"], values["INCREMENT"], 100, values["--global-batch-size"], micro, 1
             )
             return

@@ -9,7 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.model.flops import TransformerShape
-from megatron.training.flops import (
+from megatron.training.metrics import (
     measure_matmul_peak,
     peak_flops,
     peak_flops_of,

@@ -1,4 +1,4 @@
-"""Which steps are recorded, by what, and what is wrapped for it."""
+"""Which steps are recorded, and by what."""
 
 from __future__ import annotations
 
@@ -10,22 +10,27 @@ from types import SimpleNamespace
 import pytest
 import torch
 from configs import run_config
+from torch.profiler import record_function
 
 from megatron.config import PART_FLAGS, FlagParser, RunConfig, resolve
-from megatron.config.profiling import ProfilingConfig
-from megatron.engine.pipeline_executor import PipelineExecutor
-from megatron.engine.train_engine import TrainEngine
+from megatron.config.output import ProfilingConfig
 from megatron.parallel.mesh import Mesh
-from megatron.profiling.split import split
+from megatron.profiling.breakdown import break_down
 from megatron.profiling.trace import read_trace
-from megatron.training import profile_recorders
-from megatron.training.profile_phases import phases_marked
-from megatron.training.profile_recorders import MemoryHistory, NsysRange, Recorder, TorchTrace
-from megatron.training.profiling import Profiler, profiling, under_nsys
+from megatron.training import profiling as module
+from megatron.training.profiling import (
+    MemoryHistory,
+    NsysRange,
+    Profiler,
+    Recorder,
+    TorchTrace,
+    profiling,
+    under_nsys,
+)
 
 
 class Notes(Recorder):
-    """Writes down what it is told."""
+    """Records its calls."""
 
     def __init__(self) -> None:
         self.told: list[str] = []
@@ -60,7 +65,7 @@ def run_steps(start: int, end: int, first: int, last: int) -> list[str]:
 @pytest.mark.parametrize(
     "start, end, first, last, told",
     [
-        # Iterations 3 and 4 of six; from the fifth on nothing is wrapped.
+        # Iterations 3 and 4 of six.
         (2, 4, 0, 6, "train, prepare, train, start 2, train, step, train, stop 4, close, "
          "train, train"),
         (0, 1, 0, 2, "start 0, train, stop 1, close, train"),
@@ -139,35 +144,31 @@ def test_flags_without_profile_are_said_to_do_nothing():
     assert "--profile-step-end has no effect without --profile" in notes
 
 
-def test_what_is_wrapped_is_there():
-    """Names of the engines that profiling puts others in place of."""
-    for name in ("train_step", "evaluate", "update"):
-        assert callable(getattr(TrainEngine, name))
-    for name in ("forward_pass", "backward_pass", "wait_for_arrival", "wait_for_sends"):
-        assert callable(getattr(PipelineExecutor, name))
-
-
 class Engine:
-    """What profiling sees of an engine: a model inside something with a backward pass."""
+    """A model with the scopes that engines write."""
 
     def __init__(self) -> None:
         self.model, self.device = torch.nn.Linear(4, 4), torch.device("cpu")
         self.mesh = Mesh()
-        self.engine = torch.nn.Sequential(self.model)
-        object.__setattr__(self.engine, "backward", lambda loss: loss.backward())
         self.losses: list[float] = []
 
     def train_step(self, batches):
-        loss = self.engine(next(batches)).square().mean()
-        self.engine.backward(loss)
+        with record_function("megatron::data"):
+            batch = next(batches)
+        with record_function("megatron::forward"):
+            loss = self.model(batch).square().mean()
+        with record_function("megatron::backward"):
+            loss.backward()
         self.update()
         self.losses.append(float(loss.detach()))
 
+    @record_function("megatron::optimizer")
     def update(self):
         for param in self.model.parameters():
             param.data -= 0.1 * param.grad
             param.grad = None
 
+    @record_function("megatron::evaluate")
     def evaluate(self):
         self.model(torch.ones(1, 4))
 
@@ -185,7 +186,7 @@ def trained(config: RunConfig, steps: int = 4) -> Engine:
     engine = Engine()
     batches = (torch.randn(2, 4) for _ in range(steps))
     with contextlib.ExitStack() as stack:
-        profilers = [stack.enter_context(p) for p in profiling(config, engine, None, 0)]
+        profilers = [stack.enter_context(p) for p in profiling(config, engine, 0)]
         for _ in range(steps):
             for profiler in profilers:
                 profiler.before_step(None)
@@ -195,11 +196,11 @@ def trained(config: RunConfig, steps: int = 4) -> Engine:
 
 
 def test_a_trace_with_all_phases(config, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(profile_recorders, "measure_matmul_peak", lambda *_, seconds: 1e9)
+    monkeypatch.setattr(module, "measure_matmul_peak", lambda *_, seconds: 1e9)
     profiled = trained(config)
     (path,) = (tmp_path / "p").iterdir()
     assert path.name == "rank0-step1-3.json.gz"
-    found = split(read_trace(path))
+    found = break_down(read_trace(path))
     assert found.steps == 2
     assert found.about == {"matmul_peak_flops": 1e9, "iterations_before": 1}
     for phase in ("data", "forward", "backward", "optimizer"):
@@ -208,30 +209,25 @@ def test_a_trace_with_all_phases(config, tmp_path, capsys, monkeypatch):
     assert "megatron::evaluate" in names
     printed = capsys.readouterr().out
     assert str(path) in printed and "matrix products" in printed and "of peak" in printed
-    # Training is what it is without, and nothing of it stays.
-    plain = trained(run_config())
-    assert profiled.losses == plain.losses
-    assert vars(profiled).keys() == vars(plain).keys()
-    assert vars(profiled.engine).keys() == vars(plain.engine).keys()
-    assert not profiled.model._forward_hooks and not profiled.model._forward_pre_hooks
+    assert profiled.losses == trained(run_config()).losses, "training is unchanged"
 
 
-def test_nothing_is_wrapped_without_the_flag():
-    assert profiling(run_config(), Engine(), None, 0) == []
+def test_nothing_is_recorded_without_the_flag():
+    assert profiling(run_config(), Engine(), 0) == []
 
 
 def test_other_ranks_record_nothing(config):
     options = dataclasses.replace(config.profiling, profile_ranks=(1,))
-    assert profiling(dataclasses.replace(config, profiling=options), Engine(), None, 0) == []
+    assert profiling(dataclasses.replace(config, profiling=options), Engine(), 0) == []
 
 
 def test_a_run_that_is_past_the_steps_says_so(config, capsys):
-    assert profiling(config, Engine(), None, 3) == []
+    assert profiling(config, Engine(), 3) == []
     assert "--profile-step-end 3: nothing to profile" in capsys.readouterr().out
 
 
 def test_a_failed_export_leaves_no_file(config, tmp_path, monkeypatch):
-    monkeypatch.setattr(profile_recorders, "measure_matmul_peak", lambda *_, seconds: 1e9)
+    monkeypatch.setattr(module, "measure_matmul_peak", lambda *_, seconds: 1e9)
 
     def fail(*_):
         raise OSError("no space left")
@@ -299,20 +295,12 @@ def test_memory_history_needs_a_gpu():
     options = ProfilingConfig(record_memory_history=True)
     config = run_config(profiling=options)
     with pytest.raises(ValueError, match="--record-memory-history records a GPU's memory"):
-        profiling(config, Engine(), None, 0)
+        profiling(config, Engine(), 0)
 
 
-def test_the_profiler_is_let_go_where_the_run_ends_early(config):
+def test_the_profiler_is_stopped_if_the_run_ends_early(config):
     recorder = TorchTrace(config, torch.device("cpu"), 0)
     recorder.prepare()
     recorder.close()
     recorder.close()
     assert not recorder.begun
-
-
-def test_phases_can_be_marked_again(config):
-    engine = Engine()
-    for _ in range(2):
-        with phases_marked(engine):
-            assert "train_step" in vars(engine)
-        assert "train_step" not in vars(engine)

@@ -22,7 +22,7 @@ from megatron.config.flags import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import BertSample
 from megatron.data.kinds.masked_data.segments import Pairs, SegmentRecipe, SegmentRules
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.base import Tokenizer
 
 MASKED, RANDOM = 0.8, 0.1
 

@@ -27,7 +27,7 @@ from megatron.config.flags import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, T5Sample
 from megatron.data.kinds.masked_data.segments import SHORTEST, SegmentRecipe, SegmentRules
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.base import Tokenizer
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.t5 import T5Recipe
 from megatron.data.kinds.masked_data.tfrecord import TFRecordRecipe, TFRecords
 from megatron.data.sentences import build_splitter
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 

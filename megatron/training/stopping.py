@@ -1,0 +1,245 @@
+"""What ends a training early: signals, limits, and steps that are not finite.
+
+A step is the smallest unit that can be saved, so a signal handler only records the signal; the loop
+checks between steps, agrees with the other ranks, saves and returns.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Generic, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from megatron.training.trainer import Callback, Step, Trainer
+
+Subject = TypeVar("Subject")
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+
+GPU_LAG = 2
+"""Steps that the CPU is ahead of a GPU: while it waits for the step before the last, the GPU still
+has the last one to do."""
+
+
+class DelayedReads(Generic[Subject]):
+    """Reads a few numbers of each step ``lag`` steps after they were queued (0 reads each at once),
+    so that the CPU does not wait for the newest step.
+
+    All ranks read the same step at the same time, so they take the same decisions.
+    """
+
+    def __init__(self, lag: int) -> None:
+        self._lag = lag
+        self._waiting: deque[tuple[Subject, Tensor, torch.cuda.Event | None]] = deque()
+
+    @classmethod
+    def on(cls, device: torch.device) -> DelayedReads[Subject]:
+        """With the lag that suits a device."""
+        return cls(GPU_LAG if device.type == "cuda" else 0)
+
+    def add(self, subject: Subject, values: Tensor) -> None:
+        """Queues the copy of ``values`` (1-D) to the CPU; ``subject`` is returned with them."""
+        arrived = None
+        if values.is_cuda:
+            pinned = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
+            values = pinned.copy_(values, non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._waiting.append((subject, values, arrived))
+
+    def due(self, everything: bool = False) -> Iterator[tuple[Subject, list[float]]]:
+        """The values that are old enough, or all of them, oldest first; waits for the device."""
+        while len(self._waiting) > (0 if everything else self._lag):
+            subject, values, arrived = self._waiting.popleft()
+            if arrived is not None:
+                arrived.synchronize()
+            yield subject, values.tolist()
+
+
+class TrainingStopped(ValueError):
+    """Training cannot continue; the message names the step and its samples."""
+
+
+class NonFiniteGuard(Callback):
+    """Stops training after a step whose loss or gradients were not finite.
+
+    Args:
+        fp16: whether an overflow of scaled gradients is a normal event.
+        check: whether to stop at all (``--check-for-nan-in-loss-and-grad``).
+    """
+
+    def __init__(self, device: torch.device, fp16: bool, check: bool) -> None:
+        self._fp16, self._check = fp16, check
+        self._reads: DelayedReads[Step] = DelayedReads.on(device)
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """Records a step, and checks the one that is due.
+
+        Raises:
+            TrainingStopped: that one was not finite. The weights are as they were before it.
+        """
+        result = step.result
+        if not self._check or (isinstance(result.skipped, bool) and not result.skipped):
+            return
+        if isinstance(result.skipped, bool):  # known without waiting for the device
+            return self._judge(step, float(result.loss))
+        # In float32 a large finite float64 loss would look infinite.
+        self._reads.add(step, torch.stack((result.skipped.double(), result.loss.double())))
+        self._read()
+
+    def settle(self, trainer: Trainer) -> None:
+        """Checks all steps so far, which waits for them.
+
+        Raises:
+            TrainingStopped: one was not finite. The weights are as they were before it.
+        """
+        self._read(everything=True)
+
+    def _read(self, everything: bool = False) -> None:
+        for step, (skipped, loss) in self._reads.due(everything):
+            if skipped:
+                self._judge(step, loss)
+
+    def _judge(self, step: Step, loss: float) -> None:
+        """An overflow of scaled fp16 gradients is part of training; anything else is not."""
+        if math.isfinite(loss) and self._fp16:
+            return
+        what = f"the loss is {loss}" if not math.isfinite(loss) else "the gradients are not finite"
+        last = step.first_sample + step.samples - 1
+        raise TrainingStopped(
+            f"{what} at iteration {step.iteration}, samples {step.first_sample} to {last}; "
+            "the weights are as they were before it. --no-check-for-nan-in-loss-and-grad skips "
+            "such steps"
+        )
+
+
+class StopRequest:
+    """Context in which a signal, a lost launcher or the time limit becomes :attr:`requested`.
+
+    SIGTERM, SIGUSR1 (slurm's ``--signal=USR1@300``) and the first SIGINT (Ctrl-C) are recorded; a
+    second SIGINT kills the process. On exit the previous handlers are restored. Python requires
+    that it is entered in the main thread.
+
+    Args:
+        deadline_minutes: stop this long after construction (``--exit-duration-in-mins``).
+        watch_parent: stop when the process that started this one is gone. DeepSpeed's launcher
+            exits on SIGTERM without passing it on, and its workers would train on unnoticed. By
+            default only where a launcher set ``LOCAL_RANK``: a plain ``nohup python`` has to
+            survive its shell.
+        clock: seconds from a monotonic clock.
+    """
+
+    def __init__(
+        self,
+        deadline_minutes: float | None = None,
+        watch_parent: bool | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._deadline_minutes = deadline_minutes
+        self._clock, self._started = clock, clock()
+        self._parents = launcher_chain()
+        self._watch_parent = "LOCAL_RANK" in os.environ if watch_parent is None else watch_parent
+        self._received: str | None = None
+        self._previous: dict[signal.Signals, Any] = {}
+
+    @property
+    def requested(self) -> str | None:
+        """Why this process should stop, such as ``"SIGTERM"``; None while it should continue."""
+        if self._received is not None:
+            return self._received
+        if self._watch_parent and launcher_chain() != self._parents:
+            return f"end of the launcher (process {self._parents[-1]})"
+        limit = self._deadline_minutes
+        if limit is not None and self._clock() - self._started >= limit * 60:
+            return f"--exit-duration-in-mins {limit:g}"
+        return None
+
+    def __enter__(self) -> StopRequest:
+        for number in STOP_SIGNALS:
+            self._previous[number] = signal.signal(number, self._record)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self._previous.items():
+            # None stands for a handler that was not installed from Python and cannot be restored.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous.clear()
+
+    def _record(self, number: int, frame: FrameType | None) -> None:
+        self._received = self._received or signal.Signals(number).name
+        if number == signal.SIGINT:
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+
+class StopAgreement:
+    """Whether any of the run's ranks wants to stop, found out without waiting for the newest step."""
+
+    def __init__(self, device: torch.device, ranks: int) -> None:
+        self._device, self._alone = device, ranks == 1
+        self._reads: DelayedReads[None] = DelayedReads.on(device)
+
+    def reached(self, here: bool, at_end: bool) -> bool:
+        """Whether a rank wants to stop; every rank must call it after every step. ``at_end``: no step
+        follows, so every request so far counts."""
+        if self._alone:
+            return here
+        # Filled on the device: a copy from the CPU would wait for it.
+        request: Tensor = torch.full((1,), float(here), device=self._device)
+        dist.all_reduce(request, op=dist.ReduceOp.MAX)
+        self._reads.add(None, request)
+        return any(value > 0 for _, (value,) in self._reads.due(at_end))
+
+
+class Stopping(Callback):
+    """Ends the training at a signal, a limit or after a multiple of ``--exit-interval``."""
+
+    def __init__(
+        self, request: StopRequest, device: torch.device, ranks: int, exit_interval: int | None
+    ) -> None:
+        self._request, self._exit_interval = request, exit_interval
+        self._agreement = StopAgreement(device, ranks)
+
+    def __enter__(self) -> Stopping:
+        self._request.__enter__()
+        return self
+
+    def __exit__(self, error_type: type[BaseException] | None, *error: Any) -> None:
+        self._request.__exit__(error_type, *error)
+
+    def reason_to_stop(self, trainer: Trainer) -> str | None:
+        interval = self._exit_interval
+        if interval is not None and trainer.iteration % interval == 0 and not trainer.at_end:
+            return f"--exit-interval {interval}"
+        requested = self._request.requested
+        if self._agreement.reached(requested is not None, trainer.at_end):
+            return requested or "a request to another rank"
+        return None
+
+
+def launcher_chain() -> tuple[int, ...]:
+    """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two.
+
+    The ``deepspeed`` command starts ``deepspeed.launcher.launch``, which starts the workers; the
+    command gets a scheduler's SIGTERM, and the process between lives on. Above any other parent is
+    a shell, whose end means nothing.
+    """
+    parent = os.getppid()
+    try:
+        command = Path(f"/proc/{parent}/cmdline").read_bytes()
+        if b"deepspeed.launcher.launch" not in command:
+            return (parent,)
+        # The name is the last field in brackets and may contain anything; state and parent follow.
+        status = Path(f"/proc/{parent}/stat").read_text().rpartition(")")[2].split()
+        return (parent, int(status[1]))
+    except (OSError, IndexError, ValueError):
+        return (parent,)

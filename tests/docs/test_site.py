@@ -1,0 +1,198 @@
+"""The built documentation: complete, without anything from the network, readable on a phone.
+
+    MEGATRON_SHOTS=shots pytest tests/docs/test_site.py
+
+also writes pictures of pages into a folder.
+"""
+
+import functools
+import http.server
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from doc_pages import ROOT
+
+from megatron.config import FLAG_CLASSES, FlagParser
+
+if not all(map(importlib.util.find_spec, ("mkdocs", "material", "mkdocstrings"))):
+    pytest.skip("`make docs` installs what builds the site", allow_module_level=True)
+
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "chrome"))), None)
+
+LOADED = {"script": "src", "img": "src", "iframe": "src", "source": "src", "use": "href"}
+"""Attributes whose address a browser loads."""
+
+SHOTS = os.environ.get("MEGATRON_SHOTS")
+WIDTHS = (390, 1280)
+LOOKED_AT = (
+    "index.html",
+    "tasks/first-run.html",
+    "tasks/huggingface.html",
+    "tasks/when-something-goes-wrong.html",
+    "guides/tokenizers.html",
+    "guides/deepspeed-json.html",
+    "reference/flags.html",
+    "reference/tool-flags.html",
+    "reference/layouts.html",
+    "reference/measurements.html",
+    "reference/api/training.html",
+    "design/overview.html",
+)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory) -> Path:
+    """The site, built as `make docs` builds it: a link, an anchor or a page that is missing is an
+    error."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(folder)],
+        cwd=ROOT,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+class Page(HTMLParser):
+    """Addresses that a page loads, those that it links to, and its anchors."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self.loads: list[str] = []
+        self.links: list[str] = []
+        self.anchors: set[str] = set()
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        values = {name: value or "" for name, value in attrs}
+        if "id" in values:
+            self.anchors.add(values["id"])
+        if tag == "a" and "href" in values:
+            self.links.append(values["href"])
+        if tag == "link" and values.get("rel") not in ("canonical", "prev", "next"):
+            self.loads.append(values.get("href", ""))
+        if tag in LOADED and LOADED[tag] in values:
+            self.loads.append(values[LOADED[tag]])
+
+
+@pytest.fixture(scope="module")
+def parsed(site) -> dict[Path, Page]:
+    return {path: Page(path.read_text()) for path in sorted(site.rglob("*.html"))}
+
+
+def test_nothing_is_loaded_from_the_network(site, parsed):
+    """No script, style, font or image, in pages or in style sheets."""
+    loads = [(path, address) for path, page in parsed.items() for address in page.loads]
+    for path in site.rglob("*.css"):
+        loads += [(path, m) for m in re.findall(r"url\(\s*[\"']?([^)\"']+)", path.read_text())]
+        loads += [(path, m) for m in re.findall(r"@import\s+[\"']([^\"']+)", path.read_text())]
+    outside = [(str(p), a) for p, a in loads if re.match(r"(https?:)?//", a)]
+    assert len(loads) > 200 and not outside
+
+
+def test_internal_links_and_anchors(site, parsed):
+    """Also those of the theme, of generated pages and of docstrings."""
+    missing = []
+    for path, page in parsed.items():
+        if path.name == "404.html":
+            continue
+        for link in page.links:
+            if re.match(r"[a-z]+:|//", link):
+                continue
+            target, _, anchor = link.partition("#")
+            file = (path.parent / target).resolve() if target else path
+            anchors = parsed[file].anchors if file in parsed else set()
+            if not file.is_file() or (anchor and anchor not in anchors):
+                missing.append((path.name, link))
+    assert not missing
+
+
+def test_the_search_index_has_the_pages(site):
+    index = (site / "search" / "search_index.json").read_text()
+    for text in ("reference/flags.html", "--micro-batch-size", "softcap", "guides/collecting.html"):
+        assert text in index
+
+
+def test_every_flag_is_in_the_reference(site, parsed):
+    page = (site / "reference" / "flags.html").read_text()
+    flags = FlagParser(*FLAG_CLASSES)._option_string_actions
+    names = {f for f, action in flags.items() if f.startswith("--") and action.dest != "help"}
+    shown = set(re.findall(r"<code>(--[\w-]+)</code>", page))
+    assert names - shown <= {"--version"}
+
+
+@pytest.fixture(scope="module")
+def served(site):
+    """Address of a server of the site on this machine."""
+    handler = functools.partial(http.server.SimpleHTTPRequestHandler, directory=str(site))
+    handler.log_message = lambda *_: None  # type: ignore[attr-defined]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+@pytest.fixture(scope="module")
+def browser():
+    if CHROMIUM is None:
+        pytest.skip("there is no chromium on this machine")
+    playwright = pytest.importorskip("playwright.sync_api", reason="pip install playwright")
+    with playwright.sync_playwright() as started:
+        running = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield running
+        running.close()
+
+
+@pytest.mark.parametrize(
+    "scheme", ["light", pytest.param("dark", marks=() if SHOTS else pytest.mark.proof)]
+)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_in_a_browser(width, scheme, browser, served):
+    """No page is wider than the screen, nothing fails, nothing is asked of another machine."""
+    context = browser.new_context(
+        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
+    )
+    page = context.new_page()
+    asked, errors = [], []
+    page.on("request", lambda request: asked.append(request.url))
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    for name in LOOKED_AT:
+        page.goto(f"{served}/{name}")
+        wide = page.evaluate("document.documentElement.scrollWidth")
+        assert wide <= width, f"{name} is {wide} pixels wide"
+        assert page.evaluate("document.body.dataset.mdColorScheme") == (
+            "slate" if scheme == "dark" else "default"
+        )
+        if SHOTS:
+            target = Path(SHOTS)
+            target.mkdir(parents=True, exist_ok=True)
+            stem = name.removesuffix(".html").replace("/", "-")
+            page.screenshot(path=target / f"{stem}-{width}-{scheme}.png", full_page=True)
+    assert not errors
+    assert all(url.startswith((served, "data:", "blob:")) for url in asked), asked
+    context.close()
+
+
+def test_search_in_a_browser(browser, served):
+    """Typing a flag finds its place in the reference."""
+    page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.goto(f"{served}/index.html")
+    page.keyboard.press("/")
+    page.keyboard.type("global-batch-size")
+    page.wait_for_selector(".md-search-result__link", timeout=20000)
+    links = page.eval_on_selector_all(
+        ".md-search-result__link", "found => found.map(link => link.href)"
+    )
+    assert any("reference/flags.html" in link for link in links), links
+    page.close()

@@ -1,0 +1,217 @@
+"""Stop requests from real signals, a lost parent and a clock set by hand; steps that are not
+finite, as they are read from the device."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+import megatron
+from megatron.engine.train_engine import StepResult
+from megatron.training.stopping import (
+    STOP_SIGNALS,
+    DelayedReads,
+    NonFiniteGuard,
+    StopAgreement,
+    StopRequest,
+    TrainingStopped,
+)
+from megatron.training.trainer import Step
+
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(megatron.__file__).parents[1])}
+
+WAIT_FOR_REQUEST = """
+import os, sys, time
+from megatron.training.stopping import StopRequest
+with StopRequest() as stop:
+    print("ready", flush=True)
+    until = time.monotonic() + 20
+    while not stop.requested and time.monotonic() < until:
+        time.sleep(0.02)
+    with open(sys.argv[1] + ".tmp", "w") as out:
+        out.write(str(stop.requested))
+    os.rename(sys.argv[1] + ".tmp", sys.argv[1])
+"""
+
+
+def wait_for_text(path: Path, seconds: float = 15) -> str:
+    until = time.monotonic() + seconds
+    while not path.exists():
+        assert time.monotonic() < until, f"{path} did not appear"
+        time.sleep(0.02)
+    return path.read_text()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_signal_is_recorded_and_named(number):
+    with StopRequest() as stop:
+        assert stop.requested is None
+        os.kill(os.getpid(), number)
+        assert stop.requested == number.name
+
+
+def test_first_signal_is_the_one_named():
+    with StopRequest() as stop:
+        os.kill(os.getpid(), signal.SIGUSR1)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert stop.requested == "SIGUSR1"
+
+
+def test_previous_handlers_are_restored():
+    def handler(number, frame):
+        raise AssertionError
+
+    before = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(KeyError), StopRequest():
+            # A Ctrl-C changes a handler, too.
+            os.kill(os.getpid(), signal.SIGINT)
+            raise KeyError
+        assert signal.getsignal(signal.SIGUSR1) is handler
+        assert signal.getsignal(signal.SIGTERM) == before[signal.SIGTERM]
+        assert signal.getsignal(signal.SIGINT) == before[signal.SIGINT]
+    finally:
+        signal.signal(signal.SIGUSR1, before[signal.SIGUSR1])
+
+
+def test_deadline():
+    now = [50.0]
+    stop = StopRequest(deadline_minutes=1.5, clock=lambda: now[0])
+    now[0] += 89.9
+    assert stop.requested is None
+    now[0] += 0.2
+    assert stop.requested == "--exit-duration-in-mins 1.5"
+
+
+def test_second_ctrl_c_kills():
+    code = (
+        "import time\n"
+        "from megatron.training.stopping import StopRequest\n"
+        "with StopRequest() as stop:\n"
+        "    print('ready', flush=True)\n"
+        "    while not stop.requested: time.sleep(0.01)\n"
+        "    print(stop.requested, flush=True)\n"
+        "    time.sleep(30)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", code], env=ENVIRONMENT, stdout=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGINT)
+        assert process.stdout.readline() == "SIGINT\n"
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=10) == -signal.SIGINT
+
+
+@pytest.mark.parametrize("launcher", [True, False])
+def test_lost_parent_counts_only_under_a_launcher(tmp_path, launcher):
+    """The process in the middle starts a worker and is killed as soon as that runs."""
+    answer = tmp_path / "answer"
+    wait = WAIT_FOR_REQUEST if launcher else WAIT_FOR_REQUEST.replace("+ 20", "+ 1")
+    middle = (
+        "import subprocess, sys\n"
+        "worker = subprocess.Popen([sys.executable, '-c', sys.argv[1], sys.argv[2]],"
+        " stdout=subprocess.PIPE, text=True)\n"
+        "print(worker.stdout.readline(), end='', flush=True)\n"
+        "worker.wait()\n"
+    )
+    environment = {name: value for name, value in ENVIRONMENT.items() if name != "LOCAL_RANK"}
+    if launcher:
+        environment["LOCAL_RANK"] = "0"
+    with subprocess.Popen(
+        [sys.executable, "-c", middle, wait, str(answer)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout.readline() == "ready\n"
+        process.kill()
+    expected = f"end of the launcher (process {process.pid})" if launcher else "None"
+    assert wait_for_text(answer) == expected
+
+
+CPU = torch.device("cpu")
+
+
+def result(held: float | bool = 0.0, loss: float = 1.0) -> StepResult:
+    flag = held if isinstance(held, bool) else torch.tensor(held)
+    total = torch.tensor(loss, dtype=torch.float64)
+    return StepResult(total, {"lm loss": total}, torch.tensor(2.0), flag, 1.0)
+
+
+class Guard(NonFiniteGuard):
+    """Works without a trainer."""
+
+    def add(self, result: StepResult, iteration: int, first_sample: int, samples: int) -> None:
+        step = Step(result, iteration, first_sample, samples, 16, 1e-3, 0.1)
+        self.after_step(None, step)  # type: ignore[arg-type]
+
+    def settle_all(self) -> None:
+        self.settle(None)  # type: ignore[arg-type]
+
+
+def guard(lag: int = 0, fp16: bool = False, check: bool = True) -> Guard:
+    found = Guard(CPU, fp16, check)
+    found._reads = DelayedReads(lag)
+    return found
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+def test_values_come_back_in_order_after_the_lag(lag):
+    reads = DelayedReads(lag)
+    seen = []
+    for number in range(5):
+        reads.add(number, torch.tensor([float(number)]))
+        seen += reads.due()
+    assert seen == [(n, [float(n)]) for n in range(5 - lag)]
+    seen += reads.due(everything=True)
+    assert seen == [(n, [float(n)]) for n in range(5)]
+
+
+def test_bad_step_is_named_late():
+    steps = guard(lag=2)
+    for number, held in enumerate((0.0, 1.0, 1.0), start=1):
+        steps.add(result(held), number, 8 * (number - 1), 8)
+    with pytest.raises(TrainingStopped, match="not finite at iteration 2, samples 8 to 15"):
+        steps.add(result(1.0), 4, 24, 8)
+
+
+def test_settling_does_not_wait_for_further_steps():
+    steps = guard(lag=2)
+    steps.add(result(1.0, float("nan")), 1, 0, 8)
+    steps.add(result(), 2, 8, 8)
+    with pytest.raises(TrainingStopped, match="the loss is nan at iteration 1, samples 0 to 7"):
+        steps.settle_all()
+
+
+def test_large_loss_is_not_infinite():
+    with pytest.raises(TrainingStopped, match="the gradients are not finite"):
+        guard().add(result(1.0, 1e300), 1, 0, 8)
+
+
+def test_what_the_cpu_knows_is_judged_at_once():
+    steps = guard(lag=2, fp16=True)
+    steps.add(result(False, float("nan")), 1, 0, 8)
+    steps.add(result(True), 2, 8, 8)  # an overflow of the scale
+    with pytest.raises(TrainingStopped, match="iteration 3"):
+        steps.add(result(True, float("inf")), 3, 16, 8)
+
+
+def test_unchecked_steps_may_be_bad():
+    steps = guard(check=False)
+    steps.add(result(1.0, float("nan")), 1, 0, 8)
+    steps.settle_all()
+
+
+def test_a_single_process_stops_on_its_own_request():
+    alone = StopAgreement(CPU, 1)
+    assert not alone.reached(False, False)
+    assert alone.reached(True, False)
