@@ -62,11 +62,8 @@ class IndexedDatasetWriter:
     def add_document(
         self, sequences: Sequence[npt.ArrayLike], modes: Sequence[int] | None = None
     ) -> None:
-        """Append one document: 1-D sequences, and optionally a mode for each.
-
-        Raises:
-            ValueError: a token does not fit the dtype.
-        """
+        """Append one document: 1-D sequences, and optionally a mode for each; ValueError if a token
+        does not fit the dtype."""
         checked = [self._checked_tokens(sequence) for sequence in sequences]
         self.add_documents(
             np.concatenate([np.empty(0, self.dtype), *checked]),
@@ -82,16 +79,11 @@ class IndexedDatasetWriter:
         sequences_per_document: npt.ArrayLike,
         modes: Sequence[int] | npt.ArrayLike | None = None,
     ) -> None:
-        """Append many documents at once.
+        """Append many documents at once; ValueError as for `add_document`, or if counts disagree.
 
         Args:
             tokens: all tokens concatenated, 1-D.
-            sequence_lengths: tokens in each sequence; they sum to the number of tokens.
-            sequences_per_document: they sum to the number of sequences.
             modes: one per sequence, for all documents of a file or for none.
-
-        Raises:
-            ValueError: the counts disagree, or a token does not fit the dtype.
         """
         tokens = self._checked_tokens(tokens)
         lengths = _counts(sequence_lengths, "sequence_lengths", len(tokens), "tokens")
