@@ -16,8 +16,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.checkpoint.registry import open_checkpoint
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import Source, open_checkpoint
 from megatron.config.command_line import CommandParser
 from megatron.formats.inspection import (
     TensorFacts,

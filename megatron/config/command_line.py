@@ -91,7 +91,7 @@ class CommandParser(argparse.ArgumentParser):
         """Names the first word that is no flag, and the nearest flag."""
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         if not word.startswith("-"):
-            self.error(f"'{word}' follows no flag that takes it")
+            self.error(f"'{word}' is not a value of any flag")
         name = word.split("=", 1)[0]
         known = self._option_string_actions
         hint = nearest(name, known, "; the nearest known flag is {}", cutoff=0.5)
@@ -242,11 +242,9 @@ def _parser(parse: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:
 
 def _default_text(field: dataclasses.Field) -> str:
     meta = field.metadata
-    if meta.get("note"):
-        return f" Accepted, not used: {meta['note']}."
     if meta.get("derived"):
         return f" (default: {meta['derived']})"
-    if field.default in (None, ()) or isinstance(field.default, bool):
+    if meta.get("note") or field.default in (None, ()) or isinstance(field.default, bool):
         return ""
     values = field.default if isinstance(field.default, tuple) else (field.default,)
     return f" (default: {' '.join(map(str, values))})"

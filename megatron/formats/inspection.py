@@ -15,8 +15,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import complete_tags
-from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 
 
 @dataclass(frozen=True)

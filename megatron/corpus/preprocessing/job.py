@@ -1,6 +1,6 @@
 """The work on one partition, in a folder of its own, which a killed run can continue.
 
-    description.json   what the output depends on
+    description.json   everything that the output depends on
     journal.json       place in the input and counts; replaced as a whole now and then
     lock               held by the process that works there
     N-KEY.bin          tokens of the key, the final .bin
@@ -35,6 +35,7 @@ from megatron.corpus.preprocessing.inputs import Form, InputFile
 from megatron.corpus.preprocessing.progress import BadLines, KeySummary, located
 from megatron.corpus.preprocessing.readers import FileRange, RecordBlock, read_blocks
 from megatron.data.indexed.dataset import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
+from megatron.data.json_lines import lines_in
 from megatron.util.digests import digest
 from megatron.util.files import sync, write_whole
 from megatron.util.locks import Lock, LockTakenError
@@ -44,7 +45,7 @@ SECONDS_BETWEEN_SAVES = 10.0
 _FORMAT = 2
 """Of the folder; a job does not continue another format's."""
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
-_BUFFER_BYTES = 1 << 20
+_BUFFER_BYTES = 1 << 16
 _INDEX_ENTRIES = 1 << 20
 
 Description = dict[str, Any]
@@ -99,7 +100,7 @@ class PreprocessJob:
     def run(
         self, workers: int, report: Callable[[int, int, int], None], is_over: Callable[[], bool]
     ) -> None:
-        """Reads, encodes and writes what is left to do.
+        """Reads, encodes and writes what is left to do, if anything.
 
         Args:
             workers: processes; with 0, this one.
@@ -113,6 +114,8 @@ class PreprocessJob:
             InterruptedError: `is_over`.
         """
         state, config, saved = self.state, self._config, time.monotonic()
+        if state.is_complete:
+            return
         can_resume = all(file.path is not None for file in self._inputs)
         blocks = read_blocks(
             self._inputs, config.keys, config.max_line_bytes, state.file, state.cursor
@@ -175,7 +178,7 @@ class PreprocessJob:
         unit = block.file.form.value if block.file.form in (Form.ARRAY, Form.PARQUET) else "line"
         before = 0
         if isinstance(block.records, FileRange):
-            before = lines_before(block.file) + self.state.lines
+            before = _lines_before(block.file) + self.state.lines
         for line in encoded.bad_lines:
             line = dataclasses.replace(line, number=line.number + before)
             if self._config.stop_at_bad_line:
@@ -186,7 +189,7 @@ class PreprocessJob:
             self.state.bad_lines.add(block.file.name, unit, line)
 
     def _save(self) -> None:
-        """Brings what is done to the disk, whatever happens to this process or the machine."""
+        """Brings the work so far to the disk, for a crash of this process or of the machine."""
         for files in self._outputs:
             for file in files:
                 with _naming(file):
@@ -279,16 +282,9 @@ def lock_folder(folder: Path) -> Lock:
 
 
 @lru_cache(maxsize=1)
-def lines_before(file: InputFile) -> int:
+def _lines_before(file: InputFile) -> int:
     """Lines of a file before those that a partition reads of it."""
-    if file.path is None or not file.start:
-        return 0
-    lines, left = 1, file.start - 1
-    with file.path.open("rb") as stream:
-        while left and (data := stream.read(min(left, _BUFFER_BYTES))):
-            lines += data.count(b"\n")
-            left -= len(data)
-    return lines
+    return 1 + lines_in(file.path, file.start - 1) if file.path and file.start else 0
 
 
 def write_index(prefix: Path, dtype: np.dtype, sequences: int, documents: int) -> None:

@@ -8,7 +8,6 @@ import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -66,16 +65,8 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
     return _Preprocessing(config, inputs, encoder).run()
 
 
-@dataclass(frozen=True)
-class _Part:
-    """A partition."""
-
-    folder: Path
-    inputs: list[InputFile]
-
-
 class _Preprocessing:
-    """The partitions of a command, and what is made of them."""
+    """The partitions of a command: `_parts` has the input of each by its folder."""
 
     def __init__(
         self, config: PreprocessConfig, inputs: Sequence[InputFile], encoder: BlockEncoder
@@ -83,15 +74,15 @@ class _Preprocessing:
         self._config, self._encoder = config, encoder
         self._folder = Path(f"{config.output_prefix}.preprocessing")
         rank, count = config.partition_rank, config.partitions
-        self._parts = [
-            _Part(self._folder / f"part-{i}-of-{count}", list(partition(inputs, i, count)))
+        self._parts = {
+            self._folder / f"part-{i}-of-{count}": list(partition(inputs, i, count))
             for i in (range(count) if rank is None else [rank])
-        ]
+        }
         self._workers = config.workers or usable_processors()
         self._lock = threading.Lock()
         self._is_over = threading.Event()
         self._position = 0
-        size = sum(file.bytes_to_read for part in self._parts for file in part.inputs)
+        size = sum(file.bytes_to_read for part in self._parts.values() for file in part)
         _say(
             f"input files: {len(inputs):,}, {size / 1e6:,.1f} MB; worker processes: {self._workers}"
         )
@@ -118,13 +109,13 @@ class _Preprocessing:
     def _run_parts(self) -> list[JobState]:
         if len(self._parts) == 1:
             workers = 0 if self._workers == 1 else self._workers
-            return [self._run_part(self._parts[0], workers)]
+            return [self._run_part(folder, workers) for folder in self._parts]
         at_once = min(len(self._parts), self._workers)
         shares = [len(range(i, self._workers, at_once)) for i in range(at_once)]
         with ThreadPoolExecutor(at_once) as threads:
             futures = [
-                threads.submit(self._run_part, part, shares[number % at_once])
-                for number, part in enumerate(self._parts)
+                threads.submit(self._run_part, folder, shares[number % at_once])
+                for number, folder in enumerate(self._parts)
             ]
             try:
                 wait(futures, return_when=FIRST_EXCEPTION)
@@ -136,30 +127,23 @@ class _Preprocessing:
                 self._is_over.set()
                 threads.shutdown(cancel_futures=True)
 
-    def _run_part(self, part: _Part, workers: int) -> JobState:
-        job = self._made(lambda: PreprocessJob(part.folder, part.inputs, self._encoder))
+    def _run_part(self, folder: Path, workers: int) -> JobState:
+        job = self._made(lambda: PreprocessJob(folder, self._parts[folder], self._encoder))
         with closing(job):
             if job.notice:
-                _say(f"{job.folder}: {job.notice}")
+                _say(f"{folder}: {job.notice}")
             with self._lock:
                 self._position += job.state.bytes_read
                 self._progress.skip(job.state.bytes_read)
-            if not job.state.is_complete:
-                self._complete(job, workers)
+            try:
+                job.run(workers, self._report, self._is_over.is_set)
+            except BaseException as error:  # an interrupt, too
+                if job.has_journal and not isinstance(error, ValueError):
+                    _say(f"{folder} keeps what is done; the same command continues from there")
+                else:  # the same command would find the same malformed line again
+                    job.remove()
+                raise
             return job.state
-
-    def _complete(self, job: PreprocessJob, workers: int) -> None:
-        try:
-            job.run(workers, self._report, self._is_over.is_set)
-        except ValueError:  # the same command would find the same again
-            job.remove()
-            raise
-        except BaseException:  # an interrupt above all
-            if job.has_journal:
-                _say(f"{job.folder} keeps what is done; the same command continues from there")
-            else:
-                job.remove()
-            raise
 
     def _report(self, documents: int, text_bytes: int, bytes_read: int) -> None:
         with self._lock:
@@ -170,11 +154,11 @@ class _Preprocessing:
         """Prefixes of complete files, one for each key."""
         keys = self._config.json_keys
         if len(self._parts) == 1:
-            return key_prefixes(self._parts[0].folder, keys)
+            return key_prefixes(next(iter(self._parts)), keys)
         folder = self._folder / MERGED
         shutil.rmtree(folder, ignore_errors=True)
         merged = key_prefixes(folder, keys)
-        of_parts = [key_prefixes(part.folder, keys) for part in self._parts]
+        of_parts = [key_prefixes(part, keys) for part in self._parts]
         for number, prefix in enumerate(merged):
             with IndexedDatasetWriter(prefix, self._encoder.dtype) as writer:
                 for of_part in of_parts:
@@ -216,9 +200,8 @@ class _Preprocessing:
                 )
 
     def _remove_other_parts(self) -> None:
-        ours = {part.folder for part in self._parts}
         for folder in self._folder.iterdir():
-            if folder.is_dir() and folder not in ours:
+            if folder.is_dir() and folder not in self._parts:
                 with lock_folder(folder):
                     shutil.rmtree(folder)
                 if folder.name != MERGED:

@@ -1,4 +1,4 @@
-"""How far preprocessing is and what it did: progress on stderr, malformed lines, the summary."""
+"""Progress on stderr, malformed lines, and the summary of what was written."""
 
 from __future__ import annotations
 

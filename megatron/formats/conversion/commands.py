@@ -13,8 +13,14 @@ import torch
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint, open_checkpoint
-from megatron.checkpoint.source import DTYPES, Source, run_of
+from megatron.checkpoint.source import (
+    DTYPES,
+    FoundCheckpoint,
+    Source,
+    locate_checkpoint,
+    open_checkpoint,
+    run_of,
+)
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option

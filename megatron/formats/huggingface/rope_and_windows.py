@@ -11,7 +11,7 @@ import json
 from typing import Any
 
 from megatron.config import ConfigError, ModelConfig
-from megatron.config.rope_scaling import RopeScaling
+from megatron.config.positions import RopeScaling
 from megatron.formats.huggingface.config_reader import HFConfigReader
 
 FULL, SLIDING = "full_attention", "sliding_attention"

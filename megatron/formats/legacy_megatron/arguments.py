@@ -16,7 +16,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
 from megatron.config.flags import value_type
-from megatron.config.rope_scaling import llama3_scaling
+from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, features_of, without
 
 _REFUSED: dict[str, tuple[Any, ...]] = {

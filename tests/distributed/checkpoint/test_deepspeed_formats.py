@@ -24,7 +24,7 @@ from stock_gpt import (
 from training_jobs import TINY, train
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.families import build_model
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
@@ -97,7 +97,7 @@ def train_and_save(argv, save):
     """Trains, and saves the same state in both formats; for the pool."""
     from megatron.engine.deepspeed_folder import EngineFolderWriter
     from megatron.engine.environment import distributed
-    from megatron.parity.training import watched_trainer
+    from megatron.parity.runs import watched_trainer
     from megatron.training.run import parse_run
 
     run = parse_run(None, [*argv, "--save", save])

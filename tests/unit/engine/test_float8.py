@@ -7,8 +7,8 @@ from configs import model_config, run_config
 from gpt_forward import forward
 
 from megatron.config import ConfigError, ParallelConfig
-from megatron.config.fast_paths import FastPathsConfig
-from megatron.engine.float8 import use_float8
+from megatron.config.engine import FastPathsConfig
+from megatron.engine.build import use_float8
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.float8 import Float8

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.inference.cache import KeyValueCache
+from megatron.inference.generate import KeyValueCache
 
 
 @pytest.mark.parametrize("capacity", [1, 5, 64])

@@ -11,7 +11,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.phi import modeling_phi
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from megatron.config.rope_scaling import RopeScaling, llama3_scaling
+from megatron.config.positions import RopeScaling, llama3_scaling
 from megatron.model.rope import RotaryEmbedding, _table, apply_rope, scaled_frequencies
 
 CPU = torch.device("cpu")

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE, write_vocabulary
-from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, GPT2BPETokenizer, write_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +178,7 @@ def test_transformers_and_torch_are_not_imported(trained_folder):
     "content, message",
     [
         ("{", "is not JSON"),
-        ("[]", "holds an empty list; it must be a vocab.json"),
+        ("[]", "contains an empty list; it must be a vocab.json"),
         ('{"a": "0"}', "token 'a' has the id '0'"),
         ('{"a": -1}', "token 'a' has the id -1"),
         ('{"a": 0, "b": 0}', "tokens 'a' and 'b' share the id 0"),

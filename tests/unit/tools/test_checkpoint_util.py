@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 
 TOOLS = Path(__file__).parents[3] / "tools"

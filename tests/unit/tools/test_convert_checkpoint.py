@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config import PrecisionConfig
 from megatron.formats.conversion.commands import parse_size
 from megatron.formats.huggingface import registry

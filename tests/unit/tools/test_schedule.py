@@ -93,8 +93,8 @@ def test_a_narrow_terminal_gets_blocks(main, capsys, monkeypatch):
 def test_all_names_the_schedules_that_do_not_exist(main, capsys):
     main(["--micro-batches", "6"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("interleaved: none. --pipeline-schedule interleaved")
-    assert lines[-1].startswith("dualpipev: none. --pipeline-schedule dualpipev")
+    assert lines[-2].startswith("interleaved: not possible. --pipeline-schedule interleaved")
+    assert lines[-1].startswith("dualpipev: not possible. --pipeline-schedule dualpipev")
     assert "1f1b" in lines
 
 
@@ -129,7 +129,7 @@ def test_picture(main, capsys, tmp_path, name):
         (["--num-virtual-stages-per-pipeline-rank", "27"], "stages-per-pipeline-rank 27: "),
         (
             [*shape("1f1b", 4, 8), "--num-virtual-stages-per-pipeline-rank", "2"],
-            "--num-virtual-stages-per-pipeline-rank 2: with this schedule each process holds one",
+            "--num-virtual-stages-per-pipeline-rank 2: this schedule has one stage per process",
         ),
         (["--picture", "schedule.jpg"], "--picture schedule.jpg must end in .png"),
         (["--picture", "/dev/null/schedule.png"], "/dev/null"),

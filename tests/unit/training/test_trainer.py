@@ -13,7 +13,7 @@ from configs import model_config, run_config
 from megatron.config import OptimizerConfig, TrainingConfig
 from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
-from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import StepResult
 from megatron.parallel.mesh import Mesh
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.trainer import Callback, Position, Trainer

@@ -6,7 +6,6 @@ import logging
 from collections.abc import Iterator
 from functools import cached_property
 from itertools import islice
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -58,9 +57,7 @@ class InstructionExamples:
         files = text_files(path, ENDINGS)
         depends_on: dict[str, Any] = {
             "version": INDEX_VERSION,
-            "files": [
-                [Path(f.path).name, f.size, f.modified_ns, f.content_digest()] for f in files
-            ],
+            "files": [file.identity for file in files],
             "encoding": encoder.identity,
         }
         cache = cache or IndexCache.beside(files[0].path, None)

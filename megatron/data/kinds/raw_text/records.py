@@ -10,7 +10,7 @@ import io
 import os
 from collections.abc import Iterator
 from functools import cached_property
-from typing import BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 from megatron.config.kinds.raw_text import PACKED_ENDINGS, TEXT_ENDINGS
 from megatron.data.json_lines import (
@@ -51,9 +51,12 @@ class TextFile(NamedTuple):
         """Whether it is a table (.csv, .tsv) and not JSON lines."""
         return self.path.endswith((".csv", ".tsv"))
 
-    def content_digest(self) -> str:
-        """Of up to 64 blocks of 64 KiB: the first, the last and evenly spaced ones between."""
-        return digest_of_parts(self._some_blocks())
+    @property
+    def identity(self) -> list[Any]:
+        """Name, size, time, and a digest of up to 64 evenly spaced blocks of 64 KiB: the first, the
+        last and some between."""
+        digest = digest_of_parts(self._some_blocks())
+        return [os.path.basename(self.path), self.size, self.modified_ns, digest]
 
     def _some_blocks(self) -> Iterator[bytes]:
         last, is_long = self.size - _DIGEST_BYTES, self.size > _DIGEST_BYTES * _DIGEST_BLOCKS

@@ -334,7 +334,7 @@ def test_parquet_that_is_wrong(tmp_path, tokenizer, parquet):
     assert decoded(tmp_path / "p_text_document", tokenizer) == ["a", "b"]
     with pytest.raises(ValueError, match="has no column 'body' .*its columns: text, n"):
         run(path, tmp_path / "p", tokenizer, json_keys=("body",))
-    with pytest.raises(ValueError, match="column 'n' .*holds int64, not strings"):
+    with pytest.raises(ValueError, match="column 'n' .*contains int64, not strings"):
         run(path, tmp_path / "p", tokenizer, json_keys=("n",))
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="in.parquet is damaged or not a Parquet file"):

@@ -8,7 +8,7 @@ import torch
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.deepspeed_folders import universal
 from megatron.formats.deepspeed_folders.universal import UniversalFolder, write_universal
 from megatron.formats.unpickle import load_pickle

@@ -8,7 +8,7 @@ import torch
 from hf_cases import CASES
 from safetensors.torch import load_file
 
-from megatron.checkpoint.registry import open_checkpoint, save_copy
+from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.formats.huggingface import ARCHITECTURES, architecture_of, write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder

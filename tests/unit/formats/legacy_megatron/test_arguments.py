@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config import ModelFlags
-from megatron.config.rope_scaling import llama3_scaling
+from megatron.config.positions import llama3_scaling
 from megatron.formats.legacy_megatron.arguments import (
     arguments_of_model,
     complete,
