@@ -5,16 +5,16 @@ r"""Compares parallel layouts with one process, on your model and data, before y
     python tools/check_parity.py --layouts tp2,pp2,tp2-sp-dp2-zero3 --num-layers 4 \
         --hidden-size 64 --num-attention-heads 4 --seq-length 64
 
-A layout that is right trains as one process does: the same weights at the start, the same data,
-and so the same loss and gradients, whatever is cut or sent between processes. For each layout
-this starts its processes on this machine's CPU and compares
+A correct layout trains like one process: from the same weights and the same data it gets the same
+loss and gradients, however the model is cut. For each layout this command starts the processes on
+this machine's CPU and compares
 
   1. one step in float64: every layer's output, the loss, every gradient;
   2. some steps through DeepSpeed's engine: loss and gradient norm of each, and after the first
      one every gradient and every new weight.
 
-It prints the numbers beside those of one process and, for a layout that differs, what differs
-first. docs/guides/parity.md says how to read them.
+It prints the numbers beside those of one process and, for a layout that differs, the first
+difference. docs/guides/parity.md explains them.
 """
 
 from __future__ import annotations
@@ -33,22 +33,30 @@ from megatron.checkpoint.files import write_json
 from megatron.config import ConfigError
 from megatron.config.flags import option
 from megatron.config.layouts import Layout, parse_layout
-from megatron.parity.check import FACTOR, FIRST_STEP, HALF_LOSS, HALF_NORM, Checker, Outcome
-from megatron.parity.flags import CheckFlags, check_flags
+from megatron.parity.check import (
+    FACTOR,
+    FIRST_STEP,
+    HALF_LOSS,
+    HALF_NORM,
+    Checker,
+    CheckFlags,
+    Outcome,
+    check_flags,
+)
 from megatron.training.run import RunToolParser
 
-EPILOG = """All flags of pretrain_gpt.py (its --help lists them) describe model, data, optimizer and
-batch; layouts are named by --layouts instead. Without flags for data it takes synthetic tokens,
-without --global-batch-size the smallest that all layouts can work on. A small model of the same
-kind shows what a large one would: a few layers, a few heads, short sequences.
+EPILOG = """All flags of pretrain_gpt.py (see its --help) describe model, data, optimizer and batch;
+layouts are named by --layouts instead. The default data are synthetic tokens, the default
+--global-batch-size is the smallest that all layouts accept. A small model of the same kind finds
+the same differences as a large one: a few layers, a few heads, short sequences.
 
 Layouts are made of tpN (tensor parallel over N processes), sp (sequence parallel), ppN (pipeline),
 1f1b, interleaved or dualpipev (its schedule), vN (stages per process), dpN (replicas), zero0 to
 zero3, fp32, bf16 or fp16, and selective, uniform or block (recomputation), joined by '-'.
 `python tools/layouts.py` shows which of them go together.
 
-Exit status: 0 all layouts are equal; 1 one differs, or its processes failed; 2 one is refused, with
-the reason, and none differs; or the command line is wrong."""
+Exit status: 0 if all layouts are equal; 1 if one differs or its processes failed; 2 if one is
+refused (the reason is printed) and none differs, or if the command line is wrong."""
 
 
 @dataclass(frozen=True)
@@ -58,9 +66,9 @@ class ParityConfig:
     layouts: str | None = option(None)
     """Names of the layouts to compare, separated by commas: tp2,pp2,tp2-sp-dp2-zero3."""
     steps: int = option(5)
-    """Steps to train through DeepSpeed's engine; at most the run's length, if that is given."""
+    """Steps to train through DeepSpeed's engine, at most the length of the run if it is given."""
     json: str | None = option(None)
-    """File for the outcomes, with all numbers, as JSON."""
+    """Write the results with all numbers to this JSON file."""
 
 
 def parse(argv: Sequence[str] | None) -> tuple[ParityConfig, dict[str, Layout], CheckFlags]:
@@ -71,47 +79,49 @@ def parse(argv: Sequence[str] | None) -> tuple[ParityConfig, dict[str, Layout], 
     """
     config, others = RunToolParser(ParityConfig, __doc__, EPILOG).parse(argv)
     if config.layouts is None:
-        raise ConfigError("missing --layouts, what to compare with one process: --layouts tp2,pp2")
+        raise ConfigError(
+            "--layouts is missing: the layouts to compare with one process, as in --layouts tp2,pp2"
+        )
     if config.steps < 1:
         raise ConfigError(f"--steps {config.steps} must be at least 1")
     if config.json and not Path(config.json).absolute().parent.is_dir():
-        raise ConfigError(f"--json {config.json}: there is no such folder")
+        raise ConfigError(f"--json {config.json}: its folder does not exist")
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise ConfigError("start this command by plain python: it starts the processes itself")
+        raise ConfigError("start this command with plain python: it starts the processes itself")
     layouts = {name: parse_layout(name) for name in config.layouts.split(",")}
     return config, layouts, check_flags(others, list(layouts.values()), config.steps)
 
 
 def introduction(checker: Checker, flags: CheckFlags) -> str:
-    """What will be done."""
+    """The model and the bounds."""
     model, training = checker.config.model, checker.config.training
     lines = [
         f"Model: {model.num_layers} layers of width {model.hidden_size}, {model.vocabulary.padded} "
         f"rows of vocabulary; sequences of {model.seq_length} tokens, {training.global_batch_size} "
         f"per step, {training.micro_batch_size} per micro batch.",
         "Bounds:\n  float64: 1e-12 x the largest value.",
-        f"  fp32: {FIRST_STEP:g} x loss and gradient norm at the first step, then {FACTOR} x what "
-        "rounding does to one process.",
+        f"  fp32: {FIRST_STEP:g} x loss and gradient norm at the first step, then {FACTOR} x "
+        "the effect of rounding on one process.",
         f"  bf16, fp16: {HALF_LOSS:g} x the loss and {HALF_NORM:g} x the gradient norm of one "
         "process in fp32.",
     ]
     if flags.left_out:
-        lines.append(f"Left out, a check does not need them: {' '.join(sorted(flags.left_out))}")
+        lines.append(f"Ignored by this check: {' '.join(sorted(flags.left_out))}")
     return "\n".join([*lines, ""])
 
 
 def heading(name: str, outcome: Outcome) -> str:
-    """What ran."""
+    """The layout, its processes, and dropout."""
     more = [f"{outcome.processes} process{'es' * (outcome.processes > 1)}"]
     if outcome.resolved != name:
         more.append(f"in full {outcome.resolved}")
     if outcome.dropout_off:
-        more.append(f"without {outcome.dropout_off}, whose masks are not those of one process")
+        more.append(f"without {outcome.dropout_off}, whose masks differ from those of one process")
     return f"{name} ({', '.join(more)})"
 
 
 def details(outcome: Outcome) -> str:
-    """Step by step, and the verdict."""
+    """Step by step, and the result."""
     lines = []
     if outcome.status != "refused":
         lines.append(heading(outcome.layout, outcome))
@@ -140,7 +150,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
         if a.largest and a.allowed:
             found = (a.largest.loss, a.allowed.loss, a.largest.norm, a.allowed.norm)
             numbers = tuple(f"{number:.1e}" for number in found)  # type: ignore[assignment]
-        # Of the last lines of a process the very last says what happened.
+        # The last line of a process says what happened.
         lines = a.reason.splitlines()
         reason = " ".join(dict.fromkeys((*lines[:1], *(line.strip() for line in lines[-1:]))))
         table.append((a.layout, a.status, *numbers, reason))
@@ -155,7 +165,7 @@ def summary(outcomes: Sequence[Outcome]) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """The same in what JSON has: its numbers are finite."""
+    """The same as JSON values, whose numbers are finite."""
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

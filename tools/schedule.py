@@ -1,12 +1,12 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-r"""Shows what each rank of a pipeline does when, without running it.
+r"""Shows the timeline of each pipeline rank, without running it.
 
     python tools/schedule.py --pipeline-schedule interleaved --pipeline-model-parallel-size 4 \
         --num-virtual-stages-per-pipeline-rank 2 --micro-batches 8 --picture schedule.png
 
-Prints a timeline per schedule and a table of bubbles, activations held and messages. Exits
-with 2 and the reason where there is no such schedule.
+Prints a timeline per schedule and a table of bubbles, held activations and messages. Exits with 2
+and the reason if the schedule does not exist for these numbers.
 """
 
 import math
@@ -32,34 +32,34 @@ if TYPE_CHECKING:
 
 FORWARD_COLOURS = ("#2f5f98", "#a9c8e8")
 BACKWARD_COLOURS = ("#c9622c", "#f6cda4")
-"""Of the first and the last chunk; those between are mixed."""
+"""Of the first and the last chunk; the colours between them are mixed."""
 WAITING = "#ececec"
 WIDTH = 13
-"""Of the picture, in inches."""
+"""Width of the picture in inches."""
 
 
 @dataclass(frozen=True)
 class ScheduleConfig:
-    """Pipeline: which schedule, of what size, in what time."""
+    """Pipeline: schedule, size, times, picture."""
 
     pipeline_schedule: str = option("all", choices=(*SCHEDULES, "all"))
-    """The schedule; all compares those that exist for these numbers."""
+    """The schedule; all compares every one that exists for these numbers."""
     pipeline_model_parallel_size: int = option(4)
     """Ranks of the pipeline."""
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None, derived="1 for 1f1b, else 2; all gives it to interleaved alone"
     )
-    """Chunks: stages that each rank holds."""
+    """Stages per rank, also called chunks."""
     micro_batches: int = option(8)
     """Micro batches per step: global-batch-size / (micro-batch-size x data-parallel size)."""
     forward_time: float = option(1.0)
-    """Time of one micro batch forward through all that one rank holds."""
+    """Time of the forward pass of one micro batch through all stages of a rank."""
     backward_time: float = option(2.0)
-    """Time of one micro batch backward through the same."""
+    """Time of the backward pass of one micro batch through the same stages."""
     transfer_time: float = option(0.0)
-    """Time from one rank to another."""
+    """Time of a message from one rank to another."""
     picture: str | None = option(None)
-    """PNG file for the timelines."""
+    """Draw the timelines to this PNG file."""
 
     def check(self) -> None:
         for name in ("pipeline_model_parallel_size", "micro_batches"):
@@ -88,11 +88,11 @@ class ScheduleConfig:
         """A schedule in time.
 
         Raises:
-            ConfigError: there is none with these numbers.
+            ConfigError: it does not exist for these numbers.
         """
         ranks, micro_batches = self.pipeline_model_parallel_size, self.micro_batches
         schedule = PipelineSchedule(name, ranks, self.chunks(name), micro_batches)
-        # Times as they were written: 0.1 is a tenth, and not the nearest binary fraction.
+        # Exact times: 0.1 is a tenth, and not the nearest binary fraction.
         times = (self.forward_time, self.backward_time, self.transfer_time)
         return simulate(schedule, *(Fraction(str(time)) for time in times))
 
@@ -118,7 +118,7 @@ def run(options: ScheduleConfig) -> None:
             try:
                 timelines.append(options.simulated(name))
             except ConfigError as error:
-                refused.append(f"{name}: none. {error}")
+                refused.append(f"{name}: not possible. {error}")
     else:
         timelines.append(options.simulated(options.pipeline_schedule))
     if options.picture is not None:
@@ -150,7 +150,7 @@ def chunk_of(schedule: PipelineSchedule, action: Action) -> int:
 
 
 def unit_of(timelines: Sequence[Timeline]) -> Fraction:
-    """The time of a column: what divides all durations, unless that is very fine."""
+    """The time of a column: the common divisor of all durations, unless it is very small."""
     durations = {slot.end - slot.start for timeline in timelines for slot in timeline.slots}
     denominator = math.lcm(*(duration.denominator for duration in durations))
     divisor = Fraction(math.gcd(*(int(d * denominator) for d in durations)), denominator)
@@ -159,7 +159,7 @@ def unit_of(timelines: Sequence[Timeline]) -> Fraction:
 
 
 def text_of(timeline: Timeline, unit: Fraction, width: int) -> list[str]:
-    """The timeline in letters, in as many blocks as the width makes necessary."""
+    """The timeline in letters, in as many blocks as the width requires."""
     schedule = timeline.schedule
     cell = len(str(schedule.micro_batches - 1)) + 2  # number, letter, space
 
@@ -186,7 +186,7 @@ def text_of(timeline: Timeline, unit: Fraction, width: int) -> list[str]:
 
 
 def table(timelines: Sequence[Timeline]) -> list[str]:
-    """Figures of each schedule, with what they mean."""
+    """Numbers of each schedule, with a legend."""
     head = (
         "schedule", "span", "bubble share", "bubble ratio", "by formula", "activations held",
         "messages sent",
@@ -216,7 +216,7 @@ def table(timelines: Sequence[Timeline]) -> list[str]:
         *lines,
         "",
         "bubble share: waiting / all time; bubble ratio: waiting / working time, (p-1)/(v m)",
-        "activations held: most micro batches through the rank's whole share, rank by rank",
+        "activations held: largest number of micro batches (through all stages of a rank), by rank",
     ]
 
 
@@ -229,7 +229,7 @@ def per_rank(values: Sequence[Fraction | int]) -> str:
 
 def draw(timelines: Sequence[Timeline], path: Path) -> None:
     """Draws the timelines under one another, on one scale of time."""
-    # Figure, and not pyplot: no window system, no global state. Imported late, as it takes seconds.
+    # Figure rather than pyplot: no window system, no global state. Imported late: it takes seconds.
     from matplotlib.figure import Figure
 
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -256,7 +256,7 @@ def draw(timelines: Sequence[Timeline], path: Path) -> None:
 
 
 def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:
-    """Ranks from top to bottom, a box per action, the micro batch in it where there is room."""
+    """Ranks from top to bottom, a box per action, with its micro batch if there is space."""
     schedule = timeline.schedule
     ranks = schedule.ranks
     axes.barh(range(ranks), float(timeline.span), height=0.86, color=WAITING, zorder=1)
@@ -297,7 +297,7 @@ def draw_timeline(axes: "Axes", timeline: Timeline, span: float) -> None:
 
 
 def colours(backward: bool, chunk: int, chunks: int) -> tuple[str, str]:
-    """Colour of a box, dark for the first chunk and light for the last, and of what is in it."""
+    """Colour of a box, dark for the first chunk and light for the last, and of its text."""
     from matplotlib.colors import to_hex, to_rgb
 
     dark, light = map(to_rgb, BACKWARD_COLOURS if backward else FORWARD_COLOURS)

@@ -197,7 +197,7 @@ READERS = {
 """The :class:`Source` of each format, in the order in which they are tried. A universal checkpoint
 is a copy, which may be older than its original."""
 
-WRITERS = {"universal": "megatron.formats.deepspeed_folders.universal_writer:save_universal"}
+WRITERS = {"universal": "megatron.formats.deepspeed_folders.universal:save_universal"}
 """Functions that write a copy of a checkpoint in another format."""
 
 

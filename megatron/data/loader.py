@@ -167,18 +167,12 @@ class AsArrays(Generic[Batch]):
 class Prefetcher(Iterator[Batch], Generic[Batch]):
     """Takes batches from a source in a thread and converts them to tensors.
 
-    Args:
-        source: batches of tensors or of arrays, used by the thread alone. What it raises is raised
-            here in the place of that batch, and ends the iteration.
-        device: where tensors are wanted; None leaves them where they are.
-        ahead: number of batches that may be ready and unused.
+    An error of the source is raised in the place of its batch, and ends the iteration. At most
+    `ahead` batches are ready and unused.
     """
 
     def __init__(
-        self,
-        source: Iterator[Any],
-        device: torch.device | None = None,
-        ahead: int = 2,
+        self, source: Iterator[Any], device: torch.device | None = None, ahead: int = 2
     ) -> None:
         self._ready: queue.Queue[_Ready] = queue.Queue(ahead)
         self._closing = threading.Event()

@@ -82,7 +82,6 @@ class RemoteDataset(IndexedDataset):
         return True
 
     def bin_identity(self) -> dict[str, int | str]:
-        """See `IndexedDataset.bin_identity`."""
         return {"url": self._bin.url, "bytes": self._bin.size, "version": self._bin.version}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,7 +123,6 @@ class ChunkedTokens:
         return tokens
 
     def limit_ids(self, vocab_size: int) -> None:
-        """See `RemoteDataset.limit_ids`."""
         self.vocab_size = vocab_size
         self._open.clear()
 
@@ -146,7 +144,7 @@ class ChunkedTokens:
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"{self._file.url}: bytes {start} on hold the token id {token}, but the "
+                    f"{self._file.url}: bytes {start} on contain the token id {token}, but the "
                     f"vocabulary has {self.vocab_size} ids (0 to {self.vocab_size - 1}). The file "
                     "was preprocessed with another tokenizer"
                 )

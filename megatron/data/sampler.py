@@ -4,12 +4,10 @@ The order is Megatron's default: a micro step takes the next micro_batch_size * 
 rank r the r-th micro_batch_size of them. There is no other state, so the stream of the whole job
 does not depend on the number of ranks, on restarts, or on the number of micro steps in a step.
 
-`--skip-samples 5000:6000` leaves samples out. A loss spike is often avoided by restarting from an
-earlier checkpoint without the samples that caused it (Chowdhery et al. 2022, section 5.1). The
-order of all other samples stays as it was, and no larger index is built, which would change the
-order: the run consumes as many later samples instead, and starts again at the first sample if the
-data has no more. Ranges count consumed samples as the log shows them, so each range counts in the
-stream that the ranges before it left.
+`--skip-samples 5000:6000` leaves out samples that made the loss spike (Chowdhery et al. 2022,
+section 5.1). The order of all others stays, and no larger index is built, which would change it:
+the run consumes as many later samples instead, and starts again at the first if there are no more.
+Ranges count consumed samples as logged, so each counts in the stream that those before it left.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ Sample = TypeVar("Sample")
 def micro_batch_samples(
     consumed_samples: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> range:
-    """Sample numbers of one rank's next micro batch after the job consumed `consumed_samples`.
-
-    Raises:
-        ValueError: a number is out of its range.
-    """
+    """Sample numbers of one rank's next micro batch; ValueError for numbers out of range."""
     if consumed_samples < 0 or micro_batch_size < 1 or not 0 <= data_rank < data_size:
         raise ValueError(
             f"no samples for consumed samples {consumed_samples}, micro batch size "

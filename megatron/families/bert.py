@@ -8,8 +8,8 @@ from itertools import groupby
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
-from megatron.data.kinds.masked_data.batch import BertBatch, BertSample, collate_bert
 from megatron.data.kinds.masked_data.bert import BertRecipe
+from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
 from megatron.model.spec import ModelSpec
@@ -31,7 +31,7 @@ class BertData(DataPipeline):
         return collate_bert
 
     def view(self, sample: BertSample, length: int) -> SampleView:
-        """See `DataPipeline.view`; what the model gets stands before what it is to predict."""
+        """See `DataPipeline.view`; each input comes before the text to predict for it."""
         batch = self.collator()([sample])
         tokens_S, labels_S, loss_mask_S, padding_mask_S = (
             values[0, :length].numpy()

@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds.masked_data import MaskedDataConfig
-from megatron.data.kinds.masked_data.batch import T5Batch, T5Sample, collate_t5
+from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
 from megatron.data.kinds.masked_data.t5 import T5Recipe
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
@@ -29,7 +29,7 @@ class T5Data(DataPipeline):
         return collate_t5
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
-        """See `DataPipeline.view`: the encoder's input, without a loss, and what to predict.
+        """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
 
         Tokens and loss mask are those of the decoder.
         """

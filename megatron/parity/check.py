@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -10,64 +11,176 @@ from typing import Any
 
 import numpy as np
 
-from megatron.config import ConfigError
+from megatron.config import (
+    FLAG_CLASSES,
+    CheckpointConfig,
+    ConfigError,
+    LoggingConfig,
+    Setting,
+    Settings,
+)
+from megatron.config.engine import FastPathsConfig
+from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout, check_layout
+from megatron.config.output import ProfilingConfig
+from megatron.engine.deepspeed_json import merge, read_json
 from megatron.engine.environment import distributed
 from megatron.engine.train_engine import StepResult
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
-from megatron.parity.first_step import (
+from megatron.parity.gradients import (
+    GradientRecord,
     SteppedSlice,
     WholeParameter,
+    first_difference,
     first_step_difference,
     first_step_of,
     gradient_difference,
-    stepped_slices,
-)
-from megatron.parity.flags import CheckFlags
-from megatron.parity.gradients import (
-    GradientRecord,
-    first_difference,
     gradients_in,
     reference_gradients,
+    stepped_slices,
 )
 from megatron.parity.launch import RankError, Ranks, environment
-from megatron.parity.training import (
+from megatron.parity.runs import (
     Drift,
     PlainTraining,
-    Record,
+    RunRecord,
     rounding_noise,
     watched_trainer,
 )
 from megatron.training.run import parse_run
 
+_FIELDS = {f.name: f for part in FLAG_CLASSES for f in dataclasses.fields(part)}
+
+OF_LAYOUTS = frozenset(names_of("layout", *FLAG_CLASSES))
+"""Config fields that a layout's name sets. (Recomputation can be part of a name or a flag: one
+process recomputes as well.)"""
+LEFT_OUT = frozenset(
+    {
+        f.name
+        for part in (CheckpointConfig, LoggingConfig, ProfilingConfig, FastPathsConfig)
+        for f in dataclasses.fields(part)
+    }
+    | set(names_of("course", *FLAG_CLASSES))
+    | {name for name in _FIELDS if name.startswith("lr_warmup")}
+)
+"""Config fields that a check ignores: it does not save, load, evaluate, log, profile or compile; it
+does not use fp8, in which layouts differ; and a warm-up would leave the weights of its few steps
+almost unchanged."""
+_LENGTHS = {"train_iters", "train_samples", "train_tokens"}
+_OF_ENGINE = OF_LAYOUTS | {"deepspeed_config", "accumulate_allreduce_grads_in_fp32", "loss_scale"}
+
+
+@dataclass(frozen=True)
+class CheckFlags:
+    """Flags of the runs of a check, without those of the layouts.
+
+    Attributes:
+        layout: of a layout's run, to which its own are added.
+        plain: of the run on one process, including the values of the DeepSpeed JSON.
+        left_out: given flags that a check ignores.
+    """
+
+    layout: list[str]
+    plain: list[str]
+    left_out: list[str]
+
+
+def check_flags(settings: Settings, layouts: Sequence[Layout], steps: int) -> CheckFlags:
+    """Turns flags of pretrain_gpt.py, as in a script, into those of a check of ``steps`` steps.
+
+    Raises:
+        ConfigError: a layout's flag is among them, or the DeepSpeed JSON is wrong.
+    """
+    for name in settings.keys() & OF_LAYOUTS:
+        raise ConfigError(
+            f"{settings[name].origin.removeprefix('flag ')}: the layouts to compare are named by "
+            "--layouts, as in --layouts tp2,pp2,dp2-zero1"
+        )
+    if "use_checkpoint_args" in settings:
+        raise ConfigError("--use-checkpoint-args: a check loads nothing; give the model's flags")
+    kept = {name: s for name, s in settings.items() if name not in LEFT_OUT}
+    path = kept["deepspeed_config"].value if "deepspeed_config" in kept else ""
+    merged = merge(kept, read_json(path) if path else {}, path, world_size=1)
+    added = {
+        name: Setting(value, "check")
+        for name, value in _defaults(merged, layouts, steps).items()
+        if name not in merged
+    }
+    return CheckFlags(
+        layout=_words(kept | added),
+        plain=_words({n: s for n, s in (merged | added).items() if n not in _OF_ENGINE}),
+        left_out=[settings[name].origin.removeprefix("flag ") for name in settings.keys() - kept],
+    )
+
+
+def _defaults(given: Settings, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
+    """Values that a check needs, and defaults of its own."""
+    values: dict[str, Any] = {
+        "exit_interval": steps, "eval_iters": 0, "num_workers": 0, "peak_tflops": 1.0,
+        "lr": 1e-3, "micro_batch_size": 1,
+    }  # fmt: skip
+    micro = given["micro_batch_size"].value if "micro_batch_size" in given else 1
+    values["global_batch_size"] = smallest_batch(layouts, micro)
+    if not given.keys() & _LENGTHS:
+        values["train_iters"] = steps
+    if "loss_scale" not in given:
+        # The usual 2^32 overflows for many steps, each of which is skipped.
+        values["initial_loss_scale"] = 4096.0
+    if not given.keys() & {"data_path", "train_data_path", "mock_data"}:
+        values["mock_data"] = True
+        if "tokenizer_type" not in given:
+            values |= {"tokenizer_type": "NullTokenizer", "vocab_size": 255}
+    return values
+
+
+def smallest_batch(layouts: Sequence[Layout], micro_batch_size: int) -> int:
+    """The smallest global batch that every layout accepts and that can show a difference: at least
+    two micro batches for each replica, so that there is a sum over them, and four for one process,
+    so that they can be summed in several orders."""
+    # Only interleaved pipelines need a multiple of their ranks; it costs the others little.
+    step = math.lcm(*(micro_batch_size * a.data * a.pipeline for a in layouts))
+    fewest = max(
+        micro_batch_size * max(4, a.data * max(2, a.fewest_micro_batches)) for a in layouts
+    )
+    return -(-fewest // step) * step
+
+
+def _words(settings: Settings) -> list[str]:
+    """The command line that gives these settings."""
+    words = []
+    for name, setting in settings.items():
+        if setting.value is None:
+            continue  # "auto" in the JSON: derived
+        given = setting.origin.startswith("flag ")
+        flag = setting.origin.removeprefix("flag ") if given else flag_of(_FIELDS[name])
+        values = setting.value if isinstance(setting.value, tuple) else (setting.value,)
+        words += [flag] if isinstance(setting.value, bool) else [flag, *map(str, values)]
+    return words
+
+
 FIRST_STEP = 1e-6
-"""How far loss and gradient norm may be at the first step, in fp32, relative."""
+"""Allowed relative difference of loss and gradient norm at the first step in fp32."""
 FACTOR = 4
-"""How many times what rounding does to one process they may be off after it: a layout cuts up more
-sums than the runs that this is measured on."""
+"""Allowed difference afterwards, as a multiple of the effect of rounding on one process: a layout
+cuts more sums than the runs that measure it."""
 HALF_LOSS = 5e-3
 HALF_NORM = 2e-2
-"""How far loss and gradient norm of bf16 and fp16 may be from those of one process in fp32,
-relative."""
+"""Allowed relative difference of loss and gradient norm in bf16 and fp16 from one process in
+fp32."""
 HALF_GRADIENT = 0.1
-"""How far the gradients of their first step may be, relative to the larger of the parameter's
-largest and a tenth of the model's."""
+"""Allowed difference of the gradients of their first step, relative to the larger of the
+parameter's largest and a tenth of the model's."""
 
 ALONE = {"WORLD_SIZE": "1"}
-"""What a launcher, or slurm, has said to this process does not count."""
+"""In place of the variables of a launcher or slurm."""
 ATTENTION_OFF = ("--attention-dropout", "0")
 HIDDEN_OFF = ("--hidden-dropout", "0")
 
 
 @dataclass(frozen=True)
 class Distance:
-    """How far a run is from another.
-
-    Attributes:
-        loss: largest difference of the loss, absolute.
-        norm: largest difference of the gradient norm, relative to it.
-    """
+    """Largest difference of two runs: of the loss, absolute, and of the gradient norm, relative."""
 
     loss: float
     norm: float
@@ -75,7 +188,7 @@ class Distance:
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a layout compared.
+    """The result of comparing a layout.
 
     Attributes:
         layout: its name, as given.
@@ -83,13 +196,11 @@ class Outcome:
         reason: why it is refused or failed, or what differs first.
         resolved: its full name, with what the DeepSpeed JSON adds.
         processes: number of processes.
-        dropout_off: which dropout was turned off, because its masks are not those of one process.
-        losses: loss of every step.
-        norms: gradient norm of every step.
-        plain_losses: loss of every step of one process.
-        plain_norms: gradient norm of every step of one process.
+        dropout_off: the dropout that was turned off, as its masks differ from those of one process.
+        losses, norms: loss and gradient norm of every step.
+        plain_losses, plain_norms: the same of one process.
         largest: the largest difference.
-        allowed: what it may be; in fp32 at the first step 1e-6 relative at most.
+        allowed: the allowed difference; in fp32 at the first step at most 1e-6 relative.
     """
 
     layout: str
@@ -107,23 +218,16 @@ class Outcome:
 
 
 @dataclass(frozen=True)
-class Plain:
-    """Training on one process."""
+class PlainRun:
+    """Training on one process, with the effect of rounding and the parameters of its first step."""
 
-    record: Record
+    record: RunRecord
     noise: Drift
     first: dict[str, WholeParameter]
 
 
 class Checker:
-    """Checks layouts of one model.
-
-    Args:
-        flags: of model, data and training.
-
-    Raises:
-        ValueError, OSError: they are wrong whatever the layout.
-    """
+    """Checks layouts of one model; a ValueError or OSError if the flags are wrong for each."""
 
     def __init__(self, flags: CheckFlags) -> None:
         self._flags = flags
@@ -133,11 +237,8 @@ class Checker:
         self._plain_training = cache(_plain_training)
 
     def check(self, name: str, layout: Layout) -> Outcome:
-        """Compares one step in float64, then whole steps through the engine.
-
-        Raises:
-            ValueError, OSError: one process cannot do it either: data or training are at fault.
-        """
+        """Compares one step in float64, then whole steps through the engine; a ValueError or
+        OSError if one process fails too, because of data or training flags."""
         argv = [*self._flags.layout, *layout.flags()]
         try:
             check_layout(layout)
@@ -145,7 +246,7 @@ class Checker:
                 run = parse_run(None, argv)
         except ConfigError as error:
             return Outcome(name, "refused", str(error))
-        # The DeepSpeed JSON can have added to it.
+        # With what the DeepSpeed JSON adds.
         layout = run.config.layout(run.content)
         off = self._dropout_off(layout)
         outcome = Outcome(
@@ -191,11 +292,11 @@ class Checker:
 
 
 def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
-    """A step in float64, then training in the same process: starting one takes longer than both."""
+    """A step in float64, then training in the same process, as starting one is slow."""
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         yield gradients_in(run, mesh)
-        record, slices = Record(), []
+        record, slices = RunRecord(), []
 
         def watch(result: StepResult) -> None:
             record.add(result)
@@ -208,9 +309,9 @@ def _on_each_rank(argv: Sequence[str]) -> Iterator[Any]:
 
 
 def _joined(
-    found: Sequence[tuple[Record, list[SteppedSlice]]],
-) -> tuple[Record, list[list[SteppedSlice]]]:
-    """The record, which every rank has, and the slices of each."""
+    found: Sequence[tuple[RunRecord, list[SteppedSlice]]],
+) -> tuple[RunRecord, list[list[SteppedSlice]]]:
+    """The record, which is the same on every rank, and each rank's slices."""
     return found[0][0], [slices for _, slices in found]
 
 
@@ -220,13 +321,13 @@ def _plain_gradients(argv: Sequence[str]) -> GradientRecord:
     return record
 
 
-def _plain_training(argv: Sequence[str]) -> Plain:
-    training, record = PlainTraining(argv), Record()
+def _plain_training(argv: Sequence[str]) -> PlainRun:
+    training, record = PlainTraining(argv), RunRecord()
     loss, norm, first = first_step_of(training)
     steps = [(loss, norm), *(training.step() for _ in range(training.steps - 1))]
     record.losses, record.norms = map(list, zip(*steps, strict=True))
     _check_finite(record.losses, record.norms)
-    return Plain(record, rounding_noise(argv, record), first)
+    return PlainRun(record, rounding_noise(argv, record), first)
 
 
 def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
@@ -239,9 +340,9 @@ def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
 
 
 def _training_difference(
-    layout: Layout, record: Record, ranks: Sequence[Sequence[SteppedSlice]], plain: Plain
+    layout: Layout, record: RunRecord, ranks: Sequence[Sequence[SteppedSlice]], plain: PlainRun
 ) -> str:
-    """What differs first in training, nothing if nothing does."""
+    """The first difference in training; empty if there is none."""
     if any(record.skipped):
         step = record.skipped.index(True)
         return (
@@ -270,8 +371,8 @@ def _training_difference(
     return ""
 
 
-def _bounds(layout: Layout, plain: Plain) -> Drift:
-    """How far each step may be off."""
+def _bounds(layout: Layout, plain: PlainRun) -> Drift:
+    """Allowed difference of each step."""
     losses = np.abs(plain.record.losses)
     if layout.precision != "fp32":
         return Drift(HALF_LOSS * losses, np.full_like(losses, HALF_NORM))
@@ -284,7 +385,7 @@ def _bounds(layout: Layout, plain: Plain) -> Drift:
     return bounds
 
 
-def _with_numbers(outcome: Outcome, layout: Layout, record: Record, plain: Plain) -> Outcome:
+def _with_numbers(outcome: Outcome, layout: Layout, record: RunRecord, plain: PlainRun) -> Outcome:
     if len(record.losses) != len(plain.record.losses):
         return outcome
     drift, bounds = Drift.between([record], plain.record), _bounds(layout, plain)

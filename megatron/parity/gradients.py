@@ -1,52 +1,77 @@
-"""Loss and gradients of one step in float64, of a layout and of one process.
+"""Which gradient, weight or layer output of a layout differs from one process.
 
-In float64 rounding is so small that whatever differs between the two is an error. DeepSpeed's own
-reduction refuses float64, so a plain one takes its place; layers, schedules and communication are
-those of a training run.
+Two comparisons: one step in float64, where rounding is so small that any difference is an error;
+and the first step of a training, where the gradients that reached the optimizer are read back from
+its first moments. DeepSpeed's own reduction refuses float64, so a plain one takes its place there;
+layers, schedules and communication are those of a training run.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor, nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor
 
-from megatron.config import PrecisionConfig, RunConfig
+from megatron.checkpoint.slices import Slice
+from megatron.config import OptimizerConfig, PrecisionConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.deepspeed_patches import average_by
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.gradient_norm import average_gradients, gradient_norm, owned
+from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import spec_of
-from megatron.model.layer_list import LayerSequence, LayerSpec, LayerStack, LayerState, initialise
+from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
 from megatron.model.spec import ModelSpec
 from megatron.parallel.mesh import ALONE, SHARDED, Coordinates, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import Init, Shard, shard_of
-from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parity.runs import PlainTraining
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run, run_data
 
 INIT = Init(std=0.3)
-"""Wider than at the start of a training, biases too, so that every gradient is large."""
+"""Wider than in training, biases included, so that every gradient is large."""
+
+BOUND = 1e-12
+"""Of a float64 number, relative to the larger of a gradient's maximum and 1e-3 x the model's
+largest gradient: in theory the gradient of a key bias is exactly zero."""
+GRADIENT_BOUND = 1e-4
+"""Of a float32 gradient, relative."""
+UPDATE_BOUND = 1e-2
+"""Of a float32 weight's change, relative to the parameter's largest. Adam divides a gradient by
+itself in its first step, so one near zero moves its weight either way: only weights whose gradient
+is above 1e-3 x the parameter's largest are compared."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first difference, in the order in which a step computes: of what, on which global rank
+    (None if it is missing on all), and the largest found and allowed one."""
+
+    what: str
+    rank: int | None
+    found: float
+    allowed: float
+
+    def __str__(self) -> str:
+        if self.rank is None:
+            return f"{self.what}: on no rank"
+        return f"{self.what} on rank {self.rank}: {self.found:.1e} off, {self.allowed:.1e} allowed"
 
 
 @dataclass(frozen=True)
 class Gradient:
-    """A rank's share of a gradient.
-
-    Attributes:
-        name: canonical name of the parameter.
-        shard: how it is cut.
-        owned: whether this rank's copy counts.
-        values: the gradient, float64.
-    """
+    """A rank's share of a gradient in float64: the parameter's canonical name, how it is cut, and
+    whether this rank owns it (of several copies one is owned)."""
 
     name: str
     shard: Shard
@@ -56,15 +81,14 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """What one rank saw of one step.
+    """One step as one rank saw it.
 
     Attributes:
         coordinates: its place in the mesh.
         loss: mean over micro batches and data ranks.
         norm: global norm of the gradients.
-        gradients: of the parameters that it holds (part of), averaged over data ranks.
-        outputs: of the layers that it ran, for the first micro batch of the step; by place in the
-            layer list.
+        gradients: of its shares of parameters, averaged over data ranks.
+        outputs: of its layers for the first micro batch, by place in the layer list.
     """
 
     coordinates: Coordinates
@@ -82,10 +106,8 @@ def gradients(argv: Sequence[str]) -> GradientRecord:
 
 
 def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
-    """The same, within process groups that exist.
-
-    The layout's ZeRO stage and number format, and the DeepSpeed JSON, play no part.
-    """
+    """The same, within existing process groups; ZeRO stage, dtype and DeepSpeed JSON do not
+    matter."""
     engine_config = dataclasses.replace(run.config.engine, zero_stage=0, deepspeed_config=None)
     config = dataclasses.replace(run.config, engine=engine_config, precision=PrecisionConfig())
     run = dataclasses.replace(run, config=config, content=complete({}, config))
@@ -102,7 +124,8 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
     config = run.config
     engine.model.double()
     for param, name in engine.names.items():
-        _widen(name, param, config, mesh.coordinates)
+        param.init = INIT  # type: ignore[attr-defined]
+        initialise(name, param, config.training.seed, mesh.coordinates)
     outputs = _observe(engine.sequences, engine.spec) if mesh.data.rank == 0 else {}
     average_by(engine.engine, lambda: average_gradients(engine.names, mesh))
     plan = TrainingPlan(config)
@@ -113,8 +136,16 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
         dropout_seed(config.training.seed, (n * mesh.data.size + mesh.data.rank) * samples)
         for n in range(count)
     ]
-    batches = _batches(run, plan, mesh)
-    sums = engine.backend.accumulate(batches, seeds)
+    datasets, collate = run_data(run)
+    assert datasets.train is not None
+    batches = MicroBatches(
+        datasets.train,
+        collate,
+        micro_batch_size=samples,
+        data_rank=mesh.data.rank,
+        data_size=mesh.data.size,
+    )
+    sums = engine.backend.accumulate(plan.lengths.cut(batches, 0), seeds)
     norm = float(gradient_norm(list(engine.names), mesh))
     found = [
         Gradient(
@@ -128,55 +159,21 @@ def _step(run: Run, engine: TrainEngine, mesh: Mesh) -> GradientRecord:
 
 
 def reference_gradients(argv: Sequence[str]) -> GradientRecord:
-    """The same step on one process, without DeepSpeed: a loop over the micro batches."""
-    run = parse_run(None, argv)
-    config, program, plan = (
-        run.config,
-        spec_of(run.config.model, run.config.parallel),
-        TrainingPlan(run.config),
-    )
-    model = LayerStack(program.layers(TensorParallel()), config.parallel).double()
-    names = dict(model.canonical_parameters())
-    for name, param in names.items():
-        _widen(name, param, config, ALONE)
-    outputs = _observe([model.sequence], program)
-    count = plan.batch_size.micro_batches(0)
-    mesh, total = Mesh(), 0.0
-    batches = _batches(run, plan, mesh)
-    for number in range(count):
-        batch = next(batches)
-        seed = dropout_seed(config.training.seed, number * plan.micro_batch_size)
-        loss = program.total(model(program.begin(batch)._replace(dropout_seed=seed)).losses)
-        (loss / count).backward()
-        total += float(loss.detach())
+    """The same step on one process, in plain torch."""
+    plain = PlainTraining(argv, dtype=torch.float64, init=INIT)
+    outputs = _observe([plain.model.sequence], plain.spec)
+    loss = plain.accumulate()
     found = [
         Gradient(name, shard_of(param), True, param.grad.clone())
-        for name, param in names.items()
+        for name, param in plain.params.items()
         if param.grad is not None
     ]
-    norm = float(gradient_norm(list(names.values()), mesh))
-    return GradientRecord(ALONE, total / count, norm, found, outputs)
-
-
-def _widen(name: str, param: nn.Parameter, config: RunConfig, coordinates: Coordinates) -> None:
-    param.init = INIT  # type: ignore[attr-defined]
-    initialise(name, param, config.training.seed, coordinates)
-
-
-def _batches(run: Run, plan: TrainingPlan, mesh: Mesh) -> Iterator[Any]:
-    datasets, collate = run_data(run)
-    assert datasets.train is not None
-    return MicroBatches(
-        datasets.train,
-        collate,
-        micro_batch_size=plan.micro_batch_size,
-        data_rank=mesh.data.rank,
-        data_size=mesh.data.size,
-    )
+    norm = float(gradient_norm(list(plain.params.values()), Mesh()))
+    return GradientRecord(ALONE, loss, norm, found, outputs)
 
 
 def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, Tensor]:
-    """Has layers leave a copy of the first output of each: hidden states, of the last the loss."""
+    """Makes layers record a copy of their first output: hidden states, of the last one the loss."""
     outputs: dict[int, Tensor] = {}
 
     def note(place: int, state: LayerState) -> None:
@@ -190,43 +187,10 @@ def _observe(sequences: Sequence[LayerSequence], spec: ModelSpec) -> dict[int, T
     return outputs
 
 
-@dataclass(frozen=True)
-class Difference:
-    """The first thing that differs, in the order in which a step computes.
-
-    Attributes:
-        what: layer output, loss, gradient of a parameter, or gradient norm.
-        rank: global rank on which it was seen; None where no rank has it.
-        found: largest difference.
-        allowed: largest difference that rounding explains.
-    """
-
-    what: str
-    rank: int | None
-    found: float
-    allowed: float
-
-    def __str__(self) -> str:
-        if self.rank is None:
-            return f"{self.what}: on no rank"
-        return f"{self.what} on rank {self.rank}: {self.found:.1e} off, {self.allowed:.1e} allowed"
-
-
-BOUND = 1e-12
-"""Relative to the larger of a gradient's maximum and 1e-3 x the model's largest gradient: a key
-bias has a gradient of exactly zero in theory."""
-
-
 def first_difference(
     records: Sequence[GradientRecord], reference: GradientRecord, layers: Sequence[LayerSpec]
 ) -> Difference | None:
-    """Compares all copies of everything on all ranks.
-
-    Args:
-        records: one per global rank.
-        reference: one process.
-        layers: the layer list.
-    """
+    """Compares all copies of everything in the records of all global ranks."""
     for place, layer in enumerate(layers):
         expected = reference.outputs[place]
         allowed = BOUND * float(expected.abs().max())
@@ -259,33 +223,152 @@ def _gradient_difference(
     records: Sequence[GradientRecord], reference: GradientRecord
 ) -> Difference | None:
     largest = max(float(g.values.abs().max()) for g in reference.gradients)
-    missing = {g.name: g.values.numel() for g in reference.gradients}
-    for expected in reversed(reference.gradients):  # in the order of the backward pass
-        allowed = BOUND * max(float(expected.values.abs().max()), 1e-3 * largest)
-        canonical = expected.shard.join([expected.values])
-        for rank, record in enumerate(records):
-            for gradient in record.gradients:
-                if gradient.name != expected.name:
-                    continue
-                share = gradient.shard.cut(canonical, record.coordinates)
-                found = _distance(gradient.values, share)
-                if not found <= allowed:
-                    return Difference(f"gradient of {expected.name}", rank, found, allowed)
-                if gradient.owned:
-                    missing[expected.name] -= share.numel()
-    # Data-parallel ranks each hold a whole model.
-    for name, count in missing.items():
-        if count > 0:
-            return Difference(f"gradient of {name} ({count} elements)", None, math.inf, 0.0)
+    expected, bounds = {}, {}
+    for each in reversed(reference.gradients):  # in the order of the backward pass
+        expected[each.name] = each.shard.join([each.values])
+        bounds[each.name] = BOUND * max(float(each.values.abs().max()), 1e-3 * largest)
+
+    def off(rank: int, own: Gradient) -> float:
+        share = own.shard.cut(expected[own.name], records[rank].coordinates)
+        return _distance(own.values, share)
+
+    found = _first_off("gradient", bounds, [record.gradients for record in records], off)
+    if found is not None:
+        return found
+    for each in reference.gradients:
+        # Data-parallel ranks each have a whole model.
+        held = (g for record in records for g in record.gradients if g.owned)
+        missing = each.values.numel() - sum(g.values.numel() for g in held if g.name == each.name)
+        if missing > 0:
+            return Difference(f"gradient of {each.name} ({missing} elements)", None, math.inf, 0.0)
+    return None
+
+
+def _first_off(
+    what: str,
+    bounds: Mapping[str, float],
+    ranks: Sequence[Iterable[Any]],
+    off: Callable[[int, Any], float],
+) -> Difference | None:
+    """The first parameter of ``bounds`` whose share on a rank is further off than allowed."""
+    for name, allowed in bounds.items():
+        for rank, held in enumerate(ranks):
+            for own in held:
+                if own.name == name and not (found := off(rank, own)) <= allowed:
+                    return Difference(f"{what} of {name}", rank, found, allowed)
     return None
 
 
 def _share_of_output(expected: Tensor, output: Tensor, coordinates: Coordinates) -> Tensor:
-    """What of a layer's whole output a rank should have: the loss, or hidden states [B, S, H],
-    which are perhaps cut along S."""
+    """A rank's share of a layer's output: the loss, or hidden states [B, S, H], perhaps cut along
+    S."""
     rank, size = coordinates.get("tensor", (0, 1))
     return expected if output.shape == expected.shape else expected.chunk(size, 1)[rank]
 
 
 def _distance(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().max()) if a.shape == b.shape else math.inf
+
+
+@dataclass(frozen=True)
+class SteppedSlice:
+    """One rank's slice of a parameter after the first step.
+
+    Attributes:
+        name: canonical name of the parameter.
+        slice: the elements; zeros as padding follow them in both tensors.
+        gradient: before clipping, flat; None where the optimizer has no moments.
+        weight: after the step, flat.
+    """
+
+    name: str
+    slice: Slice
+    gradient: Tensor | None
+    weight: Tensor
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The same elements of a whole parameter with the padding of one process."""
+        elements = self.slice.cut(whole.narrow(0, 0, self.slice.shape[0]))
+        return F.pad(elements, (0, self.weight.numel() - elements.numel()))
+
+
+@dataclass(frozen=True)
+class WholeParameter:
+    """A parameter of the reference: its gradient before clipping, its weight after the first step,
+    and the largest change of a weight in it."""
+
+    gradient: Tensor
+    weight: Tensor
+    change: float
+
+
+def stepped_slices(engine: TrainEngine, norm: float) -> list[SteppedSlice]:
+    """This rank's slices right after the first step, whose gradient norm is ``norm``."""
+    options = engine.config.optimizer
+    unclip = _clipping(options, norm) / (1 - options.adam_beta1)
+    found = []
+    for own in owned_slices(engine):
+        moment = own.moments.get("exp_avg")
+        gradient = None if moment is None else moment.detach().cpu() * unclip
+        weight = own.weight.detach().cpu().clone()
+        found.append(SteppedSlice(own.name, own.slice, gradient, weight))
+    return found
+
+
+def first_step_of(training: PlainTraining) -> tuple[float, float, dict[str, WholeParameter]]:
+    """Takes the first step of the reference: loss, norm, and whole parameters by name."""
+    before = {name: param.detach().clone() for name, param in training.params.items()}
+    loss, norm = training.step()
+    unclip = _clipping(training.options, norm)
+    whole = {}
+    for name, param in training.params.items():
+        weight, change = param.detach().clone(), float((param.detach() - before[name]).abs().max())
+        assert param.grad is not None
+        whole[name] = WholeParameter(param.grad * unclip, weight, change)
+    return loss, norm, whole
+
+
+def _clipping(options: OptimizerConfig, norm: float) -> float:
+    """The number by which clipping divided the gradients."""
+    return max(1.0, (norm + 1e-6) / options.clip_grad) if options.clip_grad else 1.0
+
+
+def first_step_difference(
+    ranks: Sequence[Sequence[SteppedSlice]], reference: dict[str, WholeParameter]
+) -> Difference | None:
+    """The first parameter, in the order of the backward pass, whose gradient differs on a rank; if
+    none does, whose new weights do."""
+    difference = gradient_difference(ranks, reference)
+    if difference is not None:
+        return difference
+    bounds = {}
+    for name, whole in reversed(reference.items()):
+        rounding = torch.finfo(torch.float32).eps * float(whole.weight.abs().max())
+        bounds[name] = UPDATE_BOUND * whole.change + 4 * rounding
+
+    def off(rank: int, own: SteppedSlice) -> float:
+        whole = reference[own.name]
+        compared = own.of(whole.gradient).abs() > 1e-3 * float(whole.gradient.abs().max())
+        return float(((own.weight - own.of(whole.weight)).abs() * compared).max())
+
+    return _first_off("new weights", bounds, ranks, off)
+
+
+def gradient_difference(
+    ranks: Sequence[Sequence[SteppedSlice]],
+    reference: dict[str, WholeParameter],
+    bound: float = GRADIENT_BOUND,
+    floor: float = 1e-3,
+) -> Difference | None:
+    """The first parameter whose gradient differs by more than ``bound`` x the larger of its largest
+    value and ``floor`` x the model's."""
+    maxima = {name: float(w.gradient.abs().max()) for name, w in reversed(reference.items())}
+    largest = max(maxima.values())
+    bounds = {name: bound * max(own, floor * largest) for name, own in maxima.items()}
+    with_gradients = [[own for own in held if own.gradient is not None] for held in ranks]
+
+    def off(rank: int, own: SteppedSlice) -> float:
+        assert own.gradient is not None
+        return float((own.gradient - own.of(reference[own.name].gradient)).abs().max())
+
+    return _first_off("gradient", bounds, with_gradients, off)

@@ -23,31 +23,26 @@ from typing import Any
 import torch.distributed as dist
 
 GRACE_SECONDS = 3.0
-"""How long the other ranks have to end after one did, so that the one to blame is found."""
+"""Time for the other ranks to end after one did, to find the one that failed first."""
 LAST_LINES = 10
 _LOST_PEER = re.compile(r"gloo|Connection (closed|reset)|Broken pipe|DistNetworkError")
 
 
 class RankError(RuntimeError):
-    """A process died; the message says which rank, how, and the last lines that it wrote."""
+    """A process died; the message has its rank, how it ended, and its last lines of output."""
 
 
 class Ranks:
-    """Processes that run a generator function and hand over what it yields.
+    """Processes that run a generator function of a module and return the values that it yields.
 
-    They work on the CPU, find the environment that a launcher gives its workers, and share this
-    machine's cores. What they write is kept for the message of :class:`RankError`. Each is a new
-    interpreter, which imports the main module as any module. Leaving the context ends them; they
-    end, too, with the process that started them, however that dies.
-
-    Args:
-        size: number of processes.
-        function: generator function of a module; runs on each with ``args``.
+    They run on this machine's CPU with a launcher's environment variables. Their output is kept for
+    the message of :class:`RankError`. Each is a new interpreter, which imports the main module like
+    any other. Leaving the context ends them; so does the end of the process that started them.
     """
 
     def __init__(self, size: int, function: Callable[..., Iterable[Any]], *args: Any) -> None:
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
-        # The store listens before any rank asks for it: no port that another program could take.
+        # The store listens before any rank starts, so no other program can take its port.
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         self._workers: list[_Worker] = []
         try:
@@ -60,7 +55,7 @@ class Ranks:
             raise
 
     def results(self) -> list[Any]:
-        """What the function yields next, on each rank.
+        """The next value that the function yields on each rank.
 
         Raises:
             RankError: a process ended instead.
@@ -77,7 +72,7 @@ class Ranks:
         return [found[rank] for rank in range(len(self._workers))]
 
     def _who_died(self, first: _Worker) -> str:
-        """A rank whose peer is gone dies of that: it is blamed only if there is no other."""
+        """Ranks die after losing a peer: such a rank is named only if there is no other."""
         for worker in self._workers:
             worker.process.join(GRACE_SECONDS if worker is first else GRACE_SECONDS / 4)
         ended = [worker for worker in self._workers if worker.process.exitcode is not None]
@@ -85,7 +80,6 @@ class Ranks:
         return f"rank {worker.rank} of {len(self._workers)} {worker.end()}"
 
     def close(self) -> None:
-        """Ends all processes."""
         for worker in self._workers:
             worker.process.kill()
         for worker in self._workers:
@@ -112,7 +106,7 @@ class _Worker:
         return [line for line in lines if line.strip()][-LAST_LINES:]
 
     def lost_peer(self) -> bool:
-        """Whether it seems to have died of another rank's death."""
+        """Whether it seems to have died because another rank did."""
         code = self.process.exitcode
         return (
             code is not None and code >= 0 and bool(_LOST_PEER.search("".join(self._last_lines())))
@@ -144,7 +138,7 @@ def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Wo
 
 @contextlib.contextmanager
 def environment(values: dict[str, str]) -> Iterator[None]:
-    """Environment variables for as long as the block runs; processes started in it keep them."""
+    """Sets environment variables while the block runs; processes started in it keep them."""
     before = dict(os.environ)
     os.environ.update(values)
     try:
@@ -155,7 +149,7 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _launched(rank: int, size: int, port: int) -> dict[str, str]:
-    """What torchrun gives a worker."""
+    """torchrun's variables for a worker."""
     interfaces = {name for _, name in socket.if_nameindex()}
     return {
         "RANK": str(rank),
@@ -173,7 +167,7 @@ def _launched(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _work(pipe: Connection, log: Path, function: Callable[..., Any], args: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -189,7 +183,7 @@ def _work(pipe: Connection, log: Path, function: Callable[..., Any], args: Any) 
         status = 1
     sys.stdout.flush()
     sys.stderr.flush()
-    # gloo's threads can abort an interpreter that takes itself apart.
+    # gloo's threads can abort an interpreter during finalisation.
     os._exit(status)
 
 

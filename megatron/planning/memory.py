@@ -259,15 +259,8 @@ class Memory:
 def rank_memory(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int, share: RankShare
 ) -> Memory:
-    """Memory of a rank with this share of the model.
-
-    Args:
-        model: the complete model, its vocabulary padded for the layout.
-        layout: the layout.
-        micro_batch: samples of a micro batch.
-        micro_batches: micro batches of a step.
-        share: the rank's share.
-    """
+    """Memory of a rank with this share of the complete model, whose vocabulary is padded for the
+    layout, with ``micro_batches`` of ``micro_batch`` samples in a step."""
     kept = activation_bytes(model, layout, micro_batch)
     flying = stages_in_flight(layout, share.rank, micro_batches)
     stage = max(share.blocks) * kept.block + kept.masks

@@ -47,15 +47,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with its estimated costs.
-
-    Attributes:
-        layout: the layout.
-        micro_batch: samples of a micro batch.
-        memory: of the rank that needs most.
-        sent: bytes that a rank sends in a step.
-        time: of a step.
-    """
+    """A layout with its estimated costs: memory of the rank that needs most, bytes that a rank
+    sends in a step, and the time of a step."""
 
     layout: Layout
     micro_batch: int

@@ -263,13 +263,8 @@ def step_time(
 ) -> tuple[StepTime, Communication]:
     """The time of a step, and the bytes sent by the rank that sends most.
 
-    Args:
-        model: the complete model, its vocabulary padded for the layout.
-        layout: the layout.
-        micro_batch: samples of a micro batch.
-        micro_batches: micro batches of a step.
-        shares: the pipeline ranks' shares of the model.
-        hardware: the machines.
+    The model is complete, its vocabulary padded for the layout; a step has ``micro_batches`` of
+    ``micro_batch`` samples; ``shares`` are the pipeline ranks' shares of the model.
     """
     per_block = tensor_bytes_per_block(model, layout, micro_batch)
     at_end = tensor_bytes_at_ends(model, layout, micro_batch)

@@ -62,17 +62,13 @@ class TimeEntry(NamedTuple):
 
 @dataclass(frozen=True)
 class Breakdown:
-    """Where the time of a step goes.
+    """Where the time of a step goes, in microseconds of a step.
 
     Attributes:
-        path: the trace.
-        rank: rank of the process.
-        steps: steps in the trace.
-        step: microseconds of a step.
         kind: ``mean`` of the steps, or ``least``: each operator as in its fastest step.
         on_device: whether the time is a device's, else the training thread's on a CPU.
-        cells: microseconds of a step by category and phase; they sum to ``step``.
-        hidden: microseconds of the mean step in which a collective runs beside other work.
+        cells: time by category and phase; they sum to ``step``.
+        hidden: time of the mean step in which a collective runs beside other work.
         operators: operators on the CPU or kernels on the device, the slowest first.
         collectives: by kind, the slowest first.
         gemms: matrix products with weights by shape, the slowest first.
@@ -199,7 +195,6 @@ class Work(NamedTuple):
     """A part of a step that belongs to one category and one phase.
 
     Attributes:
-        category, phase: where it belongs.
         time: microseconds.
         name: the operator or kernel; empty where nothing runs.
         event: what the CPU did, or what launched the kernel; None if unknown.
@@ -218,11 +213,7 @@ class Work(NamedTuple):
 
 def break_down(trace: Trace, least: bool = False) -> Breakdown:
     """Breaks the mean of a trace's steps down: the training thread's time on a CPU, the device's on
-    a GPU.
-
-    Args:
-        trace: the trace.
-        least: take every operator as in the step in which it was fastest.
+    a GPU; with ``least`` every operator as in the step in which it was fastest.
 
     Raises:
         TraceError: the trace has no steps, or ``least`` and a GPU's time.
@@ -266,9 +257,6 @@ class _Grid:
     """The time of a trace, cut into cells at every edge of an event, and the steps in it.
 
     Attributes:
-        steps: the steps, as the training thread saw them.
-        main: the training thread.
-        middle: a moment in each cell.
         on_main: number of the training thread's event in each cell.
         in_steps: cells of the steps on the CPU, without evaluations and saves.
         window: cells that are broken down, the device's if it is a trace of one.

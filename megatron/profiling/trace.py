@@ -38,8 +38,6 @@ class Trace:
     """The events of a trace by kind.
 
     Attributes:
-        path: the file.
-        rank: rank of the process.
         about: the trainer's notes on the run (peak of matrix products, iterations before).
         host: operators and scopes by thread, in the order of their start, outer ones first.
         launches: CUDA calls that start something on the device, by correlation.
@@ -61,11 +59,7 @@ class Trace:
 
     @property
     def main_thread(self) -> str:
-        """The training thread.
-
-        Raises:
-            TraceError: no steps were recorded.
-        """
+        """The training thread; a TraceError if no steps were recorded."""
         for thread, events in self.host.items():
             if any(event.name.startswith(STEP) for event in events):
                 return thread
@@ -75,21 +69,12 @@ class Trace:
         )
 
     def steps(self) -> list[Event]:
-        """The steps, as the training thread saw them.
-
-        Raises:
-            TraceError: no steps were recorded.
-        """
+        """The steps, as the training thread saw them; a TraceError if there are none."""
         return [e for e in self.host[self.main_thread] if e.name.startswith(STEP)]
 
 
 def read_trace(path: Path) -> Trace:
-    """Reads a trace file.
-
-    Raises:
-        TraceError: the file is not a trace.
-        OSError: it cannot be read.
-    """
+    """Reads a trace file; a TraceError if it is not one."""
     content = path.read_bytes()
     if content[:2] == b"\x1f\x8b":
         try:

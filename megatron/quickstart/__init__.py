@@ -1,1 +1,1 @@
-"""The parts of `make quickstart`: a corpus that is on every machine, steps, measures."""
+"""The parts of `make quickstart`: a corpus that every machine has, and the commands."""

@@ -1,12 +1,20 @@
-"""Text that every Python installation carries: the source files of its standard library."""
+"""The quickstart's text, the source files of Python's standard library, and what a validation loss
+on it is compared with."""
 
 from __future__ import annotations
 
 import json
+import math
 import sysconfig
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.indexed import IndexedDataset
+from megatron.data.sources import split_documents
 from megatron.util.digests import sha256
 from megatron.util.files import write_whole
 
@@ -18,19 +26,13 @@ LEFT_OUT = frozenset(
         *("encodings", "pydoc_data"),
     )
 )
-"""Folders of the standard library that are no hand-written code."""
+"""Folders of the standard library without hand-written code."""
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """A JSON-lines file with one document per line, under the key ``text``.
-
-    Attributes:
-        path: the file.
-        documents: number of lines.
-        text_bytes: bytes of the texts in UTF-8.
-        digest: identifies the content.
-    """
+class SourceCorpus:
+    """A JSON-lines file with one document per line under the key ``text``: the number of lines,
+    bytes of the texts in UTF-8, and a digest of the content."""
 
     path: Path
     documents: int
@@ -43,29 +45,26 @@ def standard_library() -> Path:
     return Path(sysconfig.get_path("stdlib"))
 
 
-def write_corpus(output: Path, root: Path | None = None) -> Corpus:
+def write_corpus(output: Path, root: Path | None = None) -> SourceCorpus:
     """Writes every Python source file below ``root`` as a document.
 
-    The order is that of the hashed names: equal on every machine, and mixed, so that the last
-    documents, which become the validation split, are of all kinds.
-
-    Args:
-        output: the file to write.
-        root: folder of the sources; the standard library by default.
+    They are ordered by their hashed names, which is the same on every machine and mixes the
+    documents, of which the last become the validation split. ``root`` is the standard library by
+    default.
 
     Raises:
-        FileNotFoundError: there are no source files.
+        FileNotFoundError: no source files were found.
     """
     root = root or standard_library()
     texts = [text for path in source_files(root) if (text := read_source(path))]
     if not texts:
         raise FileNotFoundError(
-            f"{root} holds no .py files: this Python has no standard library in source form"
+            f"{root} contains no .py files: this Python has no standard library in source form"
         )
     lines = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     output.parent.mkdir(parents=True, exist_ok=True)
     write_whole(output, lines)
-    return Corpus(
+    return SourceCorpus(
         path=output,
         documents=len(texts),
         text_bytes=sum(len(text.encode()) for text in texts),
@@ -81,9 +80,68 @@ def source_files(root: Path) -> list[Path]:
 
 
 def read_source(path: Path) -> str | None:
-    """The text of a source file; None where it is not UTF-8 or has nothing but white space."""
+    """The text of a source file; None where it is not UTF-8 or only white space."""
     try:
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
         return None
     return text if text.strip() else None
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """The validation documents.
+
+    Attributes:
+        tokens: number of their tokens.
+        text_bytes: bytes of their texts in UTF-8.
+        unigram_entropy: cross entropy, in nats per token, of their tokens under the frequencies of
+            the training tokens: the loss of a model that knows only these.
+    """
+
+    tokens: int
+    text_bytes: int
+    unigram_entropy: float
+
+    def bits_per_byte(self, loss: float) -> float:
+        """Bits per byte of text of a model with ``loss`` nats per token; unlike the loss they can
+        be compared between vocabularies."""
+        return loss / math.log(2) * self.tokens / self.text_bytes
+
+
+def held_out(prefix: Path, corpus: Path, split: str, vocab_size: int) -> HeldOut:
+    """Measures the validation part (by ``--split``) of a corpus and its indexed file, which has one
+    sequence a document; a ValueError if they do not have the same documents."""
+    documents = IndexedDataset(prefix)
+    with corpus.open("rb") as lines:
+        text_bytes = [len(json.loads(line)["text"].encode()) for line in lines]
+    if len(documents) != len(text_bytes):
+        raise ValueError(
+            f"{prefix} has {len(documents)} documents and {corpus} {len(text_bytes)}: they do not "
+            "belong together"
+        )
+    training, validation, _ = split_documents(split, len(documents))
+    train = token_counts((documents[i] for i in training), vocab_size)
+    valid = token_counts((documents[i] for i in validation), vocab_size)
+    return HeldOut(
+        tokens=int(valid.sum()),
+        text_bytes=sum(text_bytes[i] for i in validation),
+        unigram_entropy=unigram_cross_entropy(train, valid),
+    )
+
+
+def token_counts(
+    documents: Iterable[npt.NDArray[np.integer]], vocab_size: int
+) -> npt.NDArray[np.int64]:
+    """How often each token occurs, int64[vocab_size]."""
+    counts = np.zeros(vocab_size, dtype=np.int64)
+    for tokens in documents:
+        counts += np.bincount(tokens, minlength=vocab_size)
+    return counts
+
+
+def unigram_cross_entropy(train: npt.NDArray[np.int64], valid: npt.NDArray[np.int64]) -> float:
+    """Cross entropy in nats per token of the counts ``valid`` under the frequencies of ``train``,
+    where one is added to every count, so that no token has probability 0."""
+    log_probability = np.log((train + 1) / (train + 1).sum())
+    return float(-(valid * log_probability).sum() / valid.sum())

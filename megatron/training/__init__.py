@@ -1,1 +1,1 @@
-"""The training loop and what it reports: schedules, evaluation, metrics, checkpoints, stops."""
+"""The training loop: schedules, evaluation, metrics, checkpoints, early stops."""

@@ -13,15 +13,10 @@ from megatron.training.trainer import Callback, Step, Trainer
 
 
 class CheckpointManager(Callback):
-    """The checkpoints of a run: at intervals, at the end, and where it is stopped.
+    """The checkpoints of a run: every ``interval`` steps, at the end, and where it is stopped.
 
     A failed save leaves the earlier checkpoints, is reported, and training continues; the next save
     may find space again. The run fails only if its last save did.
-
-    Args:
-        writer: writes them.
-        report: reports their outcome.
-        interval: steps from one to the next; None saves at the end only.
     """
 
     def __init__(

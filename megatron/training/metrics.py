@@ -27,12 +27,8 @@ class StepMetrics:
         loss: the minimised loss: scalar, mean over micro batches and data-parallel ranks; read only
             at the end of the interval.
         losses: its parts, by the family's names for them.
-        samples: global batch size.
-        tokens: tokens of the global batch.
-        learning_rate: learning rate of the step.
-        weight_decay: weight decay of the step.
+        samples, tokens: of the global batch.
         grad_norm: global norm before clipping; None where the engine does not compute it.
-        loss_scale: scale of the loss in fp16, 1 otherwise.
         skipped: whether the optimizer left the weights unchanged; as a scalar tensor 1.0 if so.
         flops: model FLOPs of the step; None to count them by tokens.
         seq_length: tokens of a sample where that changes over the run, else None.
@@ -73,17 +69,12 @@ class IntervalMetrics:
 
     Args:
         iteration: number of the last step, from 1.
-        train_iters: steps of the whole run.
-        steps: steps in the interval.
-        loss: mean over the steps with a finite loss, NaN if no step has one.
-        losses: the same of each of its parts, by name.
+        loss, losses: means over the steps with a finite loss, NaN if no step has one.
         skipped_steps: steps in which the optimizer left the weights unchanged.
         nan_steps: steps with a NaN or infinite loss.
         seconds: wall time of the interval without what was :meth:`IntervalMeter.paused`.
         samples_per_second: over all devices.
-        tflops_per_device: model FLOPs, in 1e12 per second.
-        mfu: their share of the device's peak, 0 to 1; None without a known peak.
-        memory: peak memory of this process.
+        mfu: model FLOP/s as a share of the device's peak, 0 to 1; None without a known peak.
         seq_length: tokens of a sample in the last step; None where that does not change.
     """
 
@@ -163,14 +154,8 @@ class IntervalMetrics:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Losses on held-out data.
-
-    Args:
-        iteration: training steps done.
-        losses: means over micro batches and ranks, by the family's names for them.
-        name: of the data set; "valid" or "test" where there is only one.
-        test: whether it is a test set rather than a validation set.
-    """
+    """Losses on held-out data after ``iteration`` steps: means over micro batches and ranks, by the
+    family's names. ``name`` is that of the data set, "valid" or "test" where there is only one."""
 
     iteration: int
     losses: Mapping[str, float]
@@ -211,9 +196,7 @@ class IntervalMeter:
     """Adds up the steps of a log interval; the clock of the first one starts at construction.
 
     Args:
-        train_iters: steps of the whole run.
         flops_per_token: model FLOPs of a token, forward and backward.
-        device: this process' device.
         devices: number of devices (processes) of the run.
         peak_flops: peak FLOP/s of a device, None if unknown.
         clock: seconds from a monotonic clock.

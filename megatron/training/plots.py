@@ -24,8 +24,7 @@ def plot_loss(
     Args:
         metrics_jsonl: file of :class:`megatron.training.writers.JsonLinesWriter`.
         output_png: the picture; an existing one is replaced.
-        unigram_entropy: entropy of the token frequencies, in nats, drawn as a horizontal line: the
-            loss of a model that knows nothing else.
+        unigram_entropy: drawn as a horizontal line, in nats per token.
         title: heading of the picture.
 
     Raises:

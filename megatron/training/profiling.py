@@ -26,12 +26,8 @@ from megatron.util.files import replacing
 
 
 def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Callback]:
-    """The callback that profiles a run, if its flags ask for one on this rank.
-
-    Args:
-        config: the run.
-        engine: its engine.
-        iteration: iterations done before the run.
+    """The callback that profiles a run after ``iteration`` iterations, if its flags select this
+    rank.
 
     Raises:
         ValueError: a flag needs a GPU and the run has none.
@@ -84,13 +80,8 @@ class Recorder:
 
 
 class Profiler(Callback):
-    """Tells recorders when the steps that they record begin and end.
-
-    Args:
-        recorders: the recorders.
-        options: which steps.
-        iteration: iterations done before the run.
-    """
+    """Tells recorders when the steps that they record begin and end, in a run that has already done
+    ``iteration`` iterations."""
 
     def __init__(self, recorders: list[Recorder], options: ProfilingConfig, iteration: int) -> None:
         self.recorders, self.options, self.iteration = recorders, options, iteration
@@ -132,13 +123,7 @@ class Profiler(Callback):
 
 
 class TorchTrace(Recorder):
-    """torch's profiler: a trace file, and a table of where the time goes.
-
-    Args:
-        config: the run.
-        device: where it trains.
-        rank: rank of this process.
-    """
+    """torch's profiler: a trace file, and a table of where the time goes."""
 
     def __init__(self, config: RunConfig, device: torch.device, rank: int) -> None:
         self.options, self.device, self.rank = config.profiling, device, rank
@@ -219,12 +204,7 @@ class NsysRange(Recorder):
 
 
 class MemoryHistory(Recorder):
-    """Every allocation of the GPU from construction on, with the Python lines that made it.
-
-    Args:
-        options: the file, and the last step.
-        rank: rank of this process.
-    """
+    """Every allocation of the GPU from construction on, with the Python lines that made it."""
 
     entries = 100_000
     """Allocations that are kept, the newest."""

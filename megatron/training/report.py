@@ -55,15 +55,7 @@ def say(text: str) -> None:
 
 
 class Reporter(Callback):
-    """Log lines and metrics; only the main process prints and writes.
-
-    Args:
-        resolved: the run's configuration, with the origin of every value.
-        plan: its schedules.
-        mesh: the layout's process groups.
-        device: this process's device.
-        begin: where it starts.
-    """
+    """Log lines and metrics; only the main process prints and writes."""
 
     def __init__(
         self,

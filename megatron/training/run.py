@@ -59,7 +59,6 @@ class Run:
     Attributes:
         config: the complete configuration.
         content: the completed DeepSpeed JSON.
-        tokenizer: the tokenizer, which sets the rows of the token embedding.
         resolved: the configuration with the origin of every value.
         launched: whether a launcher started this process and would end it.
     """
@@ -74,14 +73,9 @@ class Run:
 def parse_run(
     description: str | None, argv: Sequence[str] | None = None, family: str | None = None
 ) -> Run:
-    """Resolves flags, DeepSpeed JSON and checkpoint into a run.
-
-    With ``--explain-config`` it prints every value with its origin and exits.
-
-    Args:
-        description: shown by ``--help``.
-        argv: the flags; those of the process by default.
-        family: of the model; the default of :class:`ModelConfig` without it.
+    """Resolves flags, DeepSpeed JSON and checkpoint into a run of ``family`` (by default that of
+    :class:`ModelConfig`). With ``--explain-config`` it prints every value with its origin and
+    exits.
 
     Raises:
         ValueError: a value is missing, wrong or contradicted; the message names it.
@@ -125,14 +119,8 @@ def run_of(settings: Settings, processes: int) -> Run:
 
 
 class RunToolParser(FlagParser, Generic[Config]):
-    """Parser of a tool about a run: the tool's flags and those of training; --help shows only the
-    tool's.
-
-    Args:
-        config: the tool's config class.
-        description: what the tool does.
-        epilog: shown at the end of --help.
-    """
+    """Parser of a tool about a run: the flags of the tool's ``config`` class, which --help shows,
+    and those of training."""
 
     def __init__(
         self, config: type[Config], description: str | None, epilog: str | None = None
@@ -170,10 +158,7 @@ def run_data(run: Run) -> TrainingData:
 def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> Trainer:
     """The trainer of a run: model, data, checkpoints, logging and signals.
 
-    Args:
-        run: the run.
-        mesh: the processes.
-        callbacks: more of them, called before those of the run.
+    ``callbacks`` are called before those of the run.
 
     Raises:
         ValueError, OSError: data or checkpoints cannot be used; the message names them.

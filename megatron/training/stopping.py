@@ -32,13 +32,10 @@ has the last one to do."""
 
 
 class DelayedReads(Generic[Subject]):
-    """Reads a few numbers of each step ``lag`` steps after they were queued, so that the CPU does
-    not wait for the newest step.
+    """Reads a few numbers of each step ``lag`` steps after they were queued (0 reads each at once),
+    so that the CPU does not wait for the newest step.
 
     All ranks read the same step at the same time, so they take the same decisions.
-
-    Args:
-        lag: steps that may be unread; 0, as on a CPU, reads each at once.
     """
 
     def __init__(self, lag: int) -> None:
@@ -77,7 +74,6 @@ class NonFiniteGuard(Callback):
     """Stops training after a step whose loss or gradients were not finite.
 
     Args:
-        device: where steps run.
         fp16: whether an overflow of scaled gradients is a normal event.
         check: whether to stop at all (``--check-for-nan-in-loss-and-grad``).
     """
@@ -186,24 +182,15 @@ class StopRequest:
 
 
 class StopAgreement:
-    """Whether any rank wants to stop, found out without waiting for the newest step.
-
-    Args:
-        device: where collectives run.
-        ranks: number of processes.
-    """
+    """Whether any rank wants to stop, without waiting for the newest step."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._device, self._alone = device, ranks == 1
         self._reads: DelayedReads[None] = DelayedReads.on(device)
 
     def reached(self, here: bool, at_end: bool) -> bool:
-        """Whether a rank wants to stop; every rank must call it after every step.
-
-        Args:
-            here: whether this rank wants to.
-            at_end: whether no step follows, so that every request so far counts.
-        """
+        """Whether a rank wants to stop; every rank must call it after every step. ``at_end``: no
+        step follows, so every request so far counts."""
         if self._alone:
             return here
         # Filled on the device: a copy from the CPU would wait for it.
@@ -214,14 +201,7 @@ class StopAgreement:
 
 
 class Stopping(Callback):
-    """Ends the training at a signal, a limit or ``--exit-interval``.
-
-    Args:
-        request: the requests to this process.
-        device: where collectives run.
-        ranks: number of processes.
-        exit_interval: stop after a step that is a multiple of it.
-    """
+    """Ends the training at a signal, a limit or after a multiple of ``--exit-interval``."""
 
     def __init__(
         self, request: StopRequest, device: torch.device, ranks: int, exit_interval: int | None

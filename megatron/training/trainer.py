@@ -17,12 +17,7 @@ from megatron.training.plan import TrainingPlan
 
 @dataclass(frozen=True)
 class Position:
-    """How far a training is.
-
-    Attributes:
-        iteration: optimizer steps taken.
-        consumed_samples: samples that they took.
-    """
+    """Progress of a training: optimizer steps done, and samples that they consumed."""
 
     iteration: int = 0
     consumed_samples: int = 0
@@ -30,16 +25,14 @@ class Position:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step that was taken, or will have been once the device gets there.
+    """An optimizer step, done or queued on the device.
 
     Attributes:
-        result: what the engine says of it.
+        result: the engine's result.
         iteration: its number, from 1.
         first_sample: samples of all steps before it.
         samples: its global batch size.
         seq_length: tokens of each of its samples.
-        learning_rate: the rate that it used.
-        weight_decay: the weight decay that it used.
     """
 
     result: StepResult
@@ -52,57 +45,53 @@ class Step:
 
 
 class Callback:
-    """What happens around the steps of a training: logging, checkpoints, guards, profiles.
+    """Work around the steps of a training: logging, checkpoints, guards, profiles.
 
-    Entered before the first step and left after the last evaluation, or after an error; callbacks
-    are left, and told of the end, in the reverse of their order. Every method may be called on
-    every rank alike, so that it may agree with the other ranks.
+    Entered before the first step and left after the last evaluation, or after an error; exits and
+    ``training_ended`` run in reverse order. Every method is called on every rank, so it can
+    communicate with the other ranks.
     """
 
     def __enter__(self) -> Any:
         return self
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
-        """Lets go of what was held.
-
-        Args:
-            error_type: of the error that ended the training; None without one.
-        """
+        """Releases resources; ``error_type`` is that of the error that ended the training."""
 
     def before_step(self, trainer: Trainer) -> None:
-        """A step is about to be queued."""
+        """Before a step is queued."""
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """A step was queued; to read its numbers waits for the device."""
+        """After a step is queued; reading its numbers waits for the device."""
 
     def settle(self, trainer: Trainer) -> None:
-        """The steps so far are about to be logged, saved or built upon: waits for what must be
-        known of them, and raises where that must not happen."""
+        """Before the steps so far are logged, saved or evaluated: waits for their outcome, and
+        raises if it was bad."""
 
     def paused(self, trainer: Trainer) -> contextlib.AbstractContextManager[Any]:
-        """Entered between two steps, while checkpoints are saved and held-out data are read."""
+        """Context of saves and evaluations between two steps."""
         return contextlib.nullcontext()
 
     def between_steps(self, trainer: Trainer) -> None:
-        """Between two steps, before an evaluation: that is long, and may not be survived."""
+        """Between two steps, before an evaluation, which is long and can be killed."""
 
     def reason_to_stop(self, trainer: Trainer) -> str | None:
-        """Why training should stop here, in words that follow "stopped by"; asked after every
-        step."""
+        """Why training should stop after this step, as words after "stopped by"; None to
+        continue."""
         return None
 
     def epoch_ended(self, trainer: Trainer, epoch: int) -> None:
-        """The last sample of an epoch was consumed; epochs count from 1, where a plan has any."""
+        """After the last sample of an epoch, counted from 1, if the plan has epochs."""
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        """The last step was taken; held-out data may still be read.
+        """After the last step, before the last evaluations.
 
         Args:
             reason: why it ended before the end of the plan; None at the end of the plan.
         """
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """Held-out data were read."""
+        """After an evaluation on held-out data."""
 
 
 class Trainer:
@@ -110,15 +99,15 @@ class Trainer:
 
     Args:
         engine: the model and its optimizer.
-        data: what it is trained and measured on.
-        plan: batch sizes, rates and lengths by what was consumed.
-        callbacks: told of everything, in this order.
+        data: training, validation and test data.
+        plan: batch sizes, rates and lengths by consumed samples.
+        callbacks: called in this order.
         position: where to begin.
         num_workers: processes that read training samples ahead; 0 reads them when they are needed.
 
     Attributes:
-        iteration: optimizer steps taken.
-        consumed_samples: samples that they took.
+        iteration: optimizer steps done.
+        consumed_samples: samples that they consumed.
     """
 
     def __init__(
@@ -165,7 +154,7 @@ class Trainer:
         return reason
 
     def step(self, batches: Iterator[Any]) -> None:
-        """Takes the micro batches of one step through the model and updates its weights."""
+        """Runs the micro batches of one step through the model and updates its weights."""
         self._tell("before_step")
         plan, first_sample = self.plan, self.consumed_samples
         progress = plan.progress(self.iteration, first_sample)
@@ -181,7 +170,7 @@ class Trainer:
         self._tell("after_step", step)
 
     def _between_steps(self) -> str | None:
-        """Saves and evaluates where that is due; returns why to stop, if a callback wants to."""
+        """Saves and evaluates if due; returns why to stop, if a callback wants to."""
         with contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback.paused(self))
@@ -194,7 +183,7 @@ class Trainer:
         return next((reason for reason in found if reason is not None), None)
 
     def settle(self) -> None:
-        """Waits for what must be known of the steps so far before they are built upon.
+        """Waits for the outcome of the steps so far.
 
         Raises:
             TrainingStopped: one of them was bad.
@@ -228,11 +217,11 @@ class Trainer:
         self._tell("evaluated", Evaluation(self.iteration, losses, name, test))
 
     def measure(self, dataset: SampleDataset[Any], measure: Measure) -> dict[str, float]:
-        """Sums of numbers over a whole data set, to which every sample counts once on any layout.
+        """Sums of numbers over a whole data set, in which every sample counts once on any layout.
 
         Args:
             dataset: at least one sample.
-            measure: what is taken of a micro batch: sums over its samples.
+            measure: the numbers: sums over the samples of a micro batch.
 
         Returns:
             By the measure's names; an accuracy is the quotient of two of them.
@@ -240,8 +229,8 @@ class Trainer:
         size, ranks = self.plan.micro_batch_size, self.engine.mesh.data.size
         totals = dict.fromkeys(measure.names, 0.0)
         first, count = 0, len(dataset)
-        # What fills no micro batch on every rank is taken one sample at a time, and what is left
-        # of that by all ranks alike: their mean is the sample's own number.
+        # Samples that do not fill a micro batch on every rank are read one at a time, and the
+        # remaining ones by all ranks together, so that their mean is the sample's own number.
         for samples, shared in ((size, False), (1, False), (1, True)):
             per_round = samples * (1 if shared else ranks)
             rounds = (count - first) // per_round
@@ -257,12 +246,12 @@ class Trainer:
     def reading(
         self, size: int | None = None, shared: bool = False, **options: Any
     ) -> dict[str, Any]:
-        """How this rank reads a data set: options of ``TrainingData.batches``.
+        """Options of ``TrainingData.batches`` for this rank.
 
         Args:
-            size: samples of a micro batch, in place of the plan's.
+            size: samples of a micro batch, instead of the plan's.
             shared: whether all ranks read the same samples.
-            options: more of them.
+            options: further options.
         """
         data = self.engine.mesh.data
         return {

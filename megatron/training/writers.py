@@ -45,16 +45,11 @@ class Writer(Protocol):
     """Receives the values of steps."""
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
-        """Writes the values of one step.
+        """Writes the values of one step; None and absent values are left out or written as null.
 
-        Args:
-            kind: ``train``, ``validation``, ``test`` (the latter two followed by the name of the
-                data set, where there are several), or an event such as ``resume``, whose values
-                may be empty.
-            step: iterations done.
-            values: None and absent values are left out or written as null.
-            samples: consumed samples.
-            tokens: consumed tokens.
+        ``kind`` is ``train``, ``validation``, ``test`` (the latter two followed by the name of the
+        data set, where there are several), or an event such as ``resume``, whose values may be
+        empty.
         """
         ...
 
@@ -85,13 +80,8 @@ def build_writers(
     resume_samples: int = 0,
     configuration: Mapping[str, Any] | None = None,
 ) -> Writer:
-    """The writers that ``logging`` selects.
-
-    Args:
-        logging: the flags; its ``metrics_file`` is a path, or None for no such file.
-        resume_iteration: iterations that the loaded checkpoint has done; 0 for a new run.
-        resume_samples: samples that it has consumed.
-        configuration: shown by Weights & Biases as the configuration of the run.
+    """The writers that ``logging`` selects; on a resume, after the iteration and samples of the
+    loaded checkpoint. Weights & Biases shows ``configuration``.
 
     Raises:
         ValueError: if Weights & Biases is requested and not installed.
@@ -193,13 +183,10 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases, under the tags of TensorBoard.
+    """Weights & Biases, under the tags of TensorBoard; a ValueError if it is not installed.
 
     A resumed process is a new run in the same group, so that no curve has a step twice. Weights &
     Biases' environment variables apply, such as ``WANDB_MODE=offline``.
-
-    Raises:
-        ValueError: if the package is not installed.
     """
 
     def __init__(

@@ -6,9 +6,9 @@ import functools
 from collections.abc import Sequence
 
 from megatron.parity import gradients as parity_gradients
-from megatron.parity import training
+from megatron.parity import runs
 from megatron.parity.gradients import GradientRecord
-from megatron.parity.training import Record
+from megatron.parity.runs import RunRecord
 
 __all__ = ["LAYOUTS", "TINY", "gradients", "train", "train_plainly"]
 
@@ -30,19 +30,19 @@ LAYOUTS = (
 """Every way of laying a model out over up to four processes, ZeRO aside."""
 
 
-def train(argv: list[str]) -> Record:
+def train(argv: list[str]) -> RunRecord:
     """Runs the trainer with these flags; for the pool."""
-    return training.train(argv)
+    return runs.train(argv)
 
 
-def train_plainly(argv: Sequence[str], order: Sequence[int] | None = None) -> Record:
+def train_plainly(argv: Sequence[str], order: Sequence[int] | None = None) -> RunRecord:
     """The same training in plain torch; many tests of a file compare with the same one."""
     return _trained_plainly(tuple(argv), None if order is None else tuple(order))
 
 
 @functools.cache
-def _trained_plainly(argv: tuple[str, ...], order: tuple[int, ...] | None) -> Record:
-    return training.train_plainly(argv, order)
+def _trained_plainly(argv: tuple[str, ...], order: tuple[int, ...] | None) -> RunRecord:
+    return runs.train_plainly(argv, order)
 
 
 def gradients(argv: list[str]) -> GradientRecord:

@@ -121,7 +121,7 @@ def test_equal_layouts(tmp_path):
     )  # fmt: skip
     assert result.returncode == 0, result.stdout + result.stderr
     assert verdict(result, "tp2-sp") == verdict(result, "dp2") == "equal"
-    assert "Left out, a check does not need them: --save" in result.stdout
+    assert "Ignored by this check: --save" in result.stdout
     assert not (tmp_path / "save").exists()
     first, second = json.loads(out.read_text())
     assert (first["layout"], first["resolved"]) == ("tp2-sp", "tp2-sp-zero1")
@@ -247,7 +247,7 @@ def test_no_process_is_left_behind(tmp_path, number):
         ("--layouts tp2 --data-path nowhere", "--tokenizer-type is missing"),
         ("--layouts tp2 --num-attention-heads 3", "--num-attention-heads 3 must divide"),
         ("--layouts tp2 --json nowhere/out.json", "--json nowhere/out.json: there is no such"),
-        ("", "missing --layouts"),
+        ("", "--layouts is missing"),
     ],
 )
 def test_bad_command_line(flags, message, monkeypatch, capsys):

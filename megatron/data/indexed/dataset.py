@@ -96,11 +96,7 @@ class IndexFile:
         return int(self.sequence_lengths[sequence]) * self.dtype.itemsize
 
     def check_bin_size(self, name: str, size: int) -> None:
-        """Compare the size of a .bin with the expected one.
-
-        Raises:
-            ValueError: naming both files, both sizes and the likely cause.
-        """
+        """Compare the size of a .bin with the expected one; ValueError names the likely cause."""
         if size != self.bin_bytes:
             cause = (
                 "the .bin was cut short (an interrupted copy, a full disk)"
@@ -113,11 +109,7 @@ class IndexFile:
             )
 
     def check_sequence(self, sequence: int) -> None:
-        """Check the entries of one sequence, which may not have been checked on opening.
-
-        Raises:
-            ValueError: naming the file and the sequence.
-        """
+        """Check the entries of one sequence; ValueError names the file and the sequence."""
         start = int(self.sequence_offsets[sequence])
         last = sequence + 1 == len(self)
         stop = self.bin_bytes if last else int(self.sequence_offsets[sequence + 1])
@@ -125,11 +117,7 @@ class IndexFile:
             raise self._wrong_offset(sequence, stop)
 
     def verify(self) -> None:
-        """Check every entry.
-
-        Raises:
-            ValueError: naming the file and the first bad sequence or document.
-        """
+        """Check every entry; ValueError names the file and the first bad sequence or document."""
         self._check_entries(None)
 
     def _map(self, path: Path) -> None:
@@ -344,7 +332,7 @@ class IndexedDataset(Sequence[np.ndarray]):
                 continue
             byte = position * self.dtype.itemsize
             sequence = int(np.searchsorted(self.sequence_offsets, byte, side="right")) - 1
-            where = f"{self.prefix}.bin: sequence {sequence} holds the token id {token}"
+            where = f"{self.prefix}.bin: sequence {sequence} contains the token id {token}"
             if vocab_size is None:
                 raise ValueError(f"{where}; ids start at 0: the file is damaged")
             raise ValueError(

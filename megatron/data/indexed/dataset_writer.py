@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO, NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -218,21 +218,11 @@ class IndexedDatasetWriter:
         yield from (block.data for block in self._modes.blocks())
 
 
-class Merged(NamedTuple):
-    """The result of a merge."""
-
-    dtype: np.dtype
-    documents: int
-    sequences: int
-    tokens: int
-    notes: tuple[str, ...]
-    """Lines for the user about changed dtypes."""
-
-
-def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> Merged:
+def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
     """Append the documents of all datasets, in order, as one new dataset in constant memory.
 
-    Tokens get the narrowest dtype that can store those of all.
+    Tokens get the narrowest dtype that can store those of all; the lines that are returned name the
+    inputs with another one.
 
     Raises:
         ValueError: a file is damaged, the datasets are incompatible, or the output is an input.
@@ -257,17 +247,11 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> Merged:
     with IndexedDatasetWriter(output_prefix, dtype) as writer:
         for prefix in prefixes:
             writer.merge(prefix, widen=True)
-    return Merged(
-        dtype,
-        sum(d.num_documents for d in inputs),
-        sum(len(d) for d in inputs),
-        sum(d.num_tokens for d in inputs),
-        tuple(
-            f"{bin_path(d.prefix)}: {d.dtype.name} tokens are written as {dtype.name}"
-            for d in inputs
-            if d.dtype != dtype
-        ),
-    )
+    return [
+        f"{bin_path(d.prefix)}: {d.dtype.name} tokens are written as {dtype.name}"
+        for d in inputs
+        if d.dtype != dtype
+    ]
 
 
 def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
@@ -278,7 +262,7 @@ def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
         floats = next(d for d in inputs if d.dtype.kind == "f")
         tokens = next(d for d in inputs if d.dtype.kind != "f")
         raise ValueError(
-            f"{bin_path(floats.prefix)} holds {floats.dtype.name} values and "
+            f"{bin_path(floats.prefix)} contains {floats.dtype.name} values and "
             f"{bin_path(tokens.prefix)} {tokens.dtype.name} tokens: they cannot be merged"
         )
     dtype = np.result_type(*(dataset.dtype for dataset in inputs)).newbyteorder("<")

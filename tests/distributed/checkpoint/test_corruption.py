@@ -21,7 +21,7 @@ from megatron.checkpoint.manifest import file_facts, manifest, write_manifest
 from megatron.config import CheckpointConfig, TokenizerConfig
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.parity.training import watched_trainer
+from megatron.parity.runs import watched_trainer
 from megatron.tokenizer import build_tokenizer
 from megatron.training import resume
 from megatron.training.run import parse_run

@@ -28,8 +28,7 @@ from megatron.checkpoint.source import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.families import build_model
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
-from megatron.formats.deepspeed_folders.universal import UniversalFolder
-from megatron.formats.deepspeed_folders.universal_writer import save_universal
+from megatron.formats.deepspeed_folders.universal import UniversalFolder, save_universal
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 STEPS = 4
@@ -98,7 +97,7 @@ def train_and_save(argv, save):
     """Trains, and saves the same state in both formats; for the pool."""
     from megatron.engine.deepspeed_folder import EngineFolderWriter
     from megatron.engine.environment import distributed
-    from megatron.parity.training import watched_trainer
+    from megatron.parity.runs import watched_trainer
     from megatron.training.run import parse_run
 
     run = parse_run(None, [*argv, "--save", save])

@@ -18,7 +18,7 @@ from training_jobs import TINY
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
 from megatron.parallel.shard import shard_of
-from megatron.parity.training import Record, watched_trainer
+from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.run import parse_run
 
 STOP, END = 3, 6
@@ -79,7 +79,7 @@ def run(argv):
 
     The state is a list of (name, kind, tensor rank, start in its share, values).
     """
-    record, states = Record(), []
+    record, states = RunRecord(), []
     parsed = parse_run(None, argv)
 
     def watch(result):

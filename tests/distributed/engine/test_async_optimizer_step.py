@@ -19,7 +19,7 @@ from megatron.engine import deepspeed_patches
 from megatron.engine.environment import distributed
 from megatron.engine.state import optimizer_step, owned_slices
 from megatron.parallel.shard import shard_of
-from megatron.parity.training import Record, watched_trainer
+from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.run import parse_run
 from megatron.training.stopping import NonFiniteGuard, TrainingStopped
 from megatron.training.trainer import Trainer
@@ -61,7 +61,7 @@ def as_deepspeed_does(stock: bool) -> Iterator[None]:
 
 def run(argv: list[str], stock: bool, bad: int | None = None, lag: int = 0) -> dict[str, Any]:
     """Trains; for the pool. ``stock``: with the norm, clipping, copies and reads of DeepSpeed."""
-    config, record, stopped = parse_run(None, argv), Record(), ""
+    config, record, stopped = parse_run(None, argv), RunRecord(), ""
     with as_deepspeed_does(stock), distributed(config.config.parallel) as g:
         trainer = watched_trainer(config, g, record.add)
         guard = next(c for c in trainer.callbacks if isinstance(c, NonFiniteGuard))

@@ -9,8 +9,7 @@ from training_jobs import TINY
 from megatron.data.kinds.curriculum.analysis import read_rows
 from megatron.data.loader import TrainingData
 from megatron.engine.environment import distributed
-from megatron.parity import training
-from megatron.parity.training import Record
+from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training import run as run_module
 from megatron.training.run import parse_run, run_data
 from tools import analyze_data
@@ -28,7 +27,7 @@ LIMITS = [1, 1, 1, 2, 2, 2, 4, 4]
 def train_drawn(argv):
     """A run's record, and the tokens of all its batches, in the order of their making; for the
     pool."""
-    run, record, seen = parse_run(None, argv), Record(), []
+    run, record, seen = parse_run(None, argv), RunRecord(), []
     read = run_module.run_data
 
     def watched_data(run):
@@ -43,7 +42,7 @@ def train_drawn(argv):
     run_module.run_data = watched_data
     try:
         with distributed(run.config.parallel) as mesh:
-            training.watched_trainer(run, mesh, record.add).fit()
+            watched_trainer(run, mesh, record.add).fit()
     finally:
         run_module.run_data = read
     return record, seen

@@ -7,7 +7,7 @@ import pytest
 from training_jobs import TINY, train, train_plainly
 
 from megatron.data.indexed import IndexedDatasetWriter
-from megatron.parity.training import Drift
+from megatron.parity.runs import Drift
 
 LAYOUTS = {
     "dp2-zero3": (2, "--zero-stage 3"),

@@ -20,7 +20,7 @@ from megatron.families import family_names, spec_of
 from megatron.model.spec import Measure
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import first_difference, reference_gradients
-from megatron.parity.training import Drift, rounding_noise, train_plainly
+from megatron.parity.runs import Drift, rounding_noise, train_plainly
 from megatron.training.run import build_trainer, parse_run
 
 FLAGS = [
@@ -127,7 +127,7 @@ def test_a_checkpoint_says_its_family(pool, tmp_path):
     families.__path__.pop()
     family_names.cache_clear()
     try:
-        with pytest.raises(CheckpointError, match="'toy'.* known here are bert, gpt, t5"):
+        with pytest.raises(CheckpointError, match="'toy'.* known families are bert, gpt, t5"):
             start(other + save)
     finally:
         known()

@@ -11,7 +11,7 @@ import pytest
 from training_jobs import LAYOUTS, TINY, train, train_plainly
 
 from megatron.config.layouts import parse_layout
-from megatron.parity.training import Drift, rounding_noise
+from megatron.parity.runs import Drift, rounding_noise
 
 FLAGS = [*TINY, "--global-batch-size", "8", "--lr-decay-style", "cosine", "--lr-warmup-iters", "3"]
 MODELS = {

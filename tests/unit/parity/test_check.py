@@ -9,15 +9,15 @@ import torch
 
 from megatron.checkpoint.slices import Slice
 from megatron.config.layouts import Layout
-from megatron.parity.check import Plain, _training_difference
-from megatron.parity.first_step import SteppedSlice, WholeParameter
-from megatron.parity.training import Drift, Record
+from megatron.parity.check import PlainRun, _training_difference
+from megatron.parity.gradients import SteppedSlice, WholeParameter
+from megatron.parity.runs import Drift, RunRecord
 
 LOSSES, NORMS = [5.0, 4.0, 3.0], [1.0, 0.5, 2.0]
 NOISE = 1e-6
 GRADIENT, WEIGHT = torch.ones(4), torch.zeros(4)
-PLAIN = Plain(
-    Record(losses=LOSSES, norms=NORMS),
+PLAIN = PlainRun(
+    RunRecord(losses=LOSSES, norms=NORMS),
     Drift(np.full(3, NOISE), np.full(3, NOISE)),
     {"norm.weight": WholeParameter(GRADIENT, WEIGHT, 1e-3)},
 )
@@ -31,7 +31,7 @@ def verdict(step=None, loss=0.0, norm=0.0, layout=None, slices=None, **record):
         losses[step] += loss
         norms[step] *= 1 + norm
     values = {"losses": losses, "norms": norms, "scales": [1.0] * 3, "skipped": [False] * 3}
-    found = Record(**{**values, **record})
+    found = RunRecord(**{**values, **record})
     return _training_difference(layout or Layout(), found, slices or SLICES, PLAIN)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from megatron.checkpoint.slices import Slice
 from megatron.parallel.shard import Cut, Shard
-from megatron.parity.first_step import (
+from megatron.parity.gradients import (
     SteppedSlice,
     WholeParameter,
     first_step_difference,

@@ -8,7 +8,7 @@ import pytest
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ParallelFlags
 from megatron.config.flags import flag_of
 from megatron.config.layouts import SCHEDULES, Layout, parse_layout
-from megatron.parity.flags import OF_LAYOUTS, CheckFlags, check_flags, smallest_batch
+from megatron.parity.check import OF_LAYOUTS, CheckFlags, check_flags, smallest_batch
 
 MODEL = "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 16".split()
 

@@ -10,9 +10,9 @@ import pytest
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
-from megatron.quickstart import recipe
-from megatron.quickstart.measure import HeldOut
-from megatron.quickstart.recipe import Places
+from megatron.quickstart import commands
+from megatron.quickstart.commands import QuickstartFolder, training_commands
+from megatron.quickstart.corpus import HeldOut
 
 ROOT = Path(__file__).parents[3]
 REFERENCE = HeldOut(tokens=139_264, text_bytes=439_000, unigram_entropy=6.39)
@@ -41,7 +41,7 @@ def refused(quickstart, *argv):
 def test_bad_input(quickstart, tmp_path, monkeypatch):
     assert "--train-iters 7 must be even" in refused(quickstart, "--train-iters", "7")
     empty = refused(quickstart, "--sources", str(tmp_path), "--output", str(tmp_path / "out"))
-    assert f"{tmp_path} holds no .py files" in empty
+    assert f"{tmp_path} contains no .py files" in empty
     monkeypatch.chdir(tmp_path)
     assert "run this in the checkout" in refused(quickstart)
 
@@ -49,19 +49,18 @@ def test_bad_input(quickstart, tmp_path, monkeypatch):
 def test_fresh_removes_only_a_quickstart(quickstart, tmp_path):
     (tmp_path / "thesis.txt").write_text("")
     message = refused(quickstart, "--fresh", "--output", str(tmp_path))
-    assert "is no folder of a quickstart: not removed" in message
+    assert "is not a folder of a quickstart: not removed" in message
     assert (tmp_path / "thesis.txt").exists()
 
 
 def test_training_command_resolves(tmp_path):
     """Flags and JSON go together, and each evaluation reads what the split has."""
-    command = recipe.train_command(Places(tmp_path), 640, REFERENCE)
-    step = recipe.train_step(Places(tmp_path), command, stop_after=320)
-    flags = step.command[step.command.index("pretrain_gpt.py") + 1 :]
+    words = training_commands(QuickstartFolder(tmp_path), 640, REFERENCE)[0].words
+    flags = words[words.index("pretrain_gpt.py") + 1 :]
     settings = FlagParser(*FLAG_CLASSES).settings(flags)
-    content = read_json(str(recipe.DEEPSPEED_CONFIG))
-    settings = deepspeed_json.merge(settings, content, str(recipe.DEEPSPEED_CONFIG), 2)
-    config = resolve(settings, recipe.processes()).config
+    content = read_json(str(commands.DEEPSPEED_CONFIG))
+    settings = deepspeed_json.merge(settings, content, str(commands.DEEPSPEED_CONFIG), 2)
+    config = resolve(settings, int(words[words.index("--num_gpus") + 1])).config
     assert config.engine.zero_stage == 1
     assert config.training.exit_interval == config.training.train_iters // 2
     assert config.training.eval_iters * 8 * 256 == REFERENCE.tokens
@@ -69,23 +68,23 @@ def test_training_command_resolves(tmp_path):
 
 
 def test_one_gpu_is_not_shared(monkeypatch, tmp_path):
-    monkeypatch.setattr(recipe.torch.cuda, "device_count", lambda: 1)
-    command = recipe.train_command(Places(tmp_path), 640, REFERENCE)
-    assert command[command.index("--num_gpus") + 1] == "1"
-    assert command[command.index("--micro-batch-size") + 1] == "8"
+    monkeypatch.setattr(commands.torch.cuda, "device_count", lambda: 1)
+    words = training_commands(QuickstartFolder(tmp_path), 640, REFERENCE)[0].words
+    assert words[words.index("--num_gpus") + 1] == "1"
+    assert words[words.index("--micro-batch-size") + 1] == "8"
 
 
 def test_last_line_and_picture(quickstart, tmp_path, capsys):
-    places = Places(tmp_path)
+    at = QuickstartFolder(tmp_path)
     rows = [
         {"kind": "train", "iteration": 1, "consumed_tokens": 2048, "loss": 7.0},
         {"kind": "validation", "iteration": 1, "consumed_tokens": 2048, "loss": 6.0},
         {"kind": "validation", "iteration": 2, "consumed_tokens": 1_310_720, "loss": 3.964},
     ]
-    places.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    quickstart.report(places, REFERENCE)
+    at.metrics.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    quickstart.report(at, REFERENCE)
     assert capsys.readouterr().out.splitlines()[-1] == (
         "quickstart: validation loss 3.96 (unigram 6.39, bits per byte 1.81), 1.3M tokens, "
         f"exported to {tmp_path}/hf"
     )
-    assert places.picture.read_bytes().startswith(b"\x89PNG")
+    assert at.picture.read_bytes().startswith(b"\x89PNG")

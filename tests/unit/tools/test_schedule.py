@@ -93,8 +93,8 @@ def test_a_narrow_terminal_gets_blocks(main, capsys, monkeypatch):
 def test_all_names_the_schedules_that_do_not_exist(main, capsys):
     main(["--micro-batches", "6"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[-2].startswith("interleaved: none. --pipeline-schedule interleaved")
-    assert lines[-1].startswith("dualpipev: none. --pipeline-schedule dualpipev")
+    assert lines[-2].startswith("interleaved: not possible. --pipeline-schedule interleaved")
+    assert lines[-1].startswith("dualpipev: not possible. --pipeline-schedule dualpipev")
     assert "1f1b" in lines
 
 

@@ -196,7 +196,9 @@ def test_fragments(encoder: TextEncoder, tokens: FimTokens) -> None:
     assert abs(cut - 100) <= 5 * 50**0.5
 
 
-def test_document_cut_inside_a_character_stays(encoder: TextEncoder, tokens: FimTokens) -> None:
+def test_a_document_that_ends_inside_a_character_is_not_cut(
+    encoder: TextEncoder, tokens: FimTokens
+) -> None:
     ids = np.array(encoder.tokenizer.tokenize("面" * 9)[1:], np.int64)
     assert "\ufffd" in encoder.tokenizer.detokenize(ids.tolist())
     dataset = make(encoder, [ids] * 20, fim_rate=1.0)

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import TRACKER, remove_incomplete, replace_folder, unfinished_folder
-from megatron.formats.deepspeed_folders.layout import (
+from megatron.formats.deepspeed_folders.folder import (
     UNIVERSAL_SUFFIX,
     UNIVERSAL_TRACKER,
     is_engine_folder,

@@ -1,4 +1,4 @@
-"""A model is written as the architecture that it was read from, whatever lies in between."""
+"""A model is written as the architecture that it was read from, whatever it went through."""
 
 import dataclasses
 import json
@@ -64,9 +64,7 @@ def test_an_origin_that_is_not_known(gpt_config, random_gpt, write_checkpoint, t
     source = open_checkpoint(tmp_path / "save")
     content, lines = write(source, tmp_path / "hf")
     assert content["model_type"] == "gpt2"
-    assert lines[0] == (
-        "written as GPT-2: the weights were read from mamba, which is not known here"
-    )
+    assert lines[0] == ("written as GPT-2: the weights were read from mamba, which is not known")
 
 
 def test_checkpoints_without_an_origin(gpt_config, random_gpt, write_checkpoint, tmp_path):

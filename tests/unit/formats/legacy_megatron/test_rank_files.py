@@ -5,7 +5,7 @@ import zipfile
 import pytest
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.formats.legacy_megatron.locations import Rank, find_megatron, rank_files
+from megatron.formats.legacy_megatron.rank_files import Rank, find_megatron, rank_files
 
 FILE = "model_optim_rng.pt"
 
@@ -58,8 +58,8 @@ def test_without_a_tracker_the_newest(save):
     [
         ("release", None),
         ("300", r"txt: there is no checkpoint 300; there are iter_0000100, iter_0000250, release"),
-        ("", r"latest_checkpointed_iteration.txt holds '', neither a number nor release"),
-        ("../x", r"latest_checkpointed_iteration.txt holds '../x'"),
+        ("", r"latest_checkpointed_iteration.txt has ''; expected a number or release"),
+        ("../x", r"latest_checkpointed_iteration.txt has '../x'"),
     ],
 )
 def test_tracker(text, message, save):

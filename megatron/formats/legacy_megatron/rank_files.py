@@ -1,4 +1,4 @@
-"""Where Megatron keeps a checkpoint: folders, their tracker, and zip archives of them.
+"""The files of an old Megatron checkpoint: where they are, and what one rank's file contains.
 
 ::
 
@@ -7,30 +7,38 @@
     <load>/iter_0000100/mp_rank_00_001/model_optim_rng.pt      tensor and pipeline rank
     <load>/release/mp_rank_00/model_optim_rng.pt
 
-A checkpoint in an archive has a path like ``megatron_lm_345m_v0.0.zip/release``.
+A checkpoint in a zip archive has a path like ``megatron_lm_345m_v0.0.zip/release``.
 """
 
 from __future__ import annotations
 
+import argparse
 import io
 import re
 import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import IO, Any, NamedTuple, NoReturn
 
+from torch import Tensor
+
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER
+from megatron.formats.legacy_megatron.names import is_buffer
 from megatron.formats.unpickle import load_pickle
 
 MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
 """Names of a rank's file; the second with a distributed optimizer."""
+VERSIONS = (0.0, 1.0, 2.0, 3.0)
+"""Values of ``checkpoint_version``; they differ in the order of query-key-value rows."""
 
 _RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
 _TAG = re.compile(r"release|iter_(\d+)")
 
 
 class Rank(NamedTuple):
-    """Place of a process in the layout that wrote a checkpoint."""
+    """A process in the layout that wrote a checkpoint."""
 
     pipeline: int
     tensor: int
@@ -81,7 +89,7 @@ def find_megatron(path: Path, wanted: str | None) -> Path | None:
 
 
 def split_archive(path: Path) -> tuple[Path | None, str]:
-    """The zip archive that a path leads into, and the rest of the path; None where it does not."""
+    """The zip archive that contains a path, if any, and the rest of the path."""
     for place in (path, *path.parents):
         if place.is_file() and zipfile.is_zipfile(place):
             inner = path.relative_to(place).as_posix()
@@ -104,7 +112,9 @@ def rank_files(folder: Path) -> dict[Rank, Path]:
         if match is None or len(inner.parts) != 2:
             continue
         if match[3] is not None:
-            raise CheckpointError(f"{folder / name}: the third number is of experts, not read here")
+            raise CheckpointError(
+                f"{folder / name}: the third number is of experts, which are not read"
+            )
         found.setdefault(Rank(int(match[2] or 0), int(match[1])), folder / name)
     if not found:
         raise CheckpointError(f"{folder} has no mp_rank_00/{MODEL_FILES[0]}")
@@ -129,12 +139,8 @@ def require_ranks(
     return {rank: found[rank] for rank in wanted}
 
 
-def load_rank(path: Path) -> Any:
-    """What a rank's file holds, on disk or in an archive.
-
-    Raises:
-        CheckpointError: it is damaged, or asks for code.
-    """
+def _load(path: Path) -> Any:
+    """The content of a rank's file, on disk or in an archive."""
     archive, inner = split_archive(path)
     if archive is None or not inner:
         return load_pickle(path)
@@ -142,8 +148,8 @@ def load_rank(path: Path) -> Any:
         with zipfile.ZipFile(archive) as opened, opened.open(inner) as member:
             head = member.read(2)
             member.seek(0)
-            # Torch jumps about in its own zip files; a compressed member would be inflated anew
-            # for every step back.
+            # Torch seeks in its own zip files; a compressed member would be inflated again for
+            # every step back.
             file: IO[bytes] = io.BytesIO(member.read()) if head == b"PK" else member
             return load_pickle(_Named(file, str(path)))  # type: ignore[arg-type]
     except (zipfile.BadZipFile, KeyError, OSError, NotImplementedError, RuntimeError) as error:
@@ -161,7 +167,7 @@ class _Named:
 
 
 def _model_files(path: Path) -> list[str]:
-    """Paths of ranks' files, from ``path`` on: of one checkpoint, or of several."""
+    """Paths of the ranks' files of one checkpoint or of several, relative to ``path``."""
     archive, inner = split_archive(path)
     if archive is None:
         names = [
@@ -204,7 +210,7 @@ def _named_by_tracker(path: Path, found: set[Path]) -> str | None:
             continue
         named = text.strip()
         if not (named == "release" or named.isdecimal()):
-            raise CheckpointError(f"{tracker} holds {named!r}, neither a number nor release")
+            raise CheckpointError(f"{tracker} has {named!r}; expected a number or release")
         if not any(named in _spellings(folder.name) for folder in found):
             _missing(tracker, named, found)
         return named
@@ -212,7 +218,7 @@ def _named_by_tracker(path: Path, found: set[Path]) -> str | None:
 
 
 def _spellings(name: str) -> tuple[str, ...]:
-    """How a checkpoint can be asked for."""
+    """The values of ``wanted`` that name a checkpoint."""
     match = _TAG.fullmatch(name)
     if match is None or match[1] is None:
         return (name,)
@@ -223,3 +229,88 @@ def _spellings(name: str) -> tuple[str, ...]:
 def _missing(where: Path, wanted: str | None, found: set[Path]) -> NoReturn:
     names = ", ".join(sorted(folder.name for folder in found))
     raise CheckpointError(f"{where}: there is no checkpoint {wanted}; there are {names}")
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """The content of a rank's file.
+
+    Attributes:
+        path: the file.
+        version: its ``checkpoint_version``.
+        iteration: steps done; None where it does not say (released models).
+        arguments: the arguments of the run; empty where there are none.
+        chunks: parameters by Megatron's name, levels joined by dots, in the order of registration;
+            several dictionaries with virtual pipeline stages.
+        optimizer: state of the optimizer, as Megatron nests it; None without one.
+    """
+
+    path: Path
+    version: float
+    iteration: int | None
+    arguments: Mapping[str, Any]
+    chunks: tuple[Mapping[str, Tensor], ...]
+    optimizer: Any
+
+    @classmethod
+    def open(cls, path: Path) -> RankFile:
+        """Reads a file; tensors of a zip file on disk are read when they are first used.
+
+        Raises:
+            CheckpointError: it is damaged, or not of this format.
+        """
+        content = _load(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} is not a dictionary")
+        version = content.get("checkpoint_version", 0)
+        if isinstance(version, bool) or version not in VERSIONS:
+            raise CheckpointError(f"{path} has checkpoint_version {version!r}; expected 0 to 3")
+        iteration = content.get("iteration", content.get("total_iters"))
+        if iteration is not None and not isinstance(iteration, int):
+            raise CheckpointError(f"{path}: iteration is {iteration!r}; expected an integer")
+        arguments = content.get("args")
+        if not isinstance(arguments, argparse.Namespace | None):
+            raise CheckpointError(f"{path}: args are {type(arguments).__name__}, not a namespace")
+        named = {} if arguments is None else vars(arguments)
+        return cls(
+            path,
+            float(version),
+            iteration,
+            {name: value for name, value in named.items() if not isinstance(value, Tensor)},
+            tuple(_flat(content[key], path) for key in _chunk_keys(content, path)),
+            content.get("optimizer"),
+        )
+
+
+def _chunk_keys(content: Mapping[str, Any], path: Path) -> list[str]:
+    """``model``, or ``model0``, ``model1``, ... of a rank with several stages."""
+    if "model" in content:
+        return ["model"]
+    numbered = [
+        key for key in content if isinstance(key, str) and key.removeprefix("model").isdecimal()
+    ]
+    keys = [f"model{number}" for number in range(len(numbered))]
+    if not keys or set(keys) != set(numbered):
+        raise CheckpointError(
+            f"{path} has no model, nor model0, model1, ...; it has {', '.join(map(str, content))}"
+        )
+    return keys
+
+
+def _flat(nested: Any, path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of nested dictionaries, by their keys joined by dots."""
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"{path}: {prefix or 'model'} is not a dictionary")
+    found: dict[str, Tensor] = {}
+    for key, value in nested.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{path}: {prefix or 'model'} has the key {key!r}, not a name")
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Tensor):
+            if not is_buffer(name):
+                found[name] = value.detach()
+        elif isinstance(value, dict):
+            found |= _flat(value, path, name)
+        elif value is not None and not is_buffer(name):
+            raise CheckpointError(f"{path}: {name} is {type(value).__name__}, not a tensor")
+    return found

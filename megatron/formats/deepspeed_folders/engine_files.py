@@ -1,4 +1,4 @@
-"""The files of an engine's folder: who holds what of which parameter.
+"""The files of an engine's folder: which file has which slice of a parameter.
 
 ::
 
@@ -7,9 +7,9 @@
     [bf16_]zero_pp_rank_<D>_mp_rank_<M>_optim_states.pt          stages 1 to 3, per data rank D too
     layer_<L>-model_<T>-model_states.pt                  a pipeline's layer on tensor rank T
 
-Model-parallel ranks count tensor ranks fastest, then pipeline stages. ZeRO keeps parameters as runs
-of flat groups; where which run lies is in ``param_slice_mappings`` at stages 1 and 2 (DeepSpeed
-0.7.1 and later) and follows from ``param_shapes`` at stage 3.
+Model-parallel ranks count tensor ranks fastest, then pipeline stages. ZeRO stores parameters as
+slices of flat groups; ``param_slice_mappings`` (DeepSpeed 0.7.1 and later) lists them at stages 1
+and 2, and they follow from ``param_shapes`` at stage 3.
 """
 
 from __future__ import annotations
@@ -27,23 +27,17 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.formats.unpickle import load_pickle
 
-_MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
-_MODEL_3 = re.compile(r"(?:(?:bf|fp)16_)?zero_pp_rank_0_mp_rank_(\d+)_model_states\.pt")
+_MODEL = re.compile(r"(?:(?:(?:bf|fp)16_)?zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
 _OPTIMIZER = re.compile(r"(?:(?:bf|fp)16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
 _DATA_RANK = re.compile(r"zero_pp_rank_\d+_")
 _LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Optimizer state that is read, by torch's names."""
 
 
-class Run(NamedTuple):
-    """A part of a parameter's share in a ZeRO file.
-
-    Attributes:
-        data_rank: whose file.
-        group: number of the flat group there.
-        start: first element in the group.
-        length: number of elements.
-    """
+class FlatSlice(NamedTuple):
+    """A part of a parameter's share: ``length`` elements from ``start`` on of a data rank's flat
+    group."""
 
     data_rank: int
     group: int
@@ -52,10 +46,7 @@ class Run(NamedTuple):
 
 
 class EngineFiles:
-    """The files of one folder, opened when they are asked for.
-
-    Args:
-        folder: the folder.
+    """The files of one folder, opened when they are first needed.
 
     Attributes:
         tensor_size: tensor-parallel size of the run.
@@ -72,22 +63,21 @@ class EngineFiles:
         self._optimizers: dict[int, dict[int, Path]] = {}
         self.layers: dict[int, dict[int, Path]] = {}
         for path in sorted(folder.iterdir()):
-            if match := _MODEL.fullmatch(path.name) or _MODEL_3.fullmatch(path.name):
+            if match := _MODEL.fullmatch(path.name):
                 self._models[int(match[1])] = path
             elif match := _OPTIMIZER.fullmatch(path.name):
                 self._optimizers.setdefault(int(match[2]), {})[int(match[1])] = path
             elif match := _LAYER.fullmatch(path.name):
                 self.layers.setdefault(int(match[1]), {})[int(match[2])] = path
         self._open = lru_cache(maxsize=None)(load_pickle)
-        self._places = cache(self._find_places)
+        self._slices = cache(self._find_slices)
         found: tuple[tuple[str, Collection[int]], ...] = (
-            ("model states of model-parallel rank", self._models),
-            ("optimizer states of model-parallel rank", self._optimizers),
-        )
+            ("model states", self._models), ("optimizer states", self._optimizers),
+        )  # fmt: skip
         for what, ranks in found:
             if sorted(ranks) != list(range(len(ranks))):
                 missing = min(set(range(max(ranks))) - set(ranks))
-                raise CheckpointError(f"{folder} has no {what} {missing}")
+                raise CheckpointError(f"{folder} has no {what} of model-parallel rank {missing}")
         if not self._models:
             raise CheckpointError(f"{folder} has no model states")
         if self._optimizers and len(self._optimizers) != len(self._models):
@@ -118,7 +108,7 @@ class EngineFiles:
                 )
 
     def _data_size(self) -> int | None:
-        """Data-parallel size of the run by the files' own word; None where they do not say."""
+        """Data-parallel size of the run; None where the files do not say."""
         if not self._optimizers:
             return None
         counts = self._zero(0, min(self._optimizers[0])).get("partition_count")
@@ -160,15 +150,10 @@ class EngineFiles:
         """The model states of a model-parallel rank, with what the script saved beside them."""
         return self._dict(self._models[rank])
 
-    @property
-    def partitioned(self) -> bool:
-        """Whether there are ZeRO files."""
-        return bool(self._optimizers)
-
     def _dict(self, path: Path) -> dict[str, Any]:
         content = self._open(path)
         if not isinstance(content, dict):
-            raise CheckpointError(f"{path} holds no dictionary")
+            raise CheckpointError(f"{path} is not a dictionary")
         return content
 
     def _zero(self, rank: int, data_rank: int) -> dict[str, Any]:
@@ -178,43 +163,46 @@ class EngineFiles:
             raise CheckpointError(f"{path} has no optimizer_state_dict")
         return content
 
-    def _find_places(self, rank: int) -> dict[str, list[Run]]:
-        """Where the parameters of a model-parallel rank lie, by its names."""
-        found: dict[str, list[Run]] = {}
+    def _find_slices(self, rank: int) -> dict[str, list[FlatSlice]]:
+        """The slices of each parameter of a model-parallel rank, by its names."""
+        found: dict[str, list[FlatSlice]] = {}
         files = self._optimizers.get(rank, {})
         for data_rank in files:
             state = self._zero(rank, data_rank)
             if "fp32_flat_groups" in state:
-                runs = self._stage_3(rank, data_rank, len(files), state)
+                slices = self._stage_3(rank, data_rank, len(files), state)
             elif "param_slice_mappings" in state:
-                runs = _mapped(data_rank, state["param_slice_mappings"])
+                slices = (
+                    (name, FlatSlice(data_rank, group, int(each.start), int(each.numel)))
+                    for group, mapping in enumerate(state["param_slice_mappings"])
+                    for name, each in mapping.items()
+                )
             else:
                 raise CheckpointError(
                     f"{files[data_rank]} has no param_slice_mappings: it was saved by DeepSpeed "
                     "before 0.7.1, or by an optimizer that is not ZeRO's"
                 )
-            for name, run in runs:
-                found.setdefault(name, []).append(run)
+            for name, each in slices:
+                found.setdefault(name, []).append(each)
         return found
 
     def _stage_3(
         self, rank: int, data_rank: int, size: int, state: Mapping[str, Any]
-    ) -> Iterator[tuple[str, Run]]:
+    ) -> Iterator[tuple[str, FlatSlice]]:
         groups = state.get("ds_zero_partition_groups") or []
         for group, shapes in enumerate(self.model_states(rank)["param_shapes"]):
             known = groups[group] if group < len(groups) else {}
-            count, place = (
-                known.get("partition_count", size),
-                known.get("partition_rank", data_rank),
-            )
+            count = known.get("partition_count", size)
+            place = known.get("partition_rank", data_rank)
             start = 0
             for name, shape in shapes.items():
                 whole = math.prod(shape)
                 part = -(-whole // count)
-                yield name, Run(data_rank, group, start, max(0, min(part, whole - place * part)))
+                length = max(0, min(part, whole - place * part))
+                yield name, FlatSlice(data_rank, group, start, length)
                 start += part
 
-    def shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+    def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
         """Shapes of the parameters in the ZeRO files of a model-parallel rank, by its names."""
         groups = self.model_states(rank).get("param_shapes") or []
         groups = [groups] if isinstance(groups, Mapping) else groups
@@ -225,8 +213,7 @@ class EngineFiles:
         pipeline's list."""
         found: dict[str, None] = {}
         for rank in range(len(self._models)):
-            found |= dict.fromkeys(self._places(rank))
-            found |= dict.fromkeys(self._module(rank))
+            found |= dict.fromkeys([*self._slices(rank), *self._module(rank)])
         for place in sorted(self.layers):
             found |= {f"{place}.{key}": None for key in self._dict(self.layers[place][0])}
         return list(found)
@@ -243,10 +230,10 @@ class EngineFiles:
         Args:
             name: the folder's name.
             kind: ``weight`` or a moment.
-            registered: see :meth:`names`.
+            registered: the folder's name of a parameter in a layer file, from its place and key.
 
         Raises:
-            CheckpointError: the ZeRO files should have it, and have none or only some of it.
+            CheckpointError: the ZeRO files lack it, or a part of it.
         """
         found = [self._share(tensor_rank, name, kind) for tensor_rank in range(self.tensor_size)]
         if all(share is not None for share in found):
@@ -261,32 +248,31 @@ class EngineFiles:
     def _share(self, tensor_rank: int, name: str, kind: str) -> Tensor | None:
         for stage in range(self.pipeline_size):
             rank = stage * self.tensor_size + tensor_rank
-            runs = self._places(rank).get(name)
-            if runs:
-                pieces = [self._run(rank, run, kind) for run in runs if run.length]
+            slices = self._slices(rank).get(name)
+            if slices:
+                pieces = [self._read(rank, each, kind) for each in slices if each.length]
                 if any(piece is None for piece in pieces):
                     return None
                 flat = torch.cat([piece.float() for piece in pieces if piece is not None])
                 return self._shaped(rank, name, flat)
-            if name in self._updated(rank):
-                # The module's weights are a half-precision copy: no replacement for these.
+            if rank in self._optimizers and name in self._shapes(rank):
+                # The module's weights are a half-precision copy, and only frozen parameters have no
+                # other.
                 raise CheckpointError(
                     f"{self.folder}: {name} is in none of the ZeRO files of model-parallel rank "
                     f"{rank}, whose optimizer updates it"
                 )
             if kind == "weight" and name in self._module(rank):
                 return self._module(rank)[name]
-            if kind != "weight" and name in self._order(rank):
-                return self._unpartitioned(rank, name, kind)
+            # At stage 0 the optimizer numbers its parameters; older saves do not name them.
+            order = list(self.model_states(rank).get("optimizer_parameters", ()))
+            if kind != "weight" and name in order:
+                state = self.model_states(rank)["optimizer"]["state"]
+                return state.get(order.index(name), {}).get(kind)
         return None
 
-    def _updated(self, rank: int) -> Collection[str]:
-        """Parameters that the ZeRO files of a model-parallel rank must have: not frozen ones, whose
-        only copy is the module's."""
-        return self.shapes(rank) if self._optimizers.get(rank) else ()
-
     def _shaped(self, rank: int, name: str, flat: Tensor) -> Tensor:
-        shape = self.shapes(rank).get(name)
+        shape = self._shapes(rank).get(name)
         if shape is None:
             return flat
         if flat.numel() != math.prod(shape):
@@ -296,39 +282,29 @@ class EngineFiles:
             )
         return flat.view(shape)
 
-    def _run(self, rank: int, run: Run, kind: str) -> Tensor | None:
-        state = self._zero(rank, run.data_rank)
+    def _read(self, rank: int, wanted: FlatSlice, kind: str) -> Tensor | None:
+        path = self._optimizers[rank][wanted.data_rank]
+        state = self._zero(rank, wanted.data_rank)
         if kind == "weight":
             groups = state.get("fp32_flat_groups", state.get("single_partition_of_fp32_groups"))
-            values = groups[run.group] if groups is not None else None
+            values = groups[wanted.group] if groups is not None else None
         else:
-            values = _group_state(state, run.group).get(kind)
+            values = _group_state(state, wanted.group).get(kind)
         if not isinstance(values, Tensor):
             if kind == "weight":
-                raise CheckpointError(
-                    f"{self._optimizers[rank][run.data_rank]} has no float32 weights of group "
-                    f"{run.group}"
-                )
+                raise CheckpointError(f"{path} has no float32 weights of group {wanted.group}")
             return None
-        if values.numel() < run.start + run.length:
+        end = wanted.start + wanted.length
+        if values.numel() < end:
             raise CheckpointError(
-                f"{self._optimizers[rank][run.data_rank]}: {kind} of group {run.group} has "
-                f"{values.numel()} elements, and should have {run.start + run.length} or more"
+                f"{path}: {kind} of group {wanted.group} has {values.numel()} elements, and should "
+                f"have {end} or more"
             )
-        return values.reshape(-1).narrow(0, run.start, run.length)
-
-    def _order(self, rank: int) -> Sequence[str]:
-        """Names of the parameters in the order of an unpartitioned optimizer, where it is known."""
-        return self.model_states(rank).get("optimizer_parameters", ())
-
-    def _unpartitioned(self, rank: int, name: str, kind: str) -> Tensor | None:
-        """A moment at stage 0."""
-        optimizer = self.model_states(rank)["optimizer"]
-        return optimizer["state"].get(list(self._order(rank)).index(name), {}).get(kind)
+        return values.reshape(-1)[wanted.start : end]
 
     def _first_state(self) -> Mapping[str, Any]:
         """The optimizer's state of the first group, or at stage 0 of the first parameter."""
-        if self.partitioned:
+        if self._optimizers:
             return _group_state(self._zero(0, 0), 0)
         optimizer = self.model_states().get("optimizer")
         if not isinstance(optimizer, Mapping) or "optimizer_parameters" not in self.model_states():
@@ -336,26 +312,19 @@ class EngineFiles:
         return next(iter(optimizer.get("state", {}).values()), {})
 
     def moments(self) -> list[str]:
-        """The moments that there are."""
+        """The members of :data:`MOMENTS` that the folder has."""
         state = self._first_state()
-        return [kind for kind in _MOMENTS if isinstance(state.get(kind), Tensor)]
+        return [kind for kind in MOMENTS if isinstance(state.get(kind), Tensor)]
 
     def optimizer_step(self) -> int:
         """Number of updates by the optimizer's own count; 0 where it does not count."""
         step = self._first_state().get("step")
-        if step is None and self.partitioned:
+        if step is None and self._optimizers:
             state = self._zero(0, 0)
             inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
             groups = inner.get("param_groups", [{}]) if isinstance(inner, Mapping) else [{}]
             step = state.get("base_optimizer_state_step", groups[0].get("step", 0))
         return int(step or 0)
-
-
-def _mapped(data_rank: int, mappings: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, Run]]:
-    """Runs by ``param_slice_mappings``: per group, name to start and numel."""
-    for group, mapping in enumerate(mappings):
-        for name, address in mapping.items():
-            yield name, Run(data_rank, group, int(address.start), int(address.numel))
 
 
 def _group_state(state: Mapping[str, Any], group: int) -> Mapping[str, Any]:

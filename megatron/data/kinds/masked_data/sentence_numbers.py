@@ -1,58 +1,41 @@
-"""The sentences of some documents, numbered through: none of them empty, none over a length.
+"""Numbers for the sentences of some documents: none is empty, none longer than a limit.
 
 A sentence is a sequence of the documents. Empty ones are left out, and one that is longer than a
-sample can be counts as several, so that no token is out of reach: a text that was not split into
-sentences, or a sentence that a splitter did not find the end of, is read whole.
+sample counts as several, so that a text that was not split into sentences is still read whole.
 
-Shape suffixes: N sentences, D documents, X sequences that are not exactly one sentence.
+Shape suffixes: N sentences, D documents.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.data.samples import Documents, Piece
 
+EXCEPTIONS = ("exceptions", "exception_starts", "exception_counts")
 
-@dataclass(frozen=True)
-class SentenceNumbers:
-    """Finds the tokens of a sentence; small, whatever the size of the corpus."""
+
+class SentenceNumbers(NamedTuple):
+    """Finds the tokens of a sentence; its size does not grow with the corpus."""
 
     first_sequence: int
-    """Sequence of sentence 0, were it not an exception."""
+    """The first sequence of the documents."""
     limit: int
     """Most tokens of a sentence."""
-    exceptions_X: npt.NDArray[np.int64]
-    """Sequences that are no sentence, or several, in rising order."""
-    exception_starts_X: npt.NDArray[np.int64]
-    """Number of the first sentence of each, or the one behind it where it has none."""
-    exception_counts_X: npt.NDArray[np.int64]
-    """Sentences that each one is."""
+    exceptions: npt.NDArray[np.int64]
+    """Sequences that are not exactly one sentence, ascending: [X]."""
+    exception_starts: npt.NDArray[np.int64]
+    """Number of the first sentence of each, or of the next sentence if it has none: [X]."""
+    exception_counts: npt.NDArray[np.int64]
+    """Number of sentences of each: [X]."""
 
-    @classmethod
-    def from_arrays(
-        cls, first_sequence: int, limit: int, arrays: Mapping[str, np.ndarray]
-    ) -> SentenceNumbers:
-        """The inverse of :meth:`arrays`."""
-        return cls(
-            first_sequence,
-            limit,
-            arrays["exceptions"],
-            arrays["exception_starts"],
-            arrays["exception_counts"],
-        )
-
-    def arrays(self) -> dict[str, np.ndarray]:
-        """What depends on the corpus, for the cache."""
-        return {
-            "exceptions": self.exceptions_X,
-            "exception_starts": self.exception_starts_X,
-            "exception_counts": self.exception_counts_X,
-        }
+    def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
+        """The arrays by name, for the cache."""
+        return {name: getattr(self, name) for name in EXCEPTIONS}
 
     def pieces(self, documents: Documents, start: int, stop: int) -> list[Piece]:
         """The tokens of the sentences `start` to `stop` - 1, in order."""
@@ -71,30 +54,29 @@ class SentenceNumbers:
         return found
 
     def _locate(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sequence of each sentence, and which part of that sequence it is."""
-        if not len(self.exceptions_X):
+        """Sequence of each sentence, and its number within that sequence."""
+        if not len(self.exceptions):
             return self.first_sequence + sentences, np.zeros_like(sentences)
-        # The last exception that begins at or before the sentence: in it, or counted on from it.
-        x = np.searchsorted(self.exception_starts_X, sentences, side="right") - 1
+        # The last exception at or before the sentence, which contains it or is counted from.
+        x = np.searchsorted(self.exception_starts, sentences, side="right") - 1
         before_all = x < 0
         x = np.maximum(x, 0)
-        part = sentences - self.exception_starts_X[x]
-        behind = part - self.exception_counts_X[x]
-        sequence = self.exceptions_X[x] + np.maximum(behind + 1, 0)
-        part = np.where(behind >= 0, 0, part)
+        part = sentences - self.exception_starts[x]
+        after = part - self.exception_counts[x]
+        sequence = self.exceptions[x] + np.maximum(after + 1, 0)
+        part = np.where(after >= 0, 0, part)
         sequence = np.where(before_all, self.first_sequence + sentences, sequence)
         return sequence, np.where(before_all, 0, part)
 
 
-@dataclass(frozen=True)
-class Sentences:
-    """What is needed of all sentences at once to say which of them make a sample."""
+class Sentences(NamedTuple):
+    """The sentences of some documents, to choose those of each sample."""
 
     numbers: SentenceNumbers
     starts_N: npt.NDArray[np.int64]
-    """Number of the first token of each sentence, and one more for the end: int64[N + 1]."""
+    """Number of the first token of each sentence, and of the end: int64[N + 1]."""
     document_starts_D: npt.NDArray[np.int64]
-    """Number of the first sentence of each document, and one more for the end: int64[D + 1]."""
+    """Number of the first sentence of each document, and of the end: int64[D + 1]."""
 
     @classmethod
     def of(cls, documents: Documents, units: range, limit: int) -> Sentences:
@@ -125,7 +107,7 @@ def join(documents: Documents, pieces: Sequence[Piece]) -> npt.NDArray[np.int64]
 
 
 def token_count(pieces: Sequence[Piece]) -> int:
-    """Tokens of pieces together."""
+    """Total tokens of pieces."""
     return sum(piece.stop - piece.start for piece in pieces)
 
 
@@ -143,14 +125,13 @@ def trimmed(pieces: Sequence[Piece], front: int, back: int) -> list[Piece]:
 
 
 def _starts(counts: np.ndarray) -> npt.NDArray[np.int64]:
-    """0 and the running sums."""
     starts = np.zeros(len(counts) + 1, np.int64)
     np.cumsum(counts, dtype=np.int64, out=starts[1:])
     return starts
 
 
 def _split(lengths: np.ndarray, counts: np.ndarray, limit: int) -> np.ndarray:
-    """The lengths of sentences of sequences that have `counts` each: the last one has the rest."""
+    """The lengths of the sentences of sequences with `counts` each: the last one has the rest."""
     split = np.full(int(counts.sum(dtype=np.int64)), limit, np.int32)
     ends = np.cumsum(counts, dtype=np.int64)
     some = counts > 0

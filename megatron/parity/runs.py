@@ -1,4 +1,4 @@
-"""Whole training steps, through the engine and without it: losses and gradient norms."""
+"""Training runs to compare: through the engine, and in plain torch on one process."""
 
 from __future__ import annotations
 
@@ -20,28 +20,20 @@ from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
-from megatron.parallel.shard import shard_of
+from megatron.parallel.shard import Init, shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, build_trainer, parse_run, run_data
 from megatron.training.trainer import Callback, Step, Trainer
 
 ORDERS = 5
-"""Runs of one process that sum in other orders, to see how far rounding alone drives them apart."""
+"""Runs of one process with other orders of summation, to measure the effect of rounding."""
 
 
 @dataclass
-class Record:
-    """What happened in a run, on one rank.
-
-    Attributes:
-        losses: of every step.
-        norms: gradient norm of every step.
-        scales: loss scale of every step.
-        skipped: whether the step changed nothing.
-        state: slices of weights and moments at the end, by ``name/kind/start``.
-        iteration: steps done.
-    """
+class RunRecord:
+    """A run as one rank saw it: loss, gradient norm and loss scale of every step, whether it was
+    skipped, and slices of weights and moments at the end by ``name/kind/start``."""
 
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
@@ -51,17 +43,17 @@ class Record:
     iteration: int = 0
 
     def add(self, result: StepResult) -> None:
-        """Notes a step."""
+        """Records a step."""
         self.losses.append(float(result.loss))
         self.norms.append(float(result.grad_norm))
         self.scales.append(result.loss_scale)
         self.skipped.append(bool(result.skipped))
 
 
-def train(argv: Sequence[str]) -> Record:
+def train(argv: Sequence[str]) -> RunRecord:
     """Trains with these flags; every process of the layout calls this."""
     run = parse_run(None, argv)
-    record = Record()
+    record = RunRecord()
     with distributed(run.config.parallel) as mesh:
         trainer = watched_trainer(run, mesh, record.add)
         trainer.fit()
@@ -75,7 +67,7 @@ def train(argv: Sequence[str]) -> Record:
 
 
 def watched_trainer(run: Run, mesh: Mesh, watch: Callable[[StepResult], None]) -> Trainer:
-    """A trainer that shows the result of every step to ``watch``, right after the step."""
+    """A trainer that passes the result of every step to ``watch``, right after the step."""
     return build_trainer(run, mesh, [_Watching(watch)])
 
 
@@ -84,7 +76,6 @@ class _Watching(Callback):
         self._watch = watch
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """See :meth:`Callback.after_step`."""
         self._watch(step.result)
 
 
@@ -93,13 +84,15 @@ class PlainTraining:
 
     Args:
         argv: flags.
-        order: order in which the micro batches of a step are summed, to see what rounding does;
-            of a smaller step, those that it has.
-        dtype: number format of the whole computation.
+        order: order in which the micro batches of a step are summed; a shorter step leaves out
+            those that it does not have.
+        dtype: of the whole computation.
+        init: initialisation of every parameter, in place of the model's.
 
     Attributes:
-        steps: number of steps that the flags ask for.
+        steps: number of steps that the flags give.
         options: those of the optimizer.
+        model: the layers.
         params: parameters by canonical name; their gradients are those of the last step, clipped.
     """
 
@@ -108,19 +101,24 @@ class PlainTraining:
         argv: Sequence[str],
         order: Sequence[int] | None = None,
         dtype: torch.dtype = torch.float32,
+        init: Init | None = None,
     ) -> None:
         run = parse_run(None, argv)
         self.options, self._seed = run.config.optimizer, run.config.training.seed
-        self._program = spec_of(run.config.model, run.config.parallel)
+        self.spec = spec_of(run.config.model, run.config.parallel)
         self._plan, self._order = TrainingPlan(run.config), order
         self.steps = min(
             self._plan.train_iters, run.config.training.exit_interval or self._plan.train_iters
         )
-        self._model = LayerStack(self._program.layers(TensorParallel()), run.config.parallel)
-        self.params = dict(self._model.canonical_parameters())
+        self.model = LayerStack(self.spec.layers(TensorParallel()), run.config.parallel)
+        self.params = dict(self.model.canonical_parameters())
+        if init is not None:
+            self.model.to(dtype)  # before: the values are drawn in that precision
         for name, param in self.params.items():
+            if init is not None:
+                param.init = init  # type: ignore[attr-defined]
             initialise(name, param, self._seed)
-        self._model.to(dtype)
+        self.model.to(dtype)
         self._optimizer = _plain_optimizer(list(self.params.values()), self.options)
         datasets, collate = run_data(run)
         assert datasets.train is not None
@@ -128,6 +126,23 @@ class PlainTraining:
             datasets.train, collate, micro_batch_size=self._plan.micro_batch_size
         )
         self._iteration = self._consumed = 0
+
+    def accumulate(self) -> float:
+        """Computes the gradients of a step; returns its loss."""
+        plan = self._plan
+        count = plan.batch_size.micro_batches(self._consumed)
+        batches = plan.lengths.cut(self._batches, self._iteration)
+        micro = [next(batches) for _ in range(count)]
+        losses = []
+        for place in self._order or range(count):
+            if place >= count:
+                continue
+            seed = dropout_seed(self._seed, self._consumed + place * plan.micro_batch_size)
+            state = self.spec.begin(micro[place])._replace(dropout_seed=seed)
+            loss = self.spec.total(self.model(state).losses)
+            (loss / count).backward()
+            losses.append(float(loss.detach()))
+        return sum(losses) / count
 
     def step(self) -> tuple[float, float]:
         """Updates the weights once; returns the loss, and the gradient norm before clipping."""
@@ -137,19 +152,7 @@ class PlainTraining:
             group["lr"] = plan.learning_rate(progress)
             group["weight_decay"] = plan.weight_decay(progress) if group["decays"] else 0.0
         self._optimizer.zero_grad()
-        count = plan.batch_size.micro_batches(self._consumed)
-        batches = plan.lengths.cut(self._batches, self._iteration)
-        micro = [next(batches) for _ in range(count)]
-        losses = []
-        for place in self._order or range(count):
-            if place >= count:
-                continue
-            first_sample = self._consumed + place * plan.micro_batch_size
-            seed = dropout_seed(self._seed, first_sample)
-            state = self._program.begin(micro[place])._replace(dropout_seed=seed)
-            loss = self._program.total(self._model(state).losses)
-            (loss / count).backward()
-            losses.append(float(loss.detach()))
+        loss = self.accumulate()
         params = list(self.params.values())
         # In float32 the norm of a large vocabulary's gradient alone would be off by 1e-5.
         norms = [torch.linalg.vector_norm(p.grad, dtype=torch.float64) for p in params]
@@ -158,7 +161,7 @@ class PlainTraining:
         self._optimizer.step()
         self._iteration += 1
         self._consumed += plan.batch_size.batch_size(self._consumed)
-        return sum(losses) / count, float(norm)
+        return loss, float(norm)
 
 
 def _plain_optimizer(
@@ -179,9 +182,9 @@ def train_plainly(
     argv: Sequence[str],
     order: Sequence[int] | None = None,
     dtype: torch.dtype = torch.float32,
-) -> Record:
+) -> RunRecord:
     """All steps of a :class:`PlainTraining`."""
-    training, record = PlainTraining(argv, order, dtype), Record()
+    training, record = PlainTraining(argv, order, dtype), RunRecord()
     for _ in range(training.steps):
         loss, norm = training.step()
         record.losses.append(loss)
@@ -191,26 +194,21 @@ def train_plainly(
 
 @dataclass(frozen=True)
 class Drift:
-    """How far runs are from the reference, step by step; the largest of several runs.
-
-    Attributes:
-        losses: absolute differences of the loss.
-        norms: differences of the gradient norm, relative to it.
-    """
+    """How far runs are from the reference in each step, the largest of several runs: differences of
+    the loss, absolute, and of the gradient norm, relative."""
 
     losses: np.ndarray
     norms: np.ndarray
 
     @classmethod
-    def between(cls, records: Sequence[Record], reference: Record) -> Drift:
-        """The drift of records from the reference."""
+    def between(cls, records: Sequence[RunRecord], reference: RunRecord) -> Drift:
         norms = np.array(reference.norms)
         return cls(
             np.max([np.abs(np.subtract(r.losses, reference.losses)) for r in records], axis=0),
             np.max([np.abs(np.subtract(r.norms, norms)) / norms for r in records], axis=0),
         )
 
-    def within(self, noise: Drift, reference: Record) -> bool:
+    def within(self, noise: Drift, reference: RunRecord) -> bool:
         """Whether rounding explains it: 1e-6 relative at the first step, then 4 x the noise."""
         return bool(
             self.losses[0] <= 1e-6 * abs(reference.losses[0])
@@ -220,12 +218,12 @@ class Drift:
         )
 
 
-def rounding_noise(argv: Sequence[str], reference: Record) -> Drift:
-    """What rounding does to one process: how far other orders of the micro batches drive it, or how
-    far it is from a run in float64, whichever is more; at least what float32 resolves.
+def rounding_noise(argv: Sequence[str], reference: RunRecord) -> Drift:
+    """The effect of rounding on one process: its distance from runs with other orders of the micro
+    batches or from a run in float64, whichever is more; at least float32's resolution.
 
-    One or two micro batches have a single order. A layout cuts matrix products too, whose rounding
-    the run in float64 has none of; it changes more sums than these runs do, hence the factor of
+    One or two micro batches have a single order, and a layout also cuts matrix products, hence the
+    run in float64. A layout changes more sums than these runs do, hence the factor of
     :meth:`Drift.within`.
     """
     plan = TrainingPlan(parse_run(None, argv).config)

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from megatron.quickstart.steps import FREE_PORT, Chain, Step, StepFailed, shown
+from megatron.quickstart.commands import FREE_PORT, Command, CommandChain, CommandFailed, shown
 
 WRITE = "import sys; open(sys.argv[1], 'a').write(sys.argv[2])"
 
@@ -16,36 +16,36 @@ def folder(tmp_path):
     return tmp_path
 
 
-def step(folder, name, text="x", **options):
-    """A step that appends ``text`` to the file ``name``."""
+def command(folder, name, text="x", **options):
+    """A command that appends ``text`` to the file ``name``."""
     path = folder / name
-    return Step(name, ("python", "-c", WRITE, str(path), text), makes=(path,), **options)
+    return Command(name, ("python", "-c", WRITE, str(path), text), makes=(path,), **options)
 
 
 def ran(folder, *steps, start="s"):
-    chain = Chain(folder / "stamps", start)
+    chain = CommandChain(folder / "stamps", start)
     return [chain.run(s) for s in steps]
 
 
 def test_nothing_runs_twice(folder):
-    steps = [step(folder, "a"), step(folder, "b")]
+    steps = [command(folder, "a"), command(folder, "b")]
     assert ran(folder, *steps) == [True, True]
     assert ran(folder, *steps) == [False, False]
     assert (folder / "a").read_text() == "x"
 
 
 def test_a_change_reruns_what_follows_and_nothing_before(folder):
-    a, b, c = (step(folder, name) for name in "abc")
+    a, b, c = (command(folder, name) for name in "abc")
     ran(folder, a, b, c)
-    assert ran(folder, a, step(folder, "b", "y"), c) == [False, True, True]
-    assert (folder / "b").read_text() == "y", "what the step had made is removed first"
-    assert ran(folder, a, step(folder, "b", "y"), c, start="other") == [True, True, True]
+    assert ran(folder, a, command(folder, "b", "y"), c) == [False, True, True]
+    assert (folder / "b").read_text() == "y", "its results are removed first"
+    assert ran(folder, a, command(folder, "b", "y"), c, start="other") == [True, True, True]
 
 
 def test_a_changed_input_or_a_missing_result_reruns(folder):
     read = folder / "input"
     read.write_text("1")
-    a = step(folder, "a", reads=(read,))
+    a = command(folder, "a", reads=(read,))
     ran(folder, a)
     read.write_text("2")
     assert ran(folder, a) == [True]
@@ -53,40 +53,40 @@ def test_a_changed_input_or_a_missing_result_reruns(folder):
     assert ran(folder, a) == [True]
 
 
-def test_a_step_that_goes_on_keeps_what_is_there(folder):
-    ran(folder, step(folder, "a"))
-    ran(folder, step(folder, "a", "y", goes_on=True))
+def test_a_step_that_continues_keeps_what_is_there(folder):
+    ran(folder, command(folder, "a"))
+    ran(folder, command(folder, "a", "y", continues=True))
     assert (folder / "a").read_text() == "xy"
 
 
-def test_a_step_that_makes_nothing_always_runs(folder):
-    s = Step("say", ("python", "-c", "pass"))
+def test_a_command_that_makes_nothing_always_runs(folder):
+    s = Command("say", ("python", "-c", "pass"))
     assert ran(folder, s) == ran(folder, s) == [True]
 
 
-def test_a_failed_step_is_not_done(folder):
-    a = step(folder, "a")
+def test_a_failed_command_is_not_done(folder):
+    a = command(folder, "a")
     ran(folder, a)
-    failing = Step("a", ("python", "-c", "raise SystemExit(3)"), makes=a.makes, goes_on=True)
-    with pytest.raises(StepFailed, match="a: the command above failed with exit status 3"):
+    failing = Command("a", ("python", "-c", "raise SystemExit(3)"), makes=a.makes, continues=True)
+    with pytest.raises(CommandFailed, match="a: the command above failed with exit status 3"):
         ran(folder, failing)
     assert (folder / "a").exists()
-    assert ran(folder, a) == [True], "who knows what the failed command left"
+    assert ran(folder, a) == [True], "the failed command may have left anything"
 
 
-def test_a_step_that_leaves_nothing_has_failed(folder):
-    with pytest.raises(StepFailed, match="left no .*gone"):
-        ran(folder, Step("a", ("python", "-c", "pass"), makes=(folder / "gone",)))
+def test_a_command_that_leaves_nothing_has_failed(folder):
+    with pytest.raises(CommandFailed, match="left no .*gone"):
+        ran(folder, Command("a", ("python", "-c", "pass"), makes=(folder / "gone",)))
 
 
 def test_unknown_command(folder):
-    with pytest.raises(StepFailed, match="there is no command no-such-command"):
-        ran(folder, Step("a", ("no-such-command",)))
+    with pytest.raises(CommandFailed, match="command no-such-command not found"):
+        ran(folder, Command("a", ("no-such-command",)))
 
 
 def test_commands_are_those_of_this_environment_and_shown(folder, capfd):
     program = "import sys; print(sys.executable)"
-    ran(folder, Step("a", ("python", "-c", program)))
+    ran(folder, Command("a", ("python", "-c", program)))
     out = capfd.readouterr().out
     assert f"$ python -c '{program}'" in out and f"\n{sys.executable}\n" in out
 
@@ -96,7 +96,7 @@ def test_free_port_is_new_each_time_and_not_part_of_the_stamp(folder):
         "import socket, sys; socket.socket().bind(('127.0.0.1', int(sys.argv[1]))); "
         "open(sys.argv[2], 'w')"
     )
-    s = Step("a", ("python", "-c", bind, FREE_PORT, str(folder / "a")), makes=(folder / "a",))
+    s = Command("a", ("python", "-c", bind, FREE_PORT, str(folder / "a")), makes=(folder / "a",))
     with socket.socket() as busy:
         busy.bind(("127.0.0.1", 0))
         assert ran(folder, s) == [True]

@@ -1,4 +1,4 @@
-"""What is in a checkpoint, and what differs between two, of any format."""
+"""Describes, compares and verifies checkpoints of any format."""
 
 from __future__ import annotations
 
@@ -13,21 +13,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import complete_tags
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One parameter, or one of its moments.
-
-    Attributes:
-        name: canonical name.
-        kind: ``weight`` or the name of a moment.
-        shape: shape of the whole parameter, without padding.
-        dtype: number format in which it is stored.
-        norm: square root of the sum of squares; None when it was not asked for.
-        finite: whether all elements are finite numbers; None when it was not asked for.
-    """
+    """One parameter, or one of its moments (``kind``): the shape without padding, the stored dtype,
+    the norm, and whether all elements are finite; the last two are None when it was not read."""
 
     name: str
     kind: str
@@ -43,11 +37,7 @@ class TensorFacts:
 
 
 def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
-    """Facts of every tensor, a parameter at a time.
-
-    Args:
-        source: the checkpoint.
-        norms: read the tensors for norms; without it only names, shapes and formats.
+    """Facts of every tensor; without ``norms`` no tensor is read.
 
     Raises:
         CheckpointError: a tensor is missing or malformed.
@@ -63,11 +53,9 @@ def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
 
 
 def run_facts(source: Source) -> dict[str, Any]:
-    """Counters, layout and number format of the run that wrote a checkpoint, as far as it says."""
-    facts: dict[str, Any] = {}
-    for key in ("iteration", "consumed_samples", "optimizer_step"):
-        if key in source.state:
-            facts[key] = source.state[key]
+    """Counters, layout and dtype of the run that wrote a checkpoint, as far as they are known."""
+    keys = ("iteration", "consumed_samples", "optimizer_step")
+    facts = {key: source.state[key] for key in keys if key in source.state}
     if source.run is not None:
         parallel, precision = source.run.parallel, source.run.precision
         facts["layout"] = (
@@ -84,30 +72,27 @@ def run_facts(source: Source) -> dict[str, Any]:
 
 
 def model_facts(source: Source) -> dict[str, Any]:
-    """The values of the network's configuration that are not the defaults."""
+    """The values of the network's configuration that differ from the defaults."""
     flags = source.model.flags()
     values = {field: getattr(flags, field.name) for field in dataclasses.fields(flags)}
     return {field.name: value for field, value in values.items() if value != field.default}
 
 
-def bytes_on_disk(folder: Path) -> int:
+def files_of(checkpoint: Path) -> list[Path]:
+    """All files of a checkpoint, or the archive that contains it."""
+    place = next(path for path in (checkpoint, *checkpoint.parents) if path.exists())
+    return [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+
+
+def bytes_on_disk(checkpoint: Path) -> int:
     """Size of all files of a checkpoint."""
-    if folder.is_file():
-        return folder.stat().st_size
-    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+    return sum(path.stat().st_size for path in files_of(checkpoint))
 
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one tensor differs between two checkpoints.
-
-    Attributes:
-        name: canonical name.
-        kind: ``weight`` or the name of a moment.
-        what: the difference in words; None when only values differ.
-        largest: largest absolute difference of an element.
-        relative: norm of the difference, relative to the norm in the first.
-    """
+    """How one tensor differs between two checkpoints: in words, or where only values differ, by the
+    largest absolute difference and the norm of the difference relative to the norm in the first."""
 
     name: str
     kind: str
@@ -122,9 +107,8 @@ def tensor_differences(first: Source, second: Source) -> Iterator[TensorDifferen
     Raises:
         CheckpointError: a tensor is missing or malformed.
     """
-    names = dict.fromkeys([*first.names(), *second.names()])
     ours, theirs = set(first.names()), set(second.names())
-    for name in names:
+    for name in dict.fromkeys([*first.names(), *second.names()]):
         kinds_here = first.kinds(name) if name in ours else ()
         kinds_there = second.kinds(name) if name in theirs else ()
         for kind in dict.fromkeys([*kinds_here, *kinds_there]):
@@ -148,13 +132,65 @@ def tensor_differences(first: Source, second: Source) -> Iterator[TensorDifferen
 
 def model_differences(first: Source, second: Source) -> list[str]:
     """Values of the network's configuration that differ, a line each."""
-    lines = []
-    others = dataclasses.asdict(second.model.flags())
-    for name, here in dataclasses.asdict(first.model.flags()).items():
-        if here != others[name] and name != "padded_vocab_size":
-            lines.append(f"{name}: {json.dumps(here)} and {json.dumps(others[name])}")
-    return lines
+    here, there = (dataclasses.asdict(source.model.flags()) for source in (first, second))
+    return [
+        f"{name}: {json.dumps(value)} and {json.dumps(there[name])}"
+        for name, value in here.items()
+        if value != there[name] and name != "padded_vocab_size"
+    ]
 
 
 def _norm(values: Tensor) -> float:
     return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of verifying one checkpoint: the numbers of its files, their bytes and its
+    parameters, and what is wrong with it, with the file's name; None when nothing is."""
+
+    folder: Path
+    files: int = 0
+    bytes: int = 0
+    parameters: int = 0
+    error: str | None = None
+
+
+def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
+    """Verifies the checkpoint that loading would choose, or all of a folder.
+
+    Args:
+        path: one checkpoint of any format, or a folder of several.
+        every: in a folder of this project's checkpoints, all of them.
+    """
+    tags: list[str | None] = []
+    if every and path.is_dir():
+        tags += complete_tags(path)
+    for wanted in tags or [None]:
+        try:
+            found = locate_checkpoint(path, wanted)
+            if found is None:
+                raise CheckpointError(f"{path}: there is no complete checkpoint")
+        except (ValueError, OSError) as error:
+            yield Verdict(path / (wanted or ""), error=str(error))
+        else:
+            yield _verified(found)
+    if tags:
+        # Each can be intact, and the tracker name none of them.
+        try:
+            locate_checkpoint(path)
+        except (ValueError, OSError) as error:
+            yield Verdict(path, error=str(error))
+
+
+def _verified(found: FoundCheckpoint) -> Verdict:
+    """Checks what loading checks, and reads every tensor."""
+    names, error = list[str](), None
+    try:
+        source = found.open()
+        names = list(source.names())
+        source.check_tensors()
+    except (ValueError, OSError) as caught:
+        error = str(caught)
+    size = bytes_on_disk(found.folder)
+    return Verdict(found.folder, len(files_of(found.folder)), size, len(names), error)
