@@ -212,8 +212,8 @@ class Work(NamedTuple):
 
 
 def break_down(trace: Trace, least: bool = False) -> Breakdown:
-    """Breaks the mean of a trace's steps down: the training thread's time on a CPU, the device's on a
-    GPU; with ``least`` every operator as in the step in which it was fastest.
+    """Breaks the mean of a trace's steps down: the training thread's time on a CPU, the device's on
+    a GPU; with ``least`` every operator as in the step in which it was fastest.
 
     Raises:
         TraceError: the trace has no steps, or ``least`` and a GPU's time.

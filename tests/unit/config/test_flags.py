@@ -207,7 +207,7 @@ def test_configs_are_frozen():
         (["--num-layer", "2"], "unknown flag --num-layer; the nearest known flag is --num-layers"),
         (["--num_layers=2"], "unknown flag --num_layers; the nearest known flag is --num-layers"),
         (["--zzzz-qq"], "unknown flag --zzzz-qq (--help lists all)"),
-        (["stray"], "'stray' follows no flag that takes it"),
+        (["stray"], "'stray' is not a value of any flag"),
         (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
         (["--optimizer", "lion"], "invalid choice: 'lion'"),
         (["--rampup-batch-size", "1", "2"], "--rampup-batch-size: expected 3 arguments"),

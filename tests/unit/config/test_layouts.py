@@ -206,8 +206,8 @@ def test_names_and_flags_round_trip():
         ("tp0", "'tp0'"),
         ("zero4", "'zero4'"),
         ("tp", "'tp'"),
-        ("tp2-tp4", "'tp4' says the tensor a second time"),
-        ("bf16-fp16", "'fp16' says the precision a second time"),
+        ("tp2-tp4", "'tp4' sets the tensor a second time"),
+        ("bf16-fp16", "'fp16' sets the precision a second time"),
     ],
 )
 def test_refuses_names_that_it_does_not_know(name, told):
