@@ -342,7 +342,7 @@ def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
 def _training_difference(
     layout: Layout, record: RunRecord, ranks: Sequence[Sequence[SteppedSlice]], plain: PlainRun
 ) -> str:
-    """The first difference in training; empty if there is none."""
+    """The first difference in training; empty without one."""
     if any(record.skipped):
         step = record.skipped.index(True)
         return (

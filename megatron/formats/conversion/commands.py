@@ -201,7 +201,7 @@ def opened(load: str, iteration: int | None = None) -> Source:
     """Opens a checkpoint and prints what was assumed where it does not say.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it does not exist, or is damaged.
     """
     source = open_checkpoint(load, _wanted(iteration))
     for note in source.notes:

@@ -118,7 +118,7 @@ def agreed(given: HFConfigReader, names: tuple[str, ...], newer: Any, default: f
         default: the value where neither is there.
 
     Raises:
-        CheckpointError: it is no number, or the two differ.
+        CheckpointError: it is not a number, or the two differ.
     """
     present = [name for name in names if given.content.get(name) is not None]
     older = given.number(tuple(present)) if present else None

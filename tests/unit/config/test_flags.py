@@ -20,7 +20,7 @@ from megatron.config import (
 from megatron.config.flags import ConfigError, check_value, field_help, flag_of, option
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flags.json"
-"""Every flag of the training commands. MEGATRON_REWRITE_GOLDEN=1 writes it anew."""
+"""Every flag of the training commands. MEGATRON_REWRITE_GOLDEN=1 rewrites it."""
 
 MEGATRON_FLAGS = """
 --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention

@@ -26,7 +26,7 @@ PARSER = FlagParser(*FLAG_CLASSES)
 
 
 def asked(layout, extra=()):
-    """What a run with the layout's flags and JSON resolves to: its layout, or why there is none."""
+    """What a run with the layout's flags and JSON resolves to: its layout, or why it is refused."""
     devices = {key: getattr(layout, key) for key in ("offload_optimizer", "offload_param")}
     content = {"zero_optimization": {key: {"device": d} for key, d in devices.items() if d}}
     words = [*MODEL, *layout.flags(), *extra]

@@ -141,7 +141,7 @@ def test_origin_in_a_blend(tmp_path: Path) -> None:
 
 
 def test_the_cache_entry_of_an_earlier_release_is_found(tmp_path: Path) -> None:
-    """Runs that go on after an update must not build their indices again."""
+    """Runs that continue after an update must not build their indices again."""
     build(tmp_path, [10, 20], 4, 5, cache=IndexCache(tmp_path / "cache"))
     (entry,) = (path.name for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert entry == "gpt-train-2c5130d5d61eb25ad96fde3beb924965"
