@@ -9,7 +9,7 @@ from pathlib import Path
 
 def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
     """The sorted files of a path: a file, a folder (its files at any depth with one of some
-    endings), or a glob; FileNotFoundError if there are none, ValueError for a URL."""
+    endings), or a glob; FileNotFoundError if without any, ValueError for a URL."""
     if "://" in pattern:
         raise ValueError(
             f"{pattern} is a URL; only .bin/.idx files can be read from URLs, by --data-path and "
