@@ -7,8 +7,8 @@
     python tools/convert_checkpoint.py to-megatron --load checkpoints --output megatron
     python tools/convert_checkpoint.py to-universal --load checkpoints --output universal
 
-What goes to or comes from Hugging Face is compared with what it was made of, logit by logit, before
-it gets its name. tools/checkpoint/util.py turns any format into ours or into Megatron's.
+Conversions to and from Hugging Face are compared with their source, logit by logit, before the
+result gets its name. tools/checkpoint/util.py converts any format to this project's or Megatron's.
 """
 
 import sys

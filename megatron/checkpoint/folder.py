@@ -6,7 +6,7 @@
     <save>/latest_checkpointed_iteration.txt  its iteration, as Megatron writes it
     <save>/global_step<N>/                    appears by a rename, when it is complete
         manifest.json                         size and SHA-256 of every file, and of itself
-        index.json                            which slice of which parameter each file holds
+        index.json                            which slice of which parameter is in which file
         config.json, deepspeed.json           the resolved configuration
         state.json                            counters, loss scaler, layout
         weights-<rank>.safetensors            float32 weights

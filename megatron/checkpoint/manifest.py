@@ -1,5 +1,5 @@
-"""The two files that describe a checkpoint: the index, which slice of which parameter each file
-holds, and the manifest, size and SHA-256 of every file and of itself."""
+"""The two files that describe a checkpoint: the index (which slice of which parameter is in which
+file) and the manifest (size and SHA-256 of every file, and of itself)."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class IndexEntry:
 
     Attributes:
         slice: the slice.
-        files: file that holds the elements of ``weight`` and of each moment.
+        files: file with the elements of ``weight`` and of each moment.
         part: distinguishes several slices of one parameter in one process; part of their keys.
     """
 

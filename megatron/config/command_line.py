@@ -91,7 +91,7 @@ class CommandParser(argparse.ArgumentParser):
         """Names the first word that is no flag, and the nearest flag."""
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         if not word.startswith("-"):
-            self.error(f"'{word}' follows no flag that takes it")
+            self.error(f"'{word}' is not a value of any flag")
         name = word.split("=", 1)[0]
         known = self._option_string_actions
         hint = nearest(name, known, "; the nearest known flag is {}", cutoff=0.5)

@@ -228,7 +228,7 @@ class ConfigResolver:
         return self.put(name, value, how) if given is None else given
 
     def require(self, **given: T | None) -> tuple[T, ...]:
-        """The values, by field name; refuses to go on where some are missing."""
+        """The values, by field name; raises if some are missing."""
         missing = [self.flag(name) for name, value in given.items() if value is None]
         if missing:
             raise ConfigError(f"missing {', '.join(missing)}")

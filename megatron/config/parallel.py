@@ -189,8 +189,8 @@ def _schedule(
         ranks = flags.pipeline_model_parallel_size
         rule = refusal(Layout(pipeline=ranks, schedule="interleaved", chunks=2))
         if rule is not None:  # there is no pipeline
-            asked = f"{resolver.show(blocks)}, {resolver.show('pipeline_model_parallel_size')}"
-            raise ConfigError(f"{asked}: {rule.explanation(ramp=False)}")
+            both = f"{resolver.show(blocks)}, {resolver.show('pipeline_model_parallel_size')}"
+            raise ConfigError(f"{both}: {rule.explanation(ramp=False)}")
         found = _chunks(
             model.num_layers, ranks, flags.num_layers_per_virtual_pipeline_stage, resolver
         )

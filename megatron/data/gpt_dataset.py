@@ -47,12 +47,7 @@ class GPTRecipe:
         return len(documents)
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> GPTDataset:
         """At least `num_samples` samples of the sequences `units`; see `SampleRecipe.build`.
 
@@ -62,7 +57,7 @@ class GPTRecipe:
         lengths = documents.sequence_lengths
         if not lengths[units.start : units.stop].any():
             raise ValueError(
-                f"{documents.prefix}: the {len(units)} documents for {name} hold no tokens"
+                f"{documents.prefix}: the {len(units)} documents for {name} have no tokens"
             )
         depends_on = {
             "version": INDEX_VERSION,
@@ -150,7 +145,7 @@ def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> Epo
     """The smallest number of epochs that gives `num_samples` samples of `seq_length` + 1 tokens;
     ValueError without tokens."""
     if tokens_per_epoch <= 0:
-        raise ValueError("the documents hold no tokens")
+        raise ValueError("the documents have no tokens")
 
     def samples_in(tokens: int) -> int:
         return (tokens - 1) // seq_length  # neighbours share a token: one more than s * samples

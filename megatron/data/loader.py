@@ -172,10 +172,7 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
     """
 
     def __init__(
-        self,
-        source: Iterator[Any],
-        device: torch.device | None = None,
-        ahead: int = 2,
+        self, source: Iterator[Any], device: torch.device | None = None, ahead: int = 2
     ) -> None:
         self._ready: queue.Queue[_Ready] = queue.Queue(ahead)
         self._closing = threading.Event()

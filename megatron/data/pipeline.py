@@ -7,12 +7,14 @@ in a :class:`DataKind` each, in ``megatron/data/kinds/``.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -55,29 +57,62 @@ class SampleTokens(NamedTuple):
 
 
 class SequenceLengths:
-    """Tokens of a sample at each step, here always the same."""
+    """Tokens of a sample at each step: always the same, or growing in stages.
 
-    grows = False
-    """Whether the length changes during the run."""
+    Args:
+        seq_length: tokens of a whole sample.
+        stages: (number of steps before, tokens of a sample from then on), ascending from step 0.
+        samples: number of samples consumed after a number of steps; with `stages` only.
+    """
 
-    def __init__(self, seq_length: int) -> None:
+    def __init__(
+        self,
+        seq_length: int,
+        stages: Sequence[tuple[int, int]] = (),
+        samples: Callable[[int], int] = lambda steps: 0,
+    ) -> None:
         self.seq_length = seq_length
+        self.grows = bool(stages)
+        self._steps, self._lengths = zip(*stages or [(0, seq_length)], strict=True)
+        self._samples = [samples(step) for step in self._steps]
+        self._tokens = [0]
+        for length, (start, stop) in zip(self._lengths, pairwise(self._samples), strict=False):
+            self._tokens.append(self._tokens[-1] + (stop - start) * length)
 
     def at(self, iteration: int) -> int:
         """Tokens of a sample in the step after ``iteration`` steps."""
-        return self.seq_length
+        return self._lengths[bisect.bisect_right(self._steps, iteration) - 1]
 
     def tokens(self, consumed_samples: int) -> int:
         """Tokens of the first samples of the run."""
-        return consumed_samples * self.seq_length
+        stage = bisect.bisect_right(self._samples, consumed_samples) - 1
+        more = (consumed_samples - self._samples[stage]) * self._lengths[stage]
+        return self._tokens[stage] + more
 
     def samples(self, tokens: int) -> int:
         """The fewest samples with at least that many tokens."""
-        return -(-tokens // self.seq_length)
+        stage = max(0, bisect.bisect_left(self._tokens, tokens) - 1)
+        missing = tokens - self._tokens[stage]
+        return self._samples[stage] + -(-missing // self._lengths[stage])
 
     def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        """Batches cut, one at a time, to the length of the step after ``iteration`` steps."""
-        return batches
+        """Batches cut, one at a time, to the length of the step after ``iteration`` steps.
+
+        Raises:
+            ValueError: samples of this type cannot be cut.
+        """
+        length = self.at(iteration)
+        return batches if length == self.seq_length else (truncated(b, length) for b in batches)
+
+
+def truncated(batch: Any, seq_length: int) -> Any:
+    """The first tokens of every sample: equal to the batch of samples of seq_length + 1 tokens."""
+    if not hasattr(batch, "shortened"):
+        raise ValueError(
+            f"a curriculum of sequence lengths cuts samples of GPTs; a {type(batch).__name__} is "
+            "made of parts that belong together: remove curriculum_learning or seqlen_truncate"
+        )
+    return batch.shortened(seq_length)
 
 
 class DataKind:
@@ -295,7 +330,9 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
         ValueError: naming the file, the sequence, the id and the vocabulary size.
     """
     if indexed.dtype.kind not in "iu":
-        raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} values, not token ids")
+        raise ValueError(
+            f"{indexed.prefix}.bin contains {indexed.dtype.name} values, not token ids"
+        )
     limits = np.iinfo(indexed.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return  # every value of the dtype is in the vocabulary

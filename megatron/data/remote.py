@@ -144,7 +144,7 @@ class ChunkedTokens:
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"{self._file.url}: bytes {start} on hold the token id {token}, but the "
+                    f"{self._file.url}: bytes {start} on contain the token id {token}, but the "
                     f"vocabulary has {self.vocab_size} ids (0 to {self.vocab_size - 1}). The file "
                     "was preprocessed with another tokenizer"
                 )

@@ -95,12 +95,7 @@ class SampleRecipe(Protocol[Sample_co]):
         """Number of documents, or of sequences, that --split divides."""
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> SampleDataset[Sample_co]:
         """At least `num_samples` samples of some of the documents, in an order fixed by the recipe.
 

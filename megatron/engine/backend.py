@@ -46,6 +46,11 @@ class Backend(ABC):
         self._config, self._spec, self._mesh, self._device = config, spec, mesh, device
         self._tp = TensorParallel(mesh.tensor, config.parallel.sequence_parallel)
         self.layers = spec.layers(self._tp)
+        self.model = self._build(settings)
+
+    @abstractmethod
+    def _build(self, settings: Json) -> nn.Module:
+        """The layers of this process."""
 
     @property
     @abstractmethod
@@ -85,25 +90,19 @@ class Backend(ABC):
 class PlainBackend(Backend):
     """The whole layer list in every process, at any ZeRO stage."""
 
-    def __init__(
-        self,
-        config: RunConfig,
-        settings: Json,
-        spec: ModelSpec,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> None:
-        super().__init__(config, settings, spec, mesh, device)
-        self._stage, self._graphs = config.engine.zero_stage, runs_graphs(config, device)
-        self._engine: Any = None
+    model: LayerStack
+
+    def _build(self, settings: Json) -> LayerStack:
+        self._stage = self._config.engine.zero_stage
+        self._graphs = runs_graphs(self._config, self._device)
         # At stage 3 each parameter is partitioned as soon as it exists.
         with deepspeed.zero.Init(
-            data_parallel_group=mesh.data.handle,
+            data_parallel_group=self._mesh.data.handle,
             config_dict_or_path=settings,
             enabled=self._stage == 3,
-            mpu=Mpu(mesh),
+            mpu=Mpu(self._mesh),
         ):
-            self.model: LayerStack = LayerStack(self.layers, config.parallel)
+            return LayerStack(self.layers, self._config.parallel)
 
     @property
     def sequences(self) -> list[LayerSequence]:
@@ -175,19 +174,12 @@ class PipelineBackend(Backend):
     """Layers cut over the ranks of a pipeline, at ZeRO stage 0 or 1; ``executor`` is DeepSpeed's
     engine, once it is started."""
 
+    model: StageModule
     executor: PipelineExecutor
 
-    def __init__(
-        self,
-        config: RunConfig,
-        settings: Json,
-        spec: ModelSpec,
-        mesh: Mesh,
-        device: torch.device,
-    ) -> None:
-        super().__init__(config, settings, spec, mesh, device)
+    def _build(self, settings: Json) -> StageModule:
         placement = self._schedule(1, forward_only=True)
-        self.model: StageModule = StageModule(self.layers, config.parallel, placement, mesh)
+        return StageModule(self.layers, self._config.parallel, placement, self._mesh)
 
     def _schedule(self, micro_batches: int, forward_only: bool = False) -> PipelineSchedule:
         parallel = self._config.parallel

@@ -61,7 +61,6 @@ class EngineFolderWriter(CheckpointWriter):
 def checkpoint_writer(
     engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
 ) -> CheckpointWriter:
-    """The writer for ``--checkpoint-format``."""
     engine_folders = engine.config.checkpoint.checkpoint_format == "deepspeed"
     writer = EngineFolderWriter if engine_folders else CheckpointWriter
     return writer(engine, content, save_tokenizer)

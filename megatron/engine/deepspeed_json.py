@@ -54,7 +54,6 @@ CURRICULA = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
 
 
 def section_text(section: Any) -> str:
-    """A section as the text of a config field."""
     return json.dumps(section, sort_keys=True)
 
 
@@ -457,7 +456,6 @@ def drop_auto(content: Json, key: str) -> None:
 
 
 def autos(node: Any, path: str = "") -> Iterator[str]:
-    """The dotted keys whose value is "auto"."""
     if node == "auto":
         yield path
     elif isinstance(node, dict):

@@ -255,7 +255,6 @@ def start_without_compiler() -> None:
 
 
 def allow_fp16() -> None:
-    """Makes DeepSpeed accept fp16 on every CPU."""
     if made(FP16_ON_CPUS):
         get_accelerator().is_fp16_supported = lambda: True
 
@@ -391,7 +390,6 @@ class PlacedModule(PipelineModule):
         self.parts = self._bounds
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The pipeline rank of a layer."""
         stage = max(s for s, start in enumerate(self._bounds[:-1]) if start <= layer_idx)
         return self._owner(stage)
 
@@ -427,7 +425,6 @@ def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
 
 
 def set_partition(param: nn.Parameter, values: Tensor) -> None:
-    """Fills this rank's partition of a parameter at ZeRO stage 3."""
     param.ds_tensor.data[: values.numel()].copy_(values)  # type: ignore[attr-defined]
     # hpZ keeps a second copy of earlier values; without it DeepSpeed makes a new one.
     param.ds_secondary_tensor = None  # type: ignore[attr-defined]

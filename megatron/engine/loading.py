@@ -37,12 +37,8 @@ T = TypeVar("T")
 def load_checkpoint(
     engine: TrainEngine, found: FoundCheckpoint, weights_only: bool = False
 ) -> Source:
-    """Loads a checkpoint written at any layout; every rank must call it.
-
-    Args:
-        engine: whose state is replaced.
-        found: the checkpoint.
-        weights_only: keep optimizer, loss scaler and random state as they are.
+    """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``
+    optimizer, loss scaler and random state stay as they are.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another architecture.

@@ -119,11 +119,9 @@ class PipelineExecutor(PipelineEngine):
         return self._sums
 
     def apply(self) -> None:
-        """Updates the weights."""
         self._exec_optimizer_step()
 
     def _load(self, micro_batch: int) -> tuple[Any, LayerState]:
-        """The micro batch, and its initial state."""
         while self._next_batch_number <= micro_batch:
             with record_function("megatron::data"):
                 batch = next(self._batches)
@@ -150,7 +148,6 @@ class PipelineExecutor(PipelineEngine):
 
     @record_function("megatron::forward")
     def forward_pass(self, action: Action) -> None:
-        """Takes a micro batch through one of this process's stages."""
         stage, micro_batch = action.stage, action.micro_batch
         key = (stage, micro_batch)
         batch, state = self._load(micro_batch)
@@ -179,7 +176,6 @@ class PipelineExecutor(PipelineEngine):
 
     @record_function("megatron::backward")
     def backward_pass(self, action: Action) -> None:
-        """The gradients of a micro batch in one of this process's stages."""
         key, after = (action.stage, action.micro_batch), (action.stage + 1, action.micro_batch)
         outputs = self._outputs.pop(key)
         gradients: Sequence[Tensor | None] = (None,)
@@ -211,7 +207,6 @@ class PipelineExecutor(PipelineEngine):
         self.executed.append(action)
 
     def _exchange(self, exchange: Exchange) -> None:
-        """Posts sends and receives as one batch."""
         for transfer in exchange.sends:
             self._send(transfer)
         for transfer in exchange.receives:
@@ -260,7 +255,6 @@ class PipelineExecutor(PipelineEngine):
 
     @record_function("megatron::receive")
     def wait_for_sends(self, keep: int = 0) -> None:
-        """Waits for the sends of all batches but the last ``keep``."""
         while len(self._leaving) > keep:
             for work, _ in self._leaving.pop(0):
                 work.wait()

@@ -59,7 +59,6 @@ class StageModule(PlacedModule):
         }
 
     def forward(self, stage: int, state: LayerState) -> LayerState:
-        """The state of a micro batch after one of this process's stages."""
         return self.sequences[stage](state)
 
 
@@ -114,7 +113,6 @@ class Boundary(NamedTuple):
         )
 
     def taken_from(self, state: LayerState) -> tuple[Tensor, ...]:
-        """The tensors of a state that cross."""
         found = tuple(
             getattr(state, name) if name in _COMPUTED else state.losses[name] for name in self.names
         )
@@ -124,7 +122,6 @@ class Boundary(NamedTuple):
         return found
 
     def put_into(self, state: LayerState, tensors: Sequence[Tensor]) -> LayerState:
-        """The state with the tensors that have crossed."""
         found = dict(zip(self.names, tensors, strict=True))
         hidden, encoder = found.pop("hidden"), found.pop("encoder", state.encoder)
         return state._replace(hidden=hidden, encoder=encoder, losses={**state.losses, **found})

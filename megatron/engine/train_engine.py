@@ -49,10 +49,6 @@ class TrainEngine:
     """A model in training; made by :func:`build_engine`.
 
     Args:
-        config: the run.
-        spec: the model and its losses.
-        mesh: the layout's process groups.
-        device: where the model runs.
         backend: this process's layers, initialised.
         names: canonical name of each parameter of which this process has a part.
         optimizer: torch's optimizer.
@@ -120,7 +116,6 @@ class TrainEngine:
         return StepResult(self.spec.total(losses), losses, norm, held, scale_before)
 
     def prepare(self, micro_batches: int) -> None:
-        """Prepares the model for a step of ``micro_batches`` micro batches."""
         if not self.model.training:  # train() visits every module
             self.engine.train()
         self.engine.set_train_batch_size(self._samples_per_round * micro_batches)

@@ -36,14 +36,9 @@ class Registered(NamedTuple):
 
 
 def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registered]]:
-    """The module's parameters by canonical name, in the order of the layers.
-
-    A canonical parameter is usually one of the module's; with fewer key and value heads than ranks,
-    queries are one and keys and values another.
-
-    Args:
-        layers: the whole layer list, cut over tensor-parallel ranks.
-    """
+    """The module's parameters by canonical name, in the order of the whole layer list. A canonical
+    parameter is usually one of the module's; with fewer key and value heads than ranks, queries are
+    one and keys and values another."""
     with torch.device("meta"):
         stack = LayerStack(layers, ParallelConfig())
     found: dict[str, list[Registered]] = {}

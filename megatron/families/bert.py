@@ -31,7 +31,7 @@ class BertData(DataPipeline):
         return collate_bert
 
     def view(self, sample: BertSample, length: int) -> SampleView:
-        """See `DataPipeline.view`; what the model gets stands before what it is to predict."""
+        """See `DataPipeline.view`; each input comes before the text to predict for it."""
         batch = self.collator()([sample])
         tokens_S, labels_S, loss_mask_S, padding_mask_S = (
             values[0, :length].numpy()

@@ -29,7 +29,7 @@ class T5Data(DataPipeline):
         return collate_t5
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
-        """See `DataPipeline.view`: the encoder's input, without a loss, and what to predict.
+        """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
 
         Tokens and loss mask are those of the decoder.
         """

@@ -20,16 +20,8 @@ from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoin
 
 @dataclass(frozen=True)
 class TensorFacts:
-    """One parameter, or one of its moments.
-
-    Attributes:
-        name: canonical name.
-        kind: ``weight`` or the name of a moment.
-        shape: shape of the whole parameter, without padding.
-        dtype: in which it is stored.
-        norm: square root of the sum of squares; None when the tensor was not read.
-        finite: whether all elements are finite numbers; None when the tensor was not read.
-    """
+    """One parameter, or one of its moments (``kind``): the shape without padding, the stored dtype,
+    the norm, and whether all elements are finite; the last two are None when it was not read."""
 
     name: str
     kind: str
@@ -99,15 +91,8 @@ def bytes_on_disk(checkpoint: Path) -> int:
 
 @dataclass(frozen=True)
 class TensorDifference:
-    """How one tensor differs between two checkpoints.
-
-    Attributes:
-        name: canonical name.
-        kind: ``weight`` or the name of a moment.
-        what: the difference in words; None when only values differ.
-        largest: largest absolute difference of an element.
-        relative: norm of the difference, relative to the norm in the first.
-    """
+    """How one tensor differs between two checkpoints: in words, or where only values differ, by the
+    largest absolute difference and the norm of the difference relative to the norm in the first."""
 
     name: str
     kind: str
@@ -161,15 +146,8 @@ def _norm(values: Tensor) -> float:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of verifying one checkpoint.
-
-    Attributes:
-        folder: the checkpoint.
-        files: number of its files.
-        bytes: their size.
-        parameters: number of parameters that it lists.
-        error: what is wrong with it, with the file's name; None when nothing is.
-    """
+    """The result of verifying one checkpoint: the numbers of its files, their bytes and its
+    parameters, and what is wrong with it, with the file's name; None when nothing is."""
 
     folder: Path
     files: int = 0

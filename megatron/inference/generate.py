@@ -52,7 +52,7 @@ def generate(
         model: in evaluation mode, on one process.
         config: shape of the network.
         prompts: token ids of each prompt, at least one.
-        max_new_tokens: maximum number of new tokens.
+        max_new_tokens: for each prompt.
         sampling: how tokens are chosen; each prompt has its own generator.
         eod: token that ends a document; None for no end.
         batch_size: maximum number of prompts in the model at a time.
@@ -118,7 +118,6 @@ def _continue(
     eod: int | None,
     report: OnToken,
 ) -> list[Continuation]:
-    """Continues prompts of equal length until every row has ended or is full."""
     new: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     cache = KeyValueCache(len(prompts[0]) + max_new_tokens)

@@ -21,10 +21,8 @@ def load_model(
 ) -> tuple[LayerStack, RunConfig]:
     """The model of a checkpoint of any layout and format, for inference.
 
-    Args:
-        source: the checkpoint.
-        dtype: None for the one of its training, and float32 on a CPU.
-        device: None for the accelerator, or the CPU without one.
+    By default its dtype is that of its training, float32 on a CPU, and its device the accelerator,
+    or the CPU without one.
 
     Raises:
         CheckpointError: it is damaged.
@@ -59,7 +57,6 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
 
 
 def training_dtype(config: RunConfig) -> torch.dtype:
-    """The dtype in which a run computed."""
     if config.precision.bf16:
         return torch.bfloat16
     return torch.float16 if config.precision.fp16 else torch.float32

@@ -54,7 +54,6 @@ class Block(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, tp)
 
     def forward(self, state: LayerState) -> LayerState:
-        """Hidden states [B, S, H] to [B, S, H]."""
         x = state.hidden
         normed = self.attention_norm(x)
         y = x + self.dropout(self.attention_post_norm(self.attention(normed, state)))

@@ -64,7 +64,6 @@ class LayerState(NamedTuple):
         return self._replace(hidden=hidden)
 
     def with_loss(self, name: str, loss: Tensor) -> LayerState:
-        """The same state with a scalar added to the loss of that name."""
         before = self.losses.get(name)
         total = loss if before is None else before + loss
         return self._replace(losses={**self.losses, name: total})
@@ -103,7 +102,6 @@ class LayerSequence:
         self.steps, self.blocks = list(steps), list(blocks)
 
     def __call__(self, state: LayerState) -> LayerState:
-        """The state after the last layer."""
         for index, step in self.steps:
             if state.dropout_seed is not None and index is not None:
                 # A layer's masks depend on its index, not on the layers before it on this process:
@@ -121,7 +119,6 @@ class RecomputedLayers(LayerSequence):
     """Layers of which only the first input is kept for the backward pass."""
 
     def __call__(self, state: LayerState) -> LayerState:
-        """The state after the last layer."""
         if not torch.is_grad_enabled():
             return super().__call__(state)
         return checkpoint(self._with_unmade_masks, state, use_reentrant=False)

@@ -60,7 +60,6 @@ class LossHead:
     tp: TensorParallel
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Softcapped logits, or the logits themselves without a softcap."""
         cap = self.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -256,7 +255,6 @@ def _over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:
 
 
 def _even_slices(length: int, most: int) -> list[slice]:
-    """As few slices as possible, of nearly equal size."""
     count = -(-length // most)
     return list(_slices(length, -(-length // count)))
 

@@ -83,16 +83,11 @@ class ColumnParallelLinear(ParallelLinear):
 class QKVParallelLinear(ParallelLinear):
     """Queries, keys and values by one GEMM, heads cut over ranks.
 
-    With fewer key and value heads than ranks each is held by several neighbouring ranks, whose
+    With fewer key and value heads than ranks each is on several neighbouring ranks, whose
     queries attend to it; its weights are then parameters of their own, ``kv_weight`` and
     ``kv_bias``, with the same canonical names as the queries'.
 
-    Args:
-        inputs: width I of the input.
-        heads: number of query heads, divisible by the number of ranks.
-        kv_heads: number of key and value heads, which divides the number of ranks or is divisible
-            by it.
-        head_dim: width of a head.
+    The number of ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it.
     """
 
     def __init__(
@@ -185,15 +180,8 @@ class RowParallelLinear(ParallelLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with its rows cut over the ranks of ``head``; also the output head that
-    shares its weights.
-
-    Args:
-        rows: of the table, padding included; divisible by the number of ranks.
-        width: width H of an embedding.
-        init: initial values.
-        head: how hidden states become a loss.
-    """
+    """Token embedding with its rows, padding included, cut over the ranks of ``head``; also the
+    output head that shares its weights."""
 
     def __init__(self, rows: int, width: int, *, init: Init, head: LossHead) -> None:
         super().__init__()
@@ -224,7 +212,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Table of learned positions, [rows, H], which every rank holds whole."""
+    """Table of learned positions, [rows, H], which every rank has whole."""
 
     def __init__(self, rows: int, width: int, *, init: Init, tp: TensorParallel) -> None:
         super().__init__()
@@ -232,14 +220,14 @@ class PositionEmbedding(nn.Module):
         self.weight = parameter(Shard((rows, width)), init, tp.coordinates)
 
     def forward(self, ids_S: Tensor) -> Tensor:
-        """Positions of the whole sequence, [S] or [B, S], to rows of those that this rank holds,
+        """Positions of the whole sequence, [S] or [B, S], to rows of this rank's positions,
         [S, H] or [B, S, H]."""
         (weight,) = self.tp.shared(self.weight)
         return F.embedding(self.tp.own(ids_S, dim=-1), weight)
 
 
 class Dropout(nn.Module):
-    """Dropout outside the cut layers; ranks that hold the same activations draw the same mask."""
+    """Dropout outside the cut layers; ranks with the same activations draw the same mask."""
 
     def __init__(self, probability: float, tp: TensorParallel) -> None:
         super().__init__()
@@ -385,7 +373,7 @@ def _input_gradient(
 def _start_sums(
     grads: tuple[Tensor | None, Tensor | None], copies: int, group: Group
 ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-    """Sums the gradients of a map over the ranks that hold the same share, in one collective."""
+    """Sums the gradients of a map over the ranks with the same share, in one collective."""
     found = [grad for grad in grads if grad is not None]
     if copies == 1 or not found:
         return lambda: grads

@@ -22,7 +22,7 @@ MODEL = ("pipeline", "tensor")
 """The axes over which dense layers are divided."""
 
 SHARDED = ("pipeline", "expert", "tensor")
-"""The axes along which ranks may hold different parameters."""
+"""The axes along which ranks can have different parameters."""
 
 Coordinates = Mapping[str, tuple[int, int]]
 """A rank's position: (rank, size) along each axis; a missing axis is (0, 1)."""
@@ -82,7 +82,6 @@ class Mesh:
 
     @cached_property
     def pipeline(self) -> Group:
-        """The stages of one pipeline."""
         return self.group("pipeline")
 
     @cached_property
@@ -92,7 +91,7 @@ class Mesh:
 
     @cached_property
     def model(self) -> Group:
-        """All ranks that hold one replica of the model: pipeline x tensor."""
+        """The ranks of one replica of the model: pipeline x tensor."""
         return self.group(*MODEL)
 
 
@@ -104,7 +103,6 @@ _COMBINATIONS = (*_ALWAYS, ("context",), ("expert",), ("data", "context"), SHARD
 
 
 def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The coordinates of a global rank in a mesh of these sizes."""
     found = {}
     for axis in reversed(AXES):
         size = sizes.get(axis, 1)
@@ -153,7 +151,6 @@ def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Me
 
 
 def _wide(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that have more than one rank, in the order of the mesh."""
     return tuple(axis for axis in AXES if axis in axes and sizes.get(axis, 1) > 1)
 
 

@@ -108,7 +108,6 @@ class Shard:
         return {cut.dim: cut.ranges(self.full_shape[cut.dim], coordinates) for cut in self.cuts}
 
     def local_shape(self, coordinates: Coordinates = ALONE) -> tuple[int, ...]:
-        """Shape of a rank's share, padding included."""
         shape = list(self.full_shape)
         for dim, ranges in self.ranges(coordinates).items():
             shape[dim] = sum(length for _, length in ranges)
@@ -161,7 +160,6 @@ class Shard:
 def _matched(
     whole: Tensor, values: Tensor, dim: int, ranges: Ranges
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ranges of a whole along a dimension, each with its values."""
     taken = 0
     for start, length in ranges:
         kept = min(length, whole.shape[dim] - start)
@@ -171,7 +169,6 @@ def _matched(
 
 
 def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """A range along a dimension, zero after the end."""
     size = values.shape[dim]
     kept = max(0, min(length, size - start))
     found = values.narrow(dim, min(start, size), kept)

@@ -33,7 +33,6 @@ class Timeline:
 
     @property
     def span(self) -> Fraction:
-        """Time from the first action to the end of the last."""
         return max(slot.end for slot in self.slots)
 
     @property
@@ -42,7 +41,6 @@ class Timeline:
 
     @property
     def bubble_share(self) -> Fraction:
-        """Share of the ranks' time that they spend waiting."""
         return 1 - self._busy / (self.schedule.ranks * self.span)
 
     @property
@@ -136,7 +134,6 @@ def theory(name: str, ranks: int, chunks: int, micro_batches: int) -> Fraction |
 
 
 def inputs(schedule: PipelineSchedule, action: Action) -> list[Action]:
-    """The actions whose results an action needs."""
     needs = []
     if action.backward:
         needs.append(Action(False, action.stage, action.micro_batch))

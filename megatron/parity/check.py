@@ -227,7 +227,7 @@ class PlainRun:
 
 
 class Checker:
-    """Checks layouts of one model; a ValueError or OSError if the flags are wrong for every layout."""
+    """Checks layouts of one model; a ValueError or OSError if the flags are wrong for each."""
 
     def __init__(self, flags: CheckFlags) -> None:
         self._flags = flags
@@ -237,8 +237,8 @@ class Checker:
         self._plain_training = cache(_plain_training)
 
     def check(self, name: str, layout: Layout) -> Outcome:
-        """Compares one step in float64, then whole steps through the engine; a ValueError or OSError if
-        one process fails too, because of data or training flags."""
+        """Compares one step in float64, then whole steps through the engine; a ValueError or
+        OSError if one process fails too, because of data or training flags."""
         argv = [*self._flags.layout, *layout.flags()]
         try:
             check_layout(layout)
@@ -342,7 +342,7 @@ def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
 def _training_difference(
     layout: Layout, record: RunRecord, ranks: Sequence[Sequence[SteppedSlice]], plain: PlainRun
 ) -> str:
-    """The first difference in training; empty if there is none."""
+    """The first difference in training; empty without one."""
     if any(record.skipped):
         step = record.skipped.index(True)
         return (

@@ -54,8 +54,8 @@ is above 1e-3 x the parameter's largest are compared."""
 
 @dataclass(frozen=True)
 class Difference:
-    """The first difference, in the order in which a step computes: of what, on which global rank (None
-    if it is missing on all), and the largest found and allowed one."""
+    """The first difference, in the order in which a step computes: of what, on which global rank
+    (None if it is missing on all), and the largest found and allowed one."""
 
     what: str
     rank: int | None

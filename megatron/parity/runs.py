@@ -194,8 +194,8 @@ def train_plainly(
 
 @dataclass(frozen=True)
 class Drift:
-    """How far runs are from the reference in each step, the largest of several runs: differences of the
-    loss, absolute, and of the gradient norm, relative."""
+    """How far runs are from the reference in each step, the largest of several runs: differences of
+    the loss, absolute, and of the gradient norm, relative."""
 
     losses: np.ndarray
     norms: np.ndarray

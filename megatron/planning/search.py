@@ -47,8 +47,8 @@ class Workload:
 
 @dataclass(frozen=True)
 class Plan:
-    """A layout with its estimated costs: memory of the rank that needs most, bytes that a rank sends in
-    a step, and the time of a step."""
+    """A layout with its estimated costs: memory of the rank that needs most, bytes that a rank
+    sends in a step, and the time of a step."""
 
     layout: Layout
     micro_batch: int

@@ -11,7 +11,7 @@ MIB = 2**20
 
 
 def breakdown_text(found: Breakdown, top: int = 12) -> str:
-    """Categories by phase, then the ``top`` operators and matrix products, collectives and waits."""
+    """Categories by phase, the ``top`` operators and matrix products, collectives and waits."""
     unit = "GPU time" if found.on_device else "time of the training thread"
     steps = f"{found.steps} step{'s' if found.steps > 1 else ''}"
     how = "in the mean" if found.kind == "mean" else "when each operator is at its fastest"

@@ -148,8 +148,8 @@ class CommandChain:
     """Runs commands in order, and skips those whose results are up to date.
 
     A command's stamp hashes its words, the files that it reads, and the stamp before; so after a
-    change the commands from there on run again and no earlier ones. ``start`` identifies the input of
-    the first command.
+    change the commands from there on run again and no earlier ones. ``start`` identifies the input
+    of the first command.
     """
 
     def __init__(self, stamps: Path, start: str) -> None:
@@ -157,8 +157,8 @@ class CommandChain:
         stamps.mkdir(parents=True, exist_ok=True)
 
     def run(self, command: Command) -> bool:
-        """Runs ``command`` unless it is up to date; returns whether it ran. A CommandFailed if it fails or
-        its results are missing."""
+        """Runs ``command`` unless it is up to date; returns whether it ran. A CommandFailed if it
+        fails or its results are missing."""
         read = [sha256_of_file(path) for path in command.reads]
         self._previous = digest = sha256(json.dumps([self._previous, command.words, read]))
         stamp = self._stamps / command.name

@@ -181,9 +181,7 @@ def refuse_extra_ids(config: TokenizerConfig) -> None:
 def read_text(path: str | Path, flag: str) -> str:
     """A whole UTF-8 file, line ends unchanged.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not UTF-8.
+    Raises FileNotFoundError; ValueError if it is not UTF-8.
     """
     path = Path(path)
     if not path.is_file():

@@ -50,17 +50,14 @@ class ByteLevelTokenizer(Tokenizer):
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> ByteLevelTokenizer:
-        """ByteLevelTokenizer, NeMo's numbering: bytes are 0 to 255, then pad, bos and eos."""
-        return cls(0, {"pad": 256, "bos": 257, "eos": 258}, config.vocab_extra_ids)
+        """ByteLevelTokenizer, in NeMo's numbering, or CharacterLevelTokenizer of 2019.
 
-    @classmethod
-    def character_level_from_config(cls, config: TokenizerConfig) -> ByteLevelTokenizer:
-        """CharacterLevelTokenizer of 2019: eight commands, then the bytes.
-
-        In 2019 it took characters 0 to 255; for ASCII that is the same.
+        The latter had ids for characters 0 to 255 after eight commands; for ASCII these are bytes.
         """
-        names = ("pad", "eos", "bos", "unk", "sep", "L2R", "cls", "mask")
-        return cls(8, {name: i for i, name in enumerate(names)}, config.vocab_extra_ids)
+        if config.tokenizer_type == "CharacterLevelTokenizer":
+            names = ("pad", "eos", "bos", "unk", "sep", "L2R", "cls", "mask")
+            return cls(8, {name: i for i, name in enumerate(names)}, config.vocab_extra_ids)
+        return cls(0, {"pad": 256, "bos": 257, "eos": 258}, config.vocab_extra_ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""

@@ -81,9 +81,7 @@ def starts_with_space(token: bytes) -> bool:
 def read_vocabulary(path: str) -> Vocabulary:
     """Reads the vocab.json of --vocab-file: ids by token.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not JSON, not an object of integers, or two tokens share an id.
+    Raises FileNotFoundError; ValueError if it is no JSON object of integers, or ids are shared.
     """
     try:
         vocab = json.loads(read_text(path, "--vocab-file"))
@@ -113,9 +111,8 @@ def read_vocabulary(path: str) -> Vocabulary:
 def read_merges(path: str, vocab: Vocabulary, vocab_path: str) -> Merges:
     """Reads the merges.txt of --merge-file: pairs of tokens, in the order of merging.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: a line is not two tokens, or the vocabulary lacks one of them or their merge.
+    Raises FileNotFoundError; ValueError if a line is not two tokens of the vocabulary that make
+    a third.
     """
     merges = []
     for number, line in enumerate(read_text(path, "--merge-file").split("\n"), 1):

@@ -35,9 +35,7 @@ class HFTokenizer(Tokenizer):
     def __init__(self, directory: str | Path) -> None:
         """Loads the folder, and nothing from the network.
 
-        Raises:
-            FileNotFoundError: the folder does not exist.
-            ValueError: `transformers` cannot read it as a tokenizer.
+        Raises FileNotFoundError; ValueError if `transformers` cannot read it as a tokenizer.
         """
         directory = Path(directory)
         if not directory.is_dir():

@@ -62,9 +62,7 @@ class SentencePieceTokenizer(Tokenizer):
         In this order: `<CLS>`, `<SEP>`, `<EOD>`, `<MASK>`, then `<PAD>`, `<BOS>` and `<EOS>` where
         the model names no such id, then `<extra_id_0>`, `<extra_id_1>` and on.
 
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: it is not a SentencePiece model.
+        Raises FileNotFoundError; ValueError if it is not a SentencePiece model.
         """
         processor = load_processor(path)
         vocab = {processor.id_to_piece(i): i for i in range(len(processor))}
@@ -85,9 +83,8 @@ class SentencePieceTokenizer(Tokenizer):
     def gpt_from_file(cls, path: str | Path, add_bos: bool = False) -> SentencePieceTokenizer:
         """The model as it is; a document ends with its end of text.
 
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: it is not a SentencePiece model, or has no beginning of text for `add_bos`.
+        Raises FileNotFoundError; ValueError if it is not a SentencePiece model, or lacks what
+        `add_bos` needs.
         """
         processor, source = load_processor(path), f"--tokenizer-model {path}"
         return cls(processor, _own_ids(processor), add_bos=add_bos, source=source)
@@ -100,20 +97,12 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> SentencePieceTokenizer:
-        """SentencePieceTokenizer, from --tokenizer-model and --vocab-extra-ids."""
-        return cls.from_file(model_path(config), config.vocab_extra_ids)
-
-    @classmethod
-    def gpt_from_config(cls, config: TokenizerConfig) -> SentencePieceTokenizer:
-        """GPTSentencePieceTokenizer, from --tokenizer-model."""
+        """From --tokenizer-model; each text of Llama2Tokenizer begins with `<s>`."""
+        if config.tokenizer_type == "SentencePieceTokenizer":
+            return cls.from_file(model_path(config), config.vocab_extra_ids)
         refuse_extra_ids(config)
-        return cls.gpt_from_file(model_path(config))
-
-    @classmethod
-    def llama2_from_config(cls, config: TokenizerConfig) -> SentencePieceTokenizer:
-        """Llama2Tokenizer, from --tokenizer-model: each text begins with `<s>`."""
-        refuse_extra_ids(config)
-        return cls.gpt_from_file(model_path(config), add_bos=True)
+        add_bos = config.tokenizer_type == "Llama2Tokenizer"
+        return cls.gpt_from_file(model_path(config), add_bos)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Ids of each text."""
@@ -207,9 +196,8 @@ def _own_ids(processor: sentencepiece.SentencePieceProcessor) -> SpecialIds:
 def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
     """Reads the model of --tokenizer-model.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not a SentencePiece model, or one that `transformers` has no form for.
+    Raises FileNotFoundError; ValueError if it is not a SentencePiece model that `transformers`
+    can run.
     """
     path = Path(path)
     if not path.is_file():

@@ -87,9 +87,7 @@ class TikTokenizer(Tokenizer):
 
         Its 256 special tokens follow. `<|end_of_text|>` ends a document.
 
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: it is malformed.
+        Raises FileNotFoundError; ValueError if it is malformed.
         """
         ranks = read_ranks(str(path))
         specials = {name: len(ranks) + n for n, name in enumerate(_llama3_specials())}
@@ -115,9 +113,7 @@ class TikTokenizer(Tokenizer):
             pattern: "v1" or "v2".
             vocab_size: tokens used, specials included; None: all, up to 131,072.
 
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: it is malformed, or too small.
+        Raises FileNotFoundError; ValueError if it is malformed, or too small.
         """
         names = _json_specials(special_tokens, num_special_tokens)
         tokens = read_json_ranks(str(path))
@@ -245,9 +241,7 @@ def _json_specials(given: Sequence[str], number: int) -> list[str]:
 def is_json(path: str) -> bool:
     """Whether --tokenizer-model is JSON.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not UTF-8.
+    Raises FileNotFoundError; ValueError if it is not UTF-8.
     """
     return read_text(path, "--tokenizer-model").lstrip()[:1] in ("[", "{")
 
@@ -255,9 +249,7 @@ def is_json(path: str) -> bool:
 def read_ranks(path: str) -> Ranks:
     """Reads lines of a token in base64, a space and its rank, 0, 1, 2 and on.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: a line is not that, or one of the 256 bytes is missing.
+    Raises FileNotFoundError; ValueError if a line is not that, or one of the 256 bytes is missing.
     """
     ranks: Ranks = {}
     for number, line in enumerate(read_text(path, "--tokenizer-model").splitlines(), 1):
@@ -279,9 +271,7 @@ def read_ranks(path: str) -> Ranks:
 def read_json_ranks(path: str) -> list[bytes]:
     """Reads a list of objects with `rank` (0, 1, 2 and on) and `token_bytes` (base64).
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is not that, or one of the 256 bytes is missing.
+    Raises FileNotFoundError; ValueError if it is not that, or one of the 256 bytes is missing.
     """
     try:
         entries = json.loads(read_text(path, "--tokenizer-model"))

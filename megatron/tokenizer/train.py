@@ -137,18 +137,6 @@ def train_wordpiece(
     )
 
 
-def train_sentencepiece(
-    texts: Iterable[str], path: str | Path, kind: str, vocab_size: int, byte_fallback: bool = False
-) -> None:
-    """Writes the model that `train_sentencepiece_model` learns to `path`, all at once.
-
-    Raises:
-        ConfigError: `kind` is not unigram, bpe or char.
-        ValueError: no model can be learned from the texts.
-    """
-    write_text(Path(path), train_sentencepiece_model(texts, kind, vocab_size, byte_fallback))
-
-
 def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
     """Trains the model of --tokenizer-model unless it exists; other processes wait.
 
@@ -169,7 +157,7 @@ def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
     with Lock(f"{path}.lock", wait_seconds=-1):
         if not path.exists():
             logger.warning("%s does not exist: training it (%s, %d)", path, kind, vocab_size)
-            train_sentencepiece(texts(), path, kind, vocab_size)
+            write_text(path, train_sentencepiece_model(texts(), kind, vocab_size))
 
 
 def train_sentencepiece_model(

@@ -73,36 +73,27 @@ class WordPieceTokenizer(Tokenizer):
     ) -> WordPieceTokenizer:
         """Reads a vocab.txt.
 
-        Raises:
-            FileNotFoundError: the file does not exist.
-            ValueError: it is malformed.
+        Raises FileNotFoundError; ValueError if it is malformed.
         """
         vocab = read_wordpieces(str(vocab_file))
         return cls(vocab, lower_case, extra_ids, source=f"--vocab-file {vocab_file}")
 
     @classmethod
-    def lower_from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
-        """BertWordPieceLowerCase, from --vocab-file and --vocab-extra-ids."""
-        return cls._from_config(config, lower_case=True)
+    def from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
+        """From --vocab-file and --vocab-extra-ids.
 
-    @classmethod
-    def cased_from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
-        """BertWordPieceCase, from --vocab-file and --vocab-extra-ids."""
-        return cls._from_config(config, lower_case=False)
-
-    @classmethod
-    def named_from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
-        """BertWordPieceTokenizer of 2019: --tokenizer-model-type says whether case counts."""
-        name = config.tokenizer_model_type or "bert-large-uncased"
-        if not name.startswith("bert-"):
-            raise ConfigError(
-                f"--tokenizer-model-type {name} is not a model of BERT; with --tokenizer-type "
-                f"{config.tokenizer_type} it is bert-large-uncased, bert-large-cased or the like"
-            )
-        return cls._from_config(config, lower_case="-cased" not in name and "chinese" not in name)
-
-    @classmethod
-    def _from_config(cls, config: TokenizerConfig, lower_case: bool) -> WordPieceTokenizer:
+        BertWordPieceTokenizer of 2019 has the case of the model in --tokenizer-model-type.
+        """
+        lower_case = config.tokenizer_type == "BertWordPieceLowerCase"
+        if config.tokenizer_type == "BertWordPieceTokenizer":
+            name = config.tokenizer_model_type or "bert-large-uncased"
+            if not name.startswith("bert-"):
+                raise ConfigError(
+                    f"--tokenizer-model-type {name} is not a model of BERT; with --tokenizer-type "
+                    f"{config.tokenizer_type} it is bert-large-uncased, bert-large-cased or the "
+                    "like"
+                )
+            lower_case = "-cased" not in name and "chinese" not in name
         path = required(config, "vocab_file", "the path of BERT's vocab.txt (none is downloaded)")
         return cls.from_file(path, lower_case, config.vocab_extra_ids)
 
@@ -145,9 +136,7 @@ class WordPieceTokenizer(Tokenizer):
 def read_wordpieces(path: str) -> Vocabulary:
     """Reads the vocab.txt of --vocab-file: a token a line, ids from 0.
 
-    Raises:
-        FileNotFoundError: the file does not exist.
-        ValueError: it is empty or not UTF-8, or a line is empty or given twice.
+    Raises FileNotFoundError; ValueError if it is not UTF-8, or a line is empty or given twice.
     """
     vocab: Vocabulary = {}
     lines = read_text(path, "--vocab-file").removesuffix("\n").split("\n")

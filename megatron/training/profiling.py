@@ -26,7 +26,8 @@ from megatron.util.files import replacing
 
 
 def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Callback]:
-    """The callback that profiles a run after ``iteration`` iterations, if its flags select this rank.
+    """The callback that profiles a run after ``iteration`` iterations, if its flags select this
+    rank.
 
     Raises:
         ValueError: a flag needs a GPU and the run has none.

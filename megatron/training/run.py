@@ -74,7 +74,8 @@ def parse_run(
     description: str | None, argv: Sequence[str] | None = None, family: str | None = None
 ) -> Run:
     """Resolves flags, DeepSpeed JSON and checkpoint into a run of ``family`` (by default that of
-    :class:`ModelConfig`). With ``--explain-config`` it prints every value with its origin and exits.
+    :class:`ModelConfig`). With ``--explain-config`` it prints every value with its origin and
+    exits.
 
     Raises:
         ValueError: a value is missing, wrong or contradicted; the message names it.
@@ -118,8 +119,8 @@ def run_of(settings: Settings, processes: int) -> Run:
 
 
 class RunToolParser(FlagParser, Generic[Config]):
-    """Parser of a tool about a run: the flags of the tool's ``config`` class, which --help shows, and
-    those of training."""
+    """Parser of a tool about a run: the flags of the tool's ``config`` class, which --help shows,
+    and those of training."""
 
     def __init__(
         self, config: type[Config], description: str | None, epilog: str | None = None

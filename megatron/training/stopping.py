@@ -182,15 +182,15 @@ class StopRequest:
 
 
 class StopAgreement:
-    """Whether any of the run's ranks wants to stop, found out without waiting for the newest step."""
+    """Whether any rank wants to stop, without waiting for the newest step."""
 
     def __init__(self, device: torch.device, ranks: int) -> None:
         self._device, self._alone = device, ranks == 1
         self._reads: DelayedReads[None] = DelayedReads.on(device)
 
     def reached(self, here: bool, at_end: bool) -> bool:
-        """Whether a rank wants to stop; every rank must call it after every step. ``at_end``: no step
-        follows, so every request so far counts."""
+        """Whether a rank wants to stop; every rank must call it after every step. ``at_end``: no
+        step follows, so every request so far counts."""
         if self._alone:
             return here
         # Filled on the device: a copy from the CPU would wait for it.

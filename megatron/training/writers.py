@@ -47,8 +47,9 @@ class Writer(Protocol):
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         """Writes the values of one step; None and absent values are left out or written as null.
 
-        ``kind`` is ``train``, ``validation``, ``test`` (the latter two followed by the name of the data
-        set, where there are several), or an event such as ``resume``, whose values may be empty.
+        ``kind`` is ``train``, ``validation``, ``test`` (the latter two followed by the name of the
+        data set, where there are several), or an event such as ``resume``, whose values may be
+        empty.
         """
         ...
 
@@ -79,8 +80,8 @@ def build_writers(
     resume_samples: int = 0,
     configuration: Mapping[str, Any] | None = None,
 ) -> Writer:
-    """The writers that ``logging`` selects; on a resume, after the iteration and samples of the loaded
-    checkpoint. Weights & Biases shows ``configuration``.
+    """The writers that ``logging`` selects; on a resume, after the iteration and samples of the
+    loaded checkpoint. Weights & Biases shows ``configuration``.
 
     Raises:
         ValueError: if Weights & Biases is requested and not installed.

@@ -46,6 +46,9 @@ SMALLER = {
 LINKS = ("tools", "deepspeed_configs", "examples_deepspeed", "benchmarks", "pretrain_gpt.py")
 """What the commands find of the repository in their folder."""
 
+BIN = Path(sys.executable).parent
+"""The commands of the environment."""
+
 PATIENCE = 240.0
 """Seconds that a command may take."""
 
@@ -236,7 +239,7 @@ def _shell(words: Sequence[str], folder: Path, settings: dict[str, str]) -> tupl
     done = subprocess.run(
         words,
         cwd=folder,
-        env=os.environ | settings,
+        env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"} | settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,

@@ -127,6 +127,27 @@ def test_paths(path):
     assert not missing, "\n".join(missing)
 
 
+@cache
+def identifiers() -> frozenset[str]:
+    """All words of the sources."""
+    files = [*(ROOT / "megatron").rglob("*.py"), *(ROOT / "tests").rglob("*.py")]
+    return frozenset(word for file in files for word in re.findall(r"\w+", file.read_text()))
+
+
+@pytest.mark.parametrize("path", [p for p in paths() if "design" in p or p == "CONTRIBUTING.md"])
+def test_names_of_the_code(path):
+    """Classes, functions and fields that the pages on the code name."""
+    missing = []
+    for number, line in read(path).prose:
+        if line.startswith("| dtype"):  # words that are not to be used
+            continue
+        for quoted in re.findall(r"`([A-Za-z_]\w*)[`(]", line):
+            is_name = "_" in quoted or re.search(r"[a-z][A-Z]", quoted) or quoted.isupper()
+            if is_name and quoted.strip("*") not in identifiers():
+                missing.append(f"{path}:{number}: {quoted}")
+    assert not missing, "\n".join(missing)
+
+
 def test_pages_that_the_code_names():
     """docs/... in docstrings, help texts and messages."""
     missing = []

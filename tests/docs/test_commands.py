@@ -5,6 +5,8 @@
 writes what was printed into the output blocks that do not match.
 """
 
+import ast
+import importlib
 import json
 import os
 import textwrap
@@ -96,13 +98,17 @@ def test_every_block_says_what_it_is(path):
 
 @pytest.mark.parametrize("path", [p.path for p in pages()])
 def test_json_and_python_blocks(path):
-    """JSON can be parsed (a section of a file as the inside of an object); Python is valid."""
+    """JSON can be parsed (a section of a file as the inside of an object), and so can Python;
+    what it imports of this project exists."""
     for block in read(path).blocks:
         if block.language == "json":
             text = block.text.strip()
             json.loads(text if text.startswith(("{", "[")) else f"{{{text}}}")
         elif block.language == "python":
-            compile(textwrap.dedent(block.text), block.where, "exec")
+            for node in ast.walk(ast.parse(textwrap.dedent(block.text))):
+                if isinstance(node, ast.ImportFrom) and str(node.module).startswith("megatron"):
+                    module = importlib.import_module(str(node.module))
+                    assert all(hasattr(module, name.name) for name in node.names), block.where
 
 
 def test_a_command_that_fails_or_prints_something_else_is_noticed(programs, prepared, tmp_path):

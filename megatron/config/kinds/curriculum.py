@@ -213,7 +213,7 @@ def _metric(name: str, metric: Section) -> Metric | None:
 
 def _length_metric(metric: Section) -> DifficultySchedule:
     metric.only(*_METRIC_KEYS)
-    # What samples are cut to chooses none of them.
+    # The length that samples are cut to does not select samples.
     metric.choice("clustering_type", "single_cluster", default="single_cluster")
     metric.choice("difficulty_type", "value", default="value")
     return _lengths(metric)

@@ -332,7 +332,7 @@ class IndexedDataset(Sequence[np.ndarray]):
                 continue
             byte = position * self.dtype.itemsize
             sequence = int(np.searchsorted(self.sequence_offsets, byte, side="right")) - 1
-            where = f"{self.prefix}.bin: sequence {sequence} holds the token id {token}"
+            where = f"{self.prefix}.bin: sequence {sequence} contains the token id {token}"
             if vocab_size is None:
                 raise ValueError(f"{where}; ids start at 0: the file is damaged")
             raise ValueError(

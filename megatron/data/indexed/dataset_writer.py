@@ -253,7 +253,7 @@ def _common_dtype(inputs: Sequence[IndexedDataset]) -> np.dtype:
         floats = next(d for d in inputs if d.dtype.kind == "f")
         tokens = next(d for d in inputs if d.dtype.kind != "f")
         raise ValueError(
-            f"{bin_path(floats.prefix)} holds {floats.dtype.name} values and "
+            f"{bin_path(floats.prefix)} contains {floats.dtype.name} values and "
             f"{bin_path(tokens.prefix)} {tokens.dtype.name} tokens: they cannot be merged"
         )
     dtype = np.result_type(*(dataset.dtype for dataset in inputs)).newbyteorder("<")

@@ -133,12 +133,7 @@ class FimRecipe:
         return self.samples.units(documents)
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> FimDataset:
         """As the recipe of the samples; nothing more is cached."""
         samples = self.samples.build(documents, units, num_samples, name, cache)

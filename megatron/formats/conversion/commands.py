@@ -201,7 +201,7 @@ def opened(load: str, iteration: int | None = None) -> Source:
     """Opens a checkpoint and prints what was assumed where it does not say.
 
     Raises:
-        CheckpointError: there is none, or it is damaged.
+        CheckpointError: it does not exist, or is damaged.
     """
     source = open_checkpoint(load, _wanted(iteration))
     for note in source.notes:
@@ -216,7 +216,7 @@ def export_megatron(
     dtype: str | None = None,
     release: bool = False,
     checking: bool = True,
-) -> Path:
+) -> None:
     """Writes a checkpoint in Megatron's old layout, and prints a summary.
 
     Args:
@@ -226,9 +226,6 @@ def export_megatron(
         dtype: of the weights; None for the one it was trained in.
         release: leave the iteration out.
         checking: read the result back before it gets its name.
-
-    Returns:
-        The new checkpoint's folder.
 
     Raises:
         ValueError: Megatron has no such network, or the sizes do not divide it.
@@ -259,7 +256,6 @@ def export_megatron(
     )
     if iteration is not None:
         print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
-    return folder
 
 
 @dataclass(frozen=True)

@@ -225,7 +225,7 @@ class EngineFiles:
     def shares(
         self, name: str, kind: str, registered: Callable[[int, str], str]
     ) -> list[Tensor] | None:
-        """A parameter's or a moment's share on each tensor rank; None when there is none.
+        """A parameter's or a moment's share on each tensor rank; None if it does not exist.
 
         Args:
             name: the folder's name.

@@ -5,17 +5,23 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import TRACKER, standing_in
 from megatron.checkpoint.source import Source
-from megatron.formats.deepspeed_folders.configuration import describe
+from megatron.formats.deepspeed_folders.configuration import Description, describe
 from megatron.formats.deepspeed_folders.engine_files import EngineFiles
-from megatron.formats.deepspeed_folders.naming import EngineNaming, ForeignNaming, RankNaming
+from megatron.formats.deepspeed_folders.naming import (
+    EngineNaming,
+    ForeignNaming,
+    Naming,
+    RankNaming,
+)
 
 UNIVERSAL_TRACKER = "latest_universal"
 UNIVERSAL_SUFFIX = "_universal"
@@ -101,7 +107,28 @@ def _newest_last(name: str) -> tuple[list[int], str]:
     return [int(number) for number in _NUMBER.findall(name)], name
 
 
-class DeepSpeedFolder(Source):
+class NamedFolder(Source):
+    """A folder with its own names for parameters, which a :class:`Naming` maps to ours."""
+
+    _naming: Naming
+
+    def _describe(self, states: Mapping[str, Any]) -> Description:
+        """Sets what is known besides the tensors, from configuration files or model states."""
+        found = describe(self.folder, states)
+        self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
+        self.state = found.state
+        return found
+
+    def names(self) -> Sequence[str]:
+        return list(self._naming.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._naming.shapes:
+            raise CheckpointError(f"{self.folder} has no parameter {name}")
+        return self._naming.shapes[name]
+
+
+class DeepSpeedFolder(NamedFolder):
     """A folder of this project's ``--checkpoint-format deepspeed``, of Megatron-DeepSpeed (BLOOM)
     or of GPT-NeoX.
 
@@ -116,9 +143,7 @@ class DeepSpeedFolder(Source):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._files = EngineFiles(folder)
-        found = describe(folder, self._files.model_states())
-        self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
-        self.state = found.state
+        found = self._describe(self._files.model_states())
         self._naming: RankNaming = EngineNaming(self.model, self._files.tensor_size)
         if found.foreign:
             foreign = ForeignNaming(self.model, self._files.names(), folder, found.split_biases)
@@ -130,25 +155,12 @@ class DeepSpeedFolder(Source):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         return locate(path, wanted, TRACKER, is_engine_folder)
 
-    def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
-        return list(self._naming.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
-        if name not in self._naming.shapes:
-            raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return self._naming.shapes[name]
-
     def kinds(self, name: str) -> Sequence[str]:
-        """See :meth:`Source.kinds`."""
         return ["weight", *self._moments]
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
         self.shape(name)
         naming, found = self._naming, []
         for part in naming.parts(name):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 
@@ -60,12 +60,8 @@ def _layers_of(model: ModelConfig, size: int = 1) -> list[LayerSpec]:
 
 @lru_cache(maxsize=8)
 def parameters_of(model: ModelConfig, size: int = 1) -> dict[str, list[Registered]]:
-    """The parameters of a model in DeepSpeed's engines, by canonical name.
-
-    Args:
-        model: shape of the network, with the vocabulary sizes filled in.
-        size: tensor-parallel size.
-    """
+    """The parameters of a model, with its vocabulary, in DeepSpeed's engines of a tensor-parallel
+    size, by canonical name."""
     return registered_parameters(_layers_of(model, size))
 
 
@@ -74,8 +70,8 @@ def whole_shards(model: ModelConfig) -> dict[str, Shard]:
     return {name: parts[0].shard for name, parts in parameters_of(model).items()}
 
 
-class Naming(ABC):
-    """The names of one folder.
+class Naming:
+    """The names of one folder: canonical ones, unless a subclass knows others.
 
     Attributes:
         shapes: shape of every parameter of the network without padding, by canonical name.
@@ -86,13 +82,15 @@ class Naming(ABC):
         self._shards = whole_shards(model)
         self.shapes = {name: shard.canonical_shape for name, shard in self._shards.items()}
 
-    @abstractmethod
     def parts(self, name: str) -> Sequence[str]:
-        """The folder's names of what makes up a canonical parameter."""
+        """The folder's names of the parts of a canonical parameter."""
+        return [name]
 
-    @abstractmethod
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """A canonical parameter from its parts, each whole, in any shape and with any padding."""
+        if len(parts) == 1:
+            return self.trim(name, parts[0])
+        return self.trim(name, torch.cat([part.reshape(-1) for part in parts]))
 
     def trim(self, name: str, values: Tensor) -> Tensor:
         """The canonical shape of a parameter, from any that has at least its rows.
@@ -110,19 +108,7 @@ class Naming(ABC):
         return values.reshape(rows, *shape[1:])[: shape[0]]
 
 
-class CanonicalNaming(Naming):
-    """A folder with canonical names."""
-
-    def parts(self, name: str) -> Sequence[str]:
-        """See :meth:`Naming.parts`."""
-        return [name]
-
-    def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Naming.whole`."""
-        return self.trim(name, parts[0])
-
-
-class RankNaming(Naming):
+class RankNaming(Naming, ABC):
     """The names of a folder that stores each rank's share separately."""
 
     @abstractmethod
@@ -147,21 +133,12 @@ class EngineNaming(RankNaming):
         }
 
     def parts(self, name: str) -> Sequence[str]:
-        """See :meth:`Naming.parts`."""
         return [part.name for part in self._registered[name]]
 
     def registered_name(self, place: int, rest: str) -> str:
-        """See :meth:`RankNaming.registered_name`."""
         return f"{self._tied.get(place, place)}.{rest}"
 
-    def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Naming.whole`."""
-        if len(parts) == 1:
-            return self.trim(name, parts[0])
-        return self.trim(name, torch.cat([part.reshape(-1) for part in parts]))
-
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
-        """See :meth:`RankNaming.join`."""
         canonical = torch.zeros(self.shapes[name])
         for part, ranks in zip(self._registered[name], shares, strict=True):
             for rank, share in enumerate(ranks):
@@ -221,11 +198,9 @@ class ForeignNaming(RankNaming):
             raise CheckpointError(f"{folder} has nothing for {', '.join(missing[:3])}")
 
     def parts(self, name: str) -> Sequence[str]:
-        """See :meth:`Naming.parts`."""
         return [self._found[name]]
 
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Naming.whole`."""
         values = self.trim(name, parts[0].float())
         if ".attention.qkv." not in name:
             return values
@@ -234,7 +209,6 @@ class ForeignNaming(RankNaming):
         return qkv_from_megatron(values, _QKV_VERSION, heads, groups, attention.kv_channels)
 
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
-        """See :meth:`RankNaming.join`."""
         (ranks,) = shares
         cut = self._shards[name].over("tensor")
         if cut is None:
@@ -269,8 +243,3 @@ def _canonical(name: str, number: dict[int, int]) -> str | None:
     if not number or place < min(number):
         return _EMBEDDING.get(rest)
     return _LAST.get(re.sub(r"(^|\.)scale$", r"\1weight", rest))
-
-
-def looks_canonical(names: Iterable[str]) -> bool:
-    """Whether a folder's names are canonical ones."""
-    return any(name.startswith("layers.") for name in names)

@@ -58,12 +58,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> ModelConfig:
-    """The network that the settings describe.
+    """The network that settings, by name with underscores, describe.
 
-    Args:
-        settings: by name, with underscores.
-        arguments: ``args`` of the model states, which have the rows of the token embedding.
-        folder: the checkpoint, for messages.
+    ``arguments`` are the ``args`` of the model states, which have the rows of the token embedding.
 
     Raises:
         CheckpointError: a setting is missing, or cannot be represented.

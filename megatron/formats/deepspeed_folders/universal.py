@@ -32,20 +32,18 @@ from megatron.checkpoint.manifest import CONFIG, STATE, check_file, file_facts
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.config import RunConfig
 from megatron.engine.universal_info import UNIVERSAL_VERSION
-from megatron.formats.deepspeed_folders.configuration import describe
 from megatron.formats.deepspeed_folders.engine_files import MOMENTS
 from megatron.formats.deepspeed_folders.folder import (
     UNIVERSAL_SUFFIX,
     UNIVERSAL_TRACKER,
+    NamedFolder,
     is_universal,
     locate,
 )
 from megatron.formats.deepspeed_folders.naming import (
-    CanonicalNaming,
     EngineNaming,
     ForeignNaming,
     Naming,
-    looks_canonical,
     whole_shards,
 )
 from megatron.formats.unpickle import load_pickle
@@ -62,7 +60,7 @@ _GROUPS = 64
 unloaded, so there are more than any script has."""
 
 
-class UniversalFolder(Source):
+class UniversalFolder(NamedFolder):
     """A universal checkpoint of this project, of its engines or of Megatron-DeepSpeed.
 
     Raises:
@@ -75,12 +73,9 @@ class UniversalFolder(Source):
         super().__init__(folder)
         self._present = _parameters(folder / "zero")
         states = _read_model_states(folder)
-        found = describe(folder, states)
-        self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
-        self.state = found.state
-        self._naming: Naming
-        if looks_canonical(self._present):
-            self._naming = CanonicalNaming(self.model)
+        found = self._describe(states)
+        if any(name.startswith("layers.") for name in self._present):
+            self._naming = Naming(self.model)
         elif found.foreign:
             self._naming = ForeignNaming(
                 self.model, list(self._present), folder, found.split_biases
@@ -97,7 +92,6 @@ class UniversalFolder(Source):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         return locate(path, wanted, UNIVERSAL_TRACKER, is_universal, UNIVERSAL_SUFFIX)
 
     @classmethod
@@ -113,23 +107,11 @@ class UniversalFolder(Source):
         for name, facts in list(files.items())[share::shares]:
             check_file(folder / name, facts)
 
-    def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
-        return list(self._naming.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
-        if name not in self._naming.shapes:
-            raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return self._naming.shapes[name]
-
     def kinds(self, name: str) -> Sequence[str]:
-        """See :meth:`Source.kinds`."""
         self.shape(name)
         return self._present.get(self._naming.parts(name)[0], ["weight"])
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
         self.shape(name)
         parts = [self._part(part, kind) for part in self._naming.parts(name)]
         try:
@@ -147,11 +129,9 @@ class UniversalFolder(Source):
         return values
 
     def _step(self) -> int:
-        for part in self._present:
-            path = self.folder / "zero" / part / "step.pt"
-            if path.is_file():
-                return int(load_pickle(path))
-        return 0
+        files = (self.folder / "zero" / part / "step.pt" for part in self._present)
+        found = next((path for path in files if path.is_file()), None)
+        return 0 if found is None else int(load_pickle(found))
 
 
 def _file_name(kind: str) -> str:

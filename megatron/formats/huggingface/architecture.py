@@ -21,9 +21,6 @@ from megatron.formats.huggingface.config_reader import (
 )
 from megatron.formats.huggingface.entries import Entry
 
-TensorSource = Callable[[str], Tensor]
-"""Gives a tensor by its name."""
-
 
 @dataclass(frozen=True)
 class Parameter:
@@ -103,11 +100,8 @@ class Architecture:
         }
 
     def model(self, content: dict[str, Any], path: Path) -> ModelConfig:
-        """The network that a config.json describes, written by transformers 4 or 5.
-
-        Args:
-            content: the parsed file.
-            path: its path, for messages.
+        """The network that a config.json at ``path`` describes, written by transformers 4
+        or 5.
 
         Raises:
             CheckpointError: a value cannot be represented, or a key is not known.
@@ -167,7 +161,9 @@ class Architecture:
         for entry in present[end:]:
             yield Parameter(entry.ours, entry.theirs, entry, model)
 
-    def to_hf(self, model: ModelConfig, source: TensorSource) -> Iterator[tuple[str, Tensor]]:
+    def to_hf(
+        self, model: ModelConfig, source: Callable[[str], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
         """(name, tensor) in their form, from whole parameters by canonical name."""
         for parameter in self.parameters(model):
             yield from parameter.to_hf(source(parameter.ours)).items()

@@ -110,10 +110,6 @@ class HFConfigReader:
     def fields(self, keys: Keys, activations: dict[str, dict[str, Any]]) -> dict[str, Any]:
         """The values of keys that mean the same as a flag, by field of :class:`ModelFlags`.
 
-        Args:
-            keys: field by key.
-            activations: flags by name of the activation.
-
         Raises:
             CheckpointError: a value has the wrong type.
         """
@@ -148,10 +144,6 @@ class HFConfigReader:
             self.refuse(names, value, "expected a number")
         return float(value)
 
-    def optional_number(self, names: Names) -> float | None:
-        """A number, or null."""
-        return None if self._value(names) is None else self.number(names)
-
     def flag(self, names: Names) -> bool:
         """true or false."""
         value = self._value(names)
@@ -166,12 +158,12 @@ class HFConfigReader:
             self.refuse(names, value, f"expected one of {', '.join(known)}")
         return known[value]
 
-    def table(self, name: str) -> dict[str, Any] | None:
-        """An object; None where it is null or absent."""
+    def table(self, name: str) -> dict[str, Any]:
+        """An object; empty where it is null or absent."""
         value = self._value(name) if name in self.content else None
         if value is not None and not isinstance(value, dict):
             self.refuse(name, value, "expected an object")
-        return value
+        return value or {}
 
     def names(self, name: str) -> list[str] | None:
         """A list of strings; None where it is null or absent."""

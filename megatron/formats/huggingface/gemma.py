@@ -124,7 +124,7 @@ def _read_gemma3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any
     windows = _read_common(
         given, fields, given.whole(("sliding_window_pattern", "_sliding_window_pattern"))
     )
-    nested = given.table("rope_parameters") or {}
+    nested = given.table("rope_parameters")
     if set(nested) - {FULL, SLIDING}:
         given.refuse("rope_parameters", nested, f"expected {FULL} and {SLIDING} alone")
     wide, narrow = (dict(nested.get(kind) or {}) for kind in (FULL, SLIDING))
@@ -157,5 +157,6 @@ GEMMA3 = Architecture(
     ),
     write=_write_gemma3,
     read=_read_gemma3,
-    defaults={"sliding_window_pattern": 6},
+    # The second is for versions of transformers that do not know Gemma 3.
+    defaults={"sliding_window_pattern": 6, "tie_word_embeddings": True},
 )

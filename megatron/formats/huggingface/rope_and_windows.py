@@ -43,7 +43,7 @@ def read_rope(
     Raises:
         CheckpointError: the keys of the two versions differ, or cannot be represented.
     """
-    newer = given.table("rope_parameters") or {}
+    newer = given.table("rope_parameters")
     share_name = share_key or "partial_rotary_factor"
     # transformers 4 also writes its own names beside those of the architecture.
     base = agreed(given, (theta_key, "rope_theta"), newer.get("rope_theta"), 10000.0)
@@ -66,21 +66,11 @@ def read_scaling(
     rotated: float = 1.0,
     types: dict[str, str] | None = None,
 ) -> str | None:
-    """The value of ``--rope-scaling``; None without scaling.
-
-    Args:
-        given: the keys.
-        fields: see :func:`read_rope`.
-        newer: the part of ``rope_parameters`` that concerns it.
-        rotated: share of a head that is rotated.
-        types: see :func:`read_rope`.
-
-    Raises:
-        CheckpointError: the keys of the two versions differ, or cannot be represented.
-    """
+    """The value of ``--rope-scaling``, None without scaling; as :func:`read_rope`, from the part of
+    ``rope_parameters`` in ``newer`` and the share of a head that is rotated."""
     given.unused(_ORIGINAL)
     pairs = int(fields["kv_channels"] * rotated) // 2
-    older, found = given.table("rope_scaling") or {}, []
+    older, found = given.table("rope_scaling"), []
     for name, table in (("rope_scaling", older), ("rope_parameters", newer)):
         form = {k: v for k, v in table.items() if k not in ("rope_theta", "partial_rotary_factor")}
         if form:
@@ -128,7 +118,7 @@ def agreed(given: HFConfigReader, names: tuple[str, ...], newer: Any, default: f
         default: the value where neither is there.
 
     Raises:
-        CheckpointError: it is no number, or the two differ.
+        CheckpointError: it is not a number, or the two differ.
     """
     present = [name for name in names if given.content.get(name) is not None]
     older = given.number(tuple(present)) if present else None

@@ -172,7 +172,6 @@ class HuggingFaceFolder(Source):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         config = path / "config.json"
         if not config.is_file():
             return None
@@ -185,11 +184,9 @@ class HuggingFaceFolder(Source):
         return path
 
     def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
         return list(self._parameters)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
         self._parameter(name)
         return self._shapes[name]
 
@@ -199,12 +196,10 @@ class HuggingFaceFolder(Source):
         return ["weight"]
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        """See :meth:`Source.dtype`."""
         first = self._parameter(name).theirs[0]
         return str(self._weights.dtype(self._stored[first])).removeprefix("torch.")
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
         parameter = self._parameter(name)
         if kind != "weight":
             raise CheckpointError(f"{self.folder} has no {kind} of {name}, only weights")

@@ -65,11 +65,7 @@ def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
 
 
 def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig:
-    """The network that the arguments describe, without the size of its vocabulary.
-
-    Args:
-        arguments: the saved namespace as a dictionary.
-        where: the file, for messages.
+    """The network that the arguments in a file describe, without the size of its vocabulary.
 
     Raises:
         CheckpointError: an argument is missing, malformed, or cannot be represented.
@@ -208,12 +204,7 @@ def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | No
 
 def unpadded_vocabulary(arguments: Mapping[str, Any], rows: int) -> int | None:
     """Number of rows of the token embedding that are tokens, the rest being padding; None when the
-    checkpoint does not say.
-
-    Args:
-        arguments: the saved arguments; empty where the checkpoint has none.
-        rows: of the embedding.
-    """
+    checkpoint does not say. ``arguments`` are empty where it has none."""
     if not arguments:
         return _PUBLISHED.get(rows)
     known = arguments.get("unpadded_vocab_size")

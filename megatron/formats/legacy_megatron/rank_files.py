@@ -239,7 +239,7 @@ class RankFile:
         path: the file.
         version: its ``checkpoint_version``.
         iteration: steps done; None where it does not say (released models).
-        arguments: the arguments of the run; empty where there are none.
+        arguments: the arguments of the run; empty if the file has none.
         chunks: parameters by Megatron's name, levels joined by dots, in the order of registration;
             several dictionaries with virtual pipeline stages.
         optimizer: state of the optimizer, as Megatron nests it; None without one.

@@ -40,14 +40,7 @@ _PUBLISHED_HEAD_DIM = 64
 
 
 class ParameterLocation(NamedTuple):
-    """Where a parameter is.
-
-    Attributes:
-        pipeline: pipeline rank.
-        key: chunk and Megatron's name.
-        shape: of a tensor-parallel rank's share.
-        dtype: in which it is stored.
-    """
+    """Where a parameter is, and the shape and dtype of a tensor-parallel rank's share."""
 
     pipeline: int
     key: Key
@@ -96,29 +89,23 @@ class MegatronCheckpoint(Source):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         return find_megatron(path, wanted)
 
     def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
         return list(self._shards)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
         return self._shard(name).canonical_shape
 
     def kinds(self, name: str) -> Sequence[str]:
-        """See :meth:`Source.kinds`."""
         self._shard(name)
         return ("weight", *MOMENTS) if self._has_moments else ("weight",)
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        """See :meth:`Source.dtype`."""
         master = self._has_moments or kind != "weight"
         return "float32" if master else str(self._locations[name].dtype).removeprefix("torch.")
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
         shard, location = self._shard(name), self._locations[name]
         shares = []
         for number, file in enumerate(self._stage(location.pipeline)):
@@ -332,14 +319,8 @@ class _Stage(NamedTuple):
 def _survey(
     stage: Callable[[int], Sequence[RankFile]], pipeline_size: int
 ) -> tuple[dict[str, ParameterLocation], int]:
-    """Finds every parameter.
-
-    Args:
-        stage: gives the files of a pipeline rank, by tensor rank.
-        pipeline_size: number of pipeline ranks.
-
-    Returns:
-        Locations by canonical name, and the number of blocks.
+    """Locations of the parameters by canonical name, and the number of blocks; ``stage`` gives the
+    files of a pipeline rank by tensor rank.
 
     Raises:
         CheckpointError: files are not of one checkpoint, blocks are missing, or a parameter is

@@ -260,7 +260,7 @@ REFUSED = [
         1,
         [
             "--num-layers-per-virtual-pipeline-stage 2, --pipeline-model-parallel-size 1 (default):"
-            " one process has no one",
+            " a pipeline needs two or more",
         ],
     ),
     (

@@ -90,7 +90,7 @@ def test_corpora_by_name(tmp_path) -> None:
     assert [s.weight for s in weighted.train.sources] == [6.0, 2.0, 2.0]
 
 
-def test_evaluation_has_a_key_of_its_own(tmp_path) -> None:
+def test_evaluation_has_its_own_text_key(tmp_path) -> None:
     reader = BlendReader(kind_of=lambda path: "text", eval_text_key="review")
     found = parts(reader, train_data_path=("a.jsonl",), valid_data_path=("b.jsonl",))
     assert found.train is not None and found.train.sources[0].text_key is None

@@ -86,7 +86,7 @@ def test_every_auto_is_filled_from_the_flags():
     }
 
 
-def test_values_of_a_number_format_that_is_off_are_left_out():
+def test_values_of_a_dtype_that_is_off_are_left_out():
     _, completed, _ = run(f"{BATCH} --bf16 --zero-stage 1", AUTO)
     assert completed["fp16"] == {"enabled": False} and completed["bf16"] == {"enabled": True}
 

@@ -123,7 +123,7 @@ def test_recomputed_activations_give_the_same_training(recompute):
 
 
 def test_weights_are_those_of_bf16():
-    """Names, shapes and number formats: a checkpoint does not know of 8 bits."""
+    """Names, shapes and dtypes: a checkpoint does not know of 8 bits."""
     ours, plain = build(fp8_format="hybrid"), build()
     for (name, param), (other, same) in zip(
         ours.named_parameters(), plain.named_parameters(), strict=True

@@ -63,7 +63,7 @@ def test_which_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):
         open_checkpoint(tmp_path / "absent")
 
 
-def test_number_formats(tmp_path, gpt_config, random_gpt, write_checkpoint):
+def test_dtypes(tmp_path, gpt_config, random_gpt, write_checkpoint):
     config = dataclasses.replace(gpt_config(), precision=PrecisionConfig(bf16=True))
     write_checkpoint(tmp_path, config, random_gpt(config))
     loaded, _ = load_model(open_checkpoint(tmp_path), device=CPU)

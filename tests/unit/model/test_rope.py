@@ -119,7 +119,7 @@ def config(**changes):
 
 @pytest.mark.parametrize("length", [64, 65])
 def test_longrope_angles_against_transformers(length):
-    """The length of the sequence chooses the factors, whose positions may start anew within."""
+    """The length of the sequence chooses the factors, whose positions may start again within."""
     theirs = Phi3RotaryEmbedding(
         Phi3Config(
             hidden_size=2 * WIDTH, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0,

@@ -139,7 +139,7 @@ def test_a_vocabulary_without_endoftext_has_no_eod(trained, tmp_path):
     assert tokenizer.detokenize(ids) == text
 
 
-def test_long_runs_go_on_where_the_fast_way_gives_up(trained):
+def test_long_runs_continue_where_the_fast_way_gives_up(trained):
     text = " " * 1_200_000 + "a"
     with pytest.raises(ValueError, match="[Rr]egex"):
         trained._ranked.encode(text)

@@ -88,7 +88,7 @@ def test_bytes():
 
 
 def test_every_type_is_in_the_documentation_and_the_help():
-    text = (Path(__file__).parents[3] / "docs" / "tokenizers.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "guides" / "tokenizers.md").read_text()
     missing = [name for name in TOKENIZERS if f"`{name}`" not in text]
     assert not missing
 

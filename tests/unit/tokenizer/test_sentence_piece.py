@@ -97,7 +97,7 @@ def test_against_transformers_t5(realdata, tmp_path):
 
 
 def megatron_ids(reference, specials, text):
-    """The rule of Megatron, told independently: cut at the first special token, encode, go on."""
+    """The rule of Megatron, independently: cut at the first special token, encode, repeat."""
     found = [(text.index(token), token) for token in specials if token in text]
     if not found:
         return reference.encode(text)

@@ -163,7 +163,7 @@ def test_a_token_that_no_merge_makes(tmp_path):
     assert saved("qzx!qzxa")["input_ids"] == ours.tokenize("qzx!qzxa")
 
 
-def test_long_runs_go_on_where_tiktoken_gives_up(llama3):
+def test_long_runs_continue_where_tiktoken_gives_up(llama3):
     ours, encode = llama3
     text = " " * 1_200_000 + "a"
     with pytest.raises(ValueError, match="[Rr]egex"):

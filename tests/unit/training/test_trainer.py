@@ -154,7 +154,7 @@ def test_an_error_leaves_every_callback():
     assert told[-1] == "a: ZeroDivisionError"
 
 
-def test_it_goes_on_from_its_position():
+def test_it_continues_from_its_position():
     engine = Engine()
     trainer(engine, plan(), at=2).fit()
     assert engine.steps == [[8, 9, 10, 11]]

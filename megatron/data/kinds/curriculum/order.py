@@ -1,19 +1,22 @@
-"""The order of samples drawn by their difficulty: that of DeepSpeed's sampler.
+"""The difficulty of each step, and the order of samples drawn by it: those of DeepSpeed 0.19.
 
 Samples are in clusters. When a difficulty grows, the samples that it admits form another cluster,
 shuffled. A step draws, for each sample of its batch, a cluster with a probability proportional to
 its size, and takes that many samples of each cluster, in the cluster's order from where the last
 step stopped; a cluster that is used up is shuffled again. Finally the batch is shuffled. All draws
 come from one random number generator, so that a run's order is a function of the seed, the metrics,
-their schedules and the batch sizes alone: the one of DeepSpeed 0.19's ``DeepSpeedDataSampler``
-(unless a step needs more of a cluster than is in it: DeepSpeed's batch is then too short).
+their schedules and the batch sizes alone: the one of ``DeepSpeedDataSampler`` (unless a step needs
+more of a cluster than is in it: DeepSpeed's batch is then too short). The formulas of the schedules
+are those of ``CurriculumScheduler``; Li et al. 2021 describe them (arXiv:2108.06084, section 4).
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -23,10 +26,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.kinds.curriculum import DataSampling, Metric
+from megatron.config.kinds.curriculum import DataSampling, DifficultySchedule, Metric
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.curriculum.analysis import ANALYSED, MetricRows, fingerprint, read_rows
-from megatron.data.kinds.curriculum.lengths import difficulty
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 from megatron.util.digests import digest, digest_of_parts
 
@@ -40,6 +42,30 @@ _AGAIN = (
     "run tools/analyze_data.py with the flags of this run (data, --split, --seq-length, --seed, "
     "and its length)"
 )
+
+
+def difficulty(schedule: DifficultySchedule, step: int) -> int:
+    """The difficulty of a step, counted from 1."""
+    assert step >= 1, step
+    if schedule.kind == "fixed_discrete":
+        return schedule.difficulties[bisect.bisect_left(schedule.last_steps, step)]
+    share = (float(step) / schedule.steps) ** (1.0 / schedule.root)
+    grown = math.floor(share * (schedule.highest - schedule.lowest) + schedule.lowest)
+    grown -= grown % schedule.increment
+    first = -(-schedule.lowest // schedule.increment) * schedule.increment
+    return min(max(grown, first), schedule.highest)
+
+
+def stages(schedule: DifficultySchedule) -> Iterator[tuple[int, int]]:
+    """The steps at which the difficulty changes: (number of the step from 1, difficulty)."""
+    step, last = 1, max((schedule.steps, *schedule.last_steps)) + 1
+    while True:
+        current = difficulty(schedule, step)
+        yield step, current
+        if current == difficulty(schedule, last):
+            return
+        later = range(step, last)  # the difficulty never falls: bisect for the next higher one
+        step += bisect.bisect_right(later, current, key=lambda s: difficulty(schedule, s))
 
 
 class DrawnSamples(RenumberedSamples[Sample]):

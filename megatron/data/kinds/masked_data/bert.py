@@ -132,10 +132,7 @@ class WordMasking:
         return (chances[::-1] if self.favor_longer else chances) / chances.sum()
 
     def choose(
-        self,
-        tokens_S: npt.NDArray[np.int64],
-        segments: Sequence[range],
-        rng: np.random.Generator,
+        self, tokens_S: npt.NDArray[np.int64], segments: Sequence[range], rng: np.random.Generator
     ) -> npt.NDArray[np.int64]:
         """Positions of the tokens to be predicted, ascending, int64[P].
 

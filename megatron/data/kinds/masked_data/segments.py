@@ -106,12 +106,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
         return len(documents.document_indices) - 1
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> SegmentDataset[Sample]:
         """`num_samples` samples of the documents `units`; see `SampleRecipe.build`.
 
@@ -214,12 +209,7 @@ def surplus(lengths: list[int], limit: int) -> list[int]:
 
 
 def build_segments(
-    sentences: Sentences,
-    rules: SegmentRules,
-    num_samples: int,
-    seed: int,
-    part: str,
-    source: str,
+    sentences: Sentences, rules: SegmentRules, num_samples: int, seed: int, part: str, source: str
 ) -> npt.NDArray[np.integer]:
     """The sentences of every sample, in the order in which samples are read.
 

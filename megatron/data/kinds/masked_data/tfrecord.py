@@ -309,7 +309,7 @@ class TFRecords(Documents):
             token, record = entry["largest_id"].tolist()
             if token >= vocab_size:
                 raise ValueError(
-                    f"{file.path}, record {record}: it holds the token id {token}, but the "
+                    f"{file.path}, record {record}: it contains the token id {token}, but the "
                     f"vocabulary has {vocab_size} ids. The file was made with another vocabulary: "
                     "compare --tokenizer-type and --vocab-file"
                 )
@@ -358,12 +358,7 @@ class TFRecordRecipe:
         return len(documents)
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> TFRecordDataset:
         """`num_samples` samples of the records `units`; see `SampleRecipe.build`.
 

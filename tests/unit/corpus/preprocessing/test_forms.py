@@ -123,7 +123,7 @@ def test_array_that_is_wrong(tmp_path, tokenizer, data, message):
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_array_items_are_not_cut(tmp_path, tokenizer, monkeypatch, size):
-    """A number may go on where what was read of it ends."""
+    """A number may continue where what was read of it ends."""
     monkeypatch.setattr("megatron.data.json_lines._ARRAY_BYTES", size)
     path = tmp_path / "in.json"
     path.write_text('[12345, {"text": "a"}, 678]')

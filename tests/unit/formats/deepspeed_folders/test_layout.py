@@ -101,7 +101,7 @@ def test_killed_at_every_moment(tmp_path, monkeypatch, form, second):
 @FORMATS
 @pytest.mark.parametrize("call", ["rename", "replace", "fsync"])
 def test_an_error_at_every_moment(tmp_path, monkeypatch, form, call):
-    """The process goes on: what had the name has it again, and nothing hidden is needed."""
+    """The process continues: the old file has its name again, and nothing hidden is needed."""
     for moment in range(40):
         save = tmp_path / str(moment)
         save.mkdir()

@@ -1,4 +1,4 @@
-"""The written folder: what transformers makes of it, shards, number formats, all or nothing."""
+"""The written folder: what transformers makes of it, shards, dtypes, all or nothing."""
 
 import json
 from pathlib import Path

@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ModelFlags
 from megatron.formats.features import FEATURES, spelled, without
 from megatron.formats.huggingface import ARCHITECTURES, architecture_named, architecture_of
+from megatron.formats.huggingface.config_reader import HFConfigReader
 
 PATH = Path("some/config.json")
 
@@ -278,3 +280,36 @@ def test_both_versions_are_read_alike():
     for content in (older, newer):
         del content["head_dim"], content["num_key_value_heads"]
     assert neox.model(older, PATH) == neox.model(newer, PATH)
+
+
+def test_defaults_are_those_of_transformers():
+    """As transformers has them before others are derived: key and value heads are the query heads
+    of the file."""
+    read = {}
+    for model_type in ("llama", "mistral", "gemma2"):
+        content = {"model_type": model_type, "num_attention_heads": 16}
+        read[model_type] = architecture_named(content, PATH).model(content, PATH)
+        theirs = AutoConfig.for_model(model_type, num_attention_heads=16)
+        attention = read[model_type].attention
+        assert attention.num_query_groups == theirs.num_key_value_heads
+        assert attention.kv_channels == theirs.head_dim
+        assert read[model_type].vocabulary.size == theirs.vocab_size
+        assert read[model_type].embedding.tied == theirs.tie_word_embeddings
+    assert read["llama"].attention.num_query_groups == 16
+    assert read["mistral"].attention.num_query_groups == 8
+
+
+def test_a_model_that_transformers_does_not_know():
+    """A key that the file has needs no default; any other is refused by name."""
+    given = HFConfigReader({"hidden_size": 32}, PATH, "Some", "not_a_model_type")
+    assert given.whole("hidden_size") == 32
+    with pytest.raises(CheckpointError, match="has no num_layers, and transformers .* no default"):
+        given.whole("num_layers")
+
+
+def test_rotated_share_of_gemma3_is_refused():
+    part = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    for kind in ("full_attention", "sliding_attention"):
+        content = SMALL | {"model_type": "gemma3_text", "rope_parameters": {kind: part}}
+        with pytest.raises(CheckpointError, match="such models rotate whole heads"):
+            architecture_named(content, PATH).model(content, PATH)

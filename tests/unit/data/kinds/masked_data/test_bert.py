@@ -113,7 +113,7 @@ def test_masks(pairs, max_preds, prose, tokenizer):
 
 
 @pytest.mark.parametrize("pairs", TASKS)
-def test_same_samples_whenever_and_wherever(pairs, prose, tokenizer, tmp_path):
+def test_samples_do_not_depend_on_order_or_process(pairs, prose, tokenizer, tmp_path):
     def fresh(cache, samples):
         recipe = BertRecipe.from_config(config(pairs), tokenizer, 128, seed=1234)
         return recipe.build(prose, range(10, 300), samples, "train", cache)

@@ -124,7 +124,7 @@ def test_mean_and_longest_span():
     assert sizes.max() == 10 and sizes.min() == 1
 
 
-def test_same_samples_whenever_and_wherever(prose, tokenizer, tmp_path):
+def test_samples_do_not_depend_on_order_or_process(prose, tokenizer, tmp_path):
     recipe = T5Recipe.from_config(MaskedDataConfig(), tokenizer, 128, seed=1)
     whole = recipe.build(prose, range(300), 500, "train", IndexCache(None))
     cached = recipe.build(prose, range(300), 200, "train", IndexCache(tmp_path))
