@@ -106,6 +106,8 @@ def map_in_order(
     """Each item and its answer, in order, from several processes; a few items for each are in
     memory at a time. With no workers, in this process.
 
+    Not ProcessPoolExecutor: its processes live on when their parent is killed.
+
     Raises:
         ChildProcessError: a worker process died.
     """
