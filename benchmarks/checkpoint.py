@@ -31,13 +31,12 @@ from typing import Any
 
 import torch
 
-from megatron.checkpoint.registry import locate_checkpoint
-from megatron.checkpoint.retention import apply_retention
+from megatron.checkpoint.folder import apply_retention
+from megatron.checkpoint.source import locate_checkpoint
 from megatron.config import CheckpointConfig
 from megatron.engine.environment import distributed
 from megatron.engine.loading import load_checkpoint
-from megatron.engine.saving import CheckpointWriter, SaveResult
-from megatron.engine.snapshot import own_slices
+from megatron.engine.saving import CheckpointWriter, SaveResult, own_slices
 from megatron.training.run import Run, build_trainer, parse_run
 from megatron.training.trainer import Trainer
 

@@ -27,7 +27,7 @@ from megatron.config.kinds.masked_data import PAIR_TASKS, MaskedDataConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.segments import SegmentRules, build_segments
-from megatron.data.kinds.masked_data.sentences import Sentences
+from megatron.data.kinds.masked_data.sentence_numbers import Sentences
 from megatron.data.kinds.masked_data.t5 import T5Recipe
 
 SEQ_LENGTH = 512

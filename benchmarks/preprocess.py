@@ -206,7 +206,7 @@ def tiktoken_encoder(vocab_file: Path, merge_file: Path, threads: int) -> Encode
     import tiktoken
     from tiktoken_ext.openai_public import r50k_pat_str
 
-    from megatron.tokenizer.byte_level import read_vocabulary, token_bytes
+    from megatron.tokenizer.gpt2_bpe import read_vocabulary, token_bytes
 
     vocab = read_vocabulary(str(vocab_file))
     end = vocab.pop(END_OF_TEXT)

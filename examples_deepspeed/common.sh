@@ -1,4 +1,4 @@
-# What the scripts of this folder share: models, the launcher, where things lie. Not run by itself:
+# What the scripts of this folder share: models, the launcher, folders. Not run by itself:
 #
 #     source "$(dirname "$0")/common.sh"
 #     pretrain NAME --flag value ... "$@"        trains; everything goes to $RUNS/NAME

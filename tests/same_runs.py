@@ -170,7 +170,10 @@ def print_digests() -> None:
     the command line, as JSON; it runs with the packages of one tree."""
     from safetensors.torch import load_file
 
-    from megatron.checkpoint.registry import open_checkpoint
+    try:
+        from megatron.checkpoint.source import open_checkpoint
+    except ImportError:  # a tree from before the registry was merged into it
+        from megatron.checkpoint.registry import open_checkpoint
 
     found: dict[str, dict[str, str]] = {}
     for folder in map(Path, sys.argv[1:]):

@@ -1,14 +1,14 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-"""Converts checkpoints to the forms of other projects, and from them.
+"""Converts checkpoints to and from the formats of other projects.
 
     python tools/convert_checkpoint.py to-hf --load checkpoints --output hf
     python tools/convert_checkpoint.py from-hf --input hf --output checkpoints
     python tools/convert_checkpoint.py to-megatron --load checkpoints --output megatron
     python tools/convert_checkpoint.py to-universal --load checkpoints --output universal
 
-What goes to or comes from Hugging Face is compared with what it was made of, logit by logit, before
-it gets its name. tools/checkpoint/util.py turns any format into ours or into Megatron's.
+Conversions to and from Hugging Face are compared with their source, logit by logit, before the
+result gets its name. tools/checkpoint/util.py converts any format to this project's or Megatron's.
 """
 
 import sys
@@ -17,10 +17,10 @@ from collections.abc import Sequence
 from megatron.config.command_line import run_command
 
 COMMANDS = {
-    "to-hf": "megatron.formats.conversion.to_hf:to_hf",
-    "from-hf": "megatron.formats.conversion.from_hf:from_hf",
-    "to-megatron": "megatron.formats.conversion.to_megatron:to_megatron",
-    "to-universal": "megatron.formats.conversion.to_universal:to_universal",
+    "to-hf": "megatron.formats.conversion.commands:to_hf",
+    "from-hf": "megatron.formats.conversion.commands:from_hf",
+    "to-megatron": "megatron.formats.conversion.commands:to_megatron",
+    "to-universal": "megatron.formats.conversion.commands:to_universal",
 }
 """Module and function of each command; it is imported when it is called."""
 

@@ -4,7 +4,7 @@
 
     python tools/generate.py --load checkpoints --prompt 'def main():' --temperature 0.8 --top-p 0.9
 
-Without a prompt it asks for prompts, line by line, and shows the text as it is made.
+Without a prompt it reads prompts line by line, and shows each text while it is generated.
 """
 
 import dataclasses
@@ -17,20 +17,25 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import write_text
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError, ModelConfig, parse_configs
 from megatron.config.flags import option
-from megatron.inference.generate import Continuation, OnToken, generate
+from megatron.inference.generate import (
+    Continuation,
+    OnToken,
+    TextStream,
+    continuation_text,
+    generate,
+)
 from megatron.inference.load import load_model, load_tokenizer
 from megatron.inference.sampling import Sampling
-from megatron.inference.text import TextStream, continuation_text
 from megatron.model.layer_list import LayerStack
 from megatron.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True)
 class GenerateConfig:
-    """Generation: from which checkpoint and prompts, and how tokens are drawn."""
+    """Generation: checkpoint, prompts and sampling."""
 
     load: str | None = option(None)
     """Folder of checkpoints, or one checkpoint."""
@@ -41,23 +46,23 @@ class GenerateConfig:
     prompt_file: str | None = option(None)
     """File with a prompt per line; in a .jsonl file each line is {"prompt": "..."}."""
     max_new_tokens: int = option(128)
-    """Most tokens to add to a prompt."""
+    """Maximum number of tokens to add to a prompt."""
     temperature: float | None = option(None, derived="1.0")
-    """Divides the logits: below 1 safer, above 1 wilder."""
+    """Divisor of the logits: lower values are more deterministic, higher values more random."""
     top_k: int | None = option(None, derived="0, all tokens")
-    """Draw among this many most probable tokens."""
+    """Draw among this number of most probable tokens."""
     top_p: float | None = option(None, derived="1.0, all tokens")
-    """Draw among the fewest tokens whose probabilities sum up to this."""
+    """Draw among the fewest tokens whose probabilities sum to at least this."""
     greedy: bool = option(False)
-    """Always take the most probable token."""
+    """Always choose the most probable token."""
     seed: int = option(1234)
     """Seed of the draws."""
     num_samples: int = option(1)
     """Texts per prompt."""
     batch_size: int = option(8)
-    """Most prompts of equal length that go through the model together."""
+    """Maximum number of prompts (of equal length) in the model at a time."""
     output: str | None = option(None)
-    """JSON-lines file for the texts; without it they are printed."""
+    """JSON-lines file for the texts; they are printed if it is not given."""
 
     def check(self) -> None:
         if self.load is None:
@@ -72,9 +77,10 @@ class GenerateConfig:
                 raise ConfigError(f"--{name} {getattr(self, flag)} must be positive")
         drawn = [f for f in ("temperature", "top_k", "top_p") if getattr(self, f) is not None]
         if self.greedy and drawn:
-            raise ConfigError(f"--greedy draws nothing, so --{drawn[0].replace('_', '-')} is void")
+            name = drawn[0].replace("_", "-")
+            raise ConfigError(f"--greedy does not sample; remove it or --{name}")
         if self.greedy and self.num_samples > 1:
-            raise ConfigError(f"--greedy makes {self.num_samples} equal texts (--num-samples)")
+            raise ConfigError(f"--num-samples {self.num_samples} --greedy: all would be equal")
 
     def sampling(self) -> Sampling:
         return Sampling(
@@ -97,7 +103,7 @@ class Program:
     eod: int | None
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt; a new document begins behind the end of the last one."""
+        """Ids of a prompt; an empty one starts a new document."""
         ids = self.tokenizer.tokenize(text)
         return ids or [self.tokenizer.eod]
 
@@ -152,7 +158,7 @@ def eod_of(tokenizer: Tokenizer) -> int | None:
 
 
 def read_prompts(options: GenerateConfig) -> list[str] | None:
-    """The prompts of the flags; None when there are none."""
+    """The prompts of the flags; None without any."""
     if options.prompt is not None:
         return [options.prompt]
     if options.prompt_file is None:
@@ -165,7 +171,7 @@ def read_prompts(options: GenerateConfig) -> list[str] | None:
     if path.suffix == ".jsonl":
         lines = [json_prompt(path, n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not lines:
-        raise ValueError(f"--prompt-file {path} holds no prompt")
+        raise ValueError(f"--prompt-file {path} has no prompt")
     return lines
 
 
@@ -189,7 +195,7 @@ def interact(program: Program) -> None:
         except EOFError:
             print()
             return
-        # The same prompt again gives another text.
+        # A repeated prompt gives another text.
         options = dataclasses.replace(program.options, seed=program.options.seed + number)
         try:
             show(dataclasses.replace(program, options=options), [text])
@@ -198,7 +204,7 @@ def interact(program: Program) -> None:
 
 
 def show(program: Program, texts: Sequence[str]) -> None:
-    """Prints all texts; a single one as it is made."""
+    """Prints all texts; a single one while it is generated."""
     if len(texts) * program.options.num_samples > 1:
         for record in records(program, texts):
             print(f"{record['prompt']}{record['text']}\n{'-' * 8}")

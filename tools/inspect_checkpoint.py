@@ -16,10 +16,9 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from megatron.checkpoint.registry import open_checkpoint
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import Source, open_checkpoint
 from megatron.config.command_line import CommandParser
-from megatron.formats.summary import (
+from megatron.formats.inspection import (
     TensorFacts,
     bytes_on_disk,
     model_differences,
@@ -54,7 +53,7 @@ def parser() -> CommandParser:
     where = result.add_mutually_exclusive_group(required=True)
     where.add_argument("checkpoint", nargs="?", help="one checkpoint, or a folder of several")
     where.add_argument("--diff", nargs=2, metavar=("A", "B"), help="compare two checkpoints")
-    result.add_argument("--iteration", type=int, help="iteration; the newest without it")
+    result.add_argument("--iteration", type=int, help="iteration (default: the newest)")
     result.add_argument(
         "--no-norms", dest="norms", action="store_false", help="do not read the tensors"
     )
@@ -83,7 +82,7 @@ def report(source: Source, norms: bool) -> Iterator[str]:
         not_finite += facts.finite is False
     yield f"{weights:,} parameters in {len(source.names())} tensors"
     if not_finite:
-        yield f"{not_finite} tensors hold infinities or not-a-numbers"
+        yield f"{not_finite} tensors contain infinities or NaN"
 
 
 def as_json(source: Source, norms: bool) -> dict[str, Any]:

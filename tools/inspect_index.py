@@ -108,8 +108,9 @@ def document(dataset: IndexedDataset, number: int, tokenizer: Tokenizer | None) 
             largest = max(found["tokens"], default=0)
             if largest >= tokenizer.vocab_size:
                 raise ValueError(
-                    f"{dataset.prefix}.bin: sequence {sequence} holds the token id {largest}, but "
-                    f"the tokenizer has {tokenizer.vocab_size} ids: the file was made with another"
+                    f"{dataset.prefix}.bin: sequence {sequence} contains the token id {largest}, "
+                    f"but the tokenizer has {tokenizer.vocab_size} ids: the file was made with "
+                    "another one"
                 )
             found["text"] = tokenizer.detokenize(found["tokens"])
         sequences.append(found)

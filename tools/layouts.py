@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-"""Prints what goes with what: every kind of layout, supported or refused, with the reason.
+"""Prints the table of layouts: which combinations are supported, and why the others are not.
 
 python tools/layouts.py
 python tools/layouts.py --markdown > docs/reference/layouts.md
@@ -29,7 +29,7 @@ FAMILIES: tuple[tuple[str, Layout], ...] = (
     ("tensor, sequence, pipeline interleaved", parse_layout("tp2-sp-pp2-interleaved-dp2")),
     ("tensor, sequence, pipeline dualpipev", parse_layout("tp2-sp-pp2-dualpipev-dp2")),
 )
-"""Kinds of layouts; where a size is 2, any larger one is meant too."""
+"""Kinds of layouts; a size of 2 represents all larger ones."""
 
 OPTIONS: tuple[tuple[str, Layout], ...] = (
     ("offload_optimizer cpu", Layout(offload_optimizer="cpu")),
@@ -40,43 +40,43 @@ OPTIONS: tuple[tuple[str, Layout], ...] = (
     ("recompute uniform", Layout(recompute="uniform")),
     ("recompute block", Layout(recompute="block")),
 )
-"""What can be added; shown without a pipeline and with one, tensor parallel or not."""
+"""Options; shown without and with a pipeline, tensor parallel or not."""
 
 LATER = ("context", "experts")
-"""Columns of context parallelism and mixtures of experts; their only value so far is off."""
+"""Columns of context parallelism and mixtures of experts, which are always off."""
 
-INTRODUCTION = """# What goes with what
+INTRODUCTION = """# Supported layouts
 
-A layout that is supported trains like one process: the same loss, gradients and weights, up to
-rounding. One that is not is refused at start-up with the reason below; nothing runs half-right.
-This page is what `python tools/layouts.py --markdown` prints, from `megatron/config/layouts.py`.
+A supported layout trains like one process: the same loss, gradients and weights, up to rounding.
+Any other is refused at start-up with the reason below. This page is the output of
+`python tools/layouts.py --markdown`, from `megatron/config/layouts.py`.
 
-`no8` is refused for reason 8. Sizes of 2 and more are alike. Columns 0 to 3 are ZeRO stages; bf16
-at stage 0 runs as autocast over float32 weights. `context` is context parallelism.
+`no8` is refused for reason 8. Size 2 represents all larger sizes. Columns 0 to 3 are ZeRO stages;
+bf16 at stage 0 runs as autocast over float32 weights. `context` is context parallelism.
 """
 
-LEGEND = """Columns: number format and ZeRO stage. no8 is refused for reason 8. dropout: which masks
-are those of one process. context, experts: context parallelism, mixtures of experts."""
+LEGEND = """Columns: dtype and ZeRO stage. no8 is refused for reason 8. dropout: which masks equal
+those of one process. context, experts: context parallelism, mixtures of experts."""
 
-DROPOUT = """*Dropout* says which masks are those of one process: `all` of them, those on `hidden`
-activations only (attention weights get masks of their own on each tensor-parallel process), or
-`none`. Without dropout every layout gives the same result; with it, those that keep all masks do.
+DROPOUT = """*Dropout* says which masks equal those of one process: `all`, those of `hidden`
+activations only (attention weights have other masks on each tensor-parallel process), or `none`.
+Without dropout every layout gives the same result; with it, those with `all` do.
 """
 
-NOTES = """Goes with all of them: tied and untied embeddings, grouped-query attention (the number of
+NOTES = """All of them support tied and untied embeddings, grouped-query attention (the number of
 key-value heads divides the tensor-parallel size or is a multiple of it; with fewer heads than
-processes they are replicated), gradient accumulation, `--torch-compile`. With tensor parallelism
-that compiles every block in pieces, since its collectives break the graph, and gains less; its
-modes with CUDA graphs go without a pipeline and at ZeRO 0 to 2.
+processes they are replicated), gradient accumulation and `--torch-compile`. With tensor parallelism
+collectives break the graph, so that every block is compiled in pieces and gains less; modes with
+CUDA graphs need a layout without a pipeline at ZeRO 0 to 2.
 
 Sizes must also fit: the tensor-parallel size divides attention heads, feed-forward size and, with
-sequence parallelism, the sequence length; every stage of a pipeline holds at least one block.
-Accumulating gradients in fp32 changes something where they are bf16 or fp16.
+sequence parallelism, the sequence length; every stage of a pipeline has at least one block.
+Accumulating gradients in fp32 has an effect only if they are bf16 or fp16.
 """
 
 NAMES = """## Short names
 
-Tools call a layout by its tokens joined by `-`, sizes of 1 and other defaults left out:
+Tools name a layout by its tokens joined by `-`, without sizes of 1 and other defaults:
 `tp2-sp-pp2-interleaved-dp2-zero1-bf16`.
 
 | token | flag |
@@ -99,11 +99,11 @@ class LayoutsConfig:
     """Layouts: how the table is printed."""
 
     markdown: bool = option(False)
-    """Print the page of the documentation."""
+    """Print the page of the documentation, in Markdown."""
 
 
 def kinds() -> Iterator[tuple[str, Layout]]:
-    """Title and layout of every row; stage and number format are the columns'."""
+    """Title and layout of every row, without ZeRO stage and dtype."""
     yield from FAMILIES
     for title, added in OPTIONS:
         for place, pipeline in (("", 1), (", pipeline", 2)):
@@ -111,7 +111,7 @@ def kinds() -> Iterator[tuple[str, Layout]]:
 
 
 def cells(kind: Layout) -> list[Layout]:
-    """The layouts of a row: every number format, at every ZeRO stage."""
+    """The layouts of a row: every dtype, at every ZeRO stage."""
     return [replace(kind, precision=p, zero=zero) for p in PRECISIONS for zero in STAGES]
 
 
@@ -122,7 +122,7 @@ def mark(layout: Layout) -> str:
 
 
 def heading() -> list[str]:
-    """Columns; the number format stands at the first of its stages."""
+    """Columns; the dtype is at the first of its stages."""
     stages = [f"{precision} {zero}" for precision in PRECISIONS for zero in STAGES]
     stages = [name if name.endswith(" 0") else name.split()[1] for name in stages]
     return ["layout", *stages, "dropout", *LATER]

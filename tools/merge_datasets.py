@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
+from megatron.data.indexed import IndexedDataset
 from megatron.data.indexed.dataset_checks import find_prefixes
 from megatron.data.indexed.dataset_writer import merge_datasets
 
@@ -39,14 +40,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         if not config.input or not config.output_prefix:
             raise ConfigError("give --input and --output-prefix")
         prefixes = find_prefixes(config.input)
-        merged = merge_datasets(prefixes, config.output_prefix)
+        notes = merge_datasets(prefixes, config.output_prefix)
+        merged = IndexedDataset(config.output_prefix)
     except (ValueError, OSError) as error:
         sys.exit(f"merge_datasets.py: error: {error}")
-    for note in merged.notes:
+    for note in notes:
         print(note)
     print(
-        f"{config.output_prefix}.bin/.idx: {merged.documents:,} documents, {merged.sequences:,} "
-        f"sequences, {merged.tokens:,} tokens of {merged.dtype.name} from {len(prefixes)} datasets"
+        f"{merged.prefix}.bin/.idx: {merged.num_documents:,} documents, {len(merged):,} "
+        f"sequences, {merged.num_tokens:,} tokens of {merged.dtype.name} from {len(prefixes)} "
+        "datasets"
     )
 
 

@@ -8,17 +8,12 @@ python tools/presplit_sentences_json.py corpus.jsonl corpus_sentences.jsonl
 from collections.abc import Sequence
 
 from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.reshaping import PresplitConfig, presplit
+from megatron.corpus.collection.reshaping import presplit
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
-        "presplit_sentences_json.py",
-        __doc__,
-        (PresplitConfig,),
-        presplit,
-        argv,
-        positional=("--input", "--output"),
+        "presplit_sentences_json.py", __doc__, presplit, argv, positional=("--input", "--output")
     )
 
 

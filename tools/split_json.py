@@ -8,17 +8,11 @@ python tools/split_json.py --input corpus.jsonl --output-dir parts --split 90,5,
 from collections.abc import Sequence
 
 from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.reshaping import SplitConfig, split_corpus
+from megatron.corpus.collection.reshaping import split_corpus
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_tool(
-        "split_json.py",
-        __doc__,
-        (SplitConfig,),
-        split_corpus,
-        argv,
-    )
+    run_tool("split_json.py", __doc__, split_corpus, argv)
 
 
 if __name__ == "__main__":

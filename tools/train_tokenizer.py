@@ -22,18 +22,9 @@ from megatron.corpus.preprocessing.inputs import (
     read_batches,
     total_bytes,
 )
-from megatron.corpus.preprocessing.progress import Progress
+from megatron.corpus.preprocessing.reporting import Progress
 from megatron.data.json_lines import BadLine, texts_of_line
-from megatron.tokenizer.train import TRAINERS, TrainingOptions
-from megatron.tokenizer.train_sentence_piece import KINDS
-
-FILES = {
-    "GPT2BPETokenizer": "vocab.json and merges.txt",
-    "BertWordPieceLowerCase": "vocab.txt",
-    "BertWordPieceCase": "vocab.txt",
-    "SentencePieceTokenizer": "tokenizer.model",
-}
-"""What the flags of a --tokenizer-type name, in the folder that is written."""
+from megatron.tokenizer.train import KINDS, TRAINED_FILES, train_tokenizer
 
 
 @dataclass(frozen=True)
@@ -52,7 +43,7 @@ class TrainTokenizerConfig:
     files of Hugging Face."""
     min_frequency: int = option(2)
     """A pair is merged only when it occurs this often (not with SentencePiece)."""
-    tokenizer_type: str = option("GPT2BPETokenizer", choices=tuple(TRAINERS))
+    tokenizer_type: str = option("GPT2BPETokenizer", choices=tuple(TRAINED_FILES))
     """Kind of tokenizer."""
     tokenizer_model_type: str = option("bpe", choices=KINDS)
     """Kind of SentencePiece model."""
@@ -83,14 +74,13 @@ def train(config: TrainTokenizerConfig) -> None:
     assert config.vocab_size is not None and config.output is not None
     paths = expand_inputs(config.input, (*JSON_ENDINGS, ".txt"))
     start = time.monotonic()
-    tokenizer = TRAINERS[config.tokenizer_type](
+    tokenizer = train_tokenizer(
+        config.tokenizer_type,
         lambda: read_texts(paths, config.json_keys),
-        TrainingOptions(
-            config.vocab_size,
-            config.min_frequency,
-            config.tokenizer_model_type,
-            config.byte_fallback,
-        ),
+        config.vocab_size,
+        config.min_frequency,
+        config.tokenizer_model_type,
+        config.byte_fallback,
     )
     tokenizer.save_pretrained(config.output)
     if tokenizer.vocab_size < config.vocab_size:
@@ -101,9 +91,10 @@ def train(config: TrainTokenizerConfig) -> None:
             "smaller size",
             file=sys.stderr,
         )
+    files = TRAINED_FILES[config.tokenizer_type]
     print(
-        f"{config.output}: {FILES[config.tokenizer_type]}, {tokenizer.vocab_size:,} tokens, from "
-        f"{len(paths):,} files in {time.monotonic() - start:.1f} seconds"
+        f"{config.output}: {files}, {tokenizer.vocab_size:,} tokens, from {len(paths):,} files in "
+        f"{time.monotonic() - start:.1f} seconds"
     )
 
 

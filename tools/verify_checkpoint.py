@@ -1,15 +1,15 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-"""Looks whether checkpoints are whole.
+"""Verifies that checkpoints are complete and undamaged.
 
     python tools/verify_checkpoint.py checkpoints
     python tools/verify_checkpoint.py checkpoints --all
     python tools/verify_checkpoint.py checkpoints/global_step100 elsewhere/global_step200
 
-Of a folder of checkpoints it takes the one that --load would take, or all. Of this project's it
-compares size and SHA-256 of every file with the manifest, and that with itself; the slices of every
-parameter must be all of it, and their tensors there. Of other formats it reads every tensor. The
-exit status is 1 when anything is damaged; the file is named.
+In a folder of several it verifies the checkpoint that --load would choose, or with --all every one.
+In this project's format it compares size and SHA-256 of every file with the manifest, and checks
+that the slices of every parameter are complete and their tensors present. In other formats it reads
+every tensor. The exit status is 1 when anything is damaged; the file is named.
 """
 
 import sys
@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from megatron.config.command_line import CommandParser
-from megatron.formats.verification import Verdict, verify_all
+from megatron.formats.inspection import Verdict, verify_all
 
 TITLES = ("checkpoint", "files", "MB", "tensors", "seconds", "")
 
@@ -53,7 +53,7 @@ def parser() -> CommandParser:
         "folders", nargs="+", type=Path, metavar="DIR",
         help="one checkpoint of any format, or a folder of several",
     )  # fmt: skip
-    result.add_argument("--all", action="store_true", help="all checkpoints of each folder")
+    result.add_argument("--all", action="store_true", help="verify all checkpoints of each folder")
     return result
 
 

@@ -8,17 +8,12 @@ python tools/wikiextractor_json.py --input extracted --output wikipedia.jsonl
 from collections.abc import Sequence
 
 from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.wikipedia import WikipediaConfig, read_wikipedia
+from megatron.corpus.collection.wikipedia import read_wikipedia
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
-        "wikiextractor_json.py",
-        __doc__,
-        (WikipediaConfig,),
-        read_wikipedia,
-        argv,
-        positional=("--input", "--output"),
+        "wikiextractor_json.py", __doc__, read_wikipedia, argv, positional=("--input", "--output")
     )
 
 

@@ -42,11 +42,13 @@ _API = re.compile(r"^<!-- api: ([\w.]+) -->$", re.MULTILINE)
 
 
 def on_files(files: Files, config: Any) -> Files:
-    """Adds the generated pages and those from outside docs/."""
+    """Adds the pages from outside docs/, and replaces the short pages that stand for generated
+    ones in a checkout."""
     for source, target in INCLUDED.items():
         text = relinked((ROOT / source).read_text(), source)
         files.append(File.generated(config, target, content=text))
     for target, page in GENERATED.items():
+        files.remove(files.src_uris[target])
         files.append(File.generated(config, target, content=page()))
     return files
 

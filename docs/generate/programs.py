@@ -110,6 +110,7 @@ def parse(program: Sequence[str], words: Sequence[str]) -> Parsed:
 
     argv, errors = [*program[1:], *words], io.StringIO()
     with (
+        _first_on_path(str((ROOT / program[0]).parent)),
         mock.patch.object(argparse.ArgumentParser, "parse_known_args", stopping),
         mock.patch.object(sys, "argv", [program[0], *argv]),
         contextlib.redirect_stderr(errors),

@@ -1,4 +1,4 @@
-"""Checkpoint folders: names, trackers, what is complete, how one appears.
+"""Checkpoint folders: names, trackers, completeness, publishing, locking, retention.
 
 ::
 
@@ -6,7 +6,7 @@
     <save>/latest_checkpointed_iteration.txt  its iteration, as Megatron writes it
     <save>/global_step<N>/                    appears by a rename, when it is complete
         manifest.json                         size and SHA-256 of every file, and of itself
-        index.json                            which slice of which parameter each file holds
+        index.json                            which slice of which parameter is in which file
         config.json, deepspeed.json           the resolved configuration
         state.json                            counters, loss scaler, layout
         weights-<rank>.safetensors            float32 weights
@@ -24,17 +24,25 @@ import contextlib
 import os
 import re
 import shutil
-from collections.abc import Iterator, Mapping
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from megatron.checkpoint.files import CheckpointError, Facts, stage_text
-from megatron.checkpoint.index import INDEX
-from megatron.checkpoint.manifest import MANIFEST, write_manifest
+from megatron.checkpoint.manifest import INDEX, MANIFEST, write_manifest
 from megatron.util.files import sync_path
+from megatron.util.locks import Lock, LockTakenError
 
 TRACKER = "latest"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
+LOCK = ".lock"
 _TAG = re.compile(r"global_step(\d+)")
+_TWIN = "_universal"
+"""What ``--save-universal`` appends to a checkpoint's name."""
+_WAIT_SECONDS = 120.0
+"""How long to wait for a lock of another host: a file server takes up to 90 s (the lease of NFS 4)
+to notice that its holder is gone."""
 
 
 def tag(iteration: int) -> str:
@@ -58,14 +66,8 @@ def _replaced_folder(final: Path) -> Path:
 
 
 def standing_in(final: Path) -> Path | None:
-    """The old checkpoint of a name, where a killed save left none under the name itself.
-
-    Args:
-        final: the name; nothing is there, an empty folder, or this format's without a manifest.
-
-    Returns:
-        None when there is no old one, or another has taken its place.
-    """
+    """The renamed old checkpoint, if a killed save left nothing, an empty folder or one without a
+    manifest at ``final``."""
     replaced = _replaced_folder(final)
     if not replaced.is_dir():
         return None
@@ -76,12 +78,12 @@ def standing_in(final: Path) -> Path | None:
 
 
 def remove_incomplete(save: Path) -> None:
-    """Removes what killed saves and deletions left behind; only for the run that saves there."""
+    """Removes leftovers of killed saves and deletions; only for the run that saves there."""
     for pattern in (".global_step*.incomplete", ".global_step*.deleted"):
         for folder in save.glob(pattern):
             shutil.rmtree(folder, ignore_errors=True)
     for folder in save.glob(".global_step*.replaced"):
-        # Killed between two renames, a save leaves the only checkpoint of that name here.
+        # A save that was killed between two renames leaves the only checkpoint of that name here.
         if standing_in(save / folder.name[1:].removesuffix(".replaced")) is None:
             discard(folder)
     for tracker in (TRACKER, MEGATRON_TRACKER):
@@ -90,10 +92,10 @@ def remove_incomplete(save: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Deletes a checkpoint; half of one is never seen under its name.
+    """Deletes a checkpoint; a partly deleted one never has its name.
 
     Raises:
-        OSError: it cannot be renamed, and is still there as it was.
+        OSError: it cannot be renamed, and is unchanged.
     """
     name = folder.name.removeprefix(".").removesuffix(".replaced")
     deleted = folder.with_name(f".{name}.deleted")
@@ -105,16 +107,11 @@ def discard(folder: Path) -> None:
 def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
     """Turns a fully written incomplete folder into the newest checkpoint.
 
-    At every moment a complete checkpoint is found under the tag that the tracker has, whenever the
-    process is killed.
-
-    Args:
-        save: folder of the checkpoints.
-        iteration: the checkpoint's iteration.
-        facts: manifest entry of every file in the folder.
+    ``facts`` are the manifest entries of its files. Whenever the process is killed, the tracker
+    names a complete checkpoint.
 
     Raises:
-        OSError: a file cannot be written; the checkpoints are as they were.
+        OSError: a file cannot be written; the checkpoints are unchanged.
     """
     written, name = incomplete_folder(save, iteration), tag(iteration)
     write_manifest(written, facts)
@@ -124,14 +121,8 @@ def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
 
 @contextlib.contextmanager
 def unfinished_folder(final: Path) -> Iterator[Path]:
-    """An empty folder beside ``final`` to write in; it is gone when the block fails.
-
-    A killed process leaves it behind; :func:`remove_incomplete` and the next one to write there
-    remove it. The block ends with :func:`publish` or :func:`replace_folder`.
-
-    Raises:
-        OSError: it cannot be made.
-    """
+    """An empty folder beside ``final`` to write in, removed when the block fails. The block ends
+    with :func:`publish` or :func:`replace_folder`."""
     folder = final.with_name(f".{final.name}.incomplete")
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
@@ -143,18 +134,18 @@ def unfinished_folder(final: Path) -> Iterator[Path]:
 
 
 def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> None:
-    """Gives a fully written folder of any format its name; what had the name before goes.
+    """Renames a fully written folder of any format to ``final``, and deletes what had that name.
 
-    At every moment the old or the new folder is under the name or :func:`standing_in` for it.
+    At every moment the old or the new folder has the name or is :func:`standing_in` for it.
 
     Args:
         written: the folder, beside ``final``; its files are on the disk.
-        final: its name from now on.
-        trackers: text of files beside it, by name, that are replaced once it is there.
+        final: its name.
+        trackers: text of files beside it, by name, that are replaced afterwards.
 
     Raises:
-        OSError: something cannot be renamed or written; what had the name has it again, unless
-            it was only a tracker that could not be replaced.
+        OSError: something cannot be renamed or written; the old folder has its name again, unless
+            only a tracker could not be replaced.
     """
     save, replaced = final.parent, None
     staged: dict[Path, Path] = {}
@@ -178,13 +169,13 @@ def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> N
             text_file.unlink(missing_ok=True)
         raise
     if replaced is not None:
-        # The save has succeeded, whatever keeps the old folder from going.
+        # The save has succeeded even if the old folder cannot be deleted.
         with contextlib.suppress(OSError):
             discard(replaced)
 
 
 def _make_room(final: Path) -> Path | None:
-    """Renames what has a new checkpoint's name already; returns where it is now."""
+    """Renames what already has a new checkpoint's name; returns its new path."""
     only_copy = standing_in(final)
     if only_copy is not None:
         if final.exists():
@@ -200,7 +191,7 @@ def _make_room(final: Path) -> Path | None:
 
 
 def _complete(save: Path, name: str) -> Path | None:
-    """Where the checkpoint of a tag is, if it is complete."""
+    """The path of a tag's checkpoint, if it is complete."""
     for folder in (save / name, standing_in(save / name)):
         if folder is not None and (folder / MANIFEST).is_file():
             return folder
@@ -227,17 +218,16 @@ def find(load: str, wanted: str | None = None) -> Path | None:
             (without a tracker: the newest complete one).
 
     Returns:
-        The checkpoint's folder; None when the folder has no checkpoint at all, or its tracker names
-        one of another format.
+        Its folder; None if there is no checkpoint, or the tracker names one of another format.
 
     Raises:
-        CheckpointError: the wanted checkpoint is not there or not complete, the tracker is empty or
-            names none, or the folder's checkpoints are in another format.
+        CheckpointError: the wanted checkpoint is missing or incomplete, the tracker is empty or
+            names no checkpoint, or the folder's checkpoints are in another format.
     """
     root = Path(load)
     if (root / MANIFEST).is_file():
         if wanted not in (None, root.name, root.name.removeprefix("global_step")):
-            raise CheckpointError(f"{root} is one checkpoint, and not {wanted}")
+            raise CheckpointError(f"{root} is one checkpoint, not {wanted}")
         return root
     if not root.is_dir() and wanted is None:
         return None
@@ -269,3 +259,100 @@ def find(load: str, wanted: str | None = None) -> Path | None:
             )
         return None
     return _complete(root, known[-1])
+
+
+def lock_folder(
+    save: Path,
+    say: Callable[[str], None] = lambda line: None,
+    wait_seconds: float = _WAIT_SECONDS,
+) -> Lock:
+    """Locks a folder of checkpoints, which is created if necessary, for one run; the file ``.lock``
+    there names the holder.
+
+    Args:
+        save: the folder.
+        say: called with a line for the user.
+        wait_seconds: how long to wait for a holder on another host.
+
+    Raises:
+        CheckpointError: another run saves there.
+        OSError: the folder cannot be created or written to.
+    """
+    save.mkdir(parents=True, exist_ok=True)
+    path, told, deadline = save / LOCK, False, time.monotonic() + wait_seconds
+    while True:
+        try:
+            lock = Lock(path)
+            break
+        except LockTakenError:
+            holder = path.read_text().strip() or "another process"
+        if holder.endswith(f" on {socket.gethostname()}") or time.monotonic() > deadline:
+            raise CheckpointError(
+                f"--save {save}: {holder} is saving there ({LOCK}); two runs would delete "
+                "each other's checkpoints: end that one, or give another --save"
+            )
+        if not told:
+            say(f"--save {save}: waiting for {holder}, or for the file server to notice that "
+                "it is gone")  # fmt: skip
+            told = True
+        time.sleep(1)
+    if lock.missing:
+        say(f"{path}: this file system has no locks ({lock.missing}), so nothing keeps another "
+            "run from saving there")  # fmt: skip
+    path.write_text(f"process {os.getpid()} on {socket.gethostname()}\n")
+    return lock
+
+
+def superseded(
+    save: Path, newest: int, keep_last: int | None, keep_every: int | None
+) -> list[Path]:
+    """Folders that ``--keep-last`` and ``--keep-every`` do not keep, oldest first, each after its
+    universal copy.
+
+    Checkpoints after iteration ``newest``, which was just saved, are of an abandoned run; they
+    neither count nor are deleted. Folders that this project did not save are never deleted.
+    """
+    if keep_last is None:
+        return []
+    assert keep_last > 0, "the newest is kept"
+    known = []
+    for path in save.iterdir():
+        iteration = iteration_of(path.name)
+        if iteration is not None and iteration <= newest and _is_ours(path):
+            known.append(iteration)
+    given_up = [
+        iteration
+        for iteration in sorted(known)[:-keep_last]
+        if keep_every is None or iteration % keep_every
+    ]
+    folders = []
+    for iteration in given_up:
+        twin = save / f"{tag(iteration)}{_TWIN}"
+        folders += [twin] if twin.is_dir() else []
+        folders.append(save / tag(iteration))
+    return folders
+
+
+def _is_ours(folder: Path) -> bool:
+    """Whether this project saved it, in its own format or in DeepSpeed's with its configuration."""
+    if (folder / MANIFEST).is_file():
+        return True
+    return (folder / "config.json").is_file() and (folder / "state.json").is_file()
+
+
+def apply_retention(
+    save: Path, newest: int, keep_last: int | None, keep_every: int | None
+) -> list[str]:
+    """Deletes what :func:`superseded` names; returns a line about each folder that could not be
+    deleted."""
+    notes = []
+    try:
+        folders = superseded(save, newest, keep_last, keep_every)
+    except OSError as error:
+        return [f"{save} cannot be listed, nothing is deleted: {error.strerror}"]
+    for folder in folders:
+        try:
+            discard(folder)
+        except OSError as error:
+            notes.append(f"{folder} cannot be deleted: {error.strerror}")
+    return notes

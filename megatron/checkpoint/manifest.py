@@ -1,11 +1,14 @@
-"""The manifest of a checkpoint: size and SHA-256 of every file, and of the manifest itself. By it
-and by what the JSON files say a checkpoint is verified."""
+"""The two files that describe a checkpoint: the index (which slice of which parameter is in which
+file) and the manifest (size and SHA-256 of every file, and of itself)."""
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Any
 
 from megatron.checkpoint.files import (
     CheckpointError,
@@ -16,17 +19,116 @@ from megatron.checkpoint.files import (
     read_json,
     write_bytes,
 )
-from megatron.checkpoint.index import INDEX, read_index
+from megatron.checkpoint.slices import Slice, tiles
 from megatron.util.digests import sha256, sha256_of_file
 from megatron.util.progress import progress_bar
 
-MANIFEST, CONFIG, STATE = "manifest.json", "config.json", "state.json"
+INDEX, MANIFEST, CONFIG, STATE = "index.json", "manifest.json", "config.json", "state.json"
 _FORMAT = 2
 _BLANK = "0" * 64
-"""Stands in place of the manifest's own SHA-256 while that is computed."""
+"""Takes the place of the manifest's own SHA-256 while that is computed."""
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _REQUIRED = (CONFIG, INDEX, STATE)
 _COUNTERS = ("iteration", "consumed_samples", "optimizer_step")
+
+
+def tensor_key(name: str, kind: str, part: str = "") -> str:
+    """Key in a safetensors file of a parameter's ``weight`` or of one of its moments (``kind``)."""
+    words = (name, part, "" if kind == "weight" else kind)
+    return ".".join(word for word in words if word)
+
+
+@dataclass(frozen=True)
+class IndexEntry:
+    """Where a slice of a parameter is stored.
+
+    Attributes:
+        slice: the slice.
+        files: file with the elements of ``weight`` and of each moment.
+        part: distinguishes several slices of one parameter in one process; part of their keys.
+    """
+
+    slice: Slice
+    files: dict[str, str]
+    part: str = ""
+
+    def to_json(self) -> dict[str, Any]:
+        """As JSON values: ``cuts`` if several dimensions are cut, else ``dim`` (or null) and
+        ``ranges``."""
+        held = self.slice
+        cuts: dict[str, Any] = {"cuts": held.cuts}
+        if len(held.cuts) < 2:
+            dim, ranges = held.cuts[0] if held.cuts else (None, ())
+            cuts = {"dim": dim, "ranges": ranges}
+        return {
+            "shape": held.shape,
+            **cuts,
+            "start": held.start,
+            "end": held.end,
+            "files": self.files,
+            "part": self.part,
+        }
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> IndexEntry:
+        """The inverse of :meth:`to_json`."""
+        several = "cuts" in content
+        found = content["cuts"] if several else [(content["dim"], content["ranges"])]
+        cuts = [(dim, tuple((start, length) for start, length in ranges)) for dim, ranges in found]
+        held = Slice(
+            shape=tuple(content["shape"]),
+            cuts=tuple(cut for cut in cuts if cut[0] is not None),
+            start=content["start"],
+            end=content["end"],
+        )
+        return cls(held, dict(content["files"]), content.get("part", ""))
+
+
+def read_index(folder: Path, files: Mapping[str, Any]) -> dict[str, list[IndexEntry]]:
+    """Reads and checks a checkpoint's index: the slices of each parameter by canonical name.
+
+    Args:
+        folder: the checkpoint.
+        files: what its manifest lists.
+
+    Raises:
+        CheckpointError: slices overlap, leave a gap, disagree about shape or kinds, or are in files
+            that the manifest does not list.
+    """
+    path = folder / INDEX
+    try:
+        index = {
+            name: [IndexEntry.from_json(entry) for entry in entries]
+            for name, entries in read_json(path).items()
+        }
+        for name, entries in index.items():
+            _check_parameter(path, name, entries, files)
+    except (KeyError, TypeError, IndexError, AttributeError, OverflowError) as error:
+        raise CheckpointError(f"{path} is not an index: {error!r}") from None
+    if not index:
+        raise CheckpointError(f"{path} lists no parameter")
+    return index
+
+
+def _check_parameter(
+    path: Path, name: str, entries: list[IndexEntry], files: Mapping[str, Any]
+) -> None:
+    if not entries:
+        raise CheckpointError(f"{path} has no slice of {name}")
+    shape, kinds = entries[0].slice.shape, entries[0].files.keys()
+    for entry in entries:
+        if entry.slice.shape != shape or entry.files.keys() != kinds or "weight" not in kinds:
+            raise CheckpointError(f"{path}: the slices of {name} differ in shape or kinds")
+        for file in entry.files.values():
+            if file not in files:
+                raise CheckpointError(
+                    f"{path}: {name} is in {file}, which the manifest does not list"
+                )
+    if not tiles(shape, (entry.slice for entry in entries)):
+        raise CheckpointError(
+            f"{path}: the slices of {name} overlap or leave a gap in its {math.prod(shape)} "
+            "elements"
+        )
 
 
 def file_facts(path: Path) -> Facts:
@@ -35,12 +137,7 @@ def file_facts(path: Path) -> Facts:
 
 
 def write_manifest(folder: Path, facts: dict[str, Facts]) -> None:
-    """Writes a checkpoint's manifest, to the disk.
-
-    Args:
-        folder: the checkpoint, which has none yet.
-        facts: entry of every file, by its path in the folder.
-    """
+    """Writes a new manifest with the entry of every file, by its path, to the disk."""
     content = {"format": _FORMAT, "files": dict(sorted(facts.items())), "sha256": _BLANK}
     text = json_text(content)
     write_bytes(folder / MANIFEST, text.replace(_BLANK, sha256(text)).encode())
@@ -50,21 +147,16 @@ def manifest(folder: Path) -> dict[str, Facts]:
     """Manifest entries of a checkpoint by file name.
 
     Raises:
-        CheckpointError: there is no manifest, or it is damaged.
+        CheckpointError: the manifest is missing or damaged.
     """
     path = folder / MANIFEST
     raw = read_bytes(path)
     content = parse_json(path, raw)
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise CheckpointError(f"{path} is not a manifest of format {_FORMAT}")
-    own, files = content.get("sha256"), content.get("files")
-    text = raw.decode()
-    if (
-        not isinstance(own, str)
-        or not _SHA256.fullmatch(own)
-        or sha256(text.replace(own, _BLANK)) != own
-    ):
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the one that it names")
+    own, files, text = str(content.get("sha256")), content.get("files"), raw.decode()
+    if not _SHA256.fullmatch(own) or sha256(text.replace(own, _BLANK)) != own:
+        raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the one in it")
     if not isinstance(files, dict) or not all(map(_is_entry, files.items())):
         raise CheckpointError(f"{path}: its entries are not files with bytes and sha256")
     for name in _REQUIRED:
@@ -86,17 +178,17 @@ def _is_entry(item: tuple[str, object]) -> bool:
 
 
 def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
-    """Compares files with the manifest, and the index with it.
+    """Compares a checkpoint's files and its index with the manifest.
 
     Args:
         folder: a checkpoint.
-        share: check every ``shares``-th file only, from this one on, so that ranks can divide them;
-            the first share also checks the index and the counters.
-        shares: number of ranks that divide the files.
+        share: check only every ``shares``-th file, starting with this one, so that ranks can divide
+            the work; share 0 also checks the index and the counters.
+        shares: number of ranks that divide the work.
 
     Raises:
-        CheckpointError: a file is missing, too short or long, or its checksum differs, or the
-            index's slices are not all of each parameter; the message names the file.
+        CheckpointError: a file is missing or differs in size or checksum, or the index's slices do
+            not cover each parameter; the message names the file.
     """
     files = manifest(folder)
     mine = list(files.items())[share::shares]
@@ -111,11 +203,7 @@ def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
 def check_file(
     path: Path, facts: Facts, read: Callable[[int], object] = lambda count: None
 ) -> None:
-    """Compares one file with its entry.
-
-    Raises:
-        CheckpointError: it is missing or differs.
-    """
+    """Compares one file with its entry; raises CheckpointError if it is missing or differs."""
     try:
         size = path.stat().st_size if path.is_file() else None
         if size is None:
@@ -126,12 +214,12 @@ def check_file(
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None
     if found != facts["sha256"]:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is not the manifest's")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 differs from the manifest's")
 
 
 def _check_counters(path: Path) -> None:
-    """Refuses counters that are no numbers, and a training run (which says its world size) that
-    lacks one."""
+    """Refuses counters that are not numbers, and missing ones in a training run's checkpoint (which
+    has a world size)."""
     state = read_json(path)
     if not isinstance(state, dict):
         raise CheckpointError(f"{path} is not a JSON object")

@@ -1,5 +1,4 @@
-"""Reads checkpoints of this project's own format: any slice of any parameter, whatever layout wrote
-it."""
+"""Reads checkpoints of this project's format: any slice of any parameter, of any layout."""
 
 from __future__ import annotations
 
@@ -15,26 +14,23 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.folder import complete_tags, find
-from megatron.checkpoint.index import IndexEntry, read_index, tensor_key
-from megatron.checkpoint.manifest import CONFIG, MANIFEST, STATE, manifest, verify
+from megatron.checkpoint.manifest import (
+    CONFIG,
+    MANIFEST,
+    STATE,
+    IndexEntry,
+    manifest,
+    read_index,
+    tensor_key,
+    verify,
+)
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import TOKENIZER, Source
 from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
 
 
 class CheckpointReader(Source):
-    """One checkpoint of the project's own format.
-
-    Args:
-        folder: the checkpoint's folder (``.../global_step100``).
-
-    Attributes:
-        config: configuration of the run that wrote it.
-        index: where the slices of each parameter are stored, by canonical name.
-
-    Raises:
-        CheckpointError: a file is missing or malformed.
-    """
+    """A checkpoint of this project's format; ``index`` has the slices of each parameter by name."""
 
     title = "checkpoint of this project"
 
@@ -50,40 +46,33 @@ class CheckpointReader(Source):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         if not (path / MANIFEST).is_file() and not (path.is_dir() and complete_tags(path)):
             return None
         return find(str(path), wanted)
 
     @classmethod
     def family(cls, folder: Path) -> str:
-        """See :meth:`Source.family`."""
         return _configuration(folder).model.family
 
     @classmethod
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
-        """See :meth:`Source.verify`."""
         verify(folder, share, shares)
 
     def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
         return list(self.index)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
         return self._entries(name)[0].slice.shape
 
     def kinds(self, name: str) -> list[str]:
-        """``weight`` and the moments that are stored of a parameter."""
         return list(self._entries(name)[0].files)
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
         shape = self.shape(name)
         return self.read(name, kind, Slice.whole(shape)).view(shape)
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        """See :meth:`Source.read`; only the rows that the slice needs are read."""
+        """Reads only the rows that the slice needs."""
         if self.shape(name) != wanted.shape:
             raise CheckpointError(
                 f"{self.folder}: {name} has the shape {self.shape(name)}, the model needs "
@@ -102,7 +91,7 @@ class CheckpointReader(Source):
         return flat
 
     def check_tensors(self) -> None:
-        """See :meth:`Source.check_tensors`; by the heads of the files alone."""
+        """Checks the headers of the files only."""
         wanted: dict[str, dict[str, int]] = {}
         for name, entries in self.index.items():
             for entry in entries:
@@ -159,7 +148,7 @@ def _configuration(folder: Path) -> RunConfig:
     try:
         return RunConfig.from_dict(read_json(folder / CONFIG))
     except (TypeError, AttributeError, ConfigError) as error:
-        raise CheckpointError(f"{folder / CONFIG} is no configuration: {error}") from None
+        raise CheckpointError(f"{folder / CONFIG} is not a configuration: {error}") from None
 
 
 def _check_tensor(path: Path, key: str, stored: Any, numel: int) -> None:
@@ -167,11 +156,11 @@ def _check_tensor(path: Path, key: str, stored: Any, numel: int) -> None:
     if found != numel:
         raise CheckpointError(f"{path}: {key} has {found} elements, the index says {numel}")
     if dtype != "F32":
-        raise CheckpointError(f"{path}: {key} is {dtype}, and not F32")
+        raise CheckpointError(f"{path}: {key} is {dtype}, not F32")
 
 
 def differences(saved: ModelConfig, wanted: ModelConfig) -> list[str]:
-    """Values that shape the weights and differ between two models, a line each."""
+    """A line for each value that affects the weights and differs between two models."""
     lines, here = [], wanted.shaping()
     for name, old in saved.shaping().items():
         new = here.get(name, old)

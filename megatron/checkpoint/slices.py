@@ -1,8 +1,8 @@
-"""Which elements of a whole parameter somebody holds, and what two such slices have in common.
+"""Slices: which elements of a whole parameter a process has, and what two slices have in common.
 
-A share of a parameter is a product: of each dimension some ranges. A slice is a run of elements of
-the flattened share. It comes apart into boxes, both of the parameter and of the share; two slices
-overlap where their boxes do.
+A rank's share of a parameter is a product of ranges along each dimension. A slice is a run of
+elements of the flattened share. It consists of boxes, both of the parameter and of the share; two
+slices overlap where their boxes do.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Slice:
 
     Attributes:
         shape: shape of the whole parameter, without padding.
-        cuts: (dimension, ranges) of each dimension that is cut, in the order of the dimensions;
-            the share has these ranges, one after the other, and all of the other dimensions.
-        start: first element of the flattened share that is held.
+        cuts: (dimension, ranges) of each cut dimension, in order; the share consists of these
+            ranges, one after the other, and of all of the other dimensions.
+        start: first element of the flattened share.
         end: element after the last one.
     """
 
@@ -46,14 +46,7 @@ class Slice:
 
     @classmethod
     def of(cls, shard: Shard, coordinates: Coordinates, start: int, end: int) -> Slice:
-        """Elements [start, end) of a rank's share, less the padding; empty where that is all.
-
-        Args:
-            shard: how the parameter is cut.
-            coordinates: the rank's place in the mesh.
-            start: first element in the flattened share, which ends with the padding.
-            end: element after the last one.
-        """
+        """Elements [start, end) of a rank's flattened share, without the padding at its end."""
         ranges = shard.ranges(coordinates)
         for cut in shard.cuts:
             if cut.unpadded is not None:
@@ -79,11 +72,11 @@ class Slice:
 
     @property
     def is_whole_share(self) -> bool:
-        """Whether it is all of its share."""
+        """Whether it is the complete share."""
         return self.start == 0 and self.end == math.prod(self.share_shape)
 
     def overlap(self, other: Slice) -> Overlap | None:
-        """What this slice has in common with another of the same parameter; None for nothing."""
+        """The elements that this slice shares with another of the same parameter, if any."""
         boxes = []
         for mine, their in product(self._boxes, other._boxes):
             starts = tuple(map(max, mine.starts, their.starts))
@@ -146,13 +139,7 @@ class _CommonBox(NamedTuple):
 
 
 class Overlap:
-    """What two slices of a parameter have in common.
-
-    Attributes:
-        numel: number of elements.
-        first: place of the first of them in the other slice.
-        end: place after the last of them there.
-    """
+    """The ``numel`` elements that two slices have in common, at [first, end) of the other slice."""
 
     def __init__(
         self, boxes: list[_CommonBox], here: tuple[int, ...], there: tuple[int, ...]
@@ -166,12 +153,7 @@ class Overlap:
         )
 
     def copy(self, target: Tensor, source: Tensor) -> None:
-        """Copies it between the two slices' flat elements.
-
-        Args:
-            target: all elements of the one slice.
-            source: elements [first, end) of the other.
-        """
+        """Copies them from elements [first, end) of the other slice to the one slice."""
         into, out_of = target.storage_offset(), source.storage_offset() - self.first
         for shape, here, there in self._boxes:
             target.as_strided(shape, self._here, into + here).copy_(
@@ -180,10 +162,10 @@ class Overlap:
 
 
 def tiles(shape: tuple[int, ...], slices: Iterable[Slice]) -> bool:
-    """Whether slices are all of a parameter of that shape, and no element twice.
+    """Whether slices cover a parameter of that shape, each element once.
 
-    The runs of data-parallel ranks must follow one another in each share. Along each dimension that
-    is cut the shares' ranges must fill it, and there must be a share for each product of them.
+    The runs of data-parallel ranks must follow one another in each share. Along each cut dimension
+    the shares' ranges must fill it, and there must be a share for each product of them.
     """
     shares: dict[tuple[Any, ...], list[Slice]] = {}
     for held in slices:
@@ -217,8 +199,7 @@ def _fill(runs: list[tuple[int, int]], total: int) -> bool:
 
 def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple[int, int], ...]]:
     """Elements [start, end) of a flattened array as boxes, (start, end) along each dimension: the
-    rest of a row, whole rows, and the beginning of a row, where the parts of rows come apart in the
-    same way."""
+    rest of a row, whole rows, the beginning of a row; parts of rows are divided in the same way."""
     if start >= end:
         return
     if not shape:
@@ -239,7 +220,7 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    """The same ranges, those that continue another one as a part of it."""
+    """The ranges, with adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for start, length in ranges:
         if found and sum(found[-1]) == start:
@@ -249,8 +230,8 @@ def _joined(ranges: Ranges) -> Ranges:
 
 
 def _within(ranges: Ranges, start: int, end: int) -> list[tuple[int, int, int]]:
-    """What lies at places [start, end) of a share's dimension: (start in the whole, end in the
-    whole, place in the share) of each run."""
+    """The runs at places [start, end) of a share's dimension: (start and end in the whole, place
+    in the share)."""
     found, place = [], 0
     for first, length in ranges:
         low, high = max(start, place), min(end, place + length)

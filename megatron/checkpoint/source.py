@@ -1,4 +1,7 @@
-"""A checkpoint of any format, seen as whole parameters with canonical names."""
+"""Checkpoints of any format, read as whole parameters with canonical names.
+
+A format is a :class:`Source` and a name in :data:`READERS`; its module is imported when needed.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,14 @@ import shutil
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from pkgutil import resolve_name
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER
 from megatron.checkpoint.slices import Slice
 from megatron.config import (
     CheckpointConfig,
@@ -26,7 +31,7 @@ from megatron.config import (
 from megatron.util.progress import progress_bar
 
 TOKENIZER = "tokenizer"
-"""Folder of the tokenizer's files in checkpoints that this project writes."""
+"""Folder of the tokenizer's files in this project's checkpoints."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Dtypes in which other programs keep weights, as torch and config.json call them."""
 
@@ -35,15 +40,15 @@ class Source(ABC):
     """A checkpoint that is being read; a class per format.
 
     Attributes:
-        title: what the format is called in messages.
-        folder: where it is (or the file, for formats of one file).
+        title: the format's name in messages.
+        folder: the checkpoint's folder or file.
         model: the network, with its vocabulary.
-        tokenizer: how to get its tokenizer; None when the checkpoint does not say.
-        run: configuration of the run that wrote it; None when the checkpoint does not say.
-        state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``; empty when
-            the checkpoint holds weights only, and training starts at the beginning.
-        notes: what was decided where the checkpoint does not say, a line each.
-        refusal: why no model of ours can be made of it; None when one can.
+        tokenizer: None if the checkpoint does not describe it.
+        run: configuration of the run that wrote it; None if the checkpoint does not contain it.
+        state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``; empty if
+            the checkpoint contains only weights, and training starts at the beginning.
+        notes: lines about decisions that the checkpoint leaves open.
+        refusal: why it cannot be used as a model here; None if it can.
     """
 
     title: ClassVar[str]
@@ -58,26 +63,19 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """Where under ``path`` a checkpoint of this format is.
+        """The path of a checkpoint of this format; None if ``path`` has none.
 
         Args:
             path: one checkpoint, or a folder of several with a tracker that names the newest.
             wanted: a tag or an iteration; None for the newest.
 
-        Returns:
-            None when there is no checkpoint of this format at all.
-
         Raises:
-            CheckpointError: there are some, but not the wanted one.
+            CheckpointError: there are checkpoints, but not the wanted one.
         """
 
     @classmethod
     def family(cls, folder: Path) -> str:
-        """The family of the model in what :meth:`locate` found, without reading weights.
-
-        Raises:
-            CheckpointError: a file is missing or malformed.
-        """
+        """The model family of what :meth:`locate` found, without reading weights."""
         return ModelConfig.family
 
     def __init__(self, folder: Path) -> None:
@@ -89,23 +87,19 @@ class Source(ABC):
         self.folder, self.state = folder, {}
 
     def require_model(self) -> None:
-        """Makes sure that a model can be made of it.
-
-        Raises:
-            CheckpointError: none can; it can be inspected.
-        """
+        """Raises CheckpointError if it can only be inspected, not used as a model."""
         if self.refusal is not None:
             raise CheckpointError(f"{self.folder}: {self.refusal}")
 
     @classmethod  # noqa: B027
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
-        """Compares the files with their checksums, where the format has them.
+        """Compares the files with their checksums, if the format has them.
 
         Args:
             folder: what :meth:`locate` found.
-            share: check every ``shares``-th file only, from this one on, so that ranks can divide
-                them.
-            shares: number of ranks that divide the files.
+            share: check only every ``shares``-th file, starting with this one, so that ranks can
+                divide the work.
+            shares: number of ranks that divide the work.
 
         Raises:
             CheckpointError: a file is missing or damaged.
@@ -121,7 +115,7 @@ class Source(ABC):
 
     @abstractmethod
     def kinds(self, name: str) -> Sequence[str]:
-        """``weight`` and the moments (``exp_avg``, ...) that there are of a parameter."""
+        """``weight`` and the moments (``exp_avg``, ...) of a parameter."""
 
     def dtype(self, name: str, kind: str = "weight") -> str:
         """Dtype in which a tensor is stored, as torch calls it."""
@@ -136,11 +130,8 @@ class Source(ABC):
         """
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
-        """A slice of a parameter, flat, float32; formats that can read it alone override this.
-
-        Raises:
-            CheckpointError: it is missing or malformed; the message names the file.
-        """
+        """A slice of a parameter, flat, float32, as :meth:`tensor`; overridden by formats that can
+        read it alone."""
         whole = self.tensor(name, kind)
         if tuple(whole.shape) != wanted.shape:
             raise CheckpointError(
@@ -150,21 +141,14 @@ class Source(ABC):
         return wanted.cut(whole)
 
     def check_tensors(self) -> None:
-        """Makes sure that every tensor can be read, by reading it.
-
-        Raises:
-            CheckpointError: one is missing or malformed.
-        """
+        """Reads every tensor; raises CheckpointError if one is missing or malformed."""
         for name in progress_bar("reading", self.names(), unit=" parameters"):
             for kind in self.kinds(name):
                 self.tensor(name, kind)
 
     def copy_tokenizer(self, target: Path) -> bool:
-        """Copies the tokenizer's files, in Hugging Face's form, to a folder that is not there yet.
-
-        Returns:
-            Whether the checkpoint has them, in its folder ``tokenizer``.
-        """
+        """Copies the tokenizer's files, in Hugging Face's form, to a new folder; returns whether
+        there are any."""
         own = self.folder / TOKENIZER
         if own.is_dir():
             shutil.copytree(own, target)
@@ -172,14 +156,10 @@ class Source(ABC):
 
 
 def resolved(flags: ModelFlags, where: Path) -> ModelConfig:
-    """The network that another program's checkpoint describes by flags.
-
-    Args:
-        flags: the flags.
-        where: the file, for messages.
+    """The network that the flags of another program's checkpoint describe.
 
     Raises:
-        CheckpointError: there is no such network here.
+        CheckpointError: it is not supported here; the message names the file ``where``.
     """
     try:
         return flags.resolve()
@@ -188,11 +168,10 @@ def resolved(flags: ModelFlags, where: Path) -> ModelConfig:
 
 
 def run_of(source: Source, moments: bool = True) -> RunConfig:
-    """The configuration that a converted checkpoint is saved with: that of its run, as far as the
-    source knows it."""
+    """The configuration to save with a converted checkpoint: that of its run, as far as known."""
     run = source.run
     if run is None:
-        # What it is stored in is what it will be exported in.
+        # It will be exported in the dtype in which it is stored.
         dtype = source.dtype(source.names()[0])
         run = RunConfig(
             source.model,
@@ -206,3 +185,113 @@ def run_of(source: Source, moments: bool = True) -> RunConfig:
         checkpoint = CheckpointConfig(save_optim=moments)
     run = dataclasses.replace(run, model=source.model, checkpoint=checkpoint)
     return run.with_vocabulary(source.model.vocabulary.size)
+
+
+READERS = {
+    "native": "megatron.checkpoint.reader:CheckpointReader",
+    "deepspeed": "megatron.formats.deepspeed_folders.folder:DeepSpeedFolder",
+    "universal": "megatron.formats.deepspeed_folders.universal:UniversalFolder",
+    "legacy_megatron": "megatron.formats.legacy_megatron.reader:MegatronCheckpoint",
+    "huggingface": "megatron.formats.huggingface.source:HuggingFaceFolder",
+}
+"""The :class:`Source` of each format, in the order in which they are tried. A universal checkpoint
+is a copy, which may be older than its original."""
+
+WRITERS = {"universal": "megatron.formats.deepspeed_folders.universal:save_universal"}
+"""Functions that write a copy of a checkpoint in another format."""
+
+
+def reader(name: str) -> type[Source]:
+    """The class of a format of :data:`READERS`."""
+    return resolve_name(READERS[name])
+
+
+def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
+    """Writes a copy in a format of :data:`WRITERS` into the folder ``save`` of checkpoints, for
+    runs of a ZeRO stage; returns its path.
+
+    Raises:
+        CheckpointError: the source is damaged.
+        OSError: a file cannot be written; nothing is left behind.
+    """
+    return resolve_name(WRITERS[name])(source, save, stage)
+
+
+class FoundCheckpoint(NamedTuple):
+    """A checkpoint that is not yet open, and its format."""
+
+    form: type[Source]
+    folder: Path
+
+    def open(self, verify: bool = True) -> Source:
+        """Opens it, by default after comparing the files with their checksums.
+
+        Raises:
+            CheckpointError: it is damaged or not supported here.
+        """
+        if verify:
+            self.form.verify(self.folder)
+        return self.form(self.folder)
+
+
+def locate_checkpoint(
+    load: str | Path, wanted: str | None = None, prefer: str = "native"
+) -> FoundCheckpoint | None:
+    """Finds a checkpoint of any format.
+
+    Args:
+        load: one checkpoint, or a folder of several.
+        wanted: a tag or an iteration; None for the newest.
+        prefer: the format to look for first.
+
+    Returns:
+        None if the folder does not exist or has neither checkpoints nor trackers.
+
+    Raises:
+        CheckpointError: the wanted checkpoint, or the one that a tracker names, does not exist.
+    """
+    path, refusal = Path(load), None
+    tracker = path / TRACKER
+    names = [] if _is_empty(path) else sorted(READERS, key=lambda name: name != prefer)
+    for form in map(reader, names):
+        try:
+            folder = form.locate(path, wanted)
+        except CheckpointError as error:
+            # The folder may have several formats, and the wanted checkpoint another one.
+            refusal = refusal or error
+            if wanted is None and tracker.is_file():
+                wanted = tracker.read_text(errors="replace").strip()
+            continue
+        if folder is not None:
+            return FoundCheckpoint(form, folder)
+    if refusal is not None:
+        raise refusal
+    if wanted is not None:
+        raise CheckpointError(f"{path} has no complete checkpoint {wanted}")
+    for tracker in (path / TRACKER, path / MEGATRON_TRACKER):
+        if tracker.is_file():
+            named = tracker.read_text(errors="replace").strip()
+            raise CheckpointError(
+                f"{tracker} names {named!r}, but {path} has no complete checkpoint of a known "
+                f"format: {', '.join(reader(name).title for name in names)}"
+            )
+    if path.is_file():
+        raise CheckpointError(f"{path} is a file, not a checkpoint of a known format")
+    return None
+
+
+def _is_empty(path: Path) -> bool:
+    """Whether it is missing or empty: a run that starts from scratch imports no format."""
+    return not path.exists() or (path.is_dir() and not any(path.iterdir()))
+
+
+def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = True) -> Source:
+    """Finds and opens a checkpoint of any format; see :func:`locate_checkpoint`.
+
+    Raises:
+        CheckpointError: it does not exist or is damaged.
+    """
+    found = locate_checkpoint(load, wanted)
+    if found is None:
+        raise CheckpointError(f"{load}: there is no complete checkpoint")
+    return found.open(verify)

@@ -1,7 +1,7 @@
-"""Writes checkpoints: every process its slices, then one of them the index and the manifest.
+"""Writes checkpoints: every process its slices, then one process the index and the manifest.
 
 A run has a :class:`SliceWriter` on every rank; a conversion (:func:`write_checkpoint`) has one,
-which holds a file's tensors at a time.
+which keeps one file's tensors in memory at a time.
 """
 
 from __future__ import annotations
@@ -27,26 +27,32 @@ from megatron.checkpoint.folder import (
     tag,
     unfinished_folder,
 )
-from megatron.checkpoint.index import INDEX, IndexEntry, tensor_key
-from megatron.checkpoint.manifest import CONFIG, STATE, file_facts
+from megatron.checkpoint.manifest import (
+    CONFIG,
+    INDEX,
+    STATE,
+    IndexEntry,
+    file_facts,
+    tensor_key,
+)
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import TOKENIZER, Source, run_of
 from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
 
 _PROCESS = "slices-{:05d}.json"
-"""What a process leaves for :func:`complete`: its part of the index, and facts of its files."""
+"""A process's part of the index and the facts of its files, for :func:`complete`."""
 
 
 class SliceWriter:
-    """Writes what one process holds into a checkpoint that is not yet complete.
+    """Writes one process's slices into an incomplete checkpoint.
 
     Args:
-        folder: where.
-        process: the process's number, which is in the names of its files.
-        max_file_bytes: no file's tensors are larger, unless there is only one; the next file then
-            has the next number, so that only a process that writes alone may have a limit. None to
-            hold everything until :meth:`finish`. Files of limited size are sorted by name.
+        folder: the incomplete checkpoint.
+        process: the process's number, part of its files' names.
+        max_file_bytes: largest size of a file with more than one tensor, for a process that writes
+            alone: its files are numbered on. Such files are sorted by tensor name. None to keep
+            everything in memory until :meth:`finish`.
         progress: called with a line about each file.
 
     Attributes:
@@ -70,7 +76,7 @@ class SliceWriter:
     def add(
         self, name: str, held: Slice, tensors: Iterable[tuple[str, Tensor]], part: str = ""
     ) -> None:
-        """Takes a slice of a parameter.
+        """Adds a slice of a parameter.
 
         Args:
             name: canonical name of the parameter.
@@ -90,13 +96,7 @@ class SliceWriter:
         self._index.setdefault(name, []).append(IndexEntry(held, files, part).to_json())
 
     def put(self, series: str, key: str, values: Tensor) -> str:
-        """Takes a tensor; returns the name of the file that will hold it.
-
-        Args:
-            series: what the names of such files begin with.
-            key: the tensor's name in the file.
-            values: the tensor.
-        """
+        """Adds a tensor to the files whose names begin with ``series``; returns its file's name."""
         number = self._numbers.setdefault(series, self._process)
         file = f"{series}-{number:05d}.safetensors"
         waiting, limit = self.tensors.setdefault(file, {}), self._max_file_bytes
@@ -108,11 +108,7 @@ class SliceWriter:
         return file
 
     def finish(self) -> None:
-        """Writes what is left, to the disk.
-
-        Raises:
-            OSError: a file cannot be written.
-        """
+        """Writes what is left, to the disk."""
         for file in sorted(self.tensors, reverse=True):
             self._write(file)
         path = self._folder / _PROCESS.format(self._process)
@@ -137,20 +133,18 @@ def complete(
     contents: Mapping[str, Any],
     save_tokenizer: Callable[[Path], object],
 ) -> int:
-    """Makes a checkpoint of what all processes have written, and makes it visible.
+    """Completes the checkpoint that all processes have written, publishes it, and returns its size
+    in bytes.
 
     Args:
-        save: folder of checkpoints, which has the incomplete one.
+        save: folder of checkpoints, which contains the incomplete one.
         iteration: its iteration.
-        processes: how many have written; they have finished.
-        contents: of the other JSON files, by name.
+        processes: number of processes that have finished writing.
+        contents: contents of the other JSON files, by name.
         save_tokenizer: writes the tokenizer's files into a folder, if there are any.
 
-    Returns:
-        Bytes of its files.
-
     Raises:
-        OSError: a file cannot be written; the other checkpoints are as they were.
+        OSError: a file cannot be written; the other checkpoints are unchanged.
     """
     folder = incomplete_folder(save, iteration)
     index: dict[str, list[Any]] = {}
@@ -183,29 +177,25 @@ def write_checkpoint(
     max_file_bytes: int = 5 * 10**9,
     progress: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Writes any checkpoint in this project's own format, a parameter at a time; any layout loads
-    it.
+    """Writes any checkpoint in this project's format, parameter by parameter; returns its folder.
 
     Args:
         save: folder of checkpoints.
-        source: what is written.
+        source: the checkpoint to convert.
         iteration: the new checkpoint's iteration; None for the source's, or 0.
         moments: whether optimizer state is written too.
-        max_file_bytes: no safetensors file is larger, unless one tensor is.
+        max_file_bytes: largest size of a safetensors file with more than one tensor.
         progress: called with a line about each file.
 
-    Returns:
-        The new checkpoint's folder.
-
     Raises:
-        CheckpointError: the source is damaged, no model can be made of it, or there are
-            checkpoints in ``save``.
+        CheckpointError: the source is damaged or cannot be used as a model, or ``save`` contains
+            checkpoints.
         OSError: a file cannot be written; nothing is left behind.
     """
     source.require_model()
     if save.is_dir() and (known := complete_tags(save)):
         raise CheckpointError(
-            f"{save} holds {known[-1]}, which would no longer be the newest: name another folder"
+            f"{save} contains {known[-1]}, which would no longer be the newest: name another folder"
         )
     if iteration is None:
         iteration = source.state.get("iteration", 0)

@@ -1,15 +1,12 @@
 """Frozen dataclasses, one per concern, that generate the command-line flags."""
 
-from megatron.config.checkpoint import CheckpointConfig
+from megatron.config.blocks import NormConfig
 from megatron.config.command_line import FlagParser, parse_configs
-from megatron.config.data import DataConfig
-from megatron.config.embedding import Vocabulary
+from megatron.config.data import DataConfig, TokenizerConfig
 from megatron.config.engine import EngineConfig, LegacyFlags
 from megatron.config.flags import ConfigError, Setting, Settings
-from megatron.config.logging import LoggingConfig
-from megatron.config.model import ModelConfig, ModelFlags
-from megatron.config.norm import NormConfig
-from megatron.config.optimizer import OptimizerConfig, OptimizerFlags, PrecisionConfig
+from megatron.config.model import ModelConfig, ModelFlags, Vocabulary
+from megatron.config.output import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig, ParallelFlags
 from megatron.config.run import (
     FLAG_CLASSES,
@@ -19,8 +16,13 @@ from megatron.config.run import (
     explain,
     resolve,
 )
-from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.training import TrainingConfig, TrainingFlags
+from megatron.config.training import (
+    OptimizerConfig,
+    OptimizerFlags,
+    PrecisionConfig,
+    TrainingConfig,
+    TrainingFlags,
+)
 
 __all__ = [
     "FLAG_CLASSES",

@@ -1,11 +1,10 @@
-"""Where the data is and how samples are made of it."""
+"""Data: where it is, how samples are made of it, and the tokenizer."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, option
-from megatron.config.resolver import ConfigResolver
+from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option
 
 
 @dataclass(frozen=True)
@@ -13,67 +12,64 @@ class DataConfig:
     """Data: where it is and how samples are made of it."""
 
     data_path: tuple[str, ...] = option(())
-    """PREFIX of a PREFIX.bin/.idx pair, or WEIGHT PREFIX WEIGHT PREFIX ... to blend several.
-    PREFIX@FIRST:LAST takes its documents from one fraction to another, such as books@0:0.95; a
-    path that ends in .json or .jsonl is text, tokenized as it is read."""
+    """PREFIX of an indexed dataset (PREFIX.bin and PREFIX.idx), or WEIGHT PREFIX WEIGHT PREFIX ...
+    for a blend of several; --split divides the documents into training, validation and test.
+    PREFIX@FIRST:LAST uses a range of the documents, given as fractions, such as books@0:0.95. A
+    path that ends in .json or .jsonl is raw text, tokenized while training."""
     data_args_path: str | None = option(None)
-    """File with what --data-path would be given."""
+    """Text file with the value of --data-path."""
     train_data_path: tuple[str, ...] = option(())
-    """Like --data-path, for training only; whole files, no split."""
+    """Like --data-path, for training only: --split does not apply."""
     valid_data_path: tuple[str, ...] = option(())
     """Like --data-path, for validation only."""
     test_data_path: tuple[str, ...] = option(())
-    """Like --data-path, for testing only."""
+    """Like --data-path, for test only."""
     per_split_data_args_path: str | None = option(None)
-    """JSON file {"train": [...], "valid": [...], "test": [...]}: what --train-data-path and the
-    like would be given."""
+    """JSON file {"train": [...], "valid": [...], "test": [...]} with the values of
+    --train-data-path, --valid-data-path and --test-data-path."""
     train_weighted_split_paths: tuple[str, ...] = option(())
-    """'NAME: WEIGHT FIRST:LAST PREFIX, WEIGHT FIRST:LAST PREFIX, ...': a blend of ranges of
-    documents."""
+    """Training data as 'NAME: WEIGHT FIRST:LAST PREFIX, WEIGHT FIRST:LAST PREFIX, ...': a blend of
+    ranges of documents, given as fractions."""
     valid_weighted_split_paths: tuple[str, ...] = option(())
-    """The same for validation; several names are evaluated each by itself."""
+    """The same for validation; several NAMEs are evaluated separately."""
     test_weighted_split_paths: tuple[str, ...] = option(())
-    """The same for testing."""
+    """The same for test."""
     train_weighted_split_paths_path: str | None = option(None)
-    """File with what --train-weighted-split-paths would be given."""
+    """Text file with the value of --train-weighted-split-paths."""
     valid_weighted_split_paths_path: str | None = option(None)
-    """File with what --valid-weighted-split-paths would be given."""
+    """Text file with the value of --valid-weighted-split-paths."""
     test_weighted_split_paths_path: str | None = option(None)
-    """File with what --test-weighted-split-paths would be given."""
+    """Text file with the value of --test-weighted-split-paths."""
     train_data: tuple[str, ...] = option(())
-    """NAME NAME ... or WEIGHT NAME WEIGHT NAME ... of the corpora file; without --valid-data and
-    --test-data its documents are shared out by --split."""
+    """Corpora of --corpora-file, as NAME NAME ... or WEIGHT NAME WEIGHT NAME ...; without
+    --valid-data and --test-data, --split divides their documents."""
     valid_data: tuple[str, ...] = option(())
     """Like --train-data, for validation."""
     test_data: tuple[str, ...] = option(())
-    """Like --train-data, for testing."""
+    """Like --train-data, for test."""
     corpora_file: str = option("corpora.json")
-    """JSON file that says of what files the names of --train-data are made."""
+    """JSON file that maps the names of --train-data to files."""
     split: str = option("969,30,1")
-    """Shares of the documents of --data-path for training, validation, test."""
+    """Relative shares of the documents of --data-path for training, validation and test."""
     skip_samples: tuple[str, ...] = option(())
-    """FIRST:LAST ...: numbers of training samples that are passed over; LAST itself is not."""
+    """FIRST:LAST ...: ranges of training samples to skip, by their number; LAST is not skipped."""
     data_cache_path: str | None = option(None, derived="index-cache beside the data")
-    """Folder of the cached sample indices."""
+    """Folder for the cached sample indices."""
     object_storage_cache_path: str | None = option(None, derived="object-storage-cache")
-    """Folder that keeps what was read of data paths such as s3://bucket/prefix."""
+    """Folder that caches remote data, such as s3://bucket/prefix."""
     num_workers: int = option(2, bounds=NOT_NEGATIVE, role="course")
-    """Processes that load data, per rank; 0 loads in the training process."""
+    """Number of data loader processes per rank; 0 loads in the training process."""
     mock_data: bool = option(False)
-    """Train on synthetic tokens; no data files are needed."""
+    """Train on synthetic tokens, without data files."""
     reset_position_ids: bool = option(False)
-    """Restart positions after each end-of-document token."""
+    """Restart position ids after each end-of-document token."""
     reset_attention_mask: bool = option(False)
-    """Keep attention within documents."""
+    """Restrict attention to tokens of the same document."""
     eod_mask_loss: bool = option(False)
-    """Take no loss on positions whose input is the end-of-document token."""
+    """Exclude end-of-document tokens (as inputs) from the loss."""
 
     def check(self, resolver: ConfigResolver) -> None:
-        """Refuses data files beside --mock-data.
-
-        Raises:
-            ConfigError: naming the flags.
-        """
+        """Refuses data files together with --mock-data."""
         parts = ("train", "valid", "test")
         named = [
             resolver.flag(name)
@@ -90,3 +86,37 @@ class DataConfig:
             not (self.mock_data and named),
             f"--mock-data contradicts {', '.join(named)}: give one of them",
         )
+
+
+@dataclass(frozen=True)
+class TokenizerConfig:
+    """Tokenizer: which one, and its files."""
+
+    tokenizer_type: str | None = option(None)
+    """Tokenizer: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase,
+    SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer, HFTokenizer,
+    ByteLevelTokenizer, NullTokenizer, or a name of 2019's scripts (docs/guides/tokenizers.md)."""
+    vocab_file: str | None = option(None, aliases=("--vocab",))
+    """Vocabulary file: vocab.json (GPT2BPETokenizer) or vocab.txt (BertWordPiece...)."""
+    merge_file: str | None = option(None)
+    """Merges file of a byte-pair encoding (merges.txt)."""
+    tokenizer_model: str | None = option(None, aliases=("--tokenizer-path",))
+    """Tokenizer folder (HFTokenizer) or model file (SentencePiece..., Llama2Tokenizer,
+    TikTokenizer). If a SentencePiece model does not exist and the run reads raw text, it is
+    trained, with --vocab-size and --tokenizer-model-type."""
+    tokenizer_model_type: str | None = option(None)
+    """SentencePieceTokenizer: type of a model that is trained: unigram, bpe (default), char or
+    word. BertWordPieceTokenizer: name of the BERT model, which decides whether text is lower-cased
+    (bert-large-cased)."""
+    vocab_size: int | None = option(None)
+    """NullTokenizer: number of token ids, without the end-of-document token. SentencePiece: size of
+    a model that is trained. TikTokenizer: number of tokens used of a JSON vocabulary, special
+    tokens included."""
+    vocab_extra_ids: int = option(0)
+    """Number of sentinel tokens <extra_id_0>, <extra_id_1>, ... added to the vocabulary (T5)."""
+    tiktoken_pattern: str | None = option(None, choices=("v1", "v2"))
+    """TikTokenizer: version of the pattern that splits text, for a JSON vocabulary."""
+    tiktoken_num_special_tokens: int = option(1000)
+    """TikTokenizer: number of ids reserved for special tokens before those of a JSON vocabulary."""
+    tiktoken_special_tokens: tuple[str, ...] = option(("<unk>", "<s>", "</s>"))
+    """TikTokenizer: first special tokens of a JSON vocabulary; the others are <SPECIAL_N>."""

@@ -1,8 +1,7 @@
-"""Turns frozen dataclasses into command-line flags.
+"""Flags as fields of frozen dataclasses, and how their values are resolved.
 
-A field ``hidden_size`` becomes ``--hidden-size``; the string literal written under the field
-is its help text. Parsing yields :class:`Setting` objects, a value together with where it came
-from, so that later steps can tell a flag that was given from a default that was not.
+A field ``hidden_size`` is the flag ``--hidden-size``; the string literal under it is its help text.
+A :class:`Setting` is a value with its origin, which tells a given value from a default.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 C = TypeVar("C")
+T = TypeVar("T")
 
 
 class ConfigError(ValueError):
@@ -37,7 +37,7 @@ Settings = dict[str, Setting]
 
 
 class Bounds(NamedTuple):
-    """What numbers a field takes."""
+    """The numbers that a field accepts, and what to say of others."""
 
     hold: Callable[[Any], bool]
     rule: str
@@ -49,9 +49,9 @@ FRACTION = Bounds(lambda value: 0 <= value < 1, "must be in [0, 1)")
 
 
 Role = Literal["weights", "results", "layout", "schedule", "course"]
-"""What a field decides: which parameters a network has and what they mean; what is computed with
-them; how work is laid out over processes, as names of layouts say it; learning rate and weight
-decay; when a run evaluates and ends, and what a step does not depend on."""
+"""What a field affects: the network's parameters and their meaning; what is computed with them; the
+layout over processes; learning rate and weight decay; when a run evaluates and ends, and other
+things that no step depends on."""
 
 
 def option(
@@ -73,33 +73,35 @@ def option(
 
     Args:
         default: value when the flag is absent.
-        flag: name of the flag where it is not ``--field-name``.
+        flag: name of the flag if it is not ``--field-name``.
         aliases: further accepted names.
         off: for a boolean that defaults to True, the flag that makes it False.
         choices: the accepted values.
-        spellings: other spellings of some choices, and which they mean.
-        note: what happens instead, for flags accepted only because people's scripts pass them.
-        derived: how the value is found when neither a flag nor the JSON gives one.
+        spellings: other spellings of some choices, and their meaning.
+        note: for flags that are accepted and not used, what happens instead; needs no help text.
+        derived: how the value is derived when neither a flag nor the JSON gives one.
         internal: the field is filled by the program and has no flag.
-        bounds: what numbers it takes.
-        role: what it decides, where others ask for all fields that decide it.
-        megatron: whether an argument in Megatron's checkpoints says the same, or its names, of
-            which the first is written; it has the field's name where no other is given.
+        bounds: the accepted numbers.
+        role: what it affects, for code that needs all such fields.
+        megatron: whether Megatron's checkpoints have an argument of this name and meaning, or its
+            names there, the first of which is written.
     """
-    metadata = {
-        "flag": flag,
-        "aliases": tuple(aliases),
-        "off": off,
-        "choices": tuple(choices) if choices is not None else None,
-        "spellings": dict(spellings or {}),
-        "note": note,
-        "derived": derived,
-        "internal": internal,
-        "bounds": bounds,
-        "role": role,
-        "megatron": megatron,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    return dataclasses.field(
+        default=default,
+        metadata={
+            "flag": flag,
+            "aliases": tuple(aliases),
+            "off": off,
+            "choices": None if choices is None else tuple(choices),
+            "spellings": dict(spellings or {}),
+            "note": note,
+            "derived": derived,
+            "internal": internal,
+            "bounds": bounds,
+            "role": role,
+            "megatron": megatron,
+        },
+    )
 
 
 def flag_of(field: dataclasses.Field) -> str:
@@ -125,21 +127,20 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 
 @functools.cache
 def field_help(cls: type) -> dict[str, str]:
-    """Help text of each field of ``cls``: the string literal that follows it in the source."""
-    body = _class_bodies(cls.__module__)[cls.__name__]
+    """Help text of each field: the string literal that follows it in the source, and the note."""
+    body = _class_bodies(cls.__module__).get(cls.__name__, [])
     texts: dict[str, str] = {}
     for base in cls.__bases__:
         if dataclasses.is_dataclass(base):
             texts |= field_help(base)
     for statement, following in zip(body, body[1:], strict=False):
-        if (
-            isinstance(statement, ast.AnnAssign)
-            and isinstance(statement.target, ast.Name)
-            and isinstance(following, ast.Expr)
-            and isinstance(following.value, ast.Constant)
-            and isinstance(following.value.value, str)
-        ):
-            texts[statement.target.id] = " ".join(following.value.value.split())
+        match statement, following:
+            case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(ast.Constant(str(text))):
+                texts[name] = " ".join(text.split())
+    for field in dataclasses.fields(cls):  # type: ignore[arg-type]
+        if field.metadata.get("note"):
+            unused = f"Accepted, not used: {field.metadata['note']}."
+            texts[field.name] = f"{texts.get(field.name, '')} {unused}".strip()
     return texts
 
 
@@ -166,15 +167,10 @@ def value_type(hint: Any) -> type:
 
 
 def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Setting:
-    """A setting from a file, checked as the command line checks a flag's value.
-
-    Args:
-        field: the config field that it sets.
-        hint: the field's type.
-        setting: the value and where it came from.
+    """Checks a setting from a file as the command line checks a flag's value.
 
     Raises:
-        ConfigError: the value has another type, or is none of the choices.
+        ConfigError: the value is not of the field's type ``hint``, or not one of its choices.
     """
     value, (wanted, _) = setting.value, flag_value(hint)
     if wanted is float and type(value) is int:
@@ -193,3 +189,80 @@ def build(cls: type[C], settings: Settings) -> C:
     """An instance of ``cls`` from the settings that carry its field names."""
     names = {field.name for field in dataclasses.fields(cls)}  # type: ignore[arg-type]
     return cls(**{name: s.value for name, s in settings.items() if name in names})
+
+
+class ConfigResolver:
+    """Values and origins of all flags while a configuration is resolved, for messages and
+    ``--explain-config``; lines for the user are in ``notes``.
+
+    Raises:
+        ConfigError: a number is out of its bounds.
+    """
+
+    def __init__(self, classes: Sequence[type], settings: Settings) -> None:
+        fields = [field for cls in classes for field in dataclasses.fields(cls)]
+        self._flags = {field.name: flag_of(field) for field in fields}
+        self.values: dict[str, Any] = {}
+        self.origins: dict[str, str] = {}
+        self.notes: list[str] = []
+        for field in fields:
+            origin = "derived" if field.metadata.get("internal") else "default"
+            setting = settings.get(field.name, Setting(field.default, origin))
+            self.values[field.name], self.origins[field.name] = setting.value, setting.origin
+        for field in fields:
+            bounds, value = field.metadata.get("bounds"), self.values[field.name]
+            if bounds is not None and value is not None:
+                self.check(bounds.hold(value), f"{self.show(field.name)} {bounds.rule}")
+
+    def given(self, name: str) -> bool:
+        """Whether the value is not the default."""
+        return self.origins[name] != "default"
+
+    def put(self, name: str, value: T, how: str) -> T:
+        """Records a derived value and returns it."""
+        self.values[name], self.origins[name] = value, f"derived: {how}"
+        return value
+
+    def fill(self, name: str, given: T | None, value: T, how: str) -> T:
+        """The given value, or else a derived one, which is recorded."""
+        return self.put(name, value, how) if given is None else given
+
+    def require(self, **given: T | None) -> tuple[T, ...]:
+        """The values, by field name; raises if some are missing."""
+        missing = [self.flag(name) for name, value in given.items() if value is None]
+        if missing:
+            raise ConfigError(f"missing {', '.join(missing)}")
+        return tuple(value for value in given.values() if value is not None)
+
+    def flag(self, name: str) -> str:
+        """The flag that sets a field."""
+        return self._flags[name]
+
+    def show(self, name: str) -> str:
+        """Flag, value and origin, for a message."""
+        origin, flag = self.origins[name], self.flag(name)
+        place = "" if origin == f"flag {flag}" else f" ({origin})"
+        return f"{flag} {self.values[name]}{place}"
+
+    def check(self, condition: bool, message: str) -> None:
+        """Raises ConfigError with ``message`` unless the condition holds."""
+        if not condition:
+            raise ConfigError(message)
+
+    def check_unused(self, name: str, needs: str) -> None:
+        """Refuses a value that is given where the flag ``needs``, without which it does nothing, is
+        not."""
+        unused = self.values[name] is None or not self.given(name)
+        self.check(unused, f"{self.show(name)} has an effect with {needs} only")
+
+    def check_divides(self, divisor: str, whole: str) -> None:
+        """Refuses a value that does not divide the other."""
+        self.check(
+            self.values[whole] % self.values[divisor] == 0,
+            f"{self.show(divisor)} must divide {self.show(whole)}",
+        )
+
+
+def shared(flags: Any, cls: type) -> dict[str, Any]:
+    """The values of an object for the fields of a class, by name."""
+    return {field.name: getattr(flags, field.name) for field in dataclasses.fields(cls)}

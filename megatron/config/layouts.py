@@ -1,8 +1,8 @@
-"""What goes with what: every layout that exists, and for every other one the reason why not.
+"""Layouts: which combinations are supported, and why the others are not.
 
 A layout is refused by the first of :data:`RULES` that applies to it; one that no rule refuses is
-supported, and trains to the same result as one process. Sizes that must divide each other are no
-matter of combinations and are checked where they are derived.
+supported, and trains to the same result as one process. Sizes that must divide each other are
+checked where they are derived.
 """
 
 from __future__ import annotations
@@ -21,23 +21,20 @@ RECOMPUTE = ("selective", "uniform", "block")
 
 @dataclass(frozen=True)
 class Layout:
-    """The values of a run that decide whether its parts go together.
+    """The values of a run that decide whether its combination of features is supported.
 
     Attributes:
-        tensor: processes that share each layer's matrices.
-        sequence: whether activations between those matrices are split along the sequence.
-        pipeline: processes that the layer list is cut over.
-        schedule: order of the pipeline's work, one of :data:`SCHEDULES`.
-        chunks: stages per process of the pipeline.
-        data: replicas of the model.
+        tensor, pipeline, data: parallel sizes.
+        sequence: sequence parallelism.
+        schedule: pipeline schedule, one of :data:`SCHEDULES`.
+        chunks: pipeline stages per process.
         zero: ZeRO stage.
         precision: one of :data:`PRECISIONS`.
         grads_in_fp32: whether half-precision gradients are accumulated in float32.
         recompute: one of :data:`RECOMPUTE`; None recomputes nothing.
-        offload_optimizer: device that optimizer state is moved to, if any.
-        offload_param: device that parameters are moved to, if any.
-        micro_batches: micro batches per step of training, each number that a ramp-up of the batch
-            goes through; empty when it is not known, or nothing is trained.
+        offload_optimizer, offload_param: device that the state is offloaded to, if any.
+        micro_batches: micro batches per step, each number in a ramp-up of the batch size; empty
+            when it is not known, or nothing is trained.
     """
 
     tensor: int = 1
@@ -61,17 +58,17 @@ class Layout:
 
     @property
     def fewest_micro_batches(self) -> int:
-        """The least number of micro batches per step that the schedule can work on."""
+        """The smallest number of micro batches per step that the schedule supports."""
         factor = {"1f1b": 0, "interleaved": 1, "dualpipev": 2}[self.schedule]
         return factor * self.pipeline or 1
 
     @property
     def dropout(self) -> str:
-        """Which dropout masks are those of one process: ``all``, ``hidden`` or ``none``.
+        """Which dropout masks equal those of one process: ``all``, ``hidden`` or ``none``.
 
-        Masks belong to samples, so that data parallelism, ZeRO and pipelines keep them. Tensor
-        parallelism draws those of attention for each process's heads, and sequence parallelism
-        all of them for each process's part of the sequence.
+        Masks belong to samples, so data parallelism, ZeRO and pipelines do not change them. With
+        tensor parallelism each process draws those of its attention heads, with sequence
+        parallelism all of those of its part of the sequence.
         """
         if self.sequence:
             return "none"
@@ -79,7 +76,7 @@ class Layout:
 
     @property
     def name(self) -> str:
-        """The short name, which :func:`parse_layout` reads; it leaves out what has no token."""
+        """The short name that :func:`parse_layout` reads, without values that have no token."""
         words = {value: word for word, value in _WORDS.items()}
         tokens = [
             f"{_SIZES[key]}{value}" if key in _SIZES else words[key, value]
@@ -89,11 +86,8 @@ class Layout:
         return "-".join(tokens) or "dp1"
 
     def flags(self) -> list[str]:
-        """The flags that ask for this layout, those that state a default left out.
-
-        How many processes there are is the launcher's to say, micro batches follow from batch
-        sizes, and offload is set in the DeepSpeed JSON.
-        """
+        """The flags of this layout, without defaults. The launcher sets the number of processes,
+        the DeepSpeed JSON the offloading, and batch sizes the number of micro batches."""
         stated = self._stated()
         words = []
         for name, flag in _VALUE_FLAGS.items():
@@ -109,15 +103,15 @@ class Layout:
         return words
 
     def _stated(self) -> dict[str, Any]:
-        """The values that must be stated; all others are defaults or follow from those."""
+        """The values that must be given; the others are defaults or follow from them."""
         chunks = complete_schedule(self.schedule, None)[1]
-        # Several stages without the name of a schedule would ask for an interleaved one.
+        # Several stages without the name of a schedule would mean an interleaved one.
         usual = Layout(schedule="1f1b" if self.chunks == 1 else "", chunks=chunks)
         names = [field.name for field in fields(self)]
         return {n: getattr(self, n) for n in names if getattr(self, n) != getattr(usual, n)}
 
     def show(self, name: str) -> str:
-        """One of the values as a user knows it; of the numbers of micro batches the first."""
+        """One of the values as users know it; of several numbers of micro batches the first."""
         value = getattr(self, name)
         if name in _VALUE_FLAGS:
             return f"{_VALUE_FLAGS[name]} {value}"
@@ -142,7 +136,7 @@ _VALUE_FLAGS = {
 
 
 def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, int]:
-    """A pipeline's schedule and stages per process, where one or both are not given."""
+    """Schedule and stages per process of a pipeline, completed where they are not given."""
     if chunks is None:
         chunks = 2 if schedule in ("interleaved", "dualpipev") else 1
     return schedule or ("interleaved" if chunks > 1 else "1f1b"), chunks
@@ -150,15 +144,15 @@ def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, in
 
 @dataclass(frozen=True)
 class Rule:
-    """Why some layouts do not exist.
+    """Why some layouts are not supported.
 
     Attributes:
         name: a short name.
-        values: the fields of a layout that clash.
-        refuses: whether a layout is one of those.
+        values: the fields of a layout that contradict each other.
+        refuses: whether the rule applies to a layout.
         reason: why, as a clause.
         better: what to do instead, as a clause.
-        ramp: what else to do where the batch ramps up, as a clause.
+        ramp: what else to do if the batch size is ramped up, as a clause.
     """
 
     name: str
@@ -169,18 +163,18 @@ class Rule:
     ramp: str = ""
 
     def message(self, layout: Layout) -> str:
-        """What a user is told who asked for ``layout``."""
+        """The message for ``layout``."""
         shown = replace(layout, micro_batches=self._first_refused(layout))
         given = [name for name in self.values if getattr(layout, name) is not None]
         values = ", ".join(shown.show(name) for name in given)
         return f"{values}: {self.explanation(len(layout.micro_batches) > 1)}"
 
     def explanation(self, ramp: bool) -> str:
-        """The reason, and what to do instead, with or without a ramp-up of the batch."""
+        """The reason, and what to do instead, with or without a ramp-up of the batch size."""
         return "; ".join(filter(None, (self.reason, self.better, self.ramp if ramp else "")))
 
     def _first_refused(self, layout: Layout) -> tuple[int, ...]:
-        """Of the numbers of micro batches that a ramp-up goes through, the first it refuses."""
+        """Of the numbers of micro batches in a ramp-up the first one that is refused."""
         each = ((count,) for count in layout.micro_batches)
         return next((m for m in each if self.refuses(replace(layout, micro_batches=m))), ())
 
@@ -198,7 +192,7 @@ RULES = (
         "schedule without a pipeline",
         ("schedule", "chunks", "pipeline"),
         lambda a: a.pipeline == 1 and (a.schedule != "1f1b" or a.chunks > 1),
-        "one process has no one to pass its work on to",
+        "a pipeline needs two or more processes",
         "set --pipeline-model-parallel-size to 2 or more, or leave the schedule and the stages "
         "per process out",
     ),
@@ -206,7 +200,7 @@ RULES = (
         "1f1b with several stages per process",
         ("schedule", "chunks"),
         lambda a: a.schedule == "1f1b" and a.chunks > 1,
-        "with this schedule each process holds one stage",
+        "this schedule has one stage per process",
         "use --pipeline-schedule interleaved, or one stage per process",
     ),
     Rule(
@@ -214,13 +208,13 @@ RULES = (
         ("schedule", "chunks"),
         lambda a: a.schedule == "interleaved" and a.chunks < 2,
         "there is nothing to interleave",
-        "hold 2 or more stages per process, or use --pipeline-schedule 1f1b",
+        "set 2 or more stages per process, or use --pipeline-schedule 1f1b",
     ),
     Rule(
         "dualpipev with other than two stages per process",
         ("schedule", "chunks"),
         lambda a: a.schedule == "dualpipev" and a.chunks != 2,
-        "micro batches go down the processes and come back up, so that each holds exactly 2 stages",
+        "micro batches go down the processes and back up, so each process has exactly 2 stages",
         "set --num-virtual-stages-per-pipeline-rank to 2 or leave it out",
     ),
     Rule(
@@ -253,8 +247,8 @@ RULES = (
         "fp16 without ZeRO",
         ("precision", "zero"),
         lambda a: a.precision == "fp16" and a.zero == 0,
-        "at stage 0 DeepSpeed's fp16 optimizer divides gradients by a loss scale that the loss "
-        "never got",
+        "at stage 0 DeepSpeed's fp16 optimizer divides gradients by a loss scale that was never "
+        "applied to the loss",
         "use --zero-stage 1, 2 or 3 (1 with pipelines), or --bf16",
     ),
     Rule(
@@ -268,18 +262,18 @@ RULES = (
         "offload_optimizer without ZeRO",
         ("offload_optimizer", "zero"),
         lambda a: a.offload_optimizer is not None and a.zero == 0,
-        "it is ZeRO that keeps optimizer state apart from the parameters",
+        "only ZeRO separates optimizer state from the parameters",
         "use --zero-stage 1, 2 or 3, or remove the key",
     ),
     Rule(
         "offload_param below ZeRO 3",
         ("offload_param", "zero"),
         lambda a: a.offload_param is not None and a.zero < 3,
-        "parameters can leave the device only when they are partitioned",
+        "parameters can be offloaded only when they are partitioned",
         "use --zero-stage 3, without a pipeline, or remove the key",
     ),
 )
-"""Every reason for which a layout does not exist, the most basic first."""
+"""Every reason for which a layout is not supported, the most basic first."""
 
 
 def refusal(layout: Layout) -> Rule | None:
@@ -304,12 +298,10 @@ _WORDS: dict[str, tuple[str, Any]] = {
 
 
 def parse_layout(name: str) -> Layout:
-    """The layout that a short name stands for, such as ``tp2-sp-pp2-dp2-zero1-bf16``.
-
-    It need not be one that is supported.
+    """The layout of a short name, such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not.
 
     Raises:
-        ConfigError: a token is unknown, or says something twice.
+        ConfigError: a token is unknown, or repeats a value.
     """
     values: dict[str, Any] = {}
     sizes = {token: key for key, token in _SIZES.items()}
@@ -323,12 +315,12 @@ def parse_layout(name: str) -> Layout:
             fits = key != ""
         if not fits:
             raise ConfigError(
-                f"layout {name}: there is no {token!r}; a layout is made of tpN, sp, ppN, vN "
+                f"layout {name}: unknown {token!r}; a layout consists of tpN, sp, ppN, vN "
                 f"(stages per process), dpN, zero0 to zero3, {', '.join(list(_WORDS)[1:])}, joined "
                 "by '-'"
             )
         if key in values:
-            raise ConfigError(f"layout {name}: {token!r} says the {key} a second time")
+            raise ConfigError(f"layout {name}: {token!r} sets the {key} a second time")
         values[key] = value
     values["schedule"], values["chunks"] = complete_schedule(
         values.get("schedule"), values.get("chunks")

@@ -1,4 +1,4 @@
-"""The shape of the network: the flags that describe it, and what they come to."""
+"""The network: the flags that describe it, and what they resolve to."""
 
 from __future__ import annotations
 
@@ -6,30 +6,76 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.attention import AttentionConfig, AttentionFlags, resolve_attention
-from megatron.config.embedding import EmbeddingConfig, Vocabulary
-from megatron.config.flags import FRACTION, POSITIVE, Setting, flag_of, names_of, option
-from megatron.config.mlp import MLPConfig, MLPFlags, resolve_mlp
-from megatron.config.norm import NormConfig
+from megatron.config.blocks import (
+    AttentionConfig,
+    AttentionFlags,
+    MLPConfig,
+    MLPFlags,
+    NormConfig,
+    resolve_attention,
+    resolve_mlp,
+)
+from megatron.config.flags import (
+    FRACTION,
+    POSITIVE,
+    ConfigResolver,
+    Setting,
+    flag_of,
+    names_of,
+    option,
+    shared,
+)
 from megatron.config.positions import PositionsConfig, PositionsFlags, resolve_positions
-from megatron.config.resolver import ConfigResolver, shared
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """Sizes of a token embedding: tokens (0 before there is a tokenizer), and rows with padding,
+    which tensor-parallel ranks share equally."""
+
+    size: int = 0
+    padded: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class EmbeddingConfig:
+    """Embedding and head."""
+
+    untie_embeddings_and_output_weights: bool = option(False, role="weights", megatron=True)
+    """Give the output head its own weights instead of those of the token embedding."""
+    scale_embeddings: bool = option(False, role="results")
+    """Multiply the token embeddings by the square root of --hidden-size."""
+    final_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
+    """Softcap c of the logits x: c * tanh(x / c)."""
+    make_vocab_size_divisible_by: int = option(128, bounds=POSITIVE, megatron=True)
+    """Pad the token embedding to a multiple of this times the tensor-parallel size."""
+
+    @property
+    def tied(self) -> bool:
+        """Whether the head uses the token embedding's weights."""
+        return not self.untie_embeddings_and_output_weights
+
+    def vocabulary(self, size: int, tensor_size: int = 1) -> Vocabulary:
+        """The padded vocabulary of ``size`` tokens on ``tensor_size`` tensor-parallel ranks."""
+        multiple = self.make_vocab_size_divisible_by * tensor_size
+        return Vocabulary(size, -(-size // multiple) * multiple)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Network:
-    """What is resolved as it is given and concerns no part alone."""
+    """Values that need no resolving."""
 
     family: str = option("gpt", flag="--model-family")
-    """What kind of model it is, a file of megatron/families; for tools, since pretrain_gpt.py and
-    its like say it themselves."""
+    """Model family, the name of a file in megatron/families. Only tools need it: pretrain_gpt.py
+    sets it to gpt."""
     parallel_residual: bool = option(False, role="weights")
-    """Compute attention and MLP of a block from the same residual stream, side by side."""
+    """Compute attention and MLP of a block in parallel, from the same hidden states."""
     shared_parallel_norm: bool = option(False, role="weights")
-    """Feed both from one norm; needs --parallel-residual."""
+    """One norm for attention and MLP; needs --parallel-residual."""
     hidden_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
-    """Dropout probability on embeddings and on what each block adds to the residual stream."""
+    """Dropout probability of the embeddings and of the outputs of attention and MLP."""
     init_method_std: float = option(0.02, bounds=POSITIVE, megatron=True)
-    """Standard deviation of the initial weights; projections back into the residual stream get it
+    """Standard deviation of the initial weights; for output projections of attention and MLP it is
     divided by sqrt(2 x num-layers)."""
     hf_architecture: str | None = option(None, internal=True)
     """Hugging Face's model_type of the model that the weights were first read from."""
@@ -40,15 +86,15 @@ class _Sizes:
     num_layers: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
     """Number of transformer layers."""
     hidden_size: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
-    """Width of the residual stream."""
+    """Size of the hidden states."""
     seq_length: int | None = option(None, bounds=POSITIVE, megatron=True)
-    """Tokens of a training sample."""
+    """Sequence length in tokens."""
     add_bias_linear: bool = option(True, off="--disable-bias-linear", role="weights", megatron=True)
-    """Leave out the biases of all linear layers."""
+    """Do not use biases in linear layers."""
     unpadded_vocab_size: int | None = option(None, internal=True, role="weights")
     """Size of the tokenizer's vocabulary."""
     padded_vocab_size: int | None = option(None, internal=True)
-    """Rows of the token table."""
+    """Rows of the token embedding."""
 
 
 # The bases in the reverse order of their flags in --help.
@@ -59,11 +105,7 @@ class ModelFlags(
     """Model: the shape of the network."""
 
     def resolve(self) -> ModelConfig:
-        """The network, where no command line is at hand.
-
-        Raises:
-            ConfigError: naming flags, values and what would be right.
-        """
+        """The network, without a command line."""
         given = {
             field.name: Setting(getattr(self, field.name), f"flag {flag_of(field)}")
             for field in dataclasses.fields(self)
@@ -74,19 +116,7 @@ class ModelFlags(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(_Network):
-    """The shape of a network.
-
-    Attributes:
-        num_layers: number of blocks.
-        hidden_size: width of the residual stream.
-        seq_length: tokens of a training sample.
-        attention: heads, and how they attend.
-        mlp: width and activation.
-        norm: which norm, and where.
-        positions: how positions enter.
-        embedding: the first and the last layer.
-        vocabulary: sizes of the token embedding.
-    """
+    """A network; nothing is left to derive."""
 
     num_layers: int
     hidden_size: int
@@ -100,16 +130,16 @@ class ModelConfig(_Network):
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Tokens that a query of each block sees, itself included; None for all."""
+        """Tokens that a query of each block attends to, itself included; None for all."""
         return tuple(self.attention.window(layer) for layer in range(self.num_layers))
 
     def with_vocabulary(self, size: int, tensor_size: int = 1) -> ModelConfig:
-        """The same network with an embedding of so many tokens, padded so that so many
-        tensor-parallel ranks hold equal shares."""
+        """The same network with an embedding of ``size`` tokens, padded for ``tensor_size``
+        tensor-parallel ranks."""
         return dataclasses.replace(self, vocabulary=self.embedding.vocabulary(size, tensor_size))
 
     def flags(self) -> ModelFlags:
-        """The flags that ask for it."""
+        """The flags that give it."""
         values = self.attention.flags() | self.mlp.flags() | self.positions.flags()
         for cls, part in (
             (_Network, self), (NormConfig, self.norm), (EmbeddingConfig, self.embedding),
@@ -128,7 +158,7 @@ class ModelConfig(_Network):
         )
 
     def shaping(self) -> dict[str, Any]:
-        """Values that say which parameters there are and what they mean, by flag."""
+        """Values that determine the parameters and their meaning, by flag."""
         flags = self.flags()
         values = {name: getattr(flags, name) for name in names_of("weights", ModelFlags)}
         if self.positions.position_embedding_type == "learned_absolute":
@@ -137,10 +167,10 @@ class ModelConfig(_Network):
 
 
 def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
-    """The network that flags ask for.
+    """Completes and checks the network.
 
     Raises:
-        ConfigError: naming flags, values and what would be right.
+        ConfigError: values are missing or contradict each other; the message names them.
     """
     layers, hidden, heads, length = resolver.require(
         num_layers=flags.num_layers,
@@ -152,10 +182,8 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     attention = resolve_attention(flags, heads, hidden, bias, resolver)
     mlp = resolve_mlp(flags, hidden, bias, resolver)
     positions = resolve_positions(flags, length, attention.kv_channels, resolver)
-    resolver.check(
-        flags.rotary_base_local is None or flags.sliding_window is not None,
-        f"{resolver.show('rotary_base_local')} has an effect with --sliding-window only",
-    )
+    if flags.sliding_window is None:
+        resolver.check_unused("rotary_base_local", "--sliding-window")
     resolver.check(
         flags.parallel_residual or not flags.shared_parallel_norm,
         "--shared-parallel-norm needs --parallel-residual: only then do attention and MLP start "

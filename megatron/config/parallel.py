@@ -1,42 +1,48 @@
-"""How the work is laid out over processes."""
+"""The layout: how the work is divided over processes."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
+from megatron.config.flags import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    ConfigError,
+    ConfigResolver,
+    option,
+    shared,
+)
 from megatron.config.layouts import SCHEDULES, Layout, complete_schedule, refusal
 from megatron.config.model import ModelConfig
-from megatron.config.resolver import ConfigResolver, shared
 
 LOGITS_CHUNK_MIB = {"cpu": 64, "cuda": 256}
-"""What ``--logits-chunk-mib`` is unless it is given. Each chunk adds to the gradient of the token
-table in float32, which weighs more beside the products of a GPU."""
+"""Default of ``--logits-chunk-mib``. Each chunk adds to the gradient of the token embedding in
+float32, which costs relatively more on a GPU."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelFlags:
-    """Layout: how the work is laid out over processes."""
+    """Layout: how the work is divided over processes."""
 
     tensor_model_parallel_size: int = option(
         1, aliases=("--model-parallel-size",), bounds=POSITIVE, role="layout"
     )
-    """Processes that share each layer's matrices."""
+    """Tensor-parallel size: ranks that share each layer's weight matrices."""
     sequence_parallel: bool = option(False, role="layout")
-    """Split activations along the sequence between the tensor-parallel layers."""
+    """Sequence parallelism: split activations along the sequence between tensor-parallel layers."""
     pipeline_model_parallel_size: int = option(1, bounds=POSITIVE, role="layout")
-    """Processes that the layer list is cut over."""
+    """Pipeline-parallel size: ranks that the layers are divided over."""
     no_pipeline_parallel: bool = option(False, role="layout")
-    """State that the model runs as a plain module; an error together with more than one stage."""
+    """Do not use a pipeline; contradicts --pipeline-model-parallel-size above 1."""
     pipeline_schedule: str | None = option(
         None,
         choices=SCHEDULES,
         derived="interleaved with several stages per process, else 1f1b",
         role="layout",
     )
-    """Order in which a pipeline's processes work through the micro batches."""
+    """Pipeline schedule: the order of forward and backward passes of the micro batches."""
     num_layers_per_virtual_pipeline_stage: int | None = option(None, bounds=POSITIVE, role="layout")
-    """Blocks per stage of an interleaved pipeline; each process holds several stages."""
+    """Number of blocks per stage of an interleaved pipeline, where each rank has several stages."""
     num_virtual_stages_per_pipeline_rank: int | None = option(
         None,
         derived="num-layers / pipeline size / num-layers-per-virtual-pipeline-stage; else 2 with "
@@ -44,33 +50,34 @@ class ParallelFlags:
         bounds=POSITIVE,
         role="layout",
     )
-    """Stages that each process of a pipeline holds."""
+    """Number of stages per rank of a pipeline."""
     pipeline_partition: str = option("blocks", aliases=("--pipe-partition-method",))
-    """How the layer list is cut into stages: blocks (as many blocks in each, as far as that goes),
-    parameters (as many parameters in each), or the number of blocks of each stage: 3,4,4,3."""
+    """How the layers are divided into stages: blocks (the same number of blocks in each, as far as
+    possible), parameters (about the same number of parameters in each), or the number of blocks of
+    each stage, such as 3,4,4,3."""
     recompute_activations: bool = option(False)
-    """Short for --recompute-granularity selective."""
+    """Same as --recompute-granularity selective."""
     recompute_granularity: str | None = option(None, choices=("selective", "full"))
-    """What is computed again in the backward pass: attention only, or whole layers."""
+    """Activation recomputation in the backward pass: of attention only (selective), or of whole
+    layers (full)."""
     recompute_method: str | None = option(None, choices=("uniform", "block"))
-    """With full granularity: every layer in chunks of --recompute-num-layers (uniform), or only the
-    first --recompute-num-layers layers of each pipeline stage (block)."""
+    """With --recompute-granularity full: recompute all layers, in chunks of --recompute-num-layers
+    (uniform), or only the first --recompute-num-layers layers of each stage (block)."""
     recompute_num_layers: int = option(1, bounds=POSITIVE)
-    """Layers per recomputed chunk (uniform), or how many layers of a stage are recomputed (block).
-    """
+    """Layers per recomputed chunk (uniform), or recomputed layers per stage (block)."""
     logits_chunk_mib: int | None = option(
         None, derived="64 on a CPU, 256 on a GPU", bounds=NOT_NEGATIVE
     )
-    """MiB of logits that a process holds at a time while it computes the loss; 0 for all of them.
-    """
+    """Logits are computed in chunks of this many MiB while the loss is computed; 0 computes all at
+    once."""
     checkpoint_activations: bool = option(False, aliases=("--deepspeed-activation-checkpointing",))
     """Older spelling of --recompute-granularity full --recompute-method uniform."""
     distributed_backend: str | None = option(
         None, choices=("nccl", "gloo"), derived="nccl on GPUs, gloo on CPU"
     )
-    """Library that carries the collectives."""
+    """Communication backend."""
     distributed_timeout_minutes: float = option(10.0, bounds=POSITIVE)
-    """Minutes after which a collective that has not finished is an error."""
+    """Minutes after which an unfinished collective is an error."""
     local_rank: int | None = option(
         None,
         flag="--local_rank",
@@ -78,20 +85,19 @@ class ParallelFlags:
         derived="environment LOCAL_RANK",
         role="course",
     )
-    """Number of this process on its node; launchers pass it."""
+    """Local rank of this process on its node; launchers pass it."""
     data_parallel_size: int = option(1, internal=True)
-    """Replicas of the model: world size / (tensor x pipeline size)."""
+    """Data-parallel size: world size / (tensor x pipeline size)."""
     world_size: int = option(1, internal=True)
     """Number of processes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ParallelConfig:
-    """How the work is laid out over processes; fields are those of :class:`ParallelFlags`.
+    """How the work is divided over processes.
 
-    ``recompute_granularity`` is None where nothing is recomputed, ``recompute_method`` where whole
-    layers are not, and ``logits_chunk_mib``, ``distributed_backend`` and ``local_rank`` where the
-    device and the launcher decide.
+    ``recompute_*`` is None where nothing is recomputed; ``logits_chunk_mib``,
+    ``distributed_backend`` and ``local_rank`` are None where device and launcher decide.
     """
 
     tensor_model_parallel_size: int = 1
@@ -112,18 +118,14 @@ class ParallelConfig:
 
     @property
     def stages(self) -> int:
-        """Stages of the pipeline, those that share a process included."""
+        """Number of pipeline stages."""
         return self.pipeline_model_parallel_size * self.num_virtual_stages_per_pipeline_rank
 
 
 def resolve_parallel(
     flags: ParallelFlags, model: ModelConfig, world_size: int, resolver: ConfigResolver
 ) -> ParallelConfig:
-    """The layout that flags ask for, of a model over so many processes.
-
-    Raises:
-        ConfigError: they contradict each other, or sizes do not divide each other.
-    """
+    """Completes the layout over ``world_size`` processes."""
     replicas = _replicas(flags, model, world_size, resolver)
     schedule, chunks = _schedule(flags, model, resolver)
     _check_partition(flags, model, flags.pipeline_model_parallel_size * chunks, resolver)
@@ -181,14 +183,14 @@ def _schedule(
     if flags.num_layers_per_virtual_pipeline_stage is not None:
         resolver.check(
             flags.pipeline_schedule in (None, "interleaved"),
-            f"{resolver.show(blocks)} asks for an interleaved pipeline and contradicts "
+            f"{resolver.show(blocks)} requires an interleaved pipeline and contradicts "
             f"{resolver.show('pipeline_schedule')}",
         )
         ranks = flags.pipeline_model_parallel_size
         rule = refusal(Layout(pipeline=ranks, schedule="interleaved", chunks=2))
         if rule is not None:  # there is no pipeline
-            asked = f"{resolver.show(blocks)}, {resolver.show('pipeline_model_parallel_size')}"
-            raise ConfigError(f"{asked}: {rule.explanation(ramp=False)}")
+            both = f"{resolver.show(blocks)}, {resolver.show('pipeline_model_parallel_size')}"
+            raise ConfigError(f"{both}: {rule.explanation(ramp=False)}")
         found = _chunks(
             model.num_layers, ranks, flags.num_layers_per_virtual_pipeline_stage, resolver
         )
@@ -204,7 +206,7 @@ def _schedule(
 
 
 def _chunks(layers: int, ranks: int, wanted: int, resolver: ConfigResolver) -> int:
-    """Stages per process that --num-layers-per-virtual-pipeline-stage comes to."""
+    """Stages per rank that result from --num-layers-per-virtual-pipeline-stage."""
     share, rest = divmod(layers, ranks)
     if not rest and share % wanted == 0 and share > wanted:
         return share // wanted
@@ -225,7 +227,7 @@ def _chunks(layers: int, ranks: int, wanted: int, resolver: ConfigResolver) -> i
 def _check_partition(
     flags: ParallelFlags, model: ModelConfig, stages: int, resolver: ConfigResolver
 ) -> None:
-    """Checks --pipeline-partition, and that every stage gets a block."""
+    """Checks --pipeline-partition, and that every stage has a block."""
     layers, partition = model.num_layers, flags.pipeline_partition
     resolver.check(
         stages <= layers,
@@ -253,7 +255,7 @@ def _check_partition(
 
 
 def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:
-    """What is computed again, and how much of it."""
+    """Granularity and method of recomputation."""
     granularity = flags.recompute_granularity
     for flag, given, meaning in (
         ("--checkpoint-activations", flags.checkpoint_activations, "full"),

@@ -1,33 +1,44 @@
-"""How positions enter a network."""
+"""Positions: how they enter a network, and RoPE scaling.
+
+``--rope-scaling`` has the form of ``rope_scaling`` (``rope_parameters`` since version 5) in the
+``config.json`` of Hugging Face's models; ``megatron.model.rope`` computes the frequencies.
+"""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from dataclasses import dataclass
 from typing import Any
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, option
-from megatron.config.resolver import ConfigResolver, shared
-from megatron.config.rope_scaling import RopeScaling, llama3_scaling
+from megatron.config.flags import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    ConfigError,
+    ConfigResolver,
+    option,
+    shared,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Positions:
-    """What is resolved as it is given."""
+    """Values that need no resolving."""
 
     position_embedding_type: str = option(
         "learned_absolute", choices=("learned_absolute", "rope", "alibi", "none"), role="weights"
     )
-    """How positions enter the model: a learned table, rotated queries and keys, attention biases
-    that grow with the distance, or only by the causal order."""
+    """Position encoding: learned embeddings, rotary embeddings of queries and keys (RoPE), ALiBi
+    biases of the attention scores, or none."""
     position_embedding_offset: int = option(0, bounds=NOT_NEGATIVE, role="weights")
-    """Row of the learned table that holds position 0 (2 in OPT)."""
+    """Row of the learned position embeddings that belongs to position 0 (2 in OPT)."""
     rotary_base: float = option(10000.0, bounds=POSITIVE, megatron=True)
-    """Base of the rotary frequencies."""
+    """RoPE: base of the frequencies (theta)."""
     rotary_percent: float = option(1.0, role="results", megatron=True)
-    """Share of each head's width that is rotated."""
+    """RoPE: fraction of each head's channels that is rotated."""
     rotary_base_local: float | None = option(None, bounds=POSITIVE, role="results")
-    """Base of the rotary frequencies, unscaled, in blocks with a sliding window, where it is
-    another there (Gemma 3)."""
+    """RoPE: base of the frequencies in blocks with a sliding window, where it differs (Gemma 3);
+    these blocks have no RoPE scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,32 +48,28 @@ class PositionsFlags(_Positions):
     max_position_embeddings: int | None = option(
         None, derived="seq-length", bounds=POSITIVE, megatron=True
     )
-    """Rows of the learned position table; the longest sequence the model can take."""
+    """Longest sequence that the model supports; with learned_absolute the number of rows of the
+    position embedding."""
     use_rotary_position_embeddings: bool = option(False)
     """Older spelling of --position-embedding-type rope."""
     rope_scaling: str | None = option(None, role="results")
-    """How rotary frequencies are stretched beyond the trained length, as JSON in the form of
-    Hugging Face's config.json: rope_type linear, llama3, yarn or longrope, and its numbers."""
+    """RoPE scaling, as JSON in the form of Hugging Face's config.json: rope_type (linear, dynamic,
+    llama3, yarn, longrope) and its parameters."""
     use_rope_scaling: bool = option(False)
-    """Stretch the rotary frequencies as Llama 3.1 does."""
+    """RoPE scaling of Llama 3.1."""
     rope_scaling_factor: float = option(8.0, bounds=POSITIVE)
     """Factor of --use-rope-scaling."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PositionsConfig(_Positions):
-    """How positions enter a network.
-
-    Attributes:
-        max_position_embeddings: the longest sequence the model can take.
-        rope_scaling: how rotary frequencies are stretched; ``default`` where they are not.
-    """
+    """How positions enter a network."""
 
     max_position_embeddings: int
     rope_scaling: RopeScaling
 
     def flags(self) -> dict[str, Any]:
-        """The flags that ask for it, by field of :class:`PositionsFlags`."""
+        """The flags that give it, by field."""
         scaling = self.rope_scaling
         return {
             **shared(self, _Positions),
@@ -74,17 +81,7 @@ class PositionsConfig(_Positions):
 def resolve_positions(
     flags: PositionsFlags, seq_length: int, head_width: int, resolver: ConfigResolver
 ) -> PositionsConfig:
-    """The positions that flags ask for.
-
-    Args:
-        flags: the flags.
-        seq_length: tokens of a training sample.
-        head_width: of queries and keys, which rotary positions rotate.
-        draft: where the values came from.
-
-    Raises:
-        ConfigError: they contradict each other, or do not fit the two sizes.
-    """
+    """Completes the positions of heads with ``head_width`` channels."""
     kind = flags.position_embedding_type
     if flags.use_rotary_position_embeddings:
         resolver.check(
@@ -103,14 +100,11 @@ def resolve_positions(
     resolver.check(
         not flags.position_embedding_offset or kind == "learned_absolute",
         f"{resolver.show('position_embedding_offset')} needs --position-embedding-type "
-        f"learned_absolute, the only one with a table; it is {kind}",
+        f"learned_absolute, the only one with a position embedding; it is {kind}",
     )
     given = shared(flags, _Positions) | {"position_embedding_type": kind}
-    return PositionsConfig(
-        **given,
-        max_position_embeddings=longest,
-        rope_scaling=_rope_scaling(flags, kind, head_width, resolver),
-    )
+    scaling = _rope_scaling(flags, kind, head_width, resolver)
+    return PositionsConfig(**given, max_position_embeddings=longest, rope_scaling=scaling)
 
 
 def _rope_scaling(
@@ -119,14 +113,9 @@ def _rope_scaling(
     resolver.check(
         0 < flags.rotary_percent <= 1, f"{resolver.show('rotary_percent')} must be in (0, 1]"
     )
-    asked = {
-        "rope_scaling": flags.rope_scaling,
-        "use_rope_scaling": flags.use_rope_scaling,
-        "rotary_base_local": flags.rotary_base_local,
-    }
-    for name, value in asked.items():
+    for name in ("rope_scaling", "use_rope_scaling", "rotary_base_local"):
         resolver.check(
-            kind == "rope" or not value,
+            kind == "rope" or not getattr(flags, name),
             f"{resolver.show(name)} needs --position-embedding-type rope; it is {kind}",
         )
     if kind != "rope":
@@ -148,3 +137,154 @@ def _rope_scaling(
         f"{resolver.show('rope_scaling')}; give one of them",
     )
     return scaling
+
+
+_ORIGINAL = "original_max_position_embeddings"
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("factor", _ORIGINAL),
+    "longrope": ("short_factor", "long_factor", _ORIGINAL),
+}
+_OPTIONAL: dict[str, tuple[str, ...]] = {
+    "dynamic": (_ORIGINAL,),
+    "yarn": (
+        "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim", "truncate",
+    ),
+    "longrope": ("factor", "attention_factor"),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """RoPE scaling; parameters that a type does not use are None.
+
+    Attributes:
+        rope_type: ``default``, ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``longrope``.
+        factor: how many times longer sequences get.
+        original_max_position_embeddings: sequence length before the scaling.
+        low_freq_factor: llama3: wavelengths above the original length / this are scaled in full.
+        high_freq_factor: llama3: wavelengths below the original length / this are not scaled.
+        attention_factor: yarn, longrope: factor of cosines and sines; derived if not given.
+        beta_fast: yarn: pairs with more rotations over the original length are not scaled (32).
+        beta_slow: yarn: pairs with fewer rotations are scaled in full (1).
+        mscale: yarn: with ``mscale_all_dim`` another way to give the attention factor.
+        truncate: yarn: whether the range between the betas is rounded to whole channel pairs.
+        short_factor: longrope: divisor of each pair's frequency up to the original length.
+        long_factor: longrope: the same for longer sequences.
+    """
+
+    rope_type: str
+    factor: float | None = None
+    original_max_position_embeddings: int | None = None
+    low_freq_factor: float | None = None
+    high_freq_factor: float | None = None
+    attention_factor: float | None = None
+    beta_fast: float | None = None
+    beta_slow: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+    short_factor: tuple[float, ...] | None = None
+    long_factor: tuple[float, ...] | None = None
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nothing is scaled."""
+        return self.rope_type == "default"
+
+    @classmethod
+    def parse(cls, text: str, pairs: int) -> RopeScaling:
+        """Reads and checks the JSON.
+
+        Args:
+            text: a JSON object with ``rope_type`` (or ``type``) and its parameters.
+            pairs: rotated channel pairs of a head; longrope has a factor for each.
+        """
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"--rope-scaling {text} is not valid JSON: {error}") from None
+        if not isinstance(values, dict):
+            raise ConfigError(f"--rope-scaling {text} must be a JSON object, as in {EXAMPLE}")
+        older = values.pop("type", None)
+        kind = values.pop("rope_type", older)
+        if not isinstance(kind, str) or kind not in _REQUIRED:
+            raise ConfigError(
+                f"--rope-scaling {text}: rope_type is {kind!r}; it must be one of "
+                f"{', '.join(_REQUIRED)}"
+            )
+        # Hugging Face writes null for a parameter that is not given.
+        values = {name: value for name, value in values.items() if value is not None}
+        _check_names(text, kind, set(values))
+        for name, value in values.items():
+            values[name] = _checked(text, name, value, pairs)
+        scaling = cls(rope_type=kind, **values)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        if low is not None and high is not None and not low < high:
+            raise ConfigError(
+                f"--rope-scaling {text}: high_freq_factor {high:g} must be above low_freq_factor "
+                f"{low:g}"
+            )
+        return scaling
+
+    def to_json(self) -> str:
+        """The JSON that :meth:`parse` reads."""
+        values = {
+            field.name: getattr(self, field.name)
+            for field in dataclasses.fields(self)
+            if getattr(self, field.name) != field.default
+        }
+        return json.dumps(values)
+
+
+EXAMPLE = '{"rope_type": "linear", "factor": 2.0}'
+"""A value of --rope-scaling, for messages."""
+
+
+def llama3_scaling(factor: float) -> RopeScaling:
+    """The scaling of Llama 3.1 (Grattafiori et al. 2024, arXiv:2407.21783), which
+    ``--use-rope-scaling`` means: its other three numbers are fixed, in Megatron too."""
+    return RopeScaling(
+        "llama3", factor, low_freq_factor=1.0, high_freq_factor=4.0,
+        original_max_position_embeddings=8192,
+    )  # fmt: skip
+
+
+def _check_names(text: str, kind: str, given: set[str]) -> None:
+    required, optional = set(_REQUIRED[kind]), set(_OPTIONAL.get(kind, ()))
+    if required - given:
+        missing = ", ".join(sorted(required - given))
+        raise ConfigError(f"--rope-scaling {text}: rope_type {kind} needs {missing} too")
+    if given - required - optional:
+        unknown = ", ".join(sorted(given - required - optional))
+        known = ", ".join(sorted(required | optional)) or "none"
+        raise ConfigError(
+            f"--rope-scaling {text}: rope_type {kind} has no parameter {unknown}; it has {known}"
+        )
+
+
+def _checked(text: str, name: str, value: Any, pairs: int) -> Any:
+    """A value in the type of its field."""
+    if name == "truncate":
+        if isinstance(value, bool):
+            return value
+        raise ConfigError(f"--rope-scaling {text}: truncate must be true or false")
+    if name in ("short_factor", "long_factor"):
+        if isinstance(value, list) and len(value) == pairs and all(map(_positive, value)):
+            return tuple(map(float, value))
+        raise ConfigError(
+            f"--rope-scaling {text}: {name} must be a list of {pairs} positive numbers, one for "
+            "each rotated pair of channels"
+        )
+    whole = name == _ORIGINAL
+    if not _positive(value) or (whole and int(value) != value):
+        kind = "a positive integer" if whole else "a positive number"
+        raise ConfigError(f"--rope-scaling {text}: {name} must be {kind}")
+    return int(value) if whole else float(value)
+
+
+def _positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0

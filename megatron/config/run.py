@@ -1,4 +1,4 @@
-"""The whole configuration of a run: built from settings, completed, checked, explained."""
+"""The configuration of a run: completed, checked, explained."""
 
 from __future__ import annotations
 
@@ -10,26 +10,29 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from megatron.config.checkpoint import CheckpointConfig
-from megatron.config.data import DataConfig
-from megatron.config.engine import EngineConfig, LegacyFlags
-from megatron.config.fast_paths import FastPathsConfig, check_fast_paths
-from megatron.config.flags import Settings, build, flag_of
+from megatron.config.data import DataConfig, TokenizerConfig
+from megatron.config.engine import EngineConfig, FastPathsConfig, LegacyFlags, check_fast_paths
+from megatron.config.flags import ConfigResolver, Settings, build, flag_of
 from megatron.config.kinds import KindConfig, kind_classes
 from megatron.config.layouts import Layout, check_layout
-from megatron.config.logging import LoggingConfig, resolve_logging
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
-from megatron.config.optimizer import (
+from megatron.config.output import (
+    CheckpointConfig,
+    LoggingConfig,
+    ProfilingConfig,
+    resolve_logging,
+    resolve_profiling,
+)
+from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
+from megatron.config.training import (
     OptimizerConfig,
     OptimizerFlags,
     PrecisionConfig,
+    TrainingConfig,
+    TrainingFlags,
     resolve_optimizer,
+    resolve_training,
 )
-from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
-from megatron.config.profiling import ProfilingConfig, resolve_profiling
-from megatron.config.resolver import ConfigResolver
-from megatron.config.tokenizer import TokenizerConfig
-from megatron.config.training import TrainingConfig, TrainingFlags, resolve_training
 
 Kind = TypeVar("Kind", bound=KindConfig)
 
@@ -38,9 +41,8 @@ Kind = TypeVar("Kind", bound=KindConfig)
 class RunConfig:
     """Everything that determines a run, one part per concern.
 
-    Attributes:
-        kinds: the flags of every kind of data, in the order of :func:`kind_classes`; those left out
-            have their defaults. :meth:`kind` gives one by its class.
+    ``kinds`` has the flags of every kind of data, in the order of :func:`kind_classes`; those left
+    out have their defaults.
     """
 
     model: ModelConfig
@@ -73,22 +75,21 @@ class RunConfig:
         return dataclasses.replace(self, kinds=(kind, *others))
 
     def part(self, name: str) -> Any:
-        """A part by its name, that of its section in a saved configuration."""
+        """A part by the name of its section in a saved configuration."""
         cls = kind_classes().get(name)
         return getattr(self, name) if cls is None else self.kind(cls)
 
     def to_dict(self) -> dict[str, dict[str, Any]]:
-        """The configuration as plain JSON values, one object per part; of the model its flags."""
+        """The configuration as JSON values, an object per part; the model as its flags."""
         parts = {name: self.part(name) for name in PARTS} | {"model": self.model.flags()}
         return {name: dataclasses.asdict(part) for name, part in parts.items()}
 
     @classmethod
     def from_dict(cls, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
-        """The inverse of :meth:`to_dict`; fields that a part lacks keep their defaults, and those
-        that are not known are passed over.
+        """The inverse of :meth:`to_dict`; missing fields get defaults, unknown ones are ignored.
 
         Raises:
-            ConfigError: there is no such model.
+            ConfigError: the model's values contradict each other.
         """
         classes = {**PARTS, "model": ModelFlags}
         built = {name: _from_json(part, parts.get(name, {})) for name, part in classes.items()}
@@ -96,21 +97,17 @@ class RunConfig:
 
     @classmethod
     def of(cls, parts: Mapping[str, Any]) -> RunConfig:
-        """The configuration that has these parts, by their names."""
+        """The configuration of parts by name."""
         kinds = tuple(parts[name] for name in kind_classes())
         return cls(**{n: part for n, part in parts.items() if n not in kind_classes()}, kinds=kinds)
 
     def with_vocabulary(self, vocab_size: int) -> RunConfig:
-        """Fills in the size of the token table, padded so that every rank holds equal shares."""
+        """Fills in the size of the token embedding, padded for the tensor-parallel ranks."""
         model = self.model.with_vocabulary(vocab_size, self.parallel.tensor_model_parallel_size)
         return dataclasses.replace(self, model=model)
 
     def layout(self, content: Mapping[str, Any] | None = None) -> Layout:
-        """The layout of the run.
-
-        Args:
-            content: the DeepSpeed JSON, which alone says what is offloaded.
-        """
+        """The layout of the run; offloading is in ``content``, the DeepSpeed JSON, only."""
         parallel, precision = self.parallel, self.precision
         zero = (content or {}).get("zero_optimization") or {}
         full = parallel.recompute_granularity == "full"
@@ -150,7 +147,7 @@ def _device(zero: Mapping[str, Any], key: str) -> str | None:
 
 
 def _from_json(cls: type, values: Mapping[str, Any]) -> Any:
-    """A part from saved values. Older files have null where a value was still to be derived."""
+    """A part from saved values. Older files have null where a value was to be derived."""
     known = {field.name: field.default for field in dataclasses.fields(cls)}
     return cls(
         **{
@@ -176,7 +173,7 @@ _FLAGS: dict[type, type] = {
     TrainingConfig: TrainingFlags,
     OptimizerConfig: OptimizerFlags,
 }
-"""What people give of the parts that are resolved to something else."""
+"""The flags of parts that are resolved."""
 
 PART_FLAGS: dict[str, type] = {name: _FLAGS.get(part, part) for name, part in PARTS.items()}
 """The flag class of each part, in the order in which --help shows their groups."""
@@ -190,11 +187,10 @@ class Resolved:
     """A complete configuration with the origin of every value.
 
     Attributes:
-        config: the configuration.
         values: value of each flag, by field.
         origins: origin of each: ``default``, ``flag --x``, ``file.json: key``, ``derived: how`` or
             ``checkpoint``.
-        notes: lines for the user about flags that have another effect than they might expect.
+        notes: lines for the user about flags with an unexpected effect or none.
     """
 
     config: RunConfig
@@ -211,15 +207,11 @@ class Resolved:
 
 
 def resolve(settings: Settings, world_size: int) -> Resolved:
-    """Completes and checks the settings of a run.
-
-    Args:
-        settings: values from flags, the DeepSpeed JSON and a checkpoint, by field name.
-        world_size: number of processes.
+    """Completes and checks the settings of a run of ``world_size`` processes.
 
     Raises:
-        ConfigError: a required value is missing, values contradict each other, or there is no such
-            layout.
+        ConfigError: a required value is missing, values contradict each other, or the layout is not
+            supported; the message names flags and values, and what would be right.
     """
     resolver = ConfigResolver(tuple(PART_FLAGS.values()), settings)
     model = resolve_model(build(ModelFlags, settings), resolver)

@@ -1,46 +1,59 @@
-"""How long to train, in which batches, when to evaluate and stop."""
+"""Training: batches, length, evaluation, optimizer, schedules and precision."""
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import Any
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigError, option
-from megatron.config.resolver import ConfigResolver, shared
+from megatron.config.flags import (
+    FRACTION,
+    NOT_NEGATIVE,
+    POSITIVE,
+    ConfigError,
+    ConfigResolver,
+    option,
+    shared,
+)
+
+LENGTHS = ("iters", "samples", "tokens")
+"""Units of the length of a run, as in ``--train-iters``."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Batch:
     micro_batch_size: int | None = option(None, aliases=("--batch-size",), bounds=POSITIVE)
-    """Samples that one process takes through the model at once."""
+    """Micro batch size: samples per forward pass of one data-parallel rank."""
     global_batch_size: int | None = option(
         None, derived="micro-batch-size x data-parallel size", bounds=POSITIVE
     )
-    """Samples of one optimizer step over all processes."""
+    """Global batch size: samples per optimizer step over all ranks. What exceeds micro-batch-size x
+    data-parallel size is gradient accumulation."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Training:
-    """What is resolved as it is given."""
+    """Values that need no resolving."""
 
     rampup_batch_size: tuple[int, int, int] | None = option(None)
-    """START INCREMENT SAMPLES: grow the global batch from START by INCREMENT to its full size over
-    the first SAMPLES samples."""
+    """START INCREMENT SAMPLES: increase the global batch size from START in steps of INCREMENT to
+    --global-batch-size, over the first SAMPLES samples."""
     train_iters: int | None = option(None, bounds=POSITIVE)
-    """Optimizer steps of the whole run."""
+    """Length of the run in iterations (optimizer steps)."""
     train_samples: int | None = option(None, bounds=POSITIVE)
-    """Samples of the whole run."""
+    """Length of the run in samples, instead of --train-iters."""
     train_tokens: int | None = option(None, bounds=POSITIVE)
-    """Tokens of the whole run."""
+    """Length of the run in tokens, instead of --train-iters."""
     seed: int = option(1234, bounds=NOT_NEGATIVE)
-    """Seed of weights, data order and dropout."""
+    """Random seed of initial weights, data order and dropout."""
     eval_interval: int = option(1000, bounds=POSITIVE, role="course")
-    """Steps between evaluations on the validation split."""
+    """Number of iterations between evaluations on the validation data."""
     eval_iters: int = option(100, bounds=NOT_NEGATIVE, role="course")
-    """Global batches of one evaluation; 0 turns evaluation off."""
+    """Number of global batches per evaluation; 0 turns evaluation off."""
     skip_train: bool = option(False, role="course")
-    """Evaluate only."""
+    """Only evaluate; do not train."""
     exit_interval: int | None = option(None, bounds=POSITIVE, role="course")
-    """Save and exit at a step that is a multiple of this."""
+    """Save and exit at the first iteration that is a multiple of this."""
     exit_duration_in_mins: float | None = option(None, bounds=POSITIVE, role="course")
     """Save and exit after this many minutes."""
     check_for_nan_in_loss_and_grad: bool = option(
@@ -48,7 +61,7 @@ class _Training:
     )
     """Stop when the loss is NaN or infinite; turned off, such steps are skipped and counted."""
     explain_config: bool = option(False, role="course")
-    """Print every value with its origin and exit."""
+    """Print every value of the configuration with its origin, and exit."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,36 +71,23 @@ class TrainingFlags(_Training, _Batch):
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingConfig(_Training):
-    """Batches, length, evaluation, stops.
-
-    Attributes:
-        micro_batch_size: samples that one process takes through the model at once.
-        global_batch_size: samples of one optimizer step over all processes.
-    """
+    """Batches, length, evaluation, stops."""
 
     micro_batch_size: int = 1
     global_batch_size: int = 1
 
     @property
     def length(self) -> tuple[str, int | None]:
-        """Unit of the run's length, one of :data:`LENGTHS`, and how many of it; None where nothing
-        is trained."""
+        """The unit of the run's length, one of :data:`LENGTHS`, and the number of them; None where
+        nothing is trained."""
         given = {unit: getattr(self, f"train_{unit}") for unit in LENGTHS}
         return next(((unit, n) for unit, n in given.items() if n is not None), ("iters", None))
-
-
-LENGTHS = ("iters", "samples", "tokens")
-"""What the length of a run is counted in, as flags call it."""
 
 
 def resolve_training(
     flags: TrainingFlags, replicas: int, resolver: ConfigResolver
 ) -> TrainingConfig:
-    """Batches and length that flags ask for, of so many data-parallel processes.
-
-    Raises:
-        ConfigError: one is missing, or they contradict each other.
-    """
+    """Completes batches and length for ``replicas`` data-parallel ranks."""
     (micro,) = resolver.require(micro_batch_size=flags.micro_batch_size)
     samples = micro * replicas
     whole = resolver.fill(
@@ -117,3 +117,188 @@ def resolve_training(
     return TrainingConfig(
         **shared(flags, _Training), micro_batch_size=micro, global_batch_size=whole
     )
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Optimizer:
+    """Values that need no resolving, but for the lengths of the schedule."""
+
+    optimizer: str = option("adam", choices=("adam", "sgd"))
+    """Optimizer; adam is AdamW (decoupled weight decay), as in Megatron."""
+    min_lr: float = option(0.0, role="schedule")
+    """Minimum learning rate, reached at the end of the decay."""
+    lr_decay_style: str = option(
+        "linear",
+        choices=("constant", "linear", "cosine", "inverse-square-root", "WSD"),
+        role="schedule",
+    )
+    """Shape of the learning-rate decay; WSD is warm-up, stable, decay."""
+    lr_decay_iters: int | None = option(None, derived="train-iters", role="schedule")
+    """Iterations over which the learning rate decays to --min-lr."""
+    lr_decay_samples: int | None = option(None, derived="train-samples", role="schedule")
+    """Samples over which the learning rate decays to --min-lr."""
+    lr_decay_tokens: int | None = option(None, derived="train-tokens", role="schedule")
+    """Tokens over which the learning rate decays to --min-lr."""
+    lr_warmup_iters: int = option(0, role="schedule")
+    """Iterations of linear learning-rate warm-up."""
+    lr_warmup_samples: int = option(0, role="schedule")
+    """Samples of linear learning-rate warm-up."""
+    lr_warmup_tokens: int = option(0, role="schedule")
+    """Tokens of linear learning-rate warm-up."""
+    lr_warmup_init: float = option(0.0, role="schedule")
+    """Learning rate at the start of the warm-up."""
+    lr_wsd_decay_style: str = option(
+        "exponential", choices=("exponential", "linear", "cosine", "minus_sqrt"), role="schedule"
+    )
+    """WSD: shape of the decay phase."""
+    lr_wsd_decay_iters: int | None = option(None, role="schedule")
+    """WSD: iterations of the decay phase."""
+    lr_wsd_decay_samples: int | None = option(None, role="schedule")
+    """WSD: samples of the decay phase."""
+    lr_wsd_decay_tokens: int | None = option(None, role="schedule")
+    """WSD: tokens of the decay phase."""
+    weight_decay: float = option(0.01, bounds=NOT_NEGATIVE, role="schedule")
+    """Decoupled weight decay of weight matrices; biases and norms are not decayed."""
+    weight_decay_incr_style: str = option(
+        "constant", choices=("constant", "linear", "cosine"), role="schedule"
+    )
+    """Schedule of the weight decay, from --start-weight-decay to --end-weight-decay."""
+    clip_grad: float = option(1.0, bounds=NOT_NEGATIVE)
+    """Clip gradients to this global L2 norm; 0 turns clipping off."""
+    adam_beta1: float = option(0.9, bounds=FRACTION)
+    """Adam: decay rate of the first moment."""
+    adam_beta2: float = option(0.999, bounds=FRACTION)
+    """Adam: decay rate of the second moment."""
+    adam_eps: float = option(1e-8, bounds=POSITIVE)
+    """Adam: epsilon added to the root of the second moment."""
+    sgd_momentum: float = option(0.9, bounds=FRACTION)
+    """Momentum of SGD."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Rates:
+    lr: float | None = option(None, bounds=POSITIVE, role="schedule")
+    """Peak learning rate."""
+    lr_warmup_fraction: float | None = option(None, role="schedule")
+    """Warm-up as a fraction of the decay length (--lr-decay-iters or its like)."""
+    start_weight_decay: float | None = option(None, role="schedule")
+    """Weight decay at the start of its schedule."""
+    end_weight_decay: float | None = option(None, role="schedule")
+    """Weight decay at the end of its schedule."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerFlags(_Optimizer, _Rates):
+    """Optimizer, learning rate and weight decay."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class OptimizerConfig(_Optimizer):
+    """Optimizer, learning rate (0 where nothing is trained) and weight decay."""
+
+    lr: float = 0.0
+    start_weight_decay: float = 0.01
+    end_weight_decay: float = 0.01
+
+
+def resolve_optimizer(
+    flags: OptimizerFlags, training: TrainingConfig, resolver: ConfigResolver
+) -> OptimizerConfig:
+    """Completes optimizer and schedules."""
+    if not training.skip_train:
+        resolver.require(lr=flags.lr)
+    lengths = _lengths(flags, training, resolver)
+    if flags.lr is not None:
+        resolver.check(
+            flags.min_lr <= flags.lr, f"{resolver.show('min_lr')} is above {resolver.show('lr')}"
+        )
+    decay, constant = flags.weight_decay, flags.weight_decay_incr_style == "constant"
+    for name, value in (
+        ("start_weight_decay", flags.start_weight_decay),
+        ("end_weight_decay", flags.end_weight_decay),
+    ):
+        resolver.check(
+            not constant or value in (None, decay),
+            f"{resolver.show(name)} differs from {resolver.show('weight_decay')}; that needs "
+            "--weight-decay-incr-style linear or cosine",
+        )
+    start, end = flags.start_weight_decay, flags.end_weight_decay
+    return OptimizerConfig(
+        **shared(flags, _Optimizer) | lengths,
+        lr=flags.lr or 0.0,
+        start_weight_decay=resolver.fill("start_weight_decay", start, decay, "weight-decay"),
+        end_weight_decay=resolver.fill("end_weight_decay", end, decay, "weight-decay"),
+    )
+
+
+def _lengths(
+    flags: OptimizerFlags, training: TrainingConfig, resolver: ConfigResolver
+) -> dict[str, Any]:
+    """The derived lengths of warm-up and decay, by field."""
+    unit, length = training.length
+    for other in LENGTHS:
+        for name in (f"lr_decay_{other}", f"lr_warmup_{other}", f"lr_wsd_decay_{other}"):
+            resolver.check(
+                other == unit or not getattr(flags, name),
+                f"{resolver.show(name)} goes with --train-{other}, but the run's length is "
+                f"{resolver.show(f'train_{unit}')}; give "
+                f"--{name.replace(other, unit).replace('_', '-')}",
+            )
+    decay, warmup = f"lr_decay_{unit}", f"lr_warmup_{unit}"
+    found: dict[str, Any] = {}
+    span, share = getattr(flags, decay), flags.lr_warmup_fraction
+    if length is not None:
+        span = found[decay] = resolver.fill(decay, span, length, f"train-{unit}")
+    resolver.check(
+        share is None or not getattr(flags, warmup),
+        f"{resolver.show('lr_warmup_fraction')} contradicts {resolver.show(warmup)}",
+    )
+    if share is not None and span is not None:
+        resolver.check(0 <= share < 1, f"{resolver.show('lr_warmup_fraction')} must be in [0, 1)")
+        how = f"lr-warmup-fraction x lr-decay-{unit}"
+        found[warmup] = resolver.put(warmup, int(share * span), how)
+    return found
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Precision: dtypes and loss scaling."""
+
+    fp16: bool = option(False, role="layout")
+    """Train in float16, with loss scaling and float32 main weights."""
+    bf16: bool = option(False, role="layout")
+    """Train in bfloat16, with float32 main weights."""
+    loss_scale: float | None = option(None, derived="dynamic", bounds=POSITIVE)
+    """fp16: static loss scale."""
+    initial_loss_scale: float = option(2.0**32)
+    """fp16: initial dynamic loss scale, a power of two."""
+    min_loss_scale: float = option(1.0, bounds=POSITIVE)
+    """fp16: lowest dynamic loss scale."""
+    loss_scale_window: int = option(1000, bounds=POSITIVE)
+    """fp16: iterations without overflow after which the dynamic loss scale doubles."""
+    hysteresis: int = option(2, bounds=POSITIVE)
+    """fp16: number of overflows before the dynamic loss scale is halved."""
+    accumulate_allreduce_grads_in_fp32: bool = option(False)
+    """Accumulate and all-reduce gradients in float32 (data_types.grad_accum_dtype in the DeepSpeed
+    JSON)."""
+
+    def check(self, zero_stage: int, resolver: ConfigResolver) -> None:
+        """Refuses values that contradict each other, and notes flags without effect."""
+        resolver.check(not (self.fp16 and self.bf16), "--fp16 contradicts --bf16")
+        resolver.check(
+            self.loss_scale is None or self.fp16,
+            f"{resolver.show('loss_scale')} has an effect with --fp16 only",
+        )
+        resolver.check(
+            self.initial_loss_scale >= 1 and math.log2(self.initial_loss_scale).is_integer(),
+            f"{resolver.show('initial_loss_scale')} must be a power of two",
+        )
+        if self.bf16 and zero_stage == 0:
+            resolver.notes.append(
+                "bf16 at ZeRO stage 0 runs as autocast: float32 weights, bfloat16 matrix products"
+            )
+        half = self.fp16 or (self.bf16 and zero_stage > 0)
+        if self.accumulate_allreduce_grads_in_fp32 and not half:
+            resolver.notes.append(
+                "--accumulate-allreduce-grads-in-fp32 changes nothing: gradients are float32 anyway"
+            )

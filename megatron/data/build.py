@@ -39,9 +39,7 @@ class SourceReader(NamedTuple):
     """How files of one kind become samples."""
 
     open: Callable[[str, DataSource], Documents]
-    """Opens one path of a source; `DatasetBuilder` keeps it open.
-
-    Raises ValueError, OSError for files that cannot be used; the message names them."""
+    """Opens one path of a source; ValueError and OSError name files that cannot be used."""
     recipe: SampleRecipe[Any]
 
 
@@ -95,15 +93,8 @@ class DatasetBuilder:
         return Datasets(train, valid, test)
 
     def prebuild(self, parts: Parts, sample_counts: tuple[int, int, int], workers: int) -> None:
-        """Fill the cache: open all files, which checks token ids or reads raw text, and build the
-        datasets of each, in several processes. Blends are left to `datasets`.
-
-        Args:
-            sample_counts: see `datasets`.
-
-        Raises:
-            ValueError, OSError: files that cannot be used; the message names flag and file.
-        """
+        """Fill the cache in several processes: open all files, which checks token ids or reads raw
+        text, and build the datasets of each. Arguments and errors are those of `datasets`."""
         groups = ([parts.train] if parts.train else [], parts.valid.values(), parts.test.values())
         files = {
             (source.kind, path, source.text_key): source

@@ -15,33 +15,33 @@ from __future__ import annotations
 
 import glob
 import json
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.util.nearest import nearest
 
+INDEXED = "indexed"
 _KEYS = ("files", "type", "weight", "range", "text_key", "tokenizer", "corpora")
+_TOKENIZER_KEYS = {f.name for f in fields(TokenizerConfig)}
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """One corpus of files."""
+class DataSource:
+    """Files of one kind, which share a weight in proportion to their tokens."""
 
-    name: str
-    files: tuple[str, ...]
+    paths: tuple[str, ...]
     """Prefixes of indexed files, or files."""
-    type: str | None = None
-    """Kind of the files; None: inferred from their names."""
+    kind: str = INDEXED
+    """Which `SourceReader` reads them."""
     weight: float | None = None
+    """Relative to the other weights of a blend; None: its number of tokens."""
     share: tuple[float, float] = (0.0, 1.0)
     """Range of its documents that is used, in fractions of their number."""
     text_key: str | None = None
-    """Key of the text in JSON files."""
-    tokenizer: Mapping[str, Any] = field(default_factory=dict)
-    """Tokenizer flags that the files were tokenized with, by field name (vocab_file ...)."""
+    """Key of the text in JSON; None: the one of the flags."""
 
 
 @dataclass(frozen=True)
@@ -49,62 +49,59 @@ class Corpora:
     """The content of a corpora file."""
 
     path: str = "corpora.json"
-    corpora: Mapping[str, Corpus] = field(default_factory=dict)
+    sources: Mapping[str, DataSource] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    tokenizers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Tokenizer flags that a corpus was tokenized with, by field name (vocab_file ...)."""
 
-    def find(self, name: str, weight: float | None, flag: str) -> list[tuple[Corpus, float | None]]:
-        """The corpus or group of a name, each corpus with its weight.
+    def find(self, name: str, weight: float | None, flag: str) -> list[tuple[str, DataSource]]:
+        """The corpora of a name with their weights; ConfigError for an unknown name.
 
-        Args:
-            weight: from the command line, in place of that in the file. For a group it is divided
-                in proportion to the weights of its corpora.
-
-        Raises:
-            ConfigError: the name is unknown, or a corpus of a group lacks a weight.
+        A weight from the command line replaces that in the file; for a group it is divided in
+        proportion to the weights of its corpora, which must all have one.
         """
-        found = [self.corpora[each] for each in self._expand(name, flag, ())]
+        found = [(each, self.sources[each]) for each in self.expand(name, flag)]
         if weight is None:
-            return [(corpus, corpus.weight) for corpus in found]
+            return found
         if len(found) == 1:
-            return [(found[0], weight)]
-        own = [corpus.weight for corpus in found]
-        if None in own:
-            missing = found[own.index(None)].name
+            return [(each, replace(source, weight=weight)) for each, source in found]
+        missing = [each for each, source in found if source.weight is None]
+        if missing:
             raise ConfigError(
                 f"{flag} {weight:g} {name}: to divide a weight over a group each of its corpora "
-                f"needs one in {self.path}, and {missing} has none"
+                f"needs one in {self.path}, and {missing[0]} has none"
             )
-        total = sum(w for w in own if w is not None)
-        return [(c, weight * (c.weight or 0.0) / total) for c in found]
+        own = [source.weight or 0.0 for _, source in found]
+        return [
+            (each, replace(source, weight=weight * part / sum(own)))
+            for (each, source), part in zip(found, own, strict=True)
+        ]
 
-    def tokenizers(self, names: list[str], flag: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Name and tokenizer flags of each corpus that has such flags."""
-        for name in names:
-            for each in self._expand(name, flag, ()):
-                if self.corpora[each].tokenizer:
-                    yield each, self.corpora[each].tokenizer
-
-    def _expand(self, name: str, flag: str, within: tuple[str, ...]) -> Iterator[str]:
+    def expand(self, name: str, flag: str, within: tuple[str, ...] = ()) -> Iterator[str]:
+        """The names of the corpora of a name."""
         if name in within:
             raise ConfigError(f"{self.path}: the group {name} contains itself")
-        if name in self.corpora:
+        if name in self.sources:
             yield name
         elif name in self.groups:
             for each in self.groups[name]:
-                yield from self._expand(each, flag, (*within, name))
+                yield from self.expand(each, flag, (*within, name))
         else:
-            known = [*self.corpora, *self.groups]
+            known = [*self.sources, *self.groups]
             hint = nearest(name, known, " Did you mean {}?")
             raise ConfigError(
                 f"{flag}: {self.path} has no corpus {name}, but {', '.join(known) or 'none'}.{hint}"
             )
 
 
-def read_corpora(path: str, kinds: tuple[str, ...]) -> Corpora:
+def read_corpora(
+    path: str, kinds: tuple[str, ...], kind_of: Callable[[str], str] = lambda path: INDEXED
+) -> Corpora:
     """Reads a corpora file.
 
     Args:
         kinds: the known types.
+        kind_of: the type of a path, for a corpus without one.
 
     Raises:
         ConfigError: it is missing or malformed; the message names the corpus.
@@ -120,7 +117,9 @@ def read_corpora(path: str, kinds: tuple[str, ...]) -> Corpora:
         raise ConfigError(f"--corpora-file {path} cannot be read: {error}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"--corpora-file {path} must contain one JSON object, corpora by name")
-    corpora, groups = {}, {}
+    sources: dict[str, DataSource] = {}
+    groups: dict[str, tuple[str, ...]] = {}
+    tokenizers: dict[str, dict[str, Any]] = {}
     for name, values in content.items():
         where = f"--corpora-file {path}: {name}"
         if not isinstance(values, dict) or not set(values) <= set(_KEYS):
@@ -129,19 +128,26 @@ def read_corpora(path: str, kinds: tuple[str, ...]) -> Corpora:
             if set(values) != {"corpora"} or not _are_strings(values["corpora"]):
                 raise ConfigError(f"{where}: a group must have only a list of corpora")
             groups[name] = tuple(values["corpora"])
-        else:
-            corpora[name] = _corpus(name, values, Path(path).parent, kinds, where)
-    return Corpora(path, corpora, groups)
+            continue
+        sources[name] = _source(values, Path(path).parent, kinds, kind_of, where)
+        tokenizer = values.get("tokenizer", {})
+        if not isinstance(tokenizer, dict) or not set(tokenizer) <= _TOKENIZER_KEYS:
+            raise ConfigError(
+                f"{where}: tokenizer must be an object with keys among {sorted(_TOKENIZER_KEYS)}"
+            )
+        if tokenizer:
+            tokenizers[name] = {
+                key: str(Path(path).parent / value) if _is_path(key, value) else value
+                for key, value in tokenizer.items()
+            }
+    return Corpora(path, sources, groups, tokenizers)
 
 
 def parse_range(first: str, last: str, where: str) -> tuple[float, float]:
     """A range of documents in fractions of their number; a missing end is 0 or 1.
 
-    Args:
-        where: what gave it, for the message.
-
     Raises:
-        ConfigError: it is not 0 <= first < last <= 1.
+        ConfigError: it is not a range; the message begins with `where`.
     """
     try:
         start, end = float(first or 0), float(last or 1)
@@ -163,9 +169,13 @@ def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return dict(pairs)
 
 
-def _corpus(
-    name: str, values: dict[str, Any], folder: Path, kinds: tuple[str, ...], where: str
-) -> Corpus:
+def _source(
+    values: dict[str, Any],
+    folder: Path,
+    kinds: tuple[str, ...],
+    kind_of: Callable[[str], str],
+    where: str,
+) -> DataSource:
     files = values.get("files")
     files = [files] if isinstance(files, str) else files
     if not files or not _are_strings(files):
@@ -175,25 +185,15 @@ def _corpus(
         raise ConfigError(f"{where}: type {kind!r} must be one of {', '.join(kinds)}")
     if weight is not None and not (isinstance(weight, int | float) and 0 < weight < float("inf")):
         raise ConfigError(f"{where}: weight {weight!r} is not a finite number above 0")
-    text_key, tokenizer = values.get("text_key"), values.get("tokenizer", {})
+    text_key, text = values.get("text_key"), values.get("range", ":")
     if text_key is not None and not isinstance(text_key, str):
         raise ConfigError(f"{where}: text_key {text_key!r} is not a string")
-    known = {f.name for f in fields(TokenizerConfig)}
-    if not isinstance(tokenizer, dict) or not set(tokenizer) <= known:
-        raise ConfigError(f"{where}: tokenizer must be an object with keys among {sorted(known)}")
-    text = values.get("range", ":")
     first, colon, last = str(text).partition(":")
     if not colon:
         raise ConfigError(f"{where}: range {text!r} is not FIRST:LAST")
-    return Corpus(
-        name,
-        tuple(path for pattern in files for path in _paths(pattern, folder, where)),
-        kind,
-        weight,
-        parse_range(first, last, where),
-        text_key,
-        {key: _relative(key, value, folder) for key, value in tokenizer.items()},
-    )
+    paths = tuple(path for pattern in files for path in _paths(pattern, folder, where))
+    share = parse_range(first, last, where)
+    return DataSource(paths, kind or kind_of(paths[0]), weight, share, text_key)
 
 
 def _paths(pattern: str, folder: Path, where: str) -> list[str]:
@@ -209,9 +209,8 @@ def _paths(pattern: str, folder: Path, where: str) -> list[str]:
     return list(dict.fromkeys(f.removesuffix(".bin").removesuffix(".idx") for f in found))
 
 
-def _relative(key: str, value: Any, folder: Path) -> Any:
-    is_path = key.endswith(("_file", "_model", "_path")) and isinstance(value, str)
-    return str(folder / value) if is_path else value
+def _is_path(key: str, value: Any) -> bool:
+    return key.endswith(("_file", "_model", "_path")) and isinstance(value, str)
 
 
 def _are_strings(values: Any) -> bool:

@@ -47,12 +47,7 @@ class GPTRecipe:
         return len(documents)
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> GPTDataset:
         """At least `num_samples` samples of the sequences `units`; see `SampleRecipe.build`.
 
@@ -62,7 +57,7 @@ class GPTRecipe:
         lengths = documents.sequence_lengths
         if not lengths[units.start : units.stop].any():
             raise ValueError(
-                f"{documents.prefix}: the {len(units)} documents for {name} hold no tokens"
+                f"{documents.prefix}: the {len(units)} documents for {name} have no tokens"
             )
         depends_on = {
             "version": INDEX_VERSION,
@@ -111,12 +106,8 @@ class GPTDataset:
         ]
 
     def _parts(self, index: int) -> list[tuple[int, int, int]]:
-        """(sequence, first token, number of tokens) of each part of a sample; the numbers sum to
-        seq_length + 1.
-
-        Raises:
-            ValueError: the index is damaged in a place that was not checked when it was opened.
-        """
+        """(sequence, first token, number of tokens) of each part of a sample; ValueError where the
+        index is damaged, which opening checks in part only."""
         samples, order = self._index["sample_index"], self._index["document_index"]
         lengths = self.documents.sequence_lengths
         row = int(self._index["shuffle_index"][index])
@@ -151,13 +142,10 @@ class EpochPlan:
 
 
 def plan_epochs(tokens_per_epoch: int, seq_length: int, num_samples: int) -> EpochPlan:
-    """The smallest number of epochs that gives `num_samples` samples of `seq_length` + 1 tokens.
-
-    Raises:
-        ValueError: there are no tokens.
-    """
+    """The smallest number of epochs that gives `num_samples` samples of `seq_length` + 1 tokens;
+    ValueError without tokens."""
     if tokens_per_epoch <= 0:
-        raise ValueError("the documents hold no tokens")
+        raise ValueError("the documents have no tokens")
 
     def samples_in(tokens: int) -> int:
         return (tokens - 1) // seq_length  # neighbours share a token: one more than s * samples
@@ -201,11 +189,7 @@ class GPTIndex:
         num_samples: int,
         seed: int,
     ) -> GPTIndex:
-        """The index of at least `num_samples` >= 1 samples.
-
-        Raises:
-            ValueError: the documents have no tokens.
-        """
+        """The index of at least `num_samples` >= 1 samples; ValueError without tokens."""
         lengths = sequence_lengths[documents.start : documents.stop]
         plan = plan_epochs(int(lengths.sum(dtype=np.int64)), seq_length, num_samples)
         return cls(sequence_lengths, documents, seq_length, seed, plan)

@@ -184,8 +184,8 @@ class _Entry:
             if (array.dtype, array.shape) != (dtype, shape):
                 raise _damaged(
                     self.folder,
-                    f"{name}.npy holds {array.dtype} of shape {array.shape}, not {dtype} of shape "
-                    f"{shape}",
+                    f"{name}.npy contains {array.dtype} of shape {array.shape}, not {dtype} of "
+                    f"shape {shape}",
                 )
             if digest_of(array) != digests[name]:
                 raise _damaged(self.folder, f"the checksum of {name}.npy is wrong")

@@ -1,5 +1,4 @@
-"""Records of JSON files: lines and arrays read one record at a time, in bounded memory, and what is
-wrong with a record that cannot be used."""
+"""Records of JSON lines and JSON arrays, read one at a time in bounded memory."""
 
 from __future__ import annotations
 
@@ -8,6 +7,7 @@ import json
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, BinaryIO
 
 import orjson
@@ -67,8 +67,18 @@ def read_lines(
                 return
 
 
+def lines_in(path: Path | str, stop: int) -> int:
+    """Line breaks in the first `stop` bytes of a file."""
+    lines, left = 0, stop
+    with open(path, "rb") as file:
+        while left > 0 and (block := file.read(min(left, _SKIPPED_BYTES))):
+            lines += block.count(b"\n")
+            left -= len(block)
+    return lines
+
+
 def texts_of_line(line: bytes, number: int, keys: Sequence[str]) -> list[str] | BadLine:
-    """The strings under `keys` in a line that holds a JSON object.
+    """The strings under `keys` in a line with a JSON object.
 
     orjson parses; what it refuses is tried again with Python's parser, which accepts NaN and the
     like in other fields. Of a key that occurs twice, the last value counts.
@@ -84,7 +94,7 @@ def texts_of_line(line: bytes, number: int, keys: Sequence[str]) -> list[str] | 
             for key, text in zip(keys, found, strict=True):
                 if surrogate := _lone_surrogate(text):
                     return BadLine(
-                        number, "a lone surrogate in a text", f'"{key}" holds {surrogate}'
+                        number, "a lone surrogate in a text", f'"{key}" contains {surrogate}'
                     )
         return found
     return _texts(record, number, keys)
@@ -150,9 +160,9 @@ def _described(value: Any) -> str:
 
 
 class ArrayReader:
-    """The items of a JSON array as JSON text, holding no more than one and what is read ahead.
+    """The items of a JSON array as JSON text, one at a time.
 
-    Not ijson, which parses three times as fast (a small part of the time beside tokenization): it
+    Not ijson, which parses three times as fast, a small part of the time beside tokenization: it
     silently turns a lone surrogate into "?", ends at NaN, 1e999 or a long number in any field, and
     reads an item without an end into memory.
     """
@@ -196,7 +206,7 @@ class ArrayReader:
             except RecursionError:
                 raise self._error("nested too deeply") from None
             else:
-                if end < len(self._text) or self._is_whole:  # a number may continue otherwise
+                if end < len(self._text) or self._is_whole:  # else a number may continue
                     item = self._text[self._at : end].replace("\r", " ").replace("\n", " ")
                     self._at = end
                     return item.encode()

@@ -42,8 +42,6 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
     the whole job, without what is read ahead.
 
     Args:
-        dataset: sample i is int64[seq_length + 1].
-        collate: makes one batch of a list of samples.
         micro_batch_size: samples of one rank in one micro step.
         data_rank: this rank among the `data_size` data-parallel ranks.
         consumed_samples: samples that all ranks together have read before.
@@ -113,12 +111,7 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
 
 
 class TrainingData(NamedTuple):
-    """The data that a model is trained and evaluated on.
-
-    Attributes:
-        datasets: samples of training, validation and test.
-        collate: makes a micro batch of samples.
-    """
+    """The samples that a model is trained and evaluated on, and the collator of their batches."""
 
     datasets: Datasets
     collate: Callable[[Sequence[Any]], Any]
@@ -167,18 +160,12 @@ class AsArrays(Generic[Batch]):
 class Prefetcher(Iterator[Batch], Generic[Batch]):
     """Takes batches from a source in a thread and converts them to tensors.
 
-    Args:
-        source: batches of tensors or of arrays, used by the thread alone. What it raises is raised
-            here in the place of that batch, and ends the iteration.
-        device: where tensors are wanted; None leaves them where they are.
-        ahead: number of batches that may be ready and unused.
+    An error of the source is raised in the place of its batch, and ends the iteration. At most
+    `ahead` batches are ready and unused.
     """
 
     def __init__(
-        self,
-        source: Iterator[Any],
-        device: torch.device | None = None,
-        ahead: int = 2,
+        self, source: Iterator[Any], device: torch.device | None = None, ahead: int = 2
     ) -> None:
         self._ready: queue.Queue[_Ready] = queue.Queue(ahead)
         self._closing = threading.Event()

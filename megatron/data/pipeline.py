@@ -7,12 +7,14 @@ in a :class:`DataKind` each, in ``megatron/data/kinds/``.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
+from itertools import pairwise
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
@@ -55,47 +57,66 @@ class SampleTokens(NamedTuple):
 
 
 class SequenceLengths:
-    """Tokens of a sample at each step, here always the same.
+    """Tokens of a sample at each step: always the same, or growing in stages.
 
-    Attributes:
-        grows: whether the length changes during the run.
+    Args:
+        seq_length: tokens of a whole sample.
+        stages: (number of steps before, tokens of a sample from then on), ascending from step 0.
+        samples: number of samples consumed after a number of steps; with `stages` only.
     """
 
-    grows = False
-
-    def __init__(self, seq_length: int) -> None:
+    def __init__(
+        self,
+        seq_length: int,
+        stages: Sequence[tuple[int, int]] = (),
+        samples: Callable[[int], int] = lambda steps: 0,
+    ) -> None:
         self.seq_length = seq_length
+        self.grows = bool(stages)
+        self._steps, self._lengths = zip(*stages or [(0, seq_length)], strict=True)
+        self._samples = [samples(step) for step in self._steps]
+        self._tokens = [0]
+        for length, (start, stop) in zip(self._lengths, pairwise(self._samples), strict=False):
+            self._tokens.append(self._tokens[-1] + (stop - start) * length)
 
     def at(self, iteration: int) -> int:
         """Tokens of a sample in the step after ``iteration`` steps."""
-        return self.seq_length
+        return self._lengths[bisect.bisect_right(self._steps, iteration) - 1]
 
     def tokens(self, consumed_samples: int) -> int:
         """Tokens of the first samples of the run."""
-        return consumed_samples * self.seq_length
+        stage = bisect.bisect_right(self._samples, consumed_samples) - 1
+        more = (consumed_samples - self._samples[stage]) * self._lengths[stage]
+        return self._tokens[stage] + more
 
     def samples(self, tokens: int) -> int:
         """The fewest samples with at least that many tokens."""
-        return -(-tokens // self.seq_length)
+        stage = max(0, bisect.bisect_left(self._tokens, tokens) - 1)
+        missing = tokens - self._tokens[stage]
+        return self._samples[stage] + -(-missing // self._lengths[stage])
 
     def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
         """Batches cut, one at a time, to the length of the step after ``iteration`` steps."""
-        return batches
+        length = self.at(iteration)
+        return batches if length == self.seq_length else (truncated(b, length) for b in batches)
+
+
+def truncated(batch: Any, seq_length: int) -> Any:
+    """The first tokens of every sample; ValueError if the samples cannot be cut."""
+    if not hasattr(batch, "shortened"):
+        raise ValueError(
+            f"a curriculum of sequence lengths cuts samples of GPTs; a {type(batch).__name__} is "
+            "made of parts that belong together: remove curriculum_learning or seqlen_truncate"
+        )
+    return batch.shortened(seq_length)
 
 
 class DataKind:
-    """The implementation of a kind of data; ``KIND`` of ``megatron.data.kinds.<name>``.
-
-    The kind's flags, in ``megatron/config/kinds/<name>.py``, decide which of these methods are
-    called.
-    """
+    """The implementation of a kind of data, ``KIND`` of ``megatron.data.kinds.<name>``; its flags
+    in ``megatron/config/kinds/<name>.py`` decide which of these methods are called."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
-        """The reader of files of this kind.
-
-        Raises:
-            ValueError: flags contradict each other or the tokenizer.
-        """
+        """The reader of files of this kind; ValueError if flags contradict each other."""
         raise AssertionError(f"{self} reads no files")
 
     def texts(self, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
@@ -121,11 +142,8 @@ class DataKind:
         return train
 
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
-        """The length of the samples of each step, if it is not always ``--seq-length``.
-
-        Args:
-            samples: number of samples consumed after a number of steps.
-        """
+        """The length of the samples of each step, if it is not always ``--seq-length``; ``samples``
+        returns the number of samples consumed after a number of steps."""
         return None
 
 
@@ -140,10 +158,7 @@ def acting_kinds(config: RunConfig) -> list[DataKind]:
 
 
 def sequence_lengths(config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths:
-    """The length of the samples of each step of a run.
-
-    Args:
-        samples: number of samples consumed after a number of steps.
+    """The length of the samples of each step of a run; see `DataKind.lengths`.
 
     Raises:
         ConfigError: a length does not fit the run.
@@ -165,17 +180,14 @@ def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
 
 
 class DataPipeline(ABC):
-    """The data of a run; subclasses make a family's samples.
-
-    Attributes:
-        takes: types of samples that the model can be trained on; see `KindConfig.samples`.
-        flags: kinds whose flags describe the family's own samples.
-        unit: what a sequence of the files is; raw text is split into sentences as needed.
-    """
+    """The data of a run; subclasses make a family's samples."""
 
     takes: ClassVar[frozenset[str]] = frozenset({DOCUMENTS})
+    """Types of samples that the model can be trained on; see `KindConfig.samples`."""
     flags: ClassVar[frozenset[str]] = frozenset()
+    """Kinds whose flags describe the family's own samples."""
     unit: ClassVar[str] = "document"
+    """A sequence of the files; raw text is split into sentences as needed."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer
@@ -184,30 +196,18 @@ class DataPipeline(ABC):
 
     @abstractmethod
     def recipe(self) -> SampleRecipe[Any]:
-        """The recipe that makes samples from documents.
-
-        Raises:
-            ValueError: flags contradict each other or the tokenizer.
-        """
+        """The recipe that makes samples from documents; ValueError if flags contradict."""
 
     @abstractmethod
     def collator(self) -> Callable[[Sequence[Any]], Any]:
-        """The function that makes a batch of samples.
-
-        Raises:
-            ValueError: flags contradict each other or the tokenizer.
-        """
+        """The function that makes a batch of samples; ValueError if flags contradict."""
 
     @abstractmethod
     def view(self, sample: Any, length: int) -> SampleView:
         """A sample for people, cut to the `length` tokens that the model reads."""
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
-        """Synthetic samples for --mock-data.
-
-        Raises:
-            ConfigError: the family has none.
-        """
+        """Synthetic samples for --mock-data; ConfigError if the family has none."""
         raise ConfigError("--mock-data makes samples of a GPT; give --data-path")
 
     def training_data(
@@ -290,21 +290,17 @@ class DataPipeline(ABC):
         return IndexCache.beside(path, self.config.data.data_cache_path)
 
     def open_indexed(self, path: str, source: DataSource) -> IndexedDataset:
-        """Opens indexed files and checks that all ids are in the vocabulary; see
-        `SourceReader.open`."""
+        """Opens indexed files and checks that all ids are in the vocabulary."""
         indexed = open_indexed(path, self.config.data.object_storage_cache_path)
         check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
         return indexed
 
 
 def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
-    """The indexed dataset of a path or URL.
+    """The indexed dataset of a path or URL; errors: see `IndexedDataset` and `RemoteDataset`.
 
     Args:
         cache_path: folder that keeps what was fetched (--object-storage-cache-path).
-
-    Raises:
-        FileNotFoundError, ValueError, OSError: see `IndexedDataset` and `RemoteDataset`.
     """
     if "://" in prefix:
         return RemoteDataset(prefix, cache_path or DEFAULT_CACHE)
@@ -321,7 +317,9 @@ def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache
         ValueError: naming the file, the sequence, the id and the vocabulary size.
     """
     if indexed.dtype.kind not in "iu":
-        raise ValueError(f"{indexed.prefix}.bin holds {indexed.dtype.name} values, not token ids")
+        raise ValueError(
+            f"{indexed.prefix}.bin contains {indexed.dtype.name} values, not token ids"
+        )
     limits = np.iinfo(indexed.dtype)
     if limits.min >= 0 and limits.max < vocab_size:
         return  # every value of the dtype is in the vocabulary

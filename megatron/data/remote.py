@@ -56,10 +56,6 @@ class RemoteDataset(IndexedDataset):
     Token ids are checked chunk by chunk as they are fetched, see `limit_ids`: checking all in
     advance would fetch them all.
 
-    Args:
-        prefix: URL of the .bin and the .idx, without the endings.
-        cache_path: folder of the local cache.
-
     Raises:
         FileNotFoundError: one of the two files is missing.
         ValueError: the files are damaged, or a package that reads such URLs is missing.
@@ -82,7 +78,6 @@ class RemoteDataset(IndexedDataset):
         return True
 
     def bin_identity(self) -> dict[str, int | str]:
-        """See `IndexedDataset.bin_identity`."""
         return {"url": self._bin.url, "bytes": self._bin.size, "version": self._bin.version}
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -124,7 +119,6 @@ class ChunkedTokens:
         return tokens
 
     def limit_ids(self, vocab_size: int) -> None:
-        """See `RemoteDataset.limit_ids`."""
         self.vocab_size = vocab_size
         self._open.clear()
 
@@ -146,20 +140,14 @@ class ChunkedTokens:
         for token in (int(tokens.min()), int(tokens.max())):
             if not 0 <= token < self.vocab_size:
                 raise ValueError(
-                    f"{self._file.url}: bytes {start} on hold the token id {token}, but the "
+                    f"{self._file.url}: bytes {start} on contain the token id {token}, but the "
                     f"vocabulary has {self.vocab_size} ids (0 to {self.vocab_size - 1}). The file "
                     "was preprocessed with another tokenizer"
                 )
 
 
 class RemoteFile:
-    """One version of a remote file, with its local copies.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: the package for such URLs is missing.
-        OSError: it cannot be reached.
-    """
+    """One version of a remote file, with its local copies; errors: see `RemoteDataset`."""
 
     def __init__(self, url: str, cache: Path) -> None:
         self.url = url

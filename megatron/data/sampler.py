@@ -4,12 +4,10 @@ The order is Megatron's default: a micro step takes the next micro_batch_size * 
 rank r the r-th micro_batch_size of them. There is no other state, so the stream of the whole job
 does not depend on the number of ranks, on restarts, or on the number of micro steps in a step.
 
-`--skip-samples 5000:6000` leaves samples out. A loss spike is often avoided by restarting from an
-earlier checkpoint without the samples that caused it (Chowdhery et al. 2022, section 5.1). The
-order of all other samples stays as it was, and no larger index is built, which would change the
-order: the run consumes as many later samples instead, and starts again at the first sample if the
-data has no more. Ranges count consumed samples as the log shows them, so each range counts in the
-stream that the ranges before it left.
+`--skip-samples 5000:6000` leaves out samples that made the loss spike (Chowdhery et al. 2022,
+section 5.1). The order of all others stays, and no larger index is built, which would change it:
+the run consumes as many later samples instead, and starts again at the first if there are no more.
+Ranges count consumed samples as logged, so each counts in the stream that those before it left.
 """
 
 from __future__ import annotations
@@ -27,11 +25,7 @@ Sample = TypeVar("Sample")
 def micro_batch_samples(
     consumed_samples: int, micro_batch_size: int, data_rank: int, data_size: int
 ) -> range:
-    """Sample numbers of one rank's next micro batch after the job consumed `consumed_samples`.
-
-    Raises:
-        ValueError: a number is out of its range.
-    """
+    """Sample numbers of one rank's next micro batch; ValueError for numbers out of range."""
     if consumed_samples < 0 or micro_batch_size < 1 or not 0 <= data_rank < data_size:
         raise ValueError(
             f"no samples for consumed samples {consumed_samples}, micro batch size "
@@ -63,9 +57,6 @@ class MicroBatchSampler:
 def parse_skipped(values: Sequence[str]) -> tuple[range, ...]:
     """Positions in the order of the data that are skipped, ascending.
 
-    Args:
-        values: FIRST:LAST each; the second one counts in the stream without the first, and so on.
-
     Raises:
         ConfigError: a value is not FIRST:LAST.
     """
@@ -94,11 +85,7 @@ def position(skipped: Sequence[range], consumed_samples: int) -> int:
 
 
 class SkippedSamples(RenumberedSamples[Sample]):
-    """A dataset without some of its samples; its length stays the same.
-
-    Args:
-        dataset: all samples.
-        skipped: positions in it, ascending.
+    """A dataset without the samples at some positions, ascending; its length stays the same.
 
     Raises:
         ConfigError: a range is beyond the end of the data, or nothing is left.
@@ -121,10 +108,6 @@ class SkippedSamples(RenumberedSamples[Sample]):
 
 def check_skipped(before: Sequence[str], now: Sequence[str], consumed_samples: int) -> None:
     """Check that a run can continue with other ranges without repeating or losing a sample.
-
-    Args:
-        before: --skip-samples of the run that consumed `consumed_samples`.
-        now: --skip-samples of the run that continues it.
 
     Raises:
         ConfigError: a sample skipped before would be read, or one read before would be skipped.

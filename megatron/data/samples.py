@@ -42,11 +42,7 @@ class Documents(Protocol):
         """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`."""
 
     def verify(self) -> None:
-        """Run the checks that take too long to run whenever the documents are opened.
-
-        Raises:
-            ValueError: they are damaged; the message names the file.
-        """
+        """Run the checks that are too slow for every opening; ValueError names a damaged file."""
 
 
 class Piece(NamedTuple):
@@ -99,19 +95,13 @@ class SampleRecipe(Protocol[Sample_co]):
         """Number of documents, or of sequences, that --split divides."""
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> SampleDataset[Sample_co]:
         """At least `num_samples` samples of some of the documents, in an order fixed by the recipe.
 
         Args:
             units: the ones to read, of `units(documents)`.
             name: of the part ("train" ...), for messages and the cache.
-            cache: where index arrays are kept, by a hash of everything that they depend on.
 
         Raises:
             ValueError: no sample can be made from the documents.
@@ -119,11 +109,7 @@ class SampleRecipe(Protocol[Sample_co]):
 
 
 def checked_index(index: int, length: int) -> int:
-    """The number of a sample of a dataset of `length`.
-
-    Raises:
-        IndexError: it is out of range.
-    """
+    """The number of a sample; IndexError if it is not below `length`."""
     index = operator.index(index)
     if not 0 <= index < length:
         raise IndexError(f"sample {index} of a dataset of {length} samples")

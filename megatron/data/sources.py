@@ -14,10 +14,9 @@ from typing import NamedTuple
 
 from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
 from megatron.config.kinds import file_kinds
-from megatron.data.corpora import Corpora, parse_range, read_corpora
+from megatron.data.corpora import INDEXED, Corpora, DataSource, parse_range, read_corpora
 
 PARTS = ("train", "valid", "test")
-INDEXED = "indexed"
 _NAMED = ("train_data", "valid_data", "test_data")
 
 _RANGE = re.compile(r"(?P<path>.+)@(?P<first>[\d.eE+-]*):(?P<last>[\d.eE+-]*)")
@@ -25,21 +24,6 @@ _PAIRS = (
     "give one PREFIX, or WEIGHT PREFIX pairs such as 0.7 data/books_text_document 0.3 "
     "data/code_text_document"
 )
-
-
-@dataclass(frozen=True)
-class DataSource:
-    """One entry of a blend: files of one kind, in proportion to their tokens."""
-
-    paths: tuple[str, ...]
-    kind: str = INDEXED
-    """Which `SourceReader` reads them."""
-    weight: float | None = None
-    """Relative to the other weights of the blend; None: its number of tokens."""
-    share: tuple[float, float] = (0.0, 1.0)
-    """Range of its documents that is used, in fractions of their number."""
-    text_key: str | None = None
-    """Key of the text in JSON; None: the one of the flags."""
 
 
 @dataclass(frozen=True)
@@ -89,9 +73,9 @@ def with_corpora(settings: Settings) -> Settings:
     for name, words in given.items():
         flag = "--" + name.replace("_", "-")
         names = [word for word in words if _number(word) is None]
-        for corpus, tokenizer in corpora.tokenizers(names, flag):
+        for corpus in [each for name in names for each in corpora.expand(name, flag)]:
             origin = f"{file}: {corpus}"
-            for key, value in tokenizer.items():
+            for key, value in corpora.tokenizers.get(corpus, {}).items():
                 before = found.setdefault(key, Setting(value, origin))
                 if before.value != value:
                     raise ConfigError(
@@ -117,7 +101,7 @@ def parts_of(config: RunConfig) -> Parts:
 
     corpora = Corpora()
     if data.train_data or data.valid_data or data.test_data:
-        corpora = read_corpora(data.corpora_file, _types())
+        corpora = read_corpora(data.corpora_file, _types(), kind_of)
     eval_text_key = next(filter(None, (kind.eval_text_key for kind in kinds)), None)
     return BlendReader(kind_of, eval_text_key, corpora).parts(data)
 
@@ -239,19 +223,14 @@ class BlendReader:
         has_weights = any(_number(word) is not None for word in values)
         pairs = _weighted(values, flag, form) if has_weights else [(None, name) for name in values]
         found = [each for weight, name in pairs for each in self.corpora.find(name, weight, flag)]
-        names = [corpus.name for corpus, _ in found]
+        names = [name for name, _ in found]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
             raise ConfigError(
                 f"{flag} {' '.join(values)} names {twice} twice, perhaps within a group: it would "
                 "be trained on twice"
             )
-        return tuple(
-            DataSource(
-                c.files, c.type or self.kind_of(c.files[0]), weight, c.share, text_key=c.text_key
-            )
-            for c, weight in found
-        )
+        return tuple(source for _, source in found)
 
     def _groups(self, groups: Sequence[str], flag: str) -> dict[str, tuple[DataSource, ...]]:
         """BLOOM's `NAME: WEIGHT FIRST:LAST PATH, WEIGHT FIRST:LAST PATH, ...`."""

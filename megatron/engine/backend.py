@@ -1,63 +1,218 @@
-"""What a training engine has beneath it: layers in one of DeepSpeed's engines."""
+"""The layers that a process trains, in one of DeepSpeed's engines: the whole layer list at any ZeRO
+stage, or the stages of a pipeline."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from typing import Any, Protocol
+from functools import cache
+from typing import Any
 
+import deepspeed
 import torch
 from torch import Tensor, nn
+from torch.profiler import record_function
 
-from megatron.engine.json_keys import Json
-from megatron.model.layer_list import LayerSequence, LayerSpec
-from megatron.model.spec import Batch, Measure
+from megatron.config import RunConfig
+from megatron.config.engine import GRAPH_MODES
+from megatron.engine.deepspeed_json import Json
+from megatron.engine.deepspeed_patches import partition_range, set_partition
+from megatron.engine.environment import Mpu
+from megatron.engine.pipeline_executor import PipelineExecutor
+from megatron.engine.pipeline_module import StageModule
+from megatron.model.layer_list import LayerSequence, LayerStack, initialise
+from megatron.model.spec import Batch, Measure, ModelSpec
+from megatron.parallel.mesh import Mesh
+from megatron.parallel.pipeline_schedules import Action, PipelineSchedule
+from megatron.parallel.shard import init_of, parameter, shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parallel.timeline import Exchange, work_plan
 
 
-class Backend(Protocol):
-    """The layers that a process holds, and how a step takes micro batches through them.
+class Backend(ABC):
+    """The layers of a process (``model``, uninitialised at first, of the whole layer list
+    ``layers``), and how a step takes micro batches through them."""
 
-    Attributes:
-        layers: the whole layer list.
-    """
+    model: nn.Module
 
-    layers: list[LayerSpec]
+    def __init__(
+        self,
+        config: RunConfig,
+        settings: Json,
+        spec: ModelSpec,
+        mesh: Mesh,
+        device: torch.device,
+    ) -> None:
+        self._config, self._spec, self._mesh, self._device = config, spec, mesh, device
+        self._tp = TensorParallel(mesh.tensor, config.parallel.sequence_parallel)
+        self.layers = spec.layers(self._tp)
+        self.model = self._build(settings)
+
+    @abstractmethod
+    def _build(self, settings: Json) -> nn.Module:
+        """The layers of this process."""
 
     @property
-    def model(self) -> nn.Module:
-        """This process's layers, uninitialised at first."""
-        ...
-
-    @property
+    @abstractmethod
     def sequences(self) -> list[LayerSequence]:
-        """The same layers as they run, a sequence for each pipeline stage."""
-        ...
+        """The layers of this process as they run, a sequence for each pipeline stage."""
 
     def initialise(self, name: str, param: nn.Parameter) -> None:
         """Fills this process's share of a parameter, whose canonical name is ``name``."""
-        ...
+        initialise(name, param, self._config.training.seed, self._mesh.coordinates)
 
+    @abstractmethod
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
-        """Builds and returns DeepSpeed's engine around model and optimizer; once, before the first
-        step."""
-        ...
+        """DeepSpeed's engine around model and optimizer; called once, before the first step."""
 
+    @abstractmethod
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         """Forward and backward of a step's micro batches, gradients averaged over data ranks.
 
         Args:
-            batches: as many are taken as there are seeds.
-            seeds: what the dropout masks of each micro batch derive from; None without dropout.
+            batches: one is taken for each seed.
+            seeds: of the dropout masks of each micro batch; None without dropout.
 
         Returns:
             Sums of the named losses in order, float64 [N], where they are computed; zeros on other
             pipeline stages.
         """
-        ...
 
+    @abstractmethod
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
         """Sums of a measure's numbers over ``count`` batches, likewise; without gradients."""
-        ...
 
+    @abstractmethod
     def apply(self) -> None:
         """Updates the weights."""
-        ...
+
+
+class PlainBackend(Backend):
+    """The whole layer list in every process, at any ZeRO stage."""
+
+    model: LayerStack
+
+    def _build(self, settings: Json) -> LayerStack:
+        self._stage = self._config.engine.zero_stage
+        self._graphs = runs_graphs(self._config, self._device)
+        # At stage 3 each parameter is partitioned as soon as it exists.
+        with deepspeed.zero.Init(
+            data_parallel_group=self._mesh.data.handle,
+            config_dict_or_path=settings,
+            enabled=self._stage == 3,
+            mpu=Mpu(self._mesh),
+        ):
+            return LayerStack(self.layers, self._config.parallel)
+
+    @property
+    def sequences(self) -> list[LayerSequence]:
+        return [self.model.sequence]
+
+    def initialise(self, name: str, param: nn.Parameter) -> None:
+        if self._stage < 3:
+            super().initialise(name, param)
+            return
+        values = parameter(shard_of(param), init_of(param), self._mesh.coordinates)
+        super().initialise(name, values)
+        start, end = partition_range(param, self._mesh.data)
+        set_partition(param, values.data.view(-1)[start:end])
+
+    def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
+        self._engine, *_ = deepspeed.initialize(
+            model=self.model, optimizer=optimizer, config=settings, mpu=Mpu(self._mesh)
+        )
+        return self._engine
+
+    def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
+        engine, measure = self._engine, self._spec.loss_measure
+        sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
+        for number, seed in enumerate(seeds):
+            last = number == len(seeds) - 1
+            engine.set_gradient_accumulation_boundary(last)
+            with record_function("megatron::data"):
+                batch = next(batches)
+            batch = batch.to(self._device, non_blocking=True)
+            begin = self._spec.begin(batch)._replace(dropout_seed=seed)
+            if self._graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            # Only the losses of the state are kept: the backward pass needs the memory.
+            with record_function("megatron::forward"):
+                losses = engine(begin).losses
+            with record_function("megatron::backward"):
+                engine.backward(self._spec.total(losses))
+            sums += measure.of(begin._replace(losses=losses), batch)
+            if not last:
+                engine.step()
+        return sums
+
+    def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
+        sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
+        for _ in range(count):
+            batch = next(batches).to(self._device, non_blocking=True)
+            if self._graphs:
+                torch.compiler.cudagraph_mark_step_begin()
+            sums += measure.of(self._engine(measure.start(self._spec.begin(batch))), batch)
+        return sums
+
+    def apply(self) -> None:
+        self._engine.step()
+
+
+def runs_graphs(config: RunConfig, device: torch.device) -> bool:
+    """Whether blocks run as CUDA graphs, so that ``torch.compiler.cudagraph_mark_step_begin`` must
+    be called before each pass through the model.
+
+    A graph writes its outputs to the same memory every time. Without the call torch regards every
+    compiled block as a new step that may overwrite the previous one: without a later backward pass,
+    as in an evaluation, a block would overwrite its own input (pytorch issue 160281).
+    """
+    fast = config.fast_paths
+    return fast.torch_compile and fast.torch_compile_mode in GRAPH_MODES and device.type == "cuda"
+
+
+class PipelineBackend(Backend):
+    """Layers cut over the ranks of a pipeline, at ZeRO stage 0 or 1; ``executor`` is DeepSpeed's
+    engine, once it is started."""
+
+    model: StageModule
+    executor: PipelineExecutor
+
+    def _build(self, settings: Json) -> StageModule:
+        placement = self._schedule(1, forward_only=True)
+        return StageModule(self.layers, self._config.parallel, placement, self._mesh)
+
+    def _schedule(self, micro_batches: int, forward_only: bool = False) -> PipelineSchedule:
+        parallel = self._config.parallel
+        return PipelineSchedule(
+            parallel.pipeline_schedule,
+            ranks=self._mesh.pipeline.size,
+            chunks=parallel.num_virtual_stages_per_pipeline_rank,
+            micro_batches=micro_batches,
+            forward_only=forward_only,
+        )
+
+    @property
+    def sequences(self) -> list[LayerSequence]:
+        return list(self.model.sequences.values())
+
+    def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
+        self.executor = PipelineExecutor(
+            self.model, optimizer, settings, self._spec, self._tp, self._mesh
+        )
+        return self.executor
+
+    def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
+        plan = _plan(self._schedule(len(seeds)), self._mesh.pipeline.rank)
+        return self.executor.run(plan, batches, seeds, self._spec.loss_measure)
+
+    def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
+        plan = _plan(self._schedule(count, forward_only=True), self._mesh.pipeline.rank)
+        return self.executor.run(plan, batches, [None] * count, measure)
+
+    def apply(self) -> None:
+        self.executor.apply()
+
+
+@cache
+def _plan(schedule: PipelineSchedule, rank: int) -> tuple[Action | Exchange, ...]:
+    return tuple(work_plan(schedule, rank))

@@ -1,17 +1,23 @@
-"""Puts the engine together that a layout needs."""
+"""Builds the engine of a layout, with its fast paths: torch.compile and 8-bit GEMMs."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterable, Sequence
+from functools import partial
+from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from megatron.config import RunConfig
-from megatron.engine.backend import Backend
-from megatron.engine.compile import compile_blocks
-from megatron.engine.deepspeed_json import for_engine
+from megatron.config import ConfigError, RunConfig
+from megatron.config.engine import GRAPH_MODES
+from megatron.engine.async_optimizer_step import can_defer
+from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
+from megatron.engine.deepspeed_json import Json, for_engine
 from megatron.engine.deepspeed_patches import (
     allow_fp16,
     guard,
@@ -20,17 +26,17 @@ from megatron.engine.deepspeed_patches import (
     refuse_what_is_wrong,
     take_out,
 )
-from megatron.engine.float8 import use_float8
-from megatron.engine.json_keys import Json
 from megatron.engine.optimizer import build_optimizer
-from megatron.engine.pipeline_backend import PipelineBackend
-from megatron.engine.plain_backend import PlainBackend
-from megatron.engine.queued_update import can_queue
 from megatron.engine.train_engine import TrainEngine
+from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
+from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
+from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
+from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import shard_of
+from megatron.util.processes import is_main_process
 
 
 def build_engine(
@@ -40,21 +46,13 @@ def build_engine(
     mesh: Mesh,
     device: torch.device,
 ) -> TrainEngine:
-    """A model in training, initialised.
-
-    Args:
-        config: the run.
-        content: the completed DeepSpeed JSON.
-        spec: the model and its losses.
-        mesh: the layout's process groups.
-        device: where the model runs.
-    """
+    """A model in training, initialised; ``content`` is the completed DeepSpeed JSON."""
     settings = for_engine(content, config, device.type == "cpu")
     if config.precision.fp16 and device.type == "cpu":
         allow_fp16()
     pipelined = config.parallel.pipeline_model_parallel_size > 1
-    make: type[PipelineBackend | PlainBackend] = PipelineBackend if pipelined else PlainBackend
-    backend: Backend = make(config, settings, spec, mesh, device)
+    kind: type[Backend] = PipelineBackend if pipelined else PlainBackend
+    backend = kind(config, settings, spec, mesh, device)
     names = {param: name for name, param in canonical_parameters(backend.model, backend.layers)}
     for param, name in names.items():
         backend.initialise(name, param)
@@ -63,37 +61,124 @@ def build_engine(
     if config.fast_paths.torch_compile:
         compile_blocks(blocks, config.fast_paths.torch_compile_mode, device)
     optimizer = build_optimizer(names, config.optimizer)
-    queued = _fit_settings(settings, config, names, mesh)
+    asynchronous = _adapt_settings(settings, config, names, mesh)
     engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
-    return TrainEngine(config, spec, mesh, device, backend, names, optimizer, engine, queued)
+    return TrainEngine(config, spec, mesh, device, backend, names, optimizer, engine, asynchronous)
 
 
-def _fit_settings(
+def _adapt_settings(
     settings: Json, config: RunConfig, params: Iterable[nn.Parameter], mesh: Mesh
 ) -> bool:
-    """Has DeepSpeed leave out what this run does not need, or does itself; returns whether the
-    update is queued."""
+    """Turns off what this run does not need of DeepSpeed, or does itself; returns whether the
+    optimizer step is asynchronous."""
     stage = config.engine.zero_stage
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     refuse_what_is_wrong(stage, in_fp32)
-    _fit_buckets(settings, params, mesh)
-    # It waits for the device before and after every micro batch; the trainer has a clock.
-    settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
-    queued = can_queue(config, settings)
-    if queued:
-        leave_norm_to_us(settings, stage, in_fp32)
-    if mesh.data.size == 1:
-        keep_gradients_in_place(settings, stage)
-    return queued
-
-
-def _fit_buckets(settings: Json, params: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Makes DeepSpeed's gradient buckets no larger than this process's gradients.
-
-    It allocates them whole in every step: 5e8 elements by default, 1 to 2 GB in 16 bits.
-    """
+    # DeepSpeed allocates its gradient buckets whole in every step: 5e8 elements by default, 1 to 2
+    # GB in 16 bits. This process's gradients need no more than their own size.
     count = sum(math.prod(shard_of(param).local_shape(mesh.coordinates)) for param in params)
     zero = settings.setdefault("zero_optimization", {})
     zero.setdefault("reduce_bucket_size", min(count, 500_000_000))
+    # It synchronizes before and after every micro batch; the trainer has its own clock.
+    settings.setdefault("timers", {}).setdefault("throughput", {}).setdefault("enabled", False)
+    asynchronous = can_defer(config, settings)
+    if asynchronous:
+        leave_norm_to_us(settings, stage, in_fp32)
+    if mesh.data.size == 1:
+        keep_gradients_in_place(settings, stage)
+    return asynchronous
+
+
+def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.device) -> None:
+    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says.
+
+    Raises:
+        ConfigError: the GPU has no 8-bit GEMMs.
+    """
+    fast = config.fast_paths
+    if fast.fp8_format is None:
+        return
+    _check_float8(device, fast.fp8_format)
+    chosen = fast.float8_blocks(config.model.num_layers)
+    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe == "rowwise")
+    for block in blocks:
+        assert isinstance(block, Block)
+        if block.attention.layer not in chosen:
+            continue
+        for module in block.modules():
+            if isinstance(module, ParallelLinear):
+                module.float8 = float8
+
+
+def _check_float8(device: torch.device, name: str) -> None:
+    if device.type == "cuda":
+        found = torch.cuda.get_device_capability(device)
+        if found < FIRST_CAPABILITY:
+            needed, has = (".".join(map(str, pair)) for pair in (FIRST_CAPABILITY, found))
+            raise ConfigError(
+                f"--fp8-format {name} needs a GPU of compute capability {needed} or more (Ada, "
+                f"Hopper, Blackwell); {torch.cuda.get_device_name(device)} has {has}. Leave it out"
+            )
+    elif is_main_process():
+        print(
+            f"--fp8-format {name}: on a {device.type} 8-bit GEMMs are slower than others; useful "
+            "only to study their effect on the loss",
+            flush=True,
+        )
+
+
+def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
+    """Compiles every block in place; without a compiler they stay eager, which a line reports.
+
+    Blocks of the same shape share compiled code. Every sequence length is compiled separately.
+    """
+    if device.type == "cuda":
+        # Triton compiles the code that launches its kernels, with Python's headers.
+        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
+            return _stay_eager("no C compiler found")
+        if not _finds_python_headers():
+            folder = sysconfig.get_path("include")
+            return _stay_eager(f"no Python.h in {folder} (python3-dev, python3-devel)")
+    if device.type == "cpu":
+        # These take seconds to import.
+        from torch._inductor.cpp_builder import get_cpp_compiler
+        from torch._inductor.exc import InvalidCxxCompiler
+
+        try:
+            get_cpp_compiler()
+        except InvalidCxxCompiler:
+            return _stay_eager("no C++ compiler found")
+    # Not where the function is defined: this imports torch's compiler, a second of every start.
+    torch.compiler.assume_constant_result(rope_table)
+    for block in blocks:
+        block.compile(mode=mode, dynamic=False)
+        if device.type == "cuda" and mode in GRAPH_MODES:
+            _keep_gradients_out_of_graphs(block)
+
+
+def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
+    """Copies the first gradient of every parameter.
+
+    Autograd would keep the graph's own output as ``grad``, which the next micro batch overwrites
+    before its gradients are added: the sum is silently wrong (pytorch issue 169545).
+    """
+
+    def own(param: nn.Parameter, grad: Tensor) -> Tensor | None:
+        return grad.clone() if param.grad is None else None
+
+    for param in block.parameters():
+        param.register_hook(partial(own, param))
+
+
+def _finds_python_headers() -> bool:
+    folders = [sysconfig.get_path("include")]
+    for name in ("CPATH", "C_INCLUDE_PATH"):  # where gcc and clang look too
+        folders += os.environ.get(name, "").split(os.pathsep)
+    return any(folder and Path(folder, "Python.h").is_file() for folder in folders)
+
+
+def _stay_eager(reason: str) -> None:
+    if is_main_process():
+        print(f"--torch-compile: {reason}; the blocks run eagerly", flush=True)

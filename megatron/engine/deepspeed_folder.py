@@ -1,8 +1,8 @@
 """Saves the folder of DeepSpeed's own engine: ``--checkpoint-format deepspeed``.
 
 Stock DeepSpeed resumes from it at the same layout, its ``ds_to_universal`` converts it, and
-``--load`` takes it at any layout. Beside DeepSpeed's files it holds this project's configuration
-and counters, which are also in the client state, so that they survive a conversion.
+``--load`` reads it at any layout. Besides DeepSpeed's files it contains this project's
+configuration and counters, which are also in the client state to survive a conversion.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from megatron.checkpoint.files import write_json
 from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder, tag
 from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import TOKENIZER
-from megatron.engine.json_keys import Json
+from megatron.engine.deepspeed_json import Json
 from megatron.engine.saving import CheckpointWriter, SaveJob
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
@@ -29,12 +29,11 @@ from megatron.util.files import sync_path
 class EngineFolderWriter(CheckpointWriter):
     """Writes checkpoints of one run as DeepSpeed's engine does.
 
-    DeepSpeed's ranks wait for each other inside: an error on one of them (a full disk) leaves the
-    others there until their time limit, and the launcher ends the run. Earlier checkpoints stay.
+    DeepSpeed's ranks wait for each other: after an error on one of them (a full disk) the others
+    wait until their time limit, and the launcher ends the run. Earlier checkpoints stay.
     """
 
     def write_own(self, job: SaveJob) -> None:
-        """See :meth:`CheckpointWriter.write_own`."""
         write_engine_folder(self.engine, job.folder, job.state, self._universal_info)
 
     @cached_property
@@ -45,7 +44,6 @@ class EngineFolderWriter(CheckpointWriter):
         return universal_info(parts, engine.config.model, engine.mesh.tensor.size)
 
     def complete(self, job: SaveJob) -> int:
-        """See :meth:`CheckpointWriter.complete`."""
         folder, final = job.folder, self.folder / tag(job.iteration)
         write_json(folder / CONFIG, self.engine.config.to_dict())
         write_json(folder / "deepspeed.json", self.content)
@@ -63,7 +61,6 @@ class EngineFolderWriter(CheckpointWriter):
 def checkpoint_writer(
     engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
 ) -> CheckpointWriter:
-    """The writer for ``--checkpoint-format``; see :class:`CheckpointWriter`."""
     engine_folders = engine.config.checkpoint.checkpoint_format == "deepspeed"
     writer = EngineFolderWriter if engine_folders else CheckpointWriter
     return writer(engine, content, save_tokenizer)
@@ -72,13 +69,10 @@ def checkpoint_writer(
 def write_engine_folder(
     engine: TrainEngine, folder: Path, state: dict[str, Any], info: Json
 ) -> None:
-    """Writes what the ranks hold; every rank must call it.
+    """Writes the engine's state into an existing folder; every rank must call it.
 
-    Args:
-        engine: whose state is saved.
-        folder: a folder that is there.
-        state: counters; see :class:`megatron.checkpoint.source.Source`.
-        info: see :func:`universal_info`.
+    ``state`` are the counters of :class:`megatron.checkpoint.source.Source`, ``info`` is that of
+    :func:`universal_info`.
 
     Raises:
         OSError: a file cannot be written.

@@ -1,7 +1,8 @@
 """DeepSpeed's JSON and the flags are one configuration.
 
 What the JSON leaves ``"auto"`` (or out) is filled from the flags; what the flags leave unset comes
-from the JSON; where both speak, they must agree.
+from the JSON; where both give a value, they must agree. A file with keys that would be
+misunderstood or have no effect is refused.
 """
 
 from __future__ import annotations
@@ -9,14 +10,246 @@ from __future__ import annotations
 import copy
 import dataclasses
 import json
+import math
 import typing
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron.config import FLAG_CLASSES, ConfigError, RunConfig, Setting, Settings
 from megatron.config.flags import check_value
+from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.config.layouts import check_layout
-from megatron.engine.json_keys import CURRICULA, PAIRS, Json, autos, drop_auto, get, put
+from megatron.util.nearest import nearest
+
+Json = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A dotted JSON key (a number indexes a list) and the config field with the same meaning.
+
+    ``decode`` leads from the JSON's value to the field's, ``encode`` back; None leaves the key out.
+    """
+
+    key: str
+    field: str
+    decode: Callable[[Any], Any] = lambda value: value
+    encode: Callable[[Any], Any] = lambda value: value
+
+
+def _optimizer(name: Any) -> str:
+    found = {"adam": "adam", "adamw": "adam", "sgd": "sgd"}.get(str(name).lower())
+    if found is None:
+        raise ConfigError(
+            f'optimizer.type "{name}": AdamW, Adam (both with decoupled weight decay) and SGD are '
+            "the optimizers of this trainer"
+        )
+    return found
+
+
+CURRICULA = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
+"""Sections that DeepSpeed no longer reads: a config field of the same name has a section's text."""
+
+
+def section_text(section: Any) -> str:
+    return json.dumps(section, sort_keys=True)
+
+
+PAIRS = (
+    Pair("train_micro_batch_size_per_gpu", "micro_batch_size"),
+    Pair("train_batch_size", "global_batch_size"),
+    Pair("gradient_clipping", "clip_grad"),
+    Pair("zero_optimization.stage", "zero_stage"),
+    Pair("bf16.enabled", "bf16"),
+    Pair("fp16.enabled", "fp16"),
+    Pair("fp16.loss_scale", "loss_scale", lambda v: v or None, lambda v: v or 0),
+    Pair(
+        "fp16.initial_scale_power",
+        "initial_loss_scale",
+        lambda power: 2.0**power,
+        lambda scale: int(math.log2(scale)),
+    ),
+    Pair("fp16.loss_scale_window", "loss_scale_window"),
+    Pair("fp16.hysteresis", "hysteresis"),
+    Pair("fp16.min_loss_scale", "min_loss_scale"),
+    Pair(
+        "data_types.grad_accum_dtype",
+        "accumulate_allreduce_grads_in_fp32",
+        lambda name: name == "fp32",
+        lambda on: "fp32" if on else None,
+    ),
+    Pair("optimizer.type", "optimizer", _optimizer, {"adam": "AdamW", "sgd": "SGD"}.get),
+    Pair("optimizer.params.lr", "lr"),
+    Pair("optimizer.params.betas.0", "adam_beta1"),
+    Pair("optimizer.params.betas.1", "adam_beta2"),
+    Pair("optimizer.params.eps", "adam_eps"),
+    Pair("optimizer.params.weight_decay", "weight_decay"),
+    Pair("optimizer.params.momentum", "sgd_momentum"),
+    *(Pair(key, key, section_text, lambda t: t and json.loads(t)) for key in CURRICULA),
+)
+
+
+_FIXED_OPTIMIZER_PARAMS: Json = {
+    "adam_w_mode": True,
+    "amsgrad": False,
+    "bias_correction": True,
+    "nesterov": False,
+}
+"""Fixed in the trainer's optimizers; another value would be ignored, and is refused."""
+
+_IMPLEMENTATIONS = frozenset({"torch_adam", "fused", "foreach"})
+"""Optimizer parameters that choose a kernel and do not change the result."""
+
+_KNOWN_KEYS = frozenset(
+    """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps optimizer
+    scheduler communication_data_type prescale_gradients gradient_predivide_factor
+    sparse_gradients fp16 bf16 amp torch_autocast data_types gradient_clipping zero_optimization
+    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer activation_checkpointing
+    steps_per_print wall_clock_breakdown memory_breakdown dump_state flops_profiler autotuning
+    comms_logger tensorboard wandb csv_monitor comet monitor_config data_efficiency
+    curriculum_learning disable_allgather seq_parallel_communication_data_type checkpoint pipeline
+    aio compile compression_training graph_harvesting timers use_data_before_expert_parallelism
+    hybrid_engine tensor_parallel nebula weight_quantization dataloader_drop_last
+    use_node_local_storage load_universal_checkpoint sequence_parallel_size""".split()
+)
+
+_OFFLOAD = ("offload_optimizer", "offload_param")
+
+_DEVICES = ("none", "cpu", "nvme")
+"""Where DeepSpeed can offload to; nvme is refused with the layout."""
+
+_DEPRECATED = {
+    "cpu_offload": '"offload_optimizer": {"device": "cpu"}',
+    "cpu_offload_param": '"offload_param": {"device": "cpu"}',
+    "cpu_offload_use_pin_memory": '"pin_memory" in "offload_optimizer" or "offload_param"',
+}
+"""Deprecated keys of zero_optimization, and their replacements."""
+
+_REFUSED = {
+    "scheduler": "the learning rate follows --lr-decay-style, --lr-warmup-* and --lr-decay-*",
+    "amp": "NVIDIA apex is not used; set bf16 or fp16",
+    "torch_autocast": "set bf16, which runs as autocast at ZeRO stage 0",
+    "tensor_parallel": "tensor parallelism comes from --tensor-model-parallel-size",
+    "activation_checkpointing": "what is recomputed is set by --recompute-granularity, "
+    "--recompute-method and --recompute-num-layers",
+    "load_universal_checkpoint": "--load reads a checkpoint of any layout",
+    "pipeline": "the pipeline is set by --pipeline-model-parallel-size, --pipeline-schedule and "
+    "--pipeline-partition",
+    "sequence_parallel_size": "activations are split along the sequence by --sequence-parallel, "
+    "over the tensor-parallel processes",
+    "weight_quantization": "weights are trained in the dtype of --bf16 or --fp16",
+    "checkpoint": "checkpoints are the trainer's own (--save, --load)",
+    "autotuning": "the trainer chooses no layout by itself",
+    "dataloader_drop_last": "the trainer feeds its own data",
+    "use_node_local_storage": "checkpoints are the trainer's own",
+    "nebula": "checkpoints are the trainer's own",
+    "compression_training": "DeepSpeed 0.19 has no compression",
+    "graph_harvesting": "nothing here captures graphs",
+    "compile": "blocks are compiled by --torch-compile",
+    "hybrid_engine": "text is generated by tools/generate.py",
+}
+
+
+def read_json(path: str) -> Json:
+    """Reads a DeepSpeed JSON file.
+
+    Raises:
+        ConfigError: the file is missing or not a JSON object, or has an unknown or refused key.
+    """
+    try:
+        content = json.loads(Path(path).read_text(), object_pairs_hook=_without_duplicates)
+    except FileNotFoundError:
+        raise ConfigError(f"--deepspeed_config {path}: file not found") from None
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"--deepspeed_config {path}: not readable as JSON: {error}") from None
+    if not isinstance(content, dict):
+        raise ConfigError(f"--deepspeed_config {path}: expected a JSON object")
+    for key in content:
+        if key in _REFUSED:
+            raise ConfigError(f'{path}: "{key}": {_REFUSED[key]}; remove the key')
+        if key not in _KNOWN_KEYS:
+            hint = nearest(key, _KNOWN_KEYS, '; the nearest known key is "{}"')
+            raise ConfigError(f'{path}: DeepSpeed has no key "{key}"{hint}')
+    _check_sections(content, path)
+    _check_offload(content, path)
+    _check_optimizer(content, path)
+    _check_curricula(content, path)
+    return content
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> Json:
+    content = dict(pairs)
+    if len(content) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f'the key "{twice}" occurs twice in one object')
+    return content
+
+
+def _check_sections(content: Json, path: str) -> None:
+    """Refuses a plain value where known keys are in an object or a list."""
+    keys = [f"zero_optimization.{key}.device" for key in _OFFLOAD]
+    for key in (*(pair.key for pair in PAIRS), *keys):
+        sections = key.split(".")[:-1]
+        for depth in range(1, len(sections) + 1):
+            name = ".".join(sections[:depth])
+            section = get(content, name)
+            if section is None or section == "auto":
+                continue
+            needed = None if isinstance(section, dict) else "an object"
+            if name == "optimizer.params.betas":
+                fits = isinstance(section, list) and len(section) == 2
+                needed = None if fits else "a list of two numbers"
+            if needed:
+                raise ConfigError(f"{path}: {name} is {json.dumps(section)}; it must be {needed}")
+
+
+def _check_offload(content: Json, path: str) -> None:
+    zero = get(content, "zero_optimization")
+    if not isinstance(zero, dict):
+        return
+    for key, now in _DEPRECATED.items():
+        if key in zero:
+            raise ConfigError(f"{path}: zero_optimization.{key} is deprecated; use {now}")
+    for key in _OFFLOAD:
+        name = f"zero_optimization.{key}"
+        section = zero.get(key)
+        if not isinstance(section, dict):
+            continue
+        device = section.get("device", "none")
+        if device != "auto" and device not in _DEVICES:
+            raise ConfigError(
+                f"{path}: {name}.device is {json.dumps(device)}; it must be cpu or none"
+            )
+
+
+def _check_optimizer(content: Json, path: str) -> None:
+    params = get(content, "optimizer.params")
+    if not isinstance(params, dict):
+        return
+    paired = {p.key.split(".")[2] for p in PAIRS if p.key.startswith("optimizer.params.")}
+    known = paired | _IMPLEMENTATIONS | set(_FIXED_OPTIMIZER_PARAMS)
+    for key, value in params.items():
+        if key not in known:
+            hint = nearest(key, known, '; the nearest known one is "{}"')
+            raise ConfigError(f'{path}: unknown key "{key}" in optimizer.params{hint}')
+        if key in _FIXED_OPTIMIZER_PARAMS and value is not _FIXED_OPTIMIZER_PARAMS[key]:
+            raise ConfigError(
+                f"{path}: optimizer.params.{key} is {json.dumps(value)}, but this trainer's "
+                f"optimizers use {json.dumps(_FIXED_OPTIMIZER_PARAMS[key])}; remove the key"
+            )
+
+
+def _check_curricula(content: Json, path: str) -> None:
+    given = {key: content.get(key, "auto") for key in CURRICULA}
+    texts = {key: section_text(value) for key, value in given.items() if value != "auto"}
+    try:
+        CurriculumConfig(**texts)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
 
 _FIELDS = {
     field.name: (field, types[field.name])
@@ -27,16 +260,10 @@ _FIELDS = {
 
 
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
-    """Adds the JSON's values to the settings from flags.
-
-    Args:
-        flags: settings that came from the command line.
-        content: the JSON.
-        path: its file, for messages.
-        world_size: number of processes.
+    """Adds the values of the JSON at ``path`` to the settings from flags.
 
     Raises:
-        ConfigError: a flag and the JSON contradict each other; names both values and places.
+        ConfigError: a flag and the JSON contradict each other; names both values and sources.
     """
     merged = dict(flags)
     name = Path(path).name
@@ -61,12 +288,14 @@ def merge(flags: Settings, content: Json, path: str, world_size: int) -> Setting
 
 
 def _with_accumulation(settings: Settings, content: Json, path: str, world: int) -> Settings:
-    """Uses or checks gradient_accumulation_steps, which has no flag of its own."""
+    """Uses or checks gradient_accumulation_steps, which has no flag."""
     steps = content.get("gradient_accumulation_steps", "auto")
     if steps == "auto":
         return settings
     if not isinstance(steps, int) or isinstance(steps, bool) or steps < 1:
-        raise ConfigError(f"{path}: gradient_accumulation_steps is {steps!r}, not a count")
+        raise ConfigError(
+            f"{path}: gradient_accumulation_steps is {steps!r}; expected a positive integer"
+        )
 
     def value(field: str, default: Any = None) -> Any:
         return settings[field].value if field in settings else default
@@ -95,11 +324,11 @@ def _with_accumulation(settings: Settings, content: Json, path: str, world: int)
 
 
 def complete(content: Json, config: RunConfig) -> Json:
-    """The JSON with every ``"auto"`` filled and everything that the flags determine written out.
+    """The JSON with every ``"auto"`` filled and all values of flags written out.
 
     Raises:
-        ConfigError: an ``"auto"`` is left where no flag stands for the key, or the combination is
-            one that DeepSpeed gets wrong.
+        ConfigError: an ``"auto"`` is left because no flag has the key's meaning, or DeepSpeed
+            handles the combination incorrectly.
     """
     values = {name: value for part in config.to_dict().values() for name, value in part.items()}
     result = copy.deepcopy(content)
@@ -123,7 +352,7 @@ def complete(content: Json, config: RunConfig) -> Json:
     left = list(autos(result))
     if left:
         raise ConfigError(
-            f'{config.engine.deepspeed_config}: "auto" at {", ".join(left)}: no flag stands for '
+            f'{config.engine.deepspeed_config}: "auto" at {", ".join(left)}: no flag sets '
             "this key; give a value or leave it out"
         )
     _refuse(result, config)
@@ -148,11 +377,11 @@ def _refuse(content: Json, config: RunConfig) -> None:
 
 
 def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
-    """What ``deepspeed.initialize`` is given: the JSON, less what the trainer does itself.
+    """The JSON for ``deepspeed.initialize``, without what the trainer does itself.
 
     The optimizer, its schedule and the curriculum are the trainer's. At stage 0 the trainer also
     clips, since DeepSpeed reports no norm there, and bf16 runs as autocast, since DeepSpeed's
-    half-precision optimizers take a stray first step at that stage.
+    half-precision optimizers make an additional first step at that stage.
     """
     result = copy.deepcopy(content)
     result.pop("optimizer", None)
@@ -180,3 +409,58 @@ def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
                     f"{config.engine.deepspeed_config}: zero_optimization.{key} runs on GPUs only"
                 )
     return result
+
+
+def get(content: Any, key: str) -> Any:
+    """The value of a dotted key; None without one, "auto" where a section above it is."""
+    for part in key.split("."):
+        if isinstance(content, list):
+            content = content[int(part)] if int(part) < len(content) else None
+        elif isinstance(content, dict):
+            content = content.get(part)
+        else:
+            return content if content == "auto" else None
+    return content
+
+
+def offloads(content: Json, key: str) -> bool:
+    """Whether the section ``key``, ``offload_optimizer`` or ``offload_param``, has a device."""
+    return get(content, f"zero_optimization.{key}.device") not in (None, "none")
+
+
+def put(content: Json, key: str, value: Any) -> None:
+    """Sets a dotted key, and makes the sections that it is in."""
+    *sections, last = key.split(".")
+    node: Any = content
+    for part, following in zip(sections, (*sections, last)[1:], strict=True):
+        if node.get(part, "auto") == "auto":
+            node[part] = [None, None] if following.isdigit() else {}
+        node = node[part]
+    if isinstance(node, list):
+        node[int(last)] = value
+    else:
+        node[last] = value
+
+
+def drop_auto(content: Json, key: str) -> None:
+    """Removes a key that is "auto", or the list or the "auto" section that it would be in."""
+    *sections, last = key.split(".")
+    node = get(content, ".".join(sections)) if sections else content
+    if isinstance(node, dict):
+        if node.get(last) == "auto":
+            del node[last]
+    elif node is not None:
+        *outer, name = sections
+        parent = get(content, ".".join(outer)) if outer else content
+        parent.pop(name)
+
+
+def autos(node: Any, path: str = "") -> Iterator[str]:
+    if node == "auto":
+        yield path
+    elif isinstance(node, dict):
+        for key, value in node.items():
+            yield from autos(value, f"{path}.{key}" if path else key)
+    elif isinstance(node, list):
+        for place, value in enumerate(node):
+            yield from autos(value, f"{path}.{place}")

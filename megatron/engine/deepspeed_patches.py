@@ -1,9 +1,9 @@
-"""What is replaced inside DeepSpeed, each with its reason and the versions it was held to.
+"""Replacements inside DeepSpeed, each with its reason and a test, and the versions they support.
 
-A replacement is made for these versions only, and where what it replaces still looks as expected.
-Elsewhere DeepSpeed's own path runs, which a line says; where that would be wrong, the run is
-refused. The test that each names compares it with DeepSpeed's own path, or with the numbers that
-are right where DeepSpeed has none.
+A replacement is made for these versions only, and where the code that it replaces looks as
+expected. Elsewhere DeepSpeed's own path runs, which a line reports; where that would be wrong, the
+run is refused. Each replacement's test compares it with DeepSpeed's own path, or with the right
+numbers where DeepSpeed has none.
 """
 
 from __future__ import annotations
@@ -30,22 +30,22 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor, nn
 
 from megatron.config import ConfigError
-from megatron.engine.json_keys import Json, get, offloads
+from megatron.engine.deepspeed_json import Json, get, offloads
 from megatron.parallel.mesh import Group
 from megatron.util.processes import is_main_process
 
 FIRST, LAST = "0.19.0", "0.19.8"
-"""Versions of DeepSpeed, both included, that the replacements were held to."""
+"""The first and the last version of DeepSpeed that the replacements were tested with."""
 
 
 class Replacement(NamedTuple):
-    """Something that is not done as DeepSpeed does it.
+    """Something that is done in another way than DeepSpeed does it.
 
     Attributes:
-        what: names it; "without ..." is said to the user.
-        otherwise: what a user has without it.
-        test: holds it to what it replaces.
-        looks: whether that, and what is used of it, is as it was when this was written.
+        what: its name, which completes "Without ..." in messages.
+        otherwise: the consequence for a user without it.
+        test: compares it with what it replaces.
+        looks: whether the replaced code looks as it did when this was written.
     """
 
     what: str
@@ -73,12 +73,12 @@ NO_OPERATORS = Replacement(
     "leaving out DeepSpeed's operator for collectives on CPUs",
     "it is compiled when a run starts, which needs a C++ compiler and ninja",
     f"{_TESTS}/test_deepspeed_patches.py::test_against_collectives_that_are_compiled",
-    # Newer versions make the list when it is first asked for.
+    # Newer versions make the list on first use.
     lambda: "__compatible_ops__" in vars(deepspeed.ops) or _has(deepspeed.ops, "__getattr__"),
 )
 NO_COMPILER = Replacement(
-    # ZeRO imports Muon to see whether it is the optimizer, which here it never is, and hands it to
-    # torch.compile, whose import takes as much CPU time as that of torch.
+    # ZeRO imports Muon to check whether it is the optimizer, which it never is here, and passes it
+    # to torch.compile, whose import takes as much CPU time as that of torch.
     "keeping torch's compiler out when DeepSpeed's Muon is imported",
     "runs start more slowly",
     "tests/unit/engine/test_optimizer.py::test_a_run_imports_nothing_heavy",
@@ -89,19 +89,19 @@ NO_COMPILER = Replacement(
     ),
 )
 FP16_ON_CPUS = Replacement(
-    # DeepSpeed refuses fp16 on CPUs without instructions for it; torch computes it on all.
+    # DeepSpeed refuses fp16 on CPUs without instructions for it; torch supports it on all.
     "fp16 on every CPU",
     "DeepSpeed refuses --fp16 on CPUs without instructions for it",
     f"{_TESTS}/test_precision.py::test_fp16_follows_fp32",
     lambda: _takes(get_accelerator(), "is_fp16_supported"),
 )
 NO_COPIES = Replacement(
-    # With one data-parallel rank there is nothing to average. Still ZeRO 1 and 2 copy every
-    # gradient into a bucket, divide it by one, reduce it among one, copy it back and into a
+    # With one data-parallel rank there is nothing to average. Nevertheless ZeRO 1 and 2 copy every
+    # gradient into a bucket, divide it by one, reduce it over one rank, and copy it back and into a
     # partition; stage 0 flattens, reduces and copies back. All of that is the identity.
     "leaving out copies and reductions of gradients among one data-parallel rank",
     "steps are slower and take more memory",
-    f"{_TESTS}/test_queued_update.py::test_against_deepspeed",
+    f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
     lambda: (
         _takes(
             DeepSpeedEngine, "buffered_allreduce_fallback", "self", "grads", "elements_per_buffer"
@@ -110,17 +110,17 @@ NO_COPIES = Replacement(
     ),
 )
 NO_SECOND_VIEWS = Replacement(
-    # After every step ZeRO 1 and 2 point every parameter at the place that it points at already.
-    "leaving parameters at the places that they have after a step (ZeRO 1 and 2)",
+    # After every step ZeRO 1 and 2 set every parameter to the view that it has already.
+    "keeping the parameters' views after a step (ZeRO 1 and 2)",
     "steps are slower",
-    f"{_TESTS}/test_queued_update.py::test_against_deepspeed",
+    f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed",
     lambda: _takes(DeepSpeedZeroOptimizer, "_update_model_bit16_weights", "self", "group_index"),
 )
 SCALE_GROWS_LATER = Replacement(
-    # DeepSpeed doubles the dynamic scale before it divides the gradients by it, so that the step
-    # at which the scale grows would use half the gradients.
+    # DeepSpeed doubles the dynamic scale before it divides the gradients by it, so that a step in
+    # which the scale grows would use half the gradients.
     "growth of the dynamic loss scale after a step instead of within it",
-    "the step at which it grows would use half the gradients: give a --loss-scale, or use --bf16",
+    "a step in which it grows would use half the gradients: give a --loss-scale, or use --bf16",
     f"{_TESTS}/test_precision.py::test_growing_loss_scale_changes_nothing",
     lambda: all(
         _takes(kind, "_update_scale", "self", "has_overflow")
@@ -128,8 +128,8 @@ SCALE_GROWS_LATER = Replacement(
     ),
 )
 _QUEUED = "norm, clipping and the guard against infinities on the device"
-_WAITS = "the host waits for the device in every step"
-_AGAINST_DEEPSPEED = f"{_TESTS}/test_queued_update.py::test_against_deepspeed"
+_WAITS = "the CPU synchronizes with the device in every step"
+_AGAINST_DEEPSPEED = f"{_TESTS}/test_async_optimizer_step.py::test_against_deepspeed"
 QUEUED_UNPARTITIONED = Replacement(f"{_QUEUED} (stage 0)", _WAITS, _AGAINST_DEEPSPEED, lambda: True)
 QUEUED_PARTITIONED = Replacement(
     f"{_QUEUED} (ZeRO 1 and 2)",
@@ -159,28 +159,28 @@ QUEUED_PARTITIONED_3 = Replacement(
     f"{_QUEUED} (ZeRO 3)",
     _WAITS,
     _AGAINST_DEEPSPEED,
-    # A decorator hides their parameters. Norms of groups have to be numbers of the host.
+    # A decorator hides their parameters. Norms of groups must be numbers on the CPU.
     lambda: (
         _has(DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", "unscale_and_clip_grads")
         and _has(stage3, "combine_grad_norm_groups")
     ),
 )
 GUARD_OF_PARTITIONS = Replacement(
-    # DeepSpeed 0.19.0 updates whatever the gradients are; nothing of ours takes that over.
+    # DeepSpeed 0.19.0 updates with any gradients; nothing here replaces that.
     "a guard against infinities at ZeRO 3",
     "gradients that are not finite would get into the weights: use --zero-stage 1 or 2",
     f"{_TESTS}/test_precision.py::test_nan_stops_with_step_and_samples",
     lambda: _has(stage3, "is_invalid_grad_norm", "combine_grad_norm_groups"),
 )
 SUMS_IN_FP32 = Replacement(
-    # DeepSpeed 0.19.0 adds up in half precision at stage 2, and checks no sums in fp16 at stage 1.
+    # DeepSpeed 0.19.0 sums in half precision at stage 2, and checks no sums in fp16 at stage 1.
     "sums of gradients in float32",
     "the result would not be that: leave out --accumulate-allreduce-grads-in-fp32",
     f"{_TESTS}/test_precision.py::test_sums_in_fp32_are_nearer_to_fp32",
     lambda: "compute_grad_norm" in DeepSpeedZeroConfig.model_fields,
 )
 OWN_SCHEDULES = Replacement(
-    # DeepSpeed's schedules know one stage a process, hidden states alone, and 1F1B.
+    # DeepSpeed's schedules have one stage per process, hidden states only, and 1F1B.
     "this trainer's pipeline schedules on DeepSpeed's pipeline engine",
     "no schedule runs: leave out --pipeline-model-parallel-size",
     f"{_TESTS}/test_pipeline.py::test_uneven_stages",
@@ -199,7 +199,7 @@ OWN_SCHEDULES = Replacement(
 
 @cache
 def made(replacement: Replacement) -> bool:
-    """Whether a replacement is made; where it is not, the first process says so, once."""
+    """Whether a replacement is made; if not, the main process reports it, once."""
     fault = _fault(replacement)
     if fault and is_main_process():
         print(f"{fault}. Without {replacement.what} {replacement.otherwise}", flush=True)
@@ -210,7 +210,7 @@ def require(replacement: Replacement) -> None:
     """Refuses a run in which DeepSpeed's own path would be wrong.
 
     Raises:
-        ConfigError: the replacement was not held to this DeepSpeed.
+        ConfigError: the replacement was not tested with this DeepSpeed.
     """
     fault = _fault(replacement)
     if fault:
@@ -223,8 +223,8 @@ def require(replacement: Replacement) -> None:
 def _fault(replacement: Replacement) -> str | None:
     version = deepspeed.__version__
     if not _number(FIRST) <= _number(version) <= _number(LAST):
-        return f"DeepSpeed {version} is none of {FIRST} to {LAST}, which this was tried with"
-    return None if replacement.looks() else f"DeepSpeed {version} is made in another way"
+        return f"DeepSpeed {version} is not one of {FIRST} to {LAST}, which this was tested with"
+    return None if replacement.looks() else f"DeepSpeed {version} has unexpected code"
 
 
 def _number(version: str) -> list[int]:
@@ -232,11 +232,7 @@ def _number(version: str) -> list[int]:
 
 
 def refuse_what_is_wrong(stage: int, grads_in_fp32: bool) -> None:
-    """Refuses what DeepSpeed itself gets wrong in versions that nothing is replaced in for it.
-
-    Raises:
-        ConfigError: this run would need it.
-    """
+    """Raises ConfigError if this run needs what some DeepSpeed versions compute incorrectly."""
     if stage == 3:
         require(GUARD_OF_PARTITIONS)
     if grads_in_fp32:
@@ -244,12 +240,12 @@ def refuse_what_is_wrong(stage: int, grads_in_fp32: bool) -> None:
 
 
 def start_without_compiler() -> None:
-    """Has DeepSpeed start without compiling anything, and without torch's compiler."""
+    """Makes DeepSpeed start without compiling anything, and without torch's compiler."""
     if made(NO_OPERATORS):
-        # Whole: reading the old one looks through all operators for compilers and libraries.
+        # Not updated: reading the old value searches compilers and libraries for all operators.
         vars(deepspeed.ops)["__compatible_ops__"] = {"deepspeed_shm_comm": False}
     if made(NO_COMPILER):
-        # DeepSpeed's own decorator for a torch without a compiler stands in for torch.compile.
+        # DeepSpeed's own decorator for a torch without a compiler replaces torch.compile.
         decorator = compiler.compile
         compiler.compile = lambda: compiler.dummy_decorator
         try:
@@ -259,14 +255,13 @@ def start_without_compiler() -> None:
 
 
 def allow_fp16() -> None:
-    """Has DeepSpeed take fp16 on every CPU."""
     if made(FP16_ON_CPUS):
         get_accelerator().is_fp16_supported = lambda: True
 
 
 def keep_gradients_in_place(settings: Json, stage: int) -> None:
-    """DeepSpeed's keys for gradients that stay where the backward pass has put them; for one
-    data-parallel rank. Optimizer state on the host needs DeepSpeed's copies."""
+    """Sets DeepSpeed's keys for gradients that stay where the backward pass writes them; for one
+    data-parallel rank. Offloaded optimizer state needs DeepSpeed's copies."""
     zero = settings.setdefault("zero_optimization", {})
     if stage in (1, 2) and not offloads(settings, "offload_optimizer") and made(NO_COPIES):
         zero["contiguous_gradients"] = False
@@ -274,12 +269,8 @@ def keep_gradients_in_place(settings: Json, stage: int) -> None:
 
 
 def take_out(engine: Any, replicas: int) -> None:
-    """Takes out of DeepSpeed's engine what changes nothing.
-
-    Args:
-        engine: DeepSpeed's engine.
-        replicas: number of data-parallel ranks.
-    """
+    """Removes work without effect from DeepSpeed's engine with this number of data-parallel
+    ranks."""
     wrapper = engine.optimizer
     partitioned = isinstance(wrapper, DeepSpeedZeroOptimizer)
     if partitioned and made(NO_SECOND_VIEWS):
@@ -293,25 +284,25 @@ def take_out(engine: Any, replicas: int) -> None:
 
 
 def guard(wrapper: Any) -> None:
-    """Has ZeRO 1 and 2 skip a step of gradients that are not finite, in every dtype: DeepSpeed
-    0.19.0 does so only in half precision, later ones by the norm."""
+    """Makes ZeRO 1 and 2 skip a step with gradients that are not finite, in every dtype: DeepSpeed
+    0.19.0 does so only in half precision, later versions by the norm."""
     looks_at_norm = "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
     if isinstance(wrapper, DeepSpeedZeroOptimizer) and not looks_at_norm:
         wrapper.check_grad_overflow = True
 
 
 def _nothing(*_: Any, **__: Any) -> None:
-    """Instead of a method whose work changes nothing."""
+    """Replaces a method without effect."""
 
 
 def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
     """Makes a ZeRO optimizer change its dynamic loss scale after a good step instead of within it.
 
     Returns:
-        The update that is due after every step that was not skipped.
+        The update to call after every step that was not skipped.
 
     Raises:
-        ConfigError: DeepSpeed's own way is wrong, and it has to be left as it is.
+        ConfigError: DeepSpeed's own way is wrong and cannot be replaced in this version.
     """
     update = getattr(wrapper, "_update_scale", None)
     if update is None or not wrapper.dynamic_loss_scale:
@@ -327,18 +318,14 @@ def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
 
 
 def queues(stage: int, grads_in_fp32: bool) -> bool:
-    """Whether norm and clipping of a ZeRO stage can be taken over from DeepSpeed.
-
-    Args:
-        stage: the stage.
-        grads_in_fp32: whether gradients in bf16 are added up in float32.
-    """
+    """Whether norm and clipping of a ZeRO stage can be taken over from DeepSpeed;
+    ``grads_in_fp32``: bf16 gradients are summed in float32."""
     partitioned = QUEUED_ACCUMULATED if stage == 1 and grads_in_fp32 else QUEUED_PARTITIONED
     return made((QUEUED_UNPARTITIONED, partitioned, partitioned, QUEUED_PARTITIONED_3)[stage])
 
 
 def leave_norm_to_us(settings: Json, stage: int, grads_in_fp32: bool) -> None:
-    """DeepSpeed's keys for "neither norm nor clipping nor a look for infinities"."""
+    """Sets DeepSpeed's keys for neither norm, nor clipping, nor a check for infinities."""
     settings["gradient_clipping"] = 0.0
     if get(settings, "bf16.enabled"):
         settings["bf16"]["check_grad_overflow"] = False
@@ -352,18 +339,13 @@ def take_norm_over(
     flat_gradient: Callable[[int], Tensor],
     step: Callable[[], None],
 ) -> None:
-    """Puts our clipping in the place of DeepSpeed's in a ZeRO optimizer.
-
-    Args:
-        wrapper: DeepSpeed's optimizer, of any stage from 1 on.
-        clip: scales flat gradients.
-        flat_gradient: the gradient of a group of parameters at stages 1 and 2.
-        step: the whole step, at stage 1 with sums in float32.
-    """
+    """Replaces DeepSpeed's clipping in a ZeRO optimizer of stage 1 or higher: by ``clip``, which
+    scales flat gradients; at stages 1 and 2 with the ``flat_gradient`` of a group of parameters; at
+    stage 1 with sums in float32 by the whole ``step``."""
     if isinstance(wrapper, BF16_Optimizer):
         wrapper.step = lambda closure=None: step()
     elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        # Its step reads whatever norms it is given: a number of the host's, which is at hand.
+        # Its step reads the norms that it gets: here a constant on the CPU.
         wrapper._get_norm_groups = lambda: [1.0]
         wrapper.unscale_and_clip_grads = lambda group, norm: clip(
             [wrapper.fp32_partitioned_groups_flat[group].grad]
@@ -374,27 +356,21 @@ def take_norm_over(
 
 
 def average_by(engine: Any, average: Callable[[], None]) -> None:
-    """Has an engine at stage 0 average its gradients in another way: DeepSpeed's refuses float64,
-    in which the layouts are compared."""
+    """Replaces the averaging of an engine's gradients at stage 0: DeepSpeed's refuses float64, in
+    which the layouts are compared."""
     assert _has(engine, "allreduce_gradients")
     engine.allreduce_gradients = lambda **_: average()
 
 
 class PlacedModule(PipelineModule):
-    """DeepSpeed's pipeline module with any cut, and several stages in a process.
+    """DeepSpeed's pipeline module with arbitrary bounds, and several stages in a process.
 
-    Args:
-        layers: DeepSpeed's descriptions of all layers.
-        topology: of the processes.
-        bounds: where each stage starts in the layers, and their number.
-        stages: those of this process.
-        owner: the pipeline rank that holds a stage.
-
-    Attributes:
-        stage_modules: the modules of each stage, by the place of its first layer.
+    ``bounds`` are where each stage starts in the layers, and their number; ``owner`` gives the
+    pipeline rank of a stage; ``stage_modules`` are the modules of each of this process's stages, by
+    the index of its first layer.
 
     Raises:
-        ConfigError: DeepSpeed's engine was not tried with this.
+        ConfigError: this version of DeepSpeed was not tested with it.
     """
 
     def __init__(
@@ -414,7 +390,6 @@ class PlacedModule(PipelineModule):
         self.parts = self._bounds
 
     def stage_owner(self, layer_idx: int) -> int:
-        """The pipeline rank that holds a layer."""
         stage = max(s for s, start in enumerate(self._bounds[:-1]) if start <= layer_idx)
         return self._owner(stage)
 
@@ -428,11 +403,11 @@ class PlacedModule(PipelineModule):
             self.stage_modules[begin] = self.forward_funcs
 
     def _synchronize_tied_weights(self) -> None:
-        """Nothing to do: copies of a tied layer have one canonical name, which their initial values
-        are drawn by."""
+        """Nothing to do: copies of a tied layer have the same canonical name, and with it the same
+        initial values."""
 
     def save_state_dict(self, *args: Any, **options: Any) -> None:
-        """Saves all stages' layers, each under its place; DeepSpeed's knows one stage."""
+        """Saves all stages' layers, each under its index; DeepSpeed's method saves one stage."""
         before = self.forward_funcs
         for first, layers in self.stage_modules.items():
             self._set_bounds(first, first + len(layers))
@@ -443,14 +418,13 @@ class PlacedModule(PipelineModule):
 
 
 def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:
-    """Where this rank's partition lies in a flattened parameter at ZeRO stage 3: [start, end)."""
+    """This rank's partition of a flattened parameter at ZeRO stage 3: [start, end)."""
     size = param.ds_tensor.ds_numel  # type: ignore[attr-defined]
     start = min(data.rank * size, param.ds_numel)  # type: ignore[attr-defined]
     return start, min(start + size, param.ds_numel)  # type: ignore[attr-defined]
 
 
 def set_partition(param: nn.Parameter, values: Tensor) -> None:
-    """Fills this rank's partition of a parameter at ZeRO stage 3."""
     param.ds_tensor.data[: values.numel()].copy_(values)  # type: ignore[attr-defined]
-    # hpZ keeps a second copy from an earlier partitioning; without it DeepSpeed makes a new one.
+    # hpZ keeps a second copy of earlier values; without it DeepSpeed makes a new one.
     param.ds_secondary_tensor = None  # type: ignore[attr-defined]

@@ -1,5 +1,4 @@
-"""What has to be right in the process before DeepSpeed starts: the device, torch.distributed, and
-that nothing is compiled or waited for."""
+"""A process before DeepSpeed starts: device, cores and torch.distributed, without compilation."""
 
 from __future__ import annotations
 
@@ -14,12 +13,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig
-from megatron.engine.cores import own_cores
 from megatron.parallel.mesh import Mesh, build_mesh
 
 STALE_LOCK_SECONDS = 600.0
@@ -29,23 +28,23 @@ def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher.
 
     Raises:
-        ConfigError: srun or mpirun started several processes that know nothing of each other.
+        ConfigError: srun or mpirun started several processes that are not connected.
     """
     if "WORLD_SIZE" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if int(os.environ.get(name, "1")) > 1:
                 raise ConfigError(
                     f"{name} is {os.environ[name]} and WORLD_SIZE is not set: every process would "
-                    "train alone; start by deepspeed or torchrun, or set RANK, LOCAL_RANK, "
+                    "train alone; start with deepspeed or torchrun, or set RANK, LOCAL_RANK, "
                     "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
                 )
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
 def training_device() -> torch.device:
-    """This process's GPU, or the CPU where there is none (or DS_ACCELERATOR=cpu)."""
+    """This process's GPU, or the CPU without one (or with DS_ACCELERATOR=cpu)."""
     if torch.cuda.is_available() and os.environ.get("DS_ACCELERATOR") != "cpu":
-        # Launchers may show each process its own GPU only, as slurm's --gpus-per-task does.
+        # Launchers may make only its own GPU visible to a process, as slurm's --gpus-per-task does.
         alone = torch.cuda.device_count() == 1
         return torch.device("cuda", 0 if alone else int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -53,11 +52,11 @@ def training_device() -> torch.device:
 
 @contextmanager
 def distributed(config: ParallelConfig) -> Iterator[Mesh]:
-    """torch.distributed and the layout's groups, for as long as the block runs.
+    """torch.distributed and the layout's groups, until the block ends.
 
     Raises:
-        ConfigError: ``--distributed-backend`` does not fit the device, or a DeepSpeed operator
-            build was left locked.
+        ConfigError: ``--distributed-backend`` does not fit the device, or a killed build of a
+            DeepSpeed operator left a lock.
     """
     os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     device = training_device()
@@ -97,29 +96,29 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
             "tensor": config.tensor_model_parallel_size,
         }
         yield build_mesh(sizes, timeout)
-        # A process that leaves while another is still in a collective can take that one down.
+        # A process that exits while another is still in a collective can crash that one.
         dist.barrier()
         healthy = True
     finally:
-        # NCCL's shutdown waits for all ranks, of which some may be waiting for this one. After an
+        # NCCL's shutdown waits for all ranks, some of which may be waiting for this one. After an
         # error this process ends, and the launcher ends the others.
         if dist.is_initialized() and (healthy or backend != "nccl"):
             deepspeed.comm.destroy_process_group()
 
 
 def _tell_deepspeed(device: torch.device) -> None:
-    """Has DeepSpeed, which takes the GPU of the local rank's number, take this one."""
+    """Makes DeepSpeed, which uses the GPU with the local rank's index, use this one."""
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         if name in os.environ:
             os.environ[name] = str(device.index)
 
 
 def _keep_freed_memory() -> None:
-    """Has glibc keep the memory of large tensors for the next ones.
+    """Makes glibc keep the memory of large tensors for the next ones.
 
-    By default it gives every freed block of more than some megabytes back to the system, and the
-    next logits fault in all their pages again: a tenth to a quarter of a step on a CPU at a
-    vocabulary of 50,000.
+    By default it returns every freed block of some megabytes to the system, and the next logits
+    fault in all their pages again: a tenth to a quarter of a step on a CPU at a vocabulary of
+    50,000.
     """
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
@@ -128,20 +127,61 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
+@contextmanager
+def own_cores(device: torch.device) -> Iterator[None]:
+    """Divides the cores among this node's processes until the block ends: a thread per core, unless
+    OMP_NUM_THREADS is set, and for training on CPUs each process is bound to neighbouring cores.
+
+    Unbound threads move between cores and fill their caches again. A process that slurm, numactl or
+    taskset has bound already keeps its cores, all of them if they are no more than its share of the
+    node. Beside other programs, ``taskset`` chooses the cores and OMP_PROC_BIND=false binds
+    nothing. Threads that exist before the block are not bound.
+    """
+    processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
+    bindable = hasattr(os, "sched_getaffinity")  # not on macOS
+    everywhere = os.cpu_count() or 1
+    cores = os.sched_getaffinity(0) if bindable else set(range(everywhere))
+    bound = len(cores) < everywhere
+    own = bound and len(cores) <= everywhere // processes
+    share = len(cores) if own else len(cores) // processes
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, share))
+    left_alone = bound or not bindable or "OMP_PROC_BIND" in os.environ
+    if device.type != "cpu" or processes == 1 or not share or left_alone:
+        yield
+        return
+    first = int(os.environ["LOCAL_RANK"]) * share
+    os.sched_setaffinity(0, sorted(cores, key=_core_order)[first : first + share])
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+
+
+def _core_order(core: int) -> tuple[int, int, int]:
+    """Sort key that makes cores of a processor, and the two threads of a core, neighbours."""
+    folder = Path(f"/sys/devices/system/cpu/cpu{core}/topology")
+    try:
+        package, number = (folder / name for name in ("physical_package_id", "core_id"))
+        return int(package.read_text()), int(number.read_text()), core
+    except OSError:
+        return 0, core, core
+
+
 def prepare_deepspeed() -> None:
     """Makes importing and starting DeepSpeed quick, quiet and free of compilation.
 
-    torch's compiler, seconds to import, stays out until something is compiled. DeepSpeed's
-    shared-memory collectives for CPUs are built when torch.distributed starts and need a compiler;
-    gloo's own are used instead. Operators that are built after all go into the environment's own
-    folder, so that environments do not wait on each other's locks.
+    torch's compiler, which takes seconds to import, is not imported until something is compiled.
+    DeepSpeed's shared-memory collectives for CPUs would be built when torch.distributed starts and
+    need a compiler; gloo's are used instead. Operators that are built nevertheless go into the
+    environment's own folder, so that environments do not wait for each other's locks.
 
     Raises:
-        ConfigError: a killed build left its lock behind, on which the next would hang.
+        ConfigError: a killed build left a lock.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
-    # Deprecations inside DeepSpeed and torch say nothing that a user could act on.
+    # Users can do nothing about deprecations inside DeepSpeed and torch.
     warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distributed")
     _refuse_stale_locks(Path(os.environ["TORCH_EXTENSIONS_DIR"]))
     from deepspeed.utils import logger
@@ -159,7 +199,7 @@ def _refuse_stale_locks(folder: Path) -> None:
         if age > STALE_LOCK_SECONDS:
             raise ConfigError(
                 f"{lock} is {age / 60:.0f} minutes old: a build of a DeepSpeed operator was killed "
-                "and the next one would wait for it for ever; delete the file"
+                "and the next one would wait for it indefinitely; delete the file"
             )
 
 
@@ -167,3 +207,36 @@ def _free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+class Mpu:
+    """Model-parallel unit: the object from which DeepSpeed gets process groups, here a view of
+    :class:`Mesh`. Without one it assumes a tensor-parallel size of 1.
+
+    It must not have a method ``initialize_sequence_parallel``: DeepSpeed would assume another kind
+    of layout.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._kinds = {
+            "data": mesh.data,
+            "model": mesh.model,
+            "tensor_model": mesh.tensor,
+            "slice": mesh.tensor,
+            "pipeline_model": mesh.pipeline,
+        }
+
+    def __getattr__(self, name: str) -> Any:
+        """Answers ``get_<kind>_parallel_<rank|world_size|group|group_ranks|src_rank>``."""
+        for kind, group in self.__dict__.get("_kinds", {}).items():
+            answers = {
+                "rank": group.rank,
+                "world_size": group.size,
+                "group": group.handle,
+                "group_ranks": list(group.ranks),
+                "src_rank": group.ranks[0],
+            }
+            for what, answer in answers.items():
+                if name == f"get_{kind}_parallel_{what}":
+                    return lambda answer=answer: answer
+        raise AttributeError(name)

@@ -1,4 +1,4 @@
-"""Average, global norm and clipping of gradients, from the shard descriptions."""
+"""Average, global norm and clipping of gradients, by the shard descriptions."""
 
 from __future__ import annotations
 
@@ -12,22 +12,18 @@ from megatron.parallel.mesh import SHARDED, Group, Mesh
 from megatron.parallel.shard import shard_of
 
 _ROW = 1024
-"""Squares that are added up in float32 before float64 takes over, on CPUs."""
+"""Number of squares that are summed in float32, on CPUs; sums of rows are in float64."""
 
 _ROWS = 256
-"""Such rows that are worked on at a time."""
+"""Rows per call."""
 
 
 def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
-    """Whether this rank's copy of a parameter is the one that counts, in the norm of the gradients
-    and in checkpoints.
+    """Whether this rank's copy of a parameter counts in the norm of the gradients and in
+    checkpoints.
 
-    Args:
-        param: the parameter.
-        mesh: this rank's view of the mesh.
-        among: the axes along which other copies count too, if this one does: ``SHARDED`` for sums
-            over the ranks of one replica, ``MODEL`` where each replica has a part of its own,
-            ``AXES`` where only one of all ranks may have it.
+    Only one copy counts along the axes ``among``: ``SHARDED`` for sums over the ranks of one
+    replica, ``MODEL`` where each replica has its own part, ``AXES`` for one of all ranks.
     """
     # DeepSpeed marks the copies of tied parameters on pipeline stages after the first.
     replicated = getattr(param, "ds_pipe_replicated", False)
@@ -38,8 +34,8 @@ def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
 def average_gradients(params: Iterable[nn.Parameter], mesh: Mesh) -> None:
     """Averages gradients over all replicas, in place.
 
-    Each is summed over the axes along which its parameter is replicated. What the tokens of other
-    ranks add to the gradient of a parameter that is cut over ``expert`` is in it already.
+    Each is summed over the axes along which its parameter is replicated; the gradient of a
+    parameter that is cut over ``expert`` already includes the tokens of other ranks along it.
     """
     for param in params:
         if param.grad is not None and mesh.data.size > 1:
@@ -52,12 +48,7 @@ def average_gradients(params: Iterable[nn.Parameter], mesh: Mesh) -> None:
 @torch.no_grad()
 def gradient_norm(params: Sequence[nn.Parameter], mesh: Mesh) -> Tensor:
     """2-norm over all gradients of the whole model, each counted once (float32, or float64 for
-    float64 gradients).
-
-    Args:
-        params: all of this rank, gradients averaged over the replicas.
-        mesh: this rank's view of the mesh.
-    """
+    float64 gradients). ``params`` are all of this rank, gradients averaged over the replicas."""
     dtypes = {param.grad.dtype for param in params if param.grad is not None}
     wide = torch.float64 if torch.float64 in dtypes else torch.float32
     grads = [p.grad for p in params if p.grad is not None and owned(p, mesh, SHARDED)]
@@ -72,13 +63,13 @@ def norm_of_groups(
     groups: Sequence[Group],
     device: torch.device,
 ) -> Tensor:
-    """2-norm over groups of gradients, of which no copy in another number format is made.
+    """2-norm over groups of gradients, without copies in another dtype.
 
     Args:
         grads: gradients by parameter group; a group may be empty on some ranks.
-        sums: in which a gradient's squares are added up.
-        result: of the numbers that travel between ranks, and of the norm.
-        groups: the ranks that each hold other gradients; sums are added over one after the other.
+        sums: dtype in which a gradient's squares are summed.
+        result: dtype of the numbers that travel between ranks, and of the norm.
+        groups: ranks with different gradients; sums are added over one group after the other.
         device: of the gradients.
 
     Returns:
@@ -102,12 +93,11 @@ def _sum_of_squares(grads: Sequence[Tensor], sums: torch.dtype, device: torch.de
 
 
 def _norms_of_rows(grad: Tensor) -> list[Tensor]:
-    """Torch adds the squares of a whole CPU tensor one after the other: in float32 a million of
-    them lose four digits. A row at a time they lose none that matters, and float64 takes thrice
-    the time."""
+    """torch sums the squares of a whole CPU tensor sequentially: in float32 a million of them lose
+    four digits, and float64 takes three times as long. A row at a time loses nothing relevant."""
     flat = grad.reshape(-1)
     end = flat.numel() // _ROW * _ROW
-    # Torch copies 16-bit numbers into float32 first: a part that stays in a core's cache.
+    # torch copies 16-bit numbers to float32 first: parts that stay in a core's cache.
     parts = [*flat[:end].view(-1, _ROW).split(_ROWS), flat[end:].view(1, -1)]
     return [
         torch.linalg.vector_norm(part, dim=1, dtype=torch.float32) for part in parts if part.numel()
@@ -115,5 +105,5 @@ def _norms_of_rows(grad: Tensor) -> list[Tensor]:
 
 
 def clipping_factor(norm: Tensor, largest: float) -> Tensor:
-    """What gradients are multiplied with so that their norm is at most ``largest``."""
+    """Factor of gradients that makes their norm at most ``largest``."""
     return (largest / (norm + 1e-6)).clamp(max=1.0)

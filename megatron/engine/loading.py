@@ -1,7 +1,6 @@
 """Loads a checkpoint into the engine, whatever layout and program wrote it.
 
-Each rank reads the elements that it holds, one parameter at a time; there is no copy of the model
-in between.
+Each rank reads its own elements, one parameter at a time, without a copy of the model.
 """
 
 from __future__ import annotations
@@ -18,9 +17,8 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import differences
-from megatron.checkpoint.registry import FoundCheckpoint
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import FoundCheckpoint, Source
 from megatron.engine.state import (
     MOMENTS,
     create_moments,
@@ -39,15 +37,8 @@ T = TypeVar("T")
 def load_checkpoint(
     engine: TrainEngine, found: FoundCheckpoint, weights_only: bool = False
 ) -> Source:
-    """Loads a checkpoint written at any layout; every rank must call it.
-
-    Args:
-        engine: whose state is replaced.
-        found: the checkpoint.
-        weights_only: leave optimizer, loss scaler and random state as they are at the beginning.
-
-    Returns:
-        The checkpoint, for its configuration and its counters.
+    """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``
+    optimizer, loss scaler and random state stay as they are.
 
     Raises:
         CheckpointError: the checkpoint is damaged or of another architecture.
@@ -59,11 +50,11 @@ def load_checkpoint(
     differing = differences(source.model, engine.config.model)
     if differing:
         raise CheckpointError(
-            f"{found.folder} holds another architecture: {'; '.join(differing)} "
-            "(--use-checkpoint-args takes what no flag gives from the checkpoint)"
+            f"{found.folder} has another architecture: {'; '.join(differing)} "
+            "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
     together(engine, lambda: load_weights(engine, source))
-    # What is saved from now on says where these weights came from.
+    # Later checkpoints record where these weights came from.
     model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
     engine.config = replace(engine.config, model=model)
     if weights_only or not source.state:
@@ -72,23 +63,23 @@ def load_checkpoint(
         together(engine, lambda: load_optimizer(engine, source))
     path = found.folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
-        together(engine, lambda: set_random_state(_random_state(path)))
+        together(engine, lambda: _load_random_state(path))
     return source
 
 
-def _random_state(path: Path) -> dict[str, Tensor]:
+def _load_random_state(path: Path) -> None:
     try:
-        return load_file(path)
+        set_random_state(load_file(path))
     except SafetensorError as error:
-        raise CheckpointError(f"{path}: {error}; --no-load-rng leaves it out") from None
+        raise CheckpointError(f"{path}: {error}; --no-load-rng skips it") from None
 
 
 def together(engine: TrainEngine, step: Callable[[], T]) -> T:
     """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
-    for another that has given up.
+    for a rank that has failed.
 
     Raises:
-        CheckpointError: it failed; the rank where it did says why.
+        CheckpointError: it failed; the rank where it failed says why.
     """
     try:
         result, error = step(), None
@@ -97,7 +88,7 @@ def together(engine: TrainEngine, step: Callable[[], T]) -> T:
     if any_rank(error is not None, engine.device):
         if isinstance(error, CheckpointError | OSError) or error is None:
             raise error or CheckpointError(
-                f"--load {engine.config.checkpoint.load}: another rank says what is wrong"
+                f"--load {engine.config.checkpoint.load}: see the error of another rank"
             )
         raise error
     return result  # type: ignore[return-value]
@@ -125,7 +116,7 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
     """Fills the optimizer's moments and the loss scaler.
 
     Raises:
-        CheckpointError: the checkpoint has no optimizer state, or that of another optimizer.
+        CheckpointError: the checkpoint has no state of this optimizer.
     """
     name, run = engine.config.optimizer.optimizer, source.run
     stored = {kind for parameter in source.names() for kind in source.kinds(parameter)}
@@ -136,7 +127,7 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
     if not fits:
         raise CheckpointError(
             f"{source.folder} has no {', '.join(MOMENTS[name])}: it was saved with "
-            "--no-save-optim or by another optimizer; --no-load-optim starts anew"
+            "--no-save-optim or by another optimizer; --no-load-optim starts with a new state"
         )
     set_loss_scaler_state(engine, source.state.get("loss_scaler", {}))
     if stored == {"weight"}:
@@ -148,7 +139,7 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
 
 
 def _read(source: Source, name: str, kind: str, wanted: Slice, numel: int) -> Tensor:
-    """A slice of a parameter and what follows it to ``numel`` elements: padding, which is 0."""
+    """A slice of a parameter, padded with 0 to ``numel`` elements."""
     if wanted.numel == numel:
         return source.read(name, kind, wanted)
     values = torch.zeros(numel)

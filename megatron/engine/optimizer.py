@@ -1,9 +1,9 @@
 """The optimizer that DeepSpeed's engine wraps.
 
-Torch's optimizers import its compiler (torch._dynamo, torch._inductor) to keep it from tracing
-them, which takes as much CPU time as importing torch. Where torch comes to do this in another way,
-nothing here has an effect but that the start takes longer; tests/unit/engine/test_optimizer.py
-notices. ZeRO 3 imports it all the same: it wraps hooks of its own at run time.
+torch's optimizers import its compiler (torch._dynamo, torch._inductor) to keep it from tracing
+them, which takes as much CPU time as importing torch. If a later torch does this in another way,
+starts only become slower, and tests/unit/engine/test_optimizer.py fails. ZeRO 3 imports the
+compiler nevertheless: it wraps its own hooks at run time.
 """
 
 from __future__ import annotations
@@ -20,24 +20,14 @@ from torch.optim import Optimizer
 from megatron.config import OptimizerConfig
 from megatron.parallel.shard import shard_of
 
-# Where torch keeps a method's version that its compiler does not trace (torch._compile).
+# Attribute with a method's version that torch's compiler does not trace (torch._compile).
 _UNTRACED = "__dynamo_disable"
 
 
 def build_optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
-    """AdamW or SGD over two groups: matrices, which decay, and vectors, which do not.
-
-    Args:
-        params: parameters with shard descriptions.
-        config: optimizer values; the schedule sets learning rate and decay before every step.
-    """
+    """AdamW or SGD over two groups: matrices, which decay, and vectors, which do not. The schedule
+    sets learning rate and decay before every step."""
     _keep_compiler_out()
-    optimizer = _optimizer(params, config)
-    _keep_compiler_from_steps(optimizer)
-    return optimizer
-
-
-def _optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> Optimizer:
     decayed: list[nn.Parameter] = []
     others: list[nn.Parameter] = []
     for param in params:
@@ -47,15 +37,19 @@ def _optimizer(params: Iterable[nn.Parameter], config: OptimizerConfig) -> Optim
         {"params": others, "weight_decay": 0.0, "decays": False},
     ]
     groups = [group for group in groups if group["params"]]
+    optimizer: Optimizer
     if config.optimizer == "sgd":
-        return torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
-    return torch.optim.AdamW(
-        groups,
-        lr=config.lr,
-        betas=(config.adam_beta1, config.adam_beta2),
-        eps=config.adam_eps,
-        fused=True,  # torch's own kernel, for CPUs too; nothing is compiled
-    )
+        optimizer = torch.optim.SGD(groups, lr=config.lr, momentum=config.sgd_momentum)
+    else:
+        optimizer = torch.optim.AdamW(
+            groups,
+            lr=config.lr,
+            betas=(config.adam_beta1, config.adam_beta2),
+            eps=config.adam_eps,
+            fused=True,  # torch's own kernel, for CPUs too; nothing is compiled
+        )
+    _keep_compiler_from_steps(optimizer)
+    return optimizer
 
 
 def set_rates(optimizer: Optimizer, lr: float, weight_decay: float) -> None:
@@ -66,10 +60,10 @@ def set_rates(optimizer: Optimizer, lr: float, weight_decay: float) -> None:
 
 
 def _keep_compiler_out() -> None:
-    """Has methods of torch's optimizers not import the compiler; to be called before one is made.
+    """Keeps methods of torch's optimizers from importing the compiler; called before one is made.
 
-    When first called they import it, ask it for a version of themselves that it will not trace, and
-    keep that. Nothing here traces an optimizer, so the method itself is put there.
+    On their first call they import it for a version of themselves that it will not trace, and keep
+    that version. Nothing here traces an optimizer, so the method itself becomes that version.
     """
     for method in (
         Optimizer.add_param_group,
@@ -83,10 +77,10 @@ def _keep_compiler_out() -> None:
 
 
 def _keep_compiler_from_steps(optimizer: Optimizer) -> None:
-    """Has this optimizer's ``step`` not import the compiler.
+    """Keeps this optimizer's ``step`` from importing the compiler.
 
-    torch wraps ``step`` to turn gradients off and to tell the compiler where a graph ends. Here it
-    is wrapped again, to turn gradients off; its hooks and its name in profiles stay.
+    torch wraps ``step`` to disable gradients and to tell the compiler where a graph ends. This
+    wrapper only disables gradients; hooks and the name in profiles stay.
     """
     plain: Any = torch.no_grad()(inspect.unwrap(type(optimizer).step))
     hooked = Optimizer.profile_hook_step(plain)

@@ -14,10 +14,9 @@ from deepspeed.runtime.torch_autocast import autocast_if_enabled
 from torch import Tensor
 from torch.profiler import record_function
 
-from megatron.engine.boundaries import Boundary, check_agreement
-from megatron.engine.json_keys import Json
-from megatron.engine.mpu import Mpu
-from megatron.engine.pipeline_module import StageModule
+from megatron.engine.deepspeed_json import Json
+from megatron.engine.environment import Mpu
+from megatron.engine.pipeline_module import Boundary, StageModule, check_agreement
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
@@ -28,25 +27,18 @@ from megatron.parallel.timeline import Exchange, Transfer
 _Key = tuple[int, int]
 """(stage, micro batch)."""
 _Arrival = tuple[bool, _Key]
-"""(whether it is gradients, for which stage and micro batch)."""
+"""(whether gradients arrive, for which stage and micro batch)."""
 _Tensors = tuple[Tensor, ...]
-"""Those that cross one boundary, in the order of its names."""
+"""The tensors that cross one boundary, in the order of its names."""
 
 
 class PipelineExecutor(PipelineEngine):
-    """DeepSpeed's pipeline engine with schedules that know several stages per process.
+    """DeepSpeed's pipeline engine for schedules with several stages per process.
 
-    Every process reads every micro batch; what the boundaries say, and its gradients, travel
-    between stages. Sends and receives of one moment are posted as one batch, in an order that is
-    the same on all processes. A receive is waited for where it is needed, a send two batches later.
-
-    Args:
-        module: this process's stages.
-        optimizer: torch's optimizer.
-        settings: DeepSpeed's configuration.
-        spec: the model.
-        tensor: the tensor-parallel ranks.
-        mesh: the layout's process groups.
+    Every process reads every micro batch; only the tensors of the boundaries, and their gradients,
+    travel between stages. Sends and receives of one moment are posted as one batch, in the same
+    order on all processes. A receive is awaited where its result is needed, a send two batches
+    later.
 
     Attributes:
         executed: the forward and backward passes of the last run, in order.
@@ -61,7 +53,7 @@ class PipelineExecutor(PipelineEngine):
         tensor: TensorParallel,
         mesh: Mesh,
     ) -> None:
-        # Not DeepSpeed's own grid: its groups have no --distributed-timeout-minutes.
+        # Instead of DeepSpeed's own grid, whose groups lack --distributed-timeout-minutes.
         mpu = Mpu(mesh)
         super().__init__(
             args=None,
@@ -76,7 +68,7 @@ class PipelineExecutor(PipelineEngine):
         self._last_stage = len(module.parts) - 2
         self._agreed: set[tuple[Boundary, ...]] = set()
         self.executed: list[Action] = []
-        # NCCL wants every rank of a group in its first call; later batches are for some of them.
+        # NCCL needs every rank of a group in its first call; later batches involve only some.
         dist.barrier(group=mesh.pipeline.handle)
 
     def run(
@@ -89,12 +81,12 @@ class PipelineExecutor(PipelineEngine):
         """Executes this process's part of a schedule.
 
         Args:
-            plan: forward and backward passes, and exchanges between them. Without gradients
-                there are forward passes only; with them, gradients are averaged over data-parallel
-                ranks and over copies of tied weights at the end.
+            plan: forward and backward passes, and exchanges between them. Without gradients there
+                are forward passes only; with them, gradients are averaged over data-parallel ranks
+                and summed over copies of tied weights at the end.
             batches: the micro batches, all of one shape.
-            seeds: what the dropout masks of each micro batch derive from.
-            measure: what is taken of every micro batch.
+            seeds: of the dropout masks of each micro batch.
+            measure: computed for every micro batch.
 
         Returns:
             Sums of the measure's numbers on the process with the last stage, zeros elsewhere.
@@ -127,11 +119,9 @@ class PipelineExecutor(PipelineEngine):
         return self._sums
 
     def apply(self) -> None:
-        """Updates the weights."""
         self._exec_optimizer_step()
 
     def _load(self, micro_batch: int) -> tuple[Any, LayerState]:
-        """The micro batch, and the state that it starts with."""
         while self._next_batch_number <= micro_batch:
             with record_function("megatron::data"):
                 batch = next(self._batches)
@@ -143,11 +133,8 @@ class PipelineExecutor(PipelineEngine):
         return self._loaded[micro_batch]
 
     def _agree_on_boundaries(self) -> tuple[Boundary, ...]:
-        """What crosses the boundaries in this run.
-
-        Every process reads every micro batch, so it knows by itself what it will receive. The first
-        time that micro batches have their shape, the processes compare what they know.
-        """
+        """The boundaries of this run. Every process derives them from the micro batches that it
+        reads; the processes compare them once for each shape of micro batches."""
         _, state = self._load(0)
         dtype = next(self.module.parameters()).dtype
         boundaries = tuple(
@@ -161,7 +148,6 @@ class PipelineExecutor(PipelineEngine):
 
     @record_function("megatron::forward")
     def forward_pass(self, action: Action) -> None:
-        """Takes a micro batch through one of this process's stages."""
         stage, micro_batch = action.stage, action.micro_batch
         key = (stage, micro_batch)
         batch, state = self._load(micro_batch)
@@ -182,7 +168,7 @@ class PipelineExecutor(PipelineEngine):
         if stage == max(self.module.sequences):
             del self._loaded[micro_batch]
         if not torch.is_grad_enabled():
-            # Nothing comes back; what another process waits for is kept until it is sent.
+            # No gradients follow; what another process waits for is kept until it is sent.
             self._inputs.pop(key, None)
             if stage + 1 in self.module.sequences:
                 del self._outputs[key]
@@ -190,7 +176,6 @@ class PipelineExecutor(PipelineEngine):
 
     @record_function("megatron::backward")
     def backward_pass(self, action: Action) -> None:
-        """The gradients of a micro batch in one of this process's stages."""
         key, after = (action.stage, action.micro_batch), (action.stage + 1, action.micro_batch)
         outputs = self._outputs.pop(key)
         gradients: Sequence[Tensor | None] = (None,)
@@ -206,7 +191,7 @@ class PipelineExecutor(PipelineEngine):
             else:
                 gradients = self.wait_for_arrival(True, key, self._gradients)
                 del self._gradients[key]
-            # A tensor may cross that nobody needs the gradient of, or nobody has one for.
+            # A tensor that crosses may need no gradient, or get none.
             pairs = zip(outputs, gradients, strict=True)
             kept = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
             outputs, gradients = zip(*kept, strict=True)
@@ -222,16 +207,15 @@ class PipelineExecutor(PipelineEngine):
         self.executed.append(action)
 
     def _exchange(self, exchange: Exchange) -> None:
-        """Posts sends and receives as one batch."""
         for transfer in exchange.sends:
             self._send(transfer)
         for transfer in exchange.receives:
             self._receive(transfer)
-        # What was sent two batches ago should have arrived, and can be let go of.
+        # What was sent two batches ago should have arrived, and can be freed.
         self.wait_for_sends(keep=2)
         operations = [operation for operation, _ in self._queue]
         works = dist.batch_isend_irecv(operations)
-        if len(works) < len(operations):  # NCCL answers for the batch as a whole
+        if len(works) < len(operations):  # NCCL returns one for the whole batch
             works = works[:1] * len(operations)
         leaving = []
         for work, (operation, key) in zip(works, self._queue, strict=True):
@@ -271,36 +255,30 @@ class PipelineExecutor(PipelineEngine):
 
     @record_function("megatron::receive")
     def wait_for_sends(self, keep: int = 0) -> None:
-        """Waits for the sends of all batches but the last ``keep``."""
         while len(self._leaving) > keep:
             for work, _ in self._leaving.pop(0):
                 work.wait()
 
     @record_function("megatron::receive")
     def wait_for_arrival(self, gradient: bool, key: _Key, place: dict[_Key, _Tensors]) -> _Tensors:
-        """What a stage needs of a micro batch, once all of it is there.
-
-        Args:
-            gradient: whether it is gradients.
-            key: stage and micro batch.
-            place: where it arrives.
-        """
+        """The inputs or gradients of a stage and micro batch, in ``place``, once they have
+        arrived."""
         for work in self._arriving.pop((gradient, key), ()):
             work.wait()
         return place[key]
 
     def _reduce_tied_gradients(self) -> None:
-        """Sums the gradients of tied weights over the stages that hold a copy.
+        """Sums the gradients of tied weights over the stages that have a copy.
 
-        DeepSpeed's own method looks in ``weight.grad``, where there is nothing once fp16
-        gradients were added up in float32.
+        DeepSpeed's own method reads ``weight.grad``, which is empty when fp16 gradients are
+        accumulated in float32.
         """
         data = self._mesh.data
         for weight, tied_group in self.module.get_tied_weights_and_groups():
             gradient = self._accumulated(weight)
-            # The copies must stay equal bit by bit. DeepSpeed averages over data ranks in buckets
-            # that differ between the stages, and with them the order of a sum of three or more;
-            # of addends that are equal already the order does not matter.
+            # The copies must stay bitwise equal. DeepSpeed averages over data-parallel ranks in
+            # buckets that differ between the stages, and so does the order of sums of three or
+            # more; the order does not matter where all addends are equal already.
             if data.size > 1:
                 dist.all_reduce(gradient, group=data.handle)
                 gradient /= data.size

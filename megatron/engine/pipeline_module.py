@@ -1,37 +1,31 @@
-"""The layers of one process of a pipeline, as DeepSpeed's PipelineModule."""
+"""The layers of one process of a pipeline, as DeepSpeed's PipelineModule, and the tensors that
+cross the boundaries between stages."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 
 import torch
+import torch.distributed as dist
 from deepspeed.pipe import LayerSpec as DeepSpeedLayerSpec
 from deepspeed.pipe import TiedLayerSpec
 from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.config import ParallelConfig
 from megatron.engine.deepspeed_patches import PlacedModule
 from megatron.model.layer_list import LayerSpec, LayerState, layer_sequence
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.pipeline_schedules import PipelineSchedule
 
 
 class StageModule(PlacedModule):
-    """The stages of a layer list that one process holds.
-
-    Args:
-        layers: the whole layer list.
-        parallel: how the list is cut, and what is recomputed.
-        placement: a schedule that says which process holds which stages.
-        mesh: the layout's process groups.
-
-    Attributes:
-        sequences: each stage as it runs, by its number.
-    """
+    """The stages of a layer list that ``placement``, any schedule, assigns to one process;
+    ``sequences`` are the stages as they run, by number."""
 
     def __init__(
         self,
@@ -65,7 +59,6 @@ class StageModule(PlacedModule):
         }
 
     def forward(self, stage: int, state: LayerState) -> LayerState:
-        """Takes the state of a micro batch through one of this process's stages."""
         return self.sequences[stage](state)
 
 
@@ -88,10 +81,71 @@ class _TiedSpec(TiedLayerSpec):
 
 
 def layer_bounds(layers: Sequence[LayerSpec], parallel: ParallelConfig) -> list[int]:
-    """Where each stage starts in the layer list; see :func:`stage_bounds`."""
+    """Where each stage starts in the layer list, and the list's length."""
     weights = [0] * len(layers)
     if parallel.pipeline_partition == "parameters":
         with torch.device("meta"):
             weights = [sum(p.numel() for p in layer.build().parameters()) for layer in layers]
     blocks = [layer.block for layer in layers]
     return stage_bounds(blocks, weights, parallel.stages, parallel.pipeline_partition)
+
+
+_COMPUTED = ("hidden", "encoder")
+
+
+class Boundary(NamedTuple):
+    """The tensors that cross one boundary, in the order of sending: fields of the state or losses
+    by name, their shapes and dtypes."""
+
+    names: tuple[str, ...]
+    shapes: tuple[tuple[int, ...], ...]
+    dtypes: tuple[torch.dtype, ...]
+
+    @classmethod
+    def of(cls, shapes: Mapping[str, Sequence[int]], dtype: torch.dtype) -> Boundary:
+        """A boundary for tensors of these shapes, with the dtype of hidden states. Losses have at
+        least 32 bits."""
+        of_losses = torch.promote_types(dtype, torch.float32)
+        return cls(
+            tuple(shapes),
+            tuple(tuple(shape) for shape in shapes.values()),
+            tuple(dtype if name in _COMPUTED else of_losses for name in shapes),
+        )
+
+    def taken_from(self, state: LayerState) -> tuple[Tensor, ...]:
+        found = tuple(
+            getattr(state, name) if name in _COMPUTED else state.losses[name] for name in self.names
+        )
+        for name, tensor, shape, dtype in zip(*self[:1], found, *self[1:], strict=True):
+            has = tuple(tensor.shape), tensor.dtype
+            assert has == (shape, dtype), f"{name} is {has} between stages, not {shape, dtype}"
+        return found
+
+    def put_into(self, state: LayerState, tensors: Sequence[Tensor]) -> LayerState:
+        found = dict(zip(self.names, tensors, strict=True))
+        hidden, encoder = found.pop("hidden"), found.pop("encoder", state.encoder)
+        return state._replace(hidden=hidden, encoder=encoder, losses={**state.losses, **found})
+
+    def empty(self, device: torch.device) -> tuple[Tensor, ...]:
+        return tuple(
+            torch.empty(shape, dtype=dtype, device=device)
+            for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
+        )
+
+
+def check_agreement(boundaries: Sequence[Boundary], pipeline: Group) -> None:
+    """Compares the boundaries that each rank of a pipeline has derived; every rank must call it.
+
+    Raises:
+        AssertionError: two ranks differ; says where, and what each expects.
+    """
+    if pipeline.size == 1:
+        return
+    found: list[Sequence[Boundary]] = [()] * pipeline.size
+    dist.all_gather_object(found, tuple(boundaries), group=pipeline.handle)
+    for stage, ours in enumerate(zip(*found, strict=True)):
+        for rank, theirs in enumerate(ours):
+            assert theirs == ours[0], (
+                f"between pipeline stages {stage} and {stage + 1} rank 0 of the pipeline expects "
+                f"{ours[0]}, rank {rank} {theirs}"
+            )

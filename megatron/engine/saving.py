@@ -1,4 +1,4 @@
-"""Saves the engine's state in the project's own format."""
+"""Saves the engine's state in the project's own format, at once or in the background."""
 
 from __future__ import annotations
 
@@ -14,34 +14,41 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import incomplete_folder, remove_incomplete, tag
-from megatron.checkpoint.lock import lock_folder
+from megatron.checkpoint.folder import (
+    apply_retention,
+    incomplete_folder,
+    lock_folder,
+    remove_incomplete,
+    tag,
+)
 from megatron.checkpoint.manifest import CONFIG, STATE
-from megatron.checkpoint.registry import open_checkpoint, save_copy
-from megatron.checkpoint.retention import apply_retention
+from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, complete
-from megatron.engine.json_keys import Json
-from megatron.engine.snapshot import HostBuffers, own_slices
-from megatron.engine.state import loss_scaler_state, optimizer_step
+from megatron.engine.deepspeed_json import Json
+from megatron.engine.gradient_norm import owned
+from megatron.engine.state import loss_scaler_state, optimizer_step, owned_slices
 from megatron.engine.train_engine import TrainEngine
-from megatron.parallel.mesh import Group, first_reason
+from megatron.parallel.mesh import AXES, MODEL, Group, first_reason
+from megatron.parallel.random import random_state
+from megatron.parallel.shard import shard_of
 from megatron.util.locks import Lock
 
 
 @dataclass(frozen=True)
 class SaveResult:
-    """How a save came out, alike on all ranks but for times, bytes and notes.
+    """Result of a save; times, bytes and notes differ between ranks.
 
     Attributes:
-        iteration: number of steps that it holds.
-        error: why there is no such checkpoint; None when there is.
-        stall_seconds: how long training stood still for it on this rank, the wait for an earlier
-            save included.
-        seconds: from its beginning until it was visible, or had failed.
-        bytes: size of its files, on the main process; elsewhere 0.
-        notes: what else the user should know.
+        iteration: number of steps.
+        error: why the save failed; None for success.
+        stall_seconds: how long training was interrupted on this rank, including the wait for an
+            earlier save.
+        seconds: from the beginning until the checkpoint was visible, or the save had failed.
+        bytes: size of the files, on the main process; elsewhere 0.
+        notes: further lines for the user.
     """
 
     iteration: int
@@ -54,32 +61,23 @@ class SaveResult:
 
 @dataclass(frozen=True)
 class SaveJob:
-    """A save under way: nothing in it changes while training goes on.
-
-    Attributes:
-        folder: the incomplete folder that is written.
-        iteration: number of steps taken.
-        slices: what this rank writes; in the background, of copies.
-        state: counters; see :class:`megatron.checkpoint.source.Source`.
-    """
+    """A save in progress, which training does not change."""
 
     folder: Path
+    """The incomplete folder that is written."""
     iteration: int
     slices: SliceWriter
+    """This rank's part; copies when in the background."""
     state: dict[str, Any]
+    """Counters; see :class:`megatron.checkpoint.source.Source`."""
 
 
 class CheckpointWriter:
     """Writes checkpoints of one run.
 
-    Every rank must make one, and call the methods in the same order. With ``--async-save`` a thread
-    of each rank writes copies; those threads agree over a gloo group of their own, so that they
-    never meet the collectives of training.
-
-    Args:
-        engine: whose state is saved.
-        content: the completed DeepSpeed JSON.
-        save_tokenizer: writes the tokenizer's files into a folder.
+    Every rank must create one and call the methods in the same order. With ``--async-save`` a
+    thread of each rank writes copies; these threads use their own gloo group, separate from the
+    collectives of training. ``content`` is the completed DeepSpeed JSON.
     """
 
     def __init__(
@@ -104,14 +102,11 @@ class CheckpointWriter:
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def save(self, iteration: int, counters: dict[str, Any]) -> None:
-        """Saves a checkpoint, or begins to in the background; :meth:`finished` says how it went.
+        """Saves a checkpoint, or begins to in the background; :meth:`finished` has the result.
 
         It becomes visible only when every rank has written its part. On an error on any rank the
-        part-written folder is removed, and earlier checkpoints stay as they are.
-
-        Args:
-            iteration: number of steps taken.
-            counters: what the training loop needs to go on.
+        part-written folder is removed, and earlier checkpoints stay as they are. ``counters`` are
+        those that the training loop needs to continue.
         """
         began = time.perf_counter()
         self._wait()
@@ -132,22 +127,16 @@ class CheckpointWriter:
                 self._running = self._thread.submit(self._write, job, began, stall)
 
     def finished(self, wait: bool = False) -> list[SaveResult]:
-        """Saves that have come to an end since this was last asked.
-
-        Args:
-            wait: until the one in the background has.
-        """
+        """Results of the saves that have ended since the last call; with ``wait`` also that of the
+        save in the background."""
         if self._running is not None and (wait or self._running.done()):
             self._wait()
         found, self._results = self._results, []
         return found
 
     def close(self) -> list[SaveResult]:
-        """Waits for the save in the background, if there is one; the writer's last call.
-
-        Returns:
-            What :meth:`finished` would.
-        """
+        """Waits for the save in the background, if any, and returns what :meth:`finished` would;
+        the last call."""
         self._wait()
         if self._thread is not None:
             self._thread.shutdown()
@@ -183,7 +172,7 @@ class CheckpointWriter:
         return jobs[0]
 
     def _write(self, job: SaveJob, began: float, stall: float = 0.0) -> SaveResult:
-        """All of a save that needs nothing of the engine; the background thread's work."""
+        """The part of a save that does not use the engine; runs in the background thread."""
         error, size, notes = None, [0], list[str]()
         try:
             self._together(lambda: self.write_own(job))
@@ -194,7 +183,7 @@ class CheckpointWriter:
                 shutil.rmtree(job.folder, ignore_errors=True)
         seconds = time.perf_counter() - began
         if error is None and self.main:
-            notes = self._afterwards(job.iteration)
+            notes = self._follow_up(job.iteration)
         return SaveResult(job.iteration, error, stall, seconds, size[-1], tuple(notes))
 
     def _together(self, step: Callable[[], object]) -> None:
@@ -202,7 +191,7 @@ class CheckpointWriter:
         error: Exception | None = None
         try:
             step()
-        except Exception as caught:  # whatever it is, the other ranks must not wait for this one
+        except Exception as caught:  # of any kind: other ranks must not wait for this one
             error = caught
         reason = None if error is None else str(error) or repr(error)
         try:
@@ -215,11 +204,11 @@ class CheckpointWriter:
             ) from error
 
     def write_own(self, job: SaveJob) -> None:
-        """Writes what this rank holds; the formats' own part, as is :meth:`complete`."""
+        """Writes this rank's part; formats override this and :meth:`complete`."""
         job.slices.finish()
 
     def complete(self, job: SaveJob) -> int:
-        """Makes the checkpoint visible once all ranks have written, on the first one; its bytes."""
+        """Makes the checkpoint visible, on the first rank after all have written; returns bytes."""
         contents = {
             CONFIG: self.engine.config.to_dict(),
             "deepspeed.json": self.content,
@@ -228,34 +217,76 @@ class CheckpointWriter:
         world = self.engine.mesh.world.size
         return complete(self.folder, job.iteration, world, contents, self.save_tokenizer)
 
-    def _afterwards(self, iteration: int) -> list[str]:
-        """What follows a save and cannot undo it: the universal copy, and older ones' deletion."""
+    def _follow_up(self, iteration: int) -> list[str]:
+        """The universal copy and the deletion of older checkpoints; returns notes on failures."""
         notes, options = [], self.options
         if options.save_universal:
             try:
                 source = open_checkpoint(self.folder / tag(iteration), verify=False)
                 save_copy("universal", source, self.folder, 3 if self.engine.stage == 3 else 1)
             except Exception as error:  # the save itself has succeeded
-                notes.append(f"--save-universal: no universal copy of it: {error}")
+                notes.append(f"--save-universal: the universal copy failed: {error}")
         return notes + apply_retention(
             self.folder, iteration, options.keep_last, options.keep_every
         )
 
 
+def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
+    """What this rank writes into a checkpoint's folder, as views of the engine's state where that
+    is float32. At stage 0 all replicas are equal and the first one writes."""
+    options = engine.config.checkpoint
+    writer = SliceWriter(folder, engine.mesh.world.rank)
+    among = AXES if engine.stage == 0 else MODEL
+    for own in owned_slices(engine):
+        numel = own.slice.numel
+        if numel and owned(own.param, engine.mesh, among):
+            tensors = {"weight": own.weight} | (own.moments if options.save_optim else {})
+            stored = {
+                kind: values[:numel].detach().to(torch.float32) for kind, values in tensors.items()
+            }
+            writer.add(own.name, own.slice, stored.items(), shard_of(own.param).part)
+    if options.save_rng:
+        for key, values in random_state().items():
+            writer.put("random", key, values)
+    return writer
+
+
+class HostBuffers:
+    """CPU memory for a rank's tensors, kept from one save to the next: only the first copy pays for
+    new pages. For GPUs it is pinned."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._buffers: dict[tuple[str, str], Tensor] = {}
+
+    def copy(self, files: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+        """Copies tensors by file and key; afterwards the engine's state may change. Copies from a
+        GPU are queued and awaited together."""
+        copied = {
+            file: {key: self._copy((file, key), values) for key, values in tensors.items()}
+            for file, tensors in files.items()
+        }
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return copied
+
+    def _copy(self, place: tuple[str, str], values: Tensor) -> Tensor:
+        buffer = self._buffers.get(place)
+        if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
+            pinned = self._device.type == "cuda"
+            buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
+            self._buffers[place] = buffer
+        return buffer.copy_(values, non_blocking=True)
+
+
 def hold_folder(
     save: str | None, world: Group, device: torch.device, say: Callable[[str], None]
 ) -> Lock | None:
-    """Takes the right to save into a folder, for the run, and clears what killed runs left half
-    written or half deleted there; every rank must call it.
-
-    Args:
-        save: the folder; None for a run that does not save.
-        world: all ranks; the first takes it.
-        device: where their collectives work.
-        say: called with a line for the user.
+    """Locks a folder for the saves of this run, and removes what killed runs left half written or
+    half deleted there; every rank must call it. ``say`` is called with lines for the user.
 
     Returns:
-        What keeps other runs out, on the first rank; None on others.
+        The lock, on the first rank; None on others and without a folder.
 
     Raises:
         CheckpointError: another run is saving there, or the folder cannot be written to.
@@ -272,15 +303,15 @@ def hold_folder(
         except OSError as error:
             reason = str(_cannot_write(save, error))
     if first_reason(reason, device) is not None:
-        raise CheckpointError(reason or f"--save {save}: the main process says what is wrong")
+        raise CheckpointError(reason or f"--save {save}: see the main process's error")
     return lock
 
 
 def check_writable(save: str) -> None:
-    """Finds out before training whether checkpoints can be written.
+    """Checks before training that checkpoints can be written.
 
     Raises:
-        CheckpointError: ``--save`` cannot be made or written to.
+        CheckpointError: ``--save`` cannot be created or written to.
     """
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
@@ -292,5 +323,5 @@ def check_writable(save: str) -> None:
 
 def _cannot_write(save: str, error: OSError) -> CheckpointError:
     return CheckpointError(
-        f"--save {save}: cannot write there ({error.strerror}); name a folder that you can write to"
+        f"--save {save}: cannot write to it ({error.strerror}); choose a folder with write access"
     )

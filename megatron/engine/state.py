@@ -1,7 +1,7 @@
-"""The engine's state as slices: which elements of which parameter and moment this rank owns.
+"""The engine's state as slices of canonical parameters and moments that this rank owns.
 
-DeepSpeed keeps float32 weights and moments differently at every ZeRO stage; everything above this
-file sees only slices of canonical parameters.
+DeepSpeed stores float32 weights and moments differently at every ZeRO stage; only this file knows
+how.
 """
 
 from __future__ import annotations
@@ -34,8 +34,7 @@ class OwnedSlice:
         param: the parameter.
         name: its canonical name.
         slice: the elements.
-        weight: their float32 values, flat, and after them the padding's; writing to it changes the
-            engine's state.
+        weight: their float32 values, flat, followed by padding; a view of the engine's state.
         moments: optimizer state of the same elements, by name; empty before the first step.
     """
 
@@ -63,8 +62,8 @@ def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
 
 
 _PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
-"""From a parameter to: where this rank's range starts in it, the tensor that the optimizer updates,
-where the range starts in that, its length (none below 1)."""
+"""From a parameter to: the start of this rank's range in it, the tensor that the optimizer updates,
+the start of the range in that, and its length (nothing below 1)."""
 
 
 def _moments(engine: TrainEngine, holder: Tensor, start: int, count: int) -> dict[str, Tensor]:
@@ -83,10 +82,10 @@ def _whole(engine: TrainEngine) -> _PlaceOf:
 def _flat_partition(engine: TrainEngine) -> _PlaceOf:
     wrapper = engine.optimizer_wrapper
     accumulated = isinstance(wrapper, BF16_Optimizer)
-    # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order into which
-    # round_robin_gradients brings them.
+    # DeepSpeed's own map from parameters to partitions (_hp_mapping) ignores the order of
+    # round_robin_gradients.
     groups = wrapper.bf16_groups if accumulated else wrapper.round_robin_bit16_groups
-    # There, and in DeepSpeed 0.19.0, one lies right after the other.
+    # BF16_Optimizer and DeepSpeed 0.19.0 have no offsets: parameters are contiguous.
     offsets = getattr(wrapper, "round_robin_bit16_offsets", None) or [
         list(accumulate((p.numel() for p in params), initial=0)) for params in groups
     ]
@@ -100,7 +99,7 @@ def _flat_partition(engine: TrainEngine) -> _PlaceOf:
     def place_of(param: nn.Parameter) -> tuple[int, Tensor, int, int]:
         group, offset = places[param]
         holder = flat[group]
-        first = engine.data_rank * holder.numel() - offset
+        first = engine.mesh.data.rank * holder.numel() - offset
         start, end = max(0, first), min(param.numel(), first + holder.numel())
         return start, holder, start - first, end - start
 
@@ -119,7 +118,7 @@ def _own_partition(engine: TrainEngine) -> _PlaceOf:
 
 
 def holders(engine: TrainEngine) -> list[Tensor]:
-    """The tensors that the wrapped optimizer has its state for."""
+    """The tensors whose state the wrapped optimizer has."""
     if engine.stage == 0:
         return list(engine.names)
     wrapper = engine.optimizer_wrapper
@@ -131,7 +130,7 @@ def holders(engine: TrainEngine) -> list[Tensor]:
 
 
 def optimizer_step(engine: TrainEngine) -> int:
-    """How many updates Adam has made; 0 for SGD, which does not count them."""
+    """Number of Adam's updates; 0 for SGD, which does not count them."""
     for holder in holders(engine):
         step = engine.optimizer.state.get(holder, {}).get("step")
         if step is not None:
@@ -140,14 +139,14 @@ def optimizer_step(engine: TrainEngine) -> int:
 
 
 def create_moments(engine: TrainEngine, step: int) -> None:
-    """Creates optimizer state, all zero, as it is after ``step`` updates, to be filled."""
+    """Creates optimizer state, all zero, as after ``step`` updates."""
     name = engine.config.optimizer.optimizer
     for holder in holders(engine):
         state = engine.optimizer.state[holder]
         for moment in MOMENTS[name]:
             state[moment] = torch.zeros_like(holder, memory_format=torch.preserve_format)
         if name == "adam":
-            # The fused kernel keeps the count beside the weights.
+            # The fused kernel needs the count on the weights' device.
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=holder.device)
 
 
@@ -158,8 +157,8 @@ def set_working_weights(
     """Sets the weights that the model computes with, in their own dtype.
 
     Args:
-        values: gives elements [start, end) of this tensor-parallel rank's share of a parameter,
-            flat; it is asked once per parameter for what this rank keeps of it.
+        values: elements [start, end) of this tensor-parallel rank's share of a parameter, flat;
+            called once per parameter, for this rank's part of it.
     """
     for param in engine.names:
         if engine.stage < 3:
@@ -176,8 +175,7 @@ def loss_scaler_state(engine: TrainEngine) -> dict[str, Any]:
 
 
 def set_loss_scaler_state(engine: TrainEngine, state: dict[str, Any]) -> None:
-    """The inverse of :func:`loss_scaler_state`; a scaler that only one of two runs has starts or
-    stays as its flags say."""
+    """The inverse of :func:`loss_scaler_state`; without a scaler in both runs nothing changes."""
     scaler = _dynamic_scaler(engine)
     if scaler is not None and state.keys() == set(_SCALER_NUMBERS):
         for key, value in state.items():
@@ -185,6 +183,6 @@ def set_loss_scaler_state(engine: TrainEngine, state: dict[str, Any]) -> None:
 
 
 def _dynamic_scaler(engine: TrainEngine) -> Any:
-    """DeepSpeed has a scaler of scale 1 in the other dtypes too; that is no state."""
+    """None unless dynamic: DeepSpeed has a scaler of scale 1 in other dtypes too."""
     scaler = getattr(engine.optimizer_wrapper, "loss_scaler", None)
     return scaler if getattr(scaler, "dynamic", False) else None

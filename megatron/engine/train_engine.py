@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,36 +12,48 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megatron.config import RunConfig
+from megatron.engine.async_optimizer_step import AsyncOptimizerStep
 from megatron.engine.backend import Backend
 from megatron.engine.deepspeed_patches import defer_scale_growth
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.optimizer import set_rates
-from megatron.engine.queued_update import AsyncOptimizerStep
-from megatron.engine.step_result import StepResult
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
 
 
-class TrainEngine:
-    """A model in training; :func:`build_engine` puts it together.
-
-    Args:
-        config: the run.
-        spec: the model and its losses.
-        mesh: the layout's process groups.
-        device: where the model runs.
-        backend: this process's layers, initialised.
-        names: canonical name of each parameter that this process holds (part of).
-        optimizer: torch's optimizer.
-        engine: DeepSpeed's engine around the two.
-        queued: whether norm, clipping and update are queued without waiting for the device.
+@dataclass(frozen=True)
+class StepResult:
+    """Result of an optimizer step, which the device may still be computing: converting a tensor to
+    a number synchronizes with it.
 
     Attributes:
-        stage: ZeRO stage.
-        layers: the whole layer list.
-        model: this process's layers.
+        loss: the minimised number, the weighted sum of ``losses``; a scalar on the device.
+        losses: means over micro batches and data-parallel ranks by name, scalars on the device.
+        grad_norm: global 2-norm of the gradients before clipping, infinite when they are not
+            finite; a scalar on the device, or a number.
+        skipped: 1 if the gradients were not finite and no weight changed, else 0; a scalar on the
+            device, or a bool.
+        loss_scale: factor of the loss in the backward pass.
+    """
+
+    loss: Tensor
+    losses: Mapping[str, Tensor]
+    grad_norm: Tensor | float
+    skipped: Tensor | bool
+    loss_scale: float
+
+
+class TrainEngine:
+    """A model in training; made by :func:`build_engine`.
+
+    Args:
+        backend: this process's layers, initialised.
+        names: canonical name of each parameter of which this process has a part.
+        optimizer: torch's optimizer.
+        engine: DeepSpeed's engine around model and optimizer.
+        asynchronous: whether steps are :class:`AsyncOptimizerStep`.
     """
 
     def __init__(
@@ -53,7 +66,7 @@ class TrainEngine:
         names: Mapping[nn.Parameter, str],
         optimizer: torch.optim.Optimizer,
         engine: Any,
-        queued: bool,
+        asynchronous: bool,
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
         self.backend, self.names, self.optimizer, self.engine = backend, names, optimizer, engine
@@ -61,17 +74,22 @@ class TrainEngine:
         self.layers, self.model = backend.layers, backend.model
         self._samples_per_round = config.training.micro_batch_size * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
-        self._queued = self._queued_update() if queued else None
+        self._async_step = None
+        if asynchronous:
+            self._async_step = AsyncOptimizerStep(
+                self.optimizer_wrapper,
+                optimizer,
+                names,
+                mesh,
+                device,
+                clip_grad=config.optimizer.clip_grad,
+                hold=config.training.check_for_nan_in_loss_and_grad,
+            )
 
     @property
     def sequences(self) -> list[LayerSequence]:
         """The layers of this process as they run, a sequence for each pipeline stage."""
         return self.backend.sequences
-
-    @property
-    def data_rank(self) -> int:
-        """This process's data-parallel rank."""
-        return self.mesh.data.rank
 
     def train_step(
         self,
@@ -83,15 +101,10 @@ class TrainEngine:
     ) -> StepResult:
         """Takes ``micro_batches`` batches through the model and updates the weights once.
 
-        All is queued when this returns. What was waited for nevertheless: with fp16, SGD and
-        offloaded state their numbers; at stage 3, and with ``overlap_comm``, DeepSpeed's streams.
-
-        Args:
-            batches: this rank's micro batches; as many as are needed are taken.
-            micro_batches: number of micro batches of this step.
-            consumed_samples: samples of all steps before this one.
-            lr: learning rate of this step.
-            weight_decay: weight decay of this step.
+        All work is queued when this returns, without synchronizing with the device, except for the
+        numbers that fp16, SGD and offloaded state need, and for DeepSpeed's streams at stage 3 and
+        with ``overlap_comm``.
+        ``consumed_samples`` counts those of all earlier steps.
         """
         set_rates(self.optimizer, lr, weight_decay)
         self.prepare(micro_batches)
@@ -103,13 +116,12 @@ class TrainEngine:
         return StepResult(self.spec.total(losses), losses, norm, held, scale_before)
 
     def prepare(self, micro_batches: int) -> None:
-        """Readies the model for a step of so many micro batches."""
-        if not self.model.training:  # it visits every module
+        if not self.model.training:  # train() visits every module
             self.engine.train()
         self.engine.set_train_batch_size(self._samples_per_round * micro_batches)
 
     def mean_losses(self, sums: Tensor, micro_batches: int) -> dict[str, Tensor]:
-        """Means of the losses by name, of what a backend's ``accumulate`` gives on every rank."""
+        """Means of the losses by name, from the sums of each rank's :meth:`Backend.accumulate`."""
         means = self._mean_over_ranks(sums / micro_batches)
         return dict(zip(self.spec.losses, means, strict=True))
 
@@ -118,23 +130,16 @@ class TrainEngine:
         if not model.hidden_dropout and not model.attention.attention_dropout:
             return [None] * micro_batches
         first = consumed_samples + self.mesh.data.rank * per_round // self.mesh.data.size
-        return [self._dropout_seed(first + n * per_round) for n in range(micro_batches)]
-
-    def _dropout_seed(self, first_sample: int) -> int:
-        return dropout_seed(self.config.training.seed, first_sample)
+        seed = self.config.training.seed
+        return [dropout_seed(seed, first + n * per_round) for n in range(micro_batches)]
 
     @record_function("megatron::evaluate")
     @torch.no_grad()
     def evaluate(
         self, batches: Iterator[Batch], count: int, measure: Measure | None = None
     ) -> dict[str, float]:
-        """Means by name over ``count`` micro batches of every data-parallel rank.
-
-        Args:
-            batches: this rank's micro batches.
-            count: how many are taken.
-            measure: what is taken of each; None for the losses.
-        """
+        """Means by name of a measure's numbers (by default the losses) over ``count`` of each
+        data-parallel rank's batches."""
         self.engine.eval()
         measure = measure or self.spec.loss_measure
         sums = self.backend.evaluate(batches, count, measure)
@@ -142,29 +147,17 @@ class TrainEngine:
         return dict(zip(measure.names, means.tolist(), strict=True))
 
     def close(self) -> None:
-        """Takes DeepSpeed's hooks off the parameters; they would keep the engine alive."""
+        """Removes DeepSpeed's hooks from the parameters; they would keep the engine alive."""
         self.engine.destroy()
-
-    def _queued_update(self) -> AsyncOptimizerStep:
-        options = self.config
-        return AsyncOptimizerStep(
-            self.optimizer_wrapper,
-            self.optimizer,
-            self.names,
-            self.mesh,
-            self.device,
-            clip_grad=options.optimizer.clip_grad,
-            hold=options.training.check_for_nan_in_loss_and_grad,
-        )
 
     @record_function("megatron::optimizer")
     def update(self) -> tuple[Tensor | float, Tensor | bool]:
-        """Clips and applies the gradients; returns their norm and whether nothing was changed."""
-        if self._queued is not None:
-            self._queued.prepare()
+        """Clips and applies the gradients; returns their norm and whether no weight changed."""
+        if self._async_step is not None:
+            self._async_step.prepare()
             self.backend.apply()
-            assert self._queued.held is not None
-            return self._queued.norm, self._queued.held
+            assert self._async_step.held is not None
+            return self._async_step.norm, self._async_step.held
         if self.stage == 0:
             return self._update_unpartitioned()
         self.backend.apply()
@@ -195,7 +188,7 @@ class TrainEngine:
         return float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
 
     def _mean_over_ranks(self, values: Tensor) -> Tensor:
-        """Sums over pipeline stages, of which one has others than zeros; means over data ranks."""
+        """Sums over pipeline stages, all but one of which have zeros; means over data ranks."""
         for group in (self.mesh.pipeline, self.mesh.data):
             if group.size > 1:
                 dist.all_reduce(values, group=group.handle)

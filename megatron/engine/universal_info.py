@@ -1,9 +1,10 @@
-"""What this project adds to DeepSpeed's own checkpoints: names, on which saving and reading agree,
-and what ``ds_to_universal`` has to know of the parameters, from their shard descriptions.
+"""Parameters as DeepSpeed's engines name them, and what ``ds_to_universal`` needs to know of them.
 
-DeepSpeed calls it ``universal_checkpoint_info``: lists of regular expressions for parameter names.
-It matches them at the beginning of a name (``re.match``), wants at most one of a list to match, and
-fails when one matches nothing; so each is one name, escaped and anchored.
+Engines name a parameter by its layer's index in the layer list (``3.mlp.up.weight``,
+``tied_modules.embed.weight``), pipelines and plain modules alike. ``universal_checkpoint_info``
+contains lists of regular expressions for these names. DeepSpeed matches them at the beginning of a
+name (``re.match``), allows at most one of a list to match, and fails when one matches nothing; so
+each is one name, escaped and anchored.
 """
 
 from __future__ import annotations
@@ -20,34 +21,24 @@ from megatron.model.layer_list import LayerSpec, LayerStack, canonical_parameter
 from megatron.parallel.shard import Cut, Shard, shard_of
 
 RUN, COUNTERS = "run_config", "run_state"
-"""Content of config.json and state.json in the client state, which a conversion by DeepSpeed
-keeps."""
+"""Keys of config.json's and state.json's content in the client state, which a conversion by
+DeepSpeed keeps."""
 UNIVERSAL_VERSION = 0.4
-"""DeepSpeed's number of the universal format."""
+"""DeepSpeed's version of the universal format."""
 _AFFINE_VERSION = 1
 
 
 class Registered(NamedTuple):
-    """A parameter of an engine's module.
-
-    Attributes:
-        name: what the module calls it.
-        shard: how it is cut over tensor-parallel ranks.
-    """
+    """A parameter under its name in an engine's module, cut over tensor-parallel ranks."""
 
     name: str
     shard: Shard
 
 
 def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registered]]:
-    """The module's parameters by canonical name, in the order of the layers.
-
-    Most are one parameter; with fewer key and value heads than ranks, queries are one and keys and
-    values another.
-
-    Args:
-        layers: the whole layer list, cut over tensor-parallel ranks.
-    """
+    """The module's parameters by canonical name, in the order of the whole layer list. A canonical
+    parameter is usually one of the module's; with fewer key and value heads than ranks, queries are
+    one and keys and values another."""
     with torch.device("meta"):
         stack = LayerStack(layers, ParallelConfig())
     found: dict[str, list[Registered]] = {}
@@ -57,7 +48,7 @@ def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registe
     tied = {layer.tied_key: place for place, layer in reversed([*enumerate(layers)])}
 
     def place(name: str) -> int:
-        """Tied modules are registered first, and stand where they are first used."""
+        """Tied modules are registered first, and belong where they are first used."""
         first, second, *_ = found[name][0].name.split(".")
         return tied[second] if first == "tied_modules" else int(first)
 
@@ -67,13 +58,8 @@ def registered_parameters(layers: Sequence[LayerSpec]) -> dict[str, list[Registe
 def universal_info(
     parameters: Iterable[Registered], model: ModelConfig, size: int
 ) -> dict[str, Any]:
-    """``universal_checkpoint_info`` of an engine.
-
-    Args:
-        parameters: those of the whole layer list.
-        model: shape of the network, with the vocabulary sizes filled in.
-        size: tensor-parallel size.
-    """
+    """``universal_checkpoint_info`` of an engine with these parameters (of the whole layer list)
+    and this tensor-parallel size."""
     replicated, rows, vocabulary, halves, tied = [], [], [], [], []
     fused: list[dict[str, Any]] = []
     widths: dict[str, list[list[int]]] = {}
@@ -113,12 +99,12 @@ def universal_info(
 
 
 def _affine_map(shard: Shard, cut: Cut, size: int) -> dict[str, Any]:
-    """Where each rank's rows lie, for parameters of which several ranks hold the same share: no
-    list of patterns says that (DeepSpeed's ``checkpoint/affine.py``)."""
+    """Where each rank's rows are, for parameters of which several ranks have the same share: no
+    list of patterns expresses that (DeepSpeed's ``checkpoint/affine.py``)."""
     assert cut.dim == 0 and cut.held is not None
     inner = math.prod(shard.full_shape[1:])
     strides = [math.prod(shard.full_shape[axis + 1 :]) for axis in range(len(shard.full_shape))]
-    # The parameter is the held parts only: its rows count from the first of them.
+    # The parameter consists of the held parts only: its rows count from the first of them.
     first = sum(cut.parts[: cut.held[0]])
     ranks = {}
     for rank in range(size):

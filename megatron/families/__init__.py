@@ -1,8 +1,8 @@
-"""What the models that can be trained are, a file each.
+"""Families of models, a file each.
 
-``megatron/families/<name>.py`` says what the family of that name is: its layer list, what of a
-batch its layers need, its data and its losses. A new family is such a file and its layer list;
-everything else asks :func:`family_of`.
+``megatron/families/<name>.py`` defines a family: its layer list, what of a batch its layers need,
+its data and its losses. A new family is such a file and its layer list; everything else uses
+:func:`family_of`.
 """
 
 from __future__ import annotations
@@ -22,18 +22,13 @@ __all__ = ["Family", "build_model", "family_names", "family_of", "spec_of"]
 
 @cache
 def family_names() -> tuple[str, ...]:
-    """Names of all families, sorted."""
     found = (module.name for module in pkgutil.iter_modules(__path__))
     return tuple(sorted(name for name in found if name != "family"))
 
 
 @cache
 def family_of(name: str) -> Family:
-    """The family of that name.
-
-    Raises:
-        ConfigError: there is no such family.
-    """
+    """The family of that name; ConfigError if it does not exist."""
     if name not in family_names():
         raise ConfigError(
             f"the model family {name!r} is unknown; the families are {', '.join(family_names())}"
@@ -42,11 +37,7 @@ def family_of(name: str) -> Family:
 
 
 def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> ModelSpec:
-    """The model that a configuration describes, as its family builds it; see :meth:`Family.spec`.
-
-    Raises:
-        ConfigError: the family is unknown or cannot be trained.
-    """
+    """The model of a configuration; ConfigError if the family is unknown or cannot be trained."""
     return family_of(model.family).spec(model, parallel or ParallelConfig())
 
 
@@ -55,10 +46,6 @@ def build_model(
     parallel: ParallelConfig | None = None,
     tp: TensorParallel | None = None,
 ) -> LayerStack:
-    """The same as one module, not yet initialised.
-
-    Raises:
-        ConfigError: see :func:`spec_of`.
-    """
+    """The same as one module, not yet initialised."""
     parallel = parallel or ParallelConfig()
     return LayerStack(spec_of(model, parallel).layers(tp or TensorParallel()), parallel)

@@ -1,4 +1,4 @@
-"""BERT: the samples that it is trained on."""
+"""BERT: the samples of its training."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import groupby
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
-from megatron.data.kinds.masked_data.batch import BertBatch, BertSample, collate_bert
 from megatron.data.kinds.masked_data.bert import BertRecipe
+from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
 from megatron.model.spec import ModelSpec
@@ -24,16 +24,14 @@ class BertData(DataPipeline):
     unit = "sentence"
 
     def recipe(self) -> BertRecipe:
-        """See `DataPipeline.recipe`."""
         config = self.config.kind(MaskedDataConfig)
         return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed)
 
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
-        """See `DataPipeline.collator`."""
         return collate_bert
 
     def view(self, sample: BertSample, length: int) -> SampleView:
-        """See `DataPipeline.view`; what the model gets stands before what it is to predict."""
+        """See `DataPipeline.view`; each input comes before the text to predict for it."""
         batch = self.collator()([sample])
         tokens_S, labels_S, loss_mask_S, padding_mask_S = (
             values[0, :length].numpy()
@@ -54,21 +52,13 @@ class BertData(DataPipeline):
 
 
 class BERT(Family):
-    """See :class:`Family`."""
-
     name = "bert"
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        """See :meth:`Family.spec`.
-
-        Raises:
-            ConfigError: there are samples of a BERT, for the tools that show and index them, and no
-                layers.
-        """
+        # Tools show and index its samples.
         raise ConfigError("the family bert has samples and no layer list: it cannot be trained")
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:
-        """See :meth:`Family.data`."""
         return BertData(config, tokenizer)
 
 

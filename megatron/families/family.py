@@ -1,4 +1,4 @@
-"""What a family of models says of itself."""
+"""Interface of a family of models."""
 
 from __future__ import annotations
 
@@ -13,24 +13,16 @@ from megatron.tokenizer import Tokenizer
 
 
 class Family(ABC):
-    """The only way to a model: everything that is not the same for all of them.
-
-    Attributes:
-        name: as checkpoints and entry points call it.
-        generates: whether it continues text, token by token.
-    """
+    """Everything that differs between families; the rest of the project names none of them."""
 
     name: ClassVar[str]
+    """As in checkpoints and entry points."""
     generates: ClassVar[bool] = False
+    """Whether its models generate text, token by token."""
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        """The layer list, what a micro batch gives it, and its losses.
-
-        Args:
-            model: shape of the network, with the vocabulary sizes filled in.
-            parallel: what is recomputed in the backward pass, and how large logits may become.
-        """
+        """Layer list, inputs and losses of a model with the vocabulary sizes filled in."""
 
     @abstractmethod
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:

@@ -49,14 +49,12 @@ class GPTData(DataPipeline):
     takes = frozenset({DOCUMENTS, "packed"})
 
     def recipe(self) -> SampleRecipe[Any]:
-        """See `DataPipeline.recipe`."""
         recipe: SampleRecipe[Any] = GPTRecipe(self.seq_length, self.seed)
         for kind in self.acting:
             recipe = kind.recipe(self, recipe)
         return recipe
 
     def collator(self) -> GPTCollator:
-        """See `DataPipeline.collator`."""
         data, special = self.config.data, self._special
         return GPTCollator(
             self._eod(),
@@ -67,7 +65,6 @@ class GPTData(DataPipeline):
         )
 
     def mock(self, num_samples: int, part: int) -> MockGPTDataset:
-        """See `DataPipeline.mock`."""
         vocab_size = self.tokenizer.vocab_size
         return MockGPTDataset(
             num_samples, self.seq_length, vocab_size, self.seed, part, self._eod()
@@ -92,7 +89,7 @@ class GPTData(DataPipeline):
         return SampleView(tokens_S, loss_mask_S, text)
 
     def _marked(self, tokens: np.ndarray, predicted: np.ndarray) -> Iterator[str]:
-        """Stretches of tokens that the loss asks for, or not, as text."""
+        """Runs of tokens with or without a loss, as text."""
         changes = np.flatnonzero(np.diff(predicted)) + 1
         for part in np.split(np.arange(len(tokens)), changes):
             text = self.tokenizer.detokenize(tokens[part].tolist())
@@ -100,7 +97,7 @@ class GPTData(DataPipeline):
 
     @property
     def _special(self) -> SampleTokens | None:
-        """Those of the samples, where a kind of data has its own."""
+        """The special tokens of a kind of data that has its own."""
         return next(filter(None, (kind.special_tokens(self) for kind in self.acting)), None)
 
     def _eod(self) -> int | None:
@@ -111,18 +108,14 @@ class GPTData(DataPipeline):
 
 
 class GPT(Family):
-    """See :class:`Family`."""
-
     name = "gpt"
     generates = True
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        """See :meth:`Family.spec`."""
         layers = partial(gpt_layers, model, parallel)
         return ModelSpec(layers, begin, partial(travels, model.hidden_size))
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
-        """See :meth:`Family.data`."""
         return GPTData(config, tokenizer)
 
 

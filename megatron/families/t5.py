@@ -1,4 +1,4 @@
-"""T5: the samples that it is trained on."""
+"""T5: the samples of its training."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds.masked_data import MaskedDataConfig
-from megatron.data.kinds.masked_data.batch import T5Batch, T5Sample, collate_t5
+from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
 from megatron.data.kinds.masked_data.t5 import T5Recipe
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
@@ -22,16 +22,14 @@ class T5Data(DataPipeline):
     unit = "sentence"
 
     def recipe(self) -> T5Recipe:
-        """See `DataPipeline.recipe`."""
         config = self.config.kind(MaskedDataConfig)
         return T5Recipe.from_config(config, self.tokenizer, self.seq_length, self.seed)
 
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:
-        """See `DataPipeline.collator`."""
         return collate_t5
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
-        """See `DataPipeline.view`: the encoder's input, without a loss, and what to predict.
+        """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
 
         Tokens and loss mask are those of the decoder.
         """
@@ -50,21 +48,13 @@ class T5Data(DataPipeline):
 
 
 class T5(Family):
-    """See :class:`Family`."""
-
     name = "t5"
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        """See :meth:`Family.spec`.
-
-        Raises:
-            ConfigError: there are samples of a T5, for the tools that show and index them, and no
-                layers.
-        """
+        # Tools show and index its samples.
         raise ConfigError("the family t5 has samples and no layer list: it cannot be trained")
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> T5Data:
-        """See :meth:`Family.data`."""
         return T5Data(config, tokenizer)
 
 

@@ -1,8 +1,8 @@
-"""Opens pickles that other programs wrote, without running what they ask for.
+"""Opens pickles of other programs without running the code that they name.
 
-A pickle names functions and classes, and calls them. Here a name is looked up in a short list:
-torch's own constructors of tensors, plain containers, and settings objects of other trainers, for
-which an inert stand-in keeps the values. Every other name is refused before anything is called.
+A pickle names functions and classes, and calls them. Here names are looked up in a short list:
+torch's own constructors of tensors, plain containers, and settings objects of other trainers, whose
+values an inert stand-in keeps. Every other name is refused before anything is called.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from megatron.checkpoint.files import CheckpointError
 
 
 class _Frozen(type):
-    """Classes that a pickle cannot change: it can set attributes of whatever it has got hold of."""
+    """Classes that a pickle cannot change: it can set attributes of every object that it names."""
 
     def __setattr__(cls, name: str, value: Any) -> None:
         raise TypeError(f"{cls.__name__} cannot be changed")
@@ -36,7 +36,7 @@ class _Frozen(type):
 
 
 class Inert(metaclass=_Frozen):
-    """Stands for an object of a class that is not here: it keeps what it is given."""
+    """A stand-in for an object of an unknown class, which keeps its arguments and state."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Inert:
         found = super().__new__(cls)
@@ -60,16 +60,16 @@ class Namespace(argparse.Namespace, metaclass=_Frozen):
 
 
 class DType(Inert):
-    """Number format of a NumPy value."""
+    """A NumPy dtype."""
 
     def __setstate__(self, state: Any) -> None:
         self.__dict__["state"] = state
 
     def number(self, data: bytes) -> int | float | bool:
-        """The number that ``data`` is in this format."""
+        """The number that ``data`` encodes."""
         code = self.args[0] if self.args else None  # type: ignore[attr-defined]
         if not isinstance(code, str) or not _NUMBERS.fullmatch(code):
-            raise pickle.UnpicklingError(f"it has a NumPy value of format {code!r}")
+            raise pickle.UnpicklingError(f"it has a NumPy value of dtype {code!r}")
         big_endian = ">" in str(self.__dict__.get("state", "<"))
         (number,) = numpy.frombuffer(data, numpy.dtype((">" if big_endian else "<") + code))
         return number.item()
@@ -79,7 +79,7 @@ _NUMBERS = re.compile(r"b1|[iu][1248]|f[248]")
 
 
 class _Callable:
-    """A function that a pickle may call, and not change."""
+    """A function that a pickle can call, but not change."""
 
     __slots__ = ("_function",)
     _function: Callable[..., Any]
@@ -95,7 +95,7 @@ class _Callable:
 
 
 def _encode(text: str, encoding: str) -> bytes:
-    """How Python 3 pickles bytes for Python 2."""
+    """Bytes that Python 3 pickled for Python 2."""
     return text.encode("latin1" if encoding == "latin1" else "utf-8")
 
 
@@ -103,7 +103,7 @@ def _member(owner: Any, name: Any) -> Inert:
     """A member of an enumeration, as Python 3.11.0 to 3.11.3 pickle one; of nothing else."""
     if isinstance(owner, type) and issubclass(owner, Inert) and isinstance(name, str):
         return owner(name)
-    raise pickle.UnpicklingError("it asks for builtins.getattr, which no checkpoint needs")
+    raise pickle.UnpicklingError("it calls builtins.getattr, which no checkpoint needs")
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
@@ -119,21 +119,21 @@ def _parameter(data: Tensor, *rest: Any) -> Tensor:
 
 
 def _from_type(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> Any:
-    """A tensor that has attributes, without them; Megatron's float32 weights have some."""
+    """A tensor without its attributes, which Megatron's float32 weights have."""
     if not isinstance(function, _Callable):
-        raise pickle.UnpicklingError("it builds a tensor by what is no function")
+        raise pickle.UnpicklingError("it builds a tensor by something that is not a function")
     return function(*args)
 
 
 def _scalar(dtype: Any, data: Any = b"") -> int | float | bool:
     """A NumPy number as one of Python's."""
     if not isinstance(dtype, DType) or not isinstance(data, bytes):
-        raise pickle.UnpicklingError("it has a NumPy value that is no number")
+        raise pickle.UnpicklingError("it has a NumPy value that is not a number")
     return dtype.number(data)
 
 
 def _array(*args: Any) -> Inert:
-    """NumPy's random state is all that its arrays are in a checkpoint; it is not read."""
+    """An array, which is not read: in a checkpoint it is NumPy's random state."""
     return Inert(*args)
 
 
@@ -176,24 +176,25 @@ _KNOWN: dict[tuple[str, str], Any] = {
     },
     **{(f"numpy.{core}.numeric", "_frombuffer"): _Callable(_array) for core in ("core", "_core")},
 }  # fmt: skip
-"""What may be called, by module and name. None of it can be changed, which a test goes through."""
+"""Everything that can be called, by module and name. A test makes sure that none of it can be
+changed."""
 
 _INERT_PACKAGES = ("deepspeed", "megatron", "apex", "pathlib", "omegaconf")
-"""Packages whose classes are settings in a checkpoint; none of their code is imported or run."""
+"""Packages whose classes are settings in a checkpoint; their code is neither imported nor run."""
 
 _MAGIC = re.compile(rb"\x80[\x02-\x05](?:\x95.{8})?\x8a\x0al\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL)
-"""How files of torch.save's older form begin: the pickle of a number."""
+"""The first bytes of torch.save's older form: the pickle of a number."""
 
 
 class _Unpickler(pickle.Unpickler):
-    """Python's unpickler with a list of what may be named; torch derives its own from this."""
+    """Python's unpickler with a list of allowed names; torch derives its own from this."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in _KNOWN:
             return _KNOWN[module, name]
         if module.partition(".")[0] in _INERT_PACKAGES and "." not in name:
             return _Frozen(name, (Inert,), {"__module__": module})
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no checkpoint needs")
+        raise pickle.UnpicklingError(f"it names {module}.{name}, which no checkpoint needs")
 
 
 def _load(file: Any, **options: Any) -> Any:
@@ -201,20 +202,20 @@ def _load(file: Any, **options: Any) -> Any:
 
 
 _RESTRICTED = SimpleNamespace(__name__="restricted", Unpickler=_Unpickler, load=_load)
-"""What torch.load takes for the pickle module."""
+"""torch.load uses this as the pickle module."""
 
 
 def load_pickle(file: Path | BinaryIO) -> Any:
-    """What torch.save wrote, in its zip or its older form; tensors on the CPU.
+    """Loads a file of torch.save, in its zip or its older form; tensors on the CPU.
 
-    Tensors of a zip file on disk are mapped into memory, and read when they are looked at.
+    Tensors of a zip file on disk are mapped into memory, and read when they are first used.
 
     Args:
         file: a path, or an open seekable file (a member of an archive).
 
     Raises:
-        CheckpointError: it is damaged, no such file, or asks for anything but tensors, containers
-            and settings.
+        CheckpointError: it is missing or damaged, or contains anything but tensors, containers and
+            settings.
     """
     name = str(file) if isinstance(file, Path) else getattr(file, "name", "a member")
     try:
@@ -235,14 +236,14 @@ def load_pickle(file: Path | BinaryIO) -> Any:
 
 
 def _check_form(file: Path | BinaryIO, name: str) -> bool:
-    """Whether the file can be mapped; torch.load would run code of some other forms."""
+    """Whether the file can be mapped; refuses forms whose code torch.load would run."""
     if isinstance(file, Path):
         with open(file, "rb") as opened:
             return _check_form(opened, name)
     head = file.read(32)
     file.seek(0)
     if head[:4] == b"PK\x03\x04":
-        # By torch's own reader: another could see other members in the same file.
+        # With torch's own reader: another could find other members in the same file.
         reader = torch._C.PyTorchFileReader(file)
         members = reader.get_all_records()
         file.seek(0)
@@ -255,7 +256,7 @@ def _check_form(file: Path | BinaryIO, name: str) -> bool:
 
 
 def _is_tar(file: Any) -> bool:
-    """Whether torch would take the file for one of its oldest form, and unpack it to the disk."""
+    """Whether torch would treat the file as its oldest form, and unpack it to the disk."""
     try:
         tarfile.open(fileobj=file, mode="r:").close()
     except tarfile.TarError:

@@ -1,7 +1,6 @@
-"""Loading a checkpoint on one process, and generating from it."""
+"""Loading a checkpoint on one process, and generating text with it."""
 
-from megatron.inference.cache import KeyValueCache
-from megatron.inference.generate import Continuation, generate
+from megatron.inference.generate import Continuation, KeyValueCache, generate
 from megatron.inference.load import load_model, load_tokenizer, model_of
 from megatron.inference.sampling import Sampling
 

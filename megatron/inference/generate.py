@@ -1,4 +1,8 @@
-"""Continues token sequences. Shapes: B rows of equal length, S positions, V vocabulary."""
+"""Continues token sequences, and writes the continuations as text.
+
+Shapes: B rows of equal length, S new positions, T all positions, V vocabulary, K key and value
+heads, D head width.
+"""
 
 from __future__ import annotations
 
@@ -10,23 +14,19 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.inference.cache import KeyValueCache
 from megatron.inference.sampling import Sampling
 from megatron.model.layer_list import LayerStack, LayerState
 from megatron.parallel.random import generator
+from megatron.tokenizer import Tokenizer
 
 OnToken = Callable[[int, int], None]
-"""Called with the number of a prompt and each of its new tokens as soon as it is known."""
+"""Called with the index of a prompt and each of its new tokens."""
 
 
 @dataclass(frozen=True)
 class Continuation:
-    """What was generated after one prompt.
-
-    Attributes:
-        tokens: the new token ids, without the end-of-document token.
-        ended: whether the model ended the document itself.
-    """
+    """The new token ids after one prompt, without an end-of-document token, and whether the model
+    ended the document."""
 
     tokens: list[int]
     ended: bool
@@ -45,22 +45,21 @@ def generate(
 ) -> list[Continuation]:
     """Continues each prompt up to ``max_new_tokens`` tokens, or to the end of its document.
 
-    Prompts of equal length go through the model together; there is no padding, so that a prompt's
-    continuation does not depend on the other prompts.
+    Prompts of equal length go through the model together, without padding, so that a continuation
+    does not depend on other prompts.
 
     Args:
         model: in evaluation mode, on one process.
         config: shape of the network.
         prompts: token ids of each prompt, at least one.
-        max_new_tokens: most tokens to add.
-        sampling: how tokens are chosen; row i draws from a generator of its own.
-        eod: token that ends a document; None never ends one.
-        batch_size: most prompts that go through the model together.
-        on_token: called with each new token; the end-of-document token is left out.
+        max_new_tokens: for each prompt.
+        sampling: how tokens are chosen; each prompt has its own generator.
+        eod: token that ends a document; None for no end.
+        batch_size: maximum number of prompts in the model at a time.
+        on_token: called with each new token except the end-of-document token.
 
     Raises:
-        ValueError: a prompt is empty or holds an unknown id, or it gets longer than the model's
-            positions.
+        ValueError: a prompt is empty, has an unknown id, or exceeds the model's positions.
     """
     for number, prompt in enumerate(prompts):
         _check(config, prompt, number, max_new_tokens)
@@ -68,20 +67,19 @@ def generate(
     for rows in batches_of_equal_length(prompts, batch_size):
         generators = [generator(sampling.seed, f"row {row}") for row in rows]
         choose = partial(sampling.choose, generators=generators)
-        report = partial(_report, on_token, rows)
+
+        def report(place: int, token: int, rows: list[int] = rows) -> None:
+            if on_token is not None:
+                on_token(rows[place], token)
+
         batch = [prompts[row] for row in rows]
         continued = _continue(model, config, batch, max_new_tokens, choose, eod, report)
         found |= zip(rows, continued, strict=True)
     return [found[number] for number in range(len(prompts))]
 
 
-def _report(on_token: OnToken | None, rows: Sequence[int], place: int, token: int) -> None:
-    if on_token is not None:
-        on_token(rows[place], token)
-
-
 def batches_of_equal_length(prompts: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
-    """Numbers of the prompts that go through the model together."""
+    """Indices of the prompts that go through the model together."""
     by_length: dict[int, list[int]] = {}
     for number, prompt in enumerate(prompts):
         by_length.setdefault(len(prompt), []).append(number)
@@ -98,7 +96,7 @@ def _check(config: ModelConfig, prompt: Sequence[int], number: int, max_new_toke
     foreign = [i for i in prompt if not 0 <= i < config.vocabulary.size]
     if foreign:
         raise ValueError(
-            f"prompt {number} holds token id {foreign[0]}, outside the model's vocabulary of "
+            f"prompt {number} has token id {foreign[0]}, outside the model's vocabulary of "
             f"{config.vocabulary.size:,}"
         )
     room = config.positions.max_position_embeddings - len(prompt)
@@ -120,14 +118,13 @@ def _continue(
     eod: int | None,
     report: OnToken,
 ) -> list[Continuation]:
-    """Continues prompts of equal length until every row has ended or is full."""
     new: list[list[int]] = [[] for _ in prompts]
     ended = [False] * len(prompts)
     cache = KeyValueCache(len(prompts[0]) + max_new_tokens)
     fed = prompts
     for _ in range(max_new_tokens):
         logits_BV = _next_logits(model, fed, cache)
-        # The columns behind the vocabulary are padding of the token table.
+        # The columns after the vocabulary are padding of the token embedding.
         chosen = choose(logits_BV[:, : config.vocabulary.size])
         for row, token in enumerate(chosen):
             ended[row] |= token == eod
@@ -141,10 +138,100 @@ def _continue(
 
 
 def _next_logits(model: LayerStack, fed: Sequence[Sequence[int]], cache: KeyValueCache) -> Tensor:
-    """Logits [B, V and padding] behind the tokens, which follow on what the cache holds."""
+    """Logits [B, V and padding] after the tokens, which continue those in the cache."""
     device = next(model.parameters()).device
     tokens_BS = torch.tensor(fed, device=device)
     start = cache.length
     positions_S = torch.arange(start, start + tokens_BS.shape[1], device=device)
     positions_BS = positions_S.expand_as(tokens_BS)
     return model(LayerState(tokens_BS, position_ids=positions_BS, cache=cache)).hidden[:, -1]
+
+
+class KeyValueCache:
+    """Keys and values of the positions that a model has seen, for one batch; it grows as needed.
+
+    Args:
+        capacity: positions to allocate at first.
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = capacity
+        self._layers: dict[int, _CachedLayer] = {}
+
+    @property
+    def length(self) -> int:
+        """Positions of the first layer, and so the position of the next token."""
+        return self._layers[0].length if self._layers else 0
+
+    def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
+        """Appends keys and values of S new positions of a block; returns those of all T positions
+        so far, each [B, K, T, D], as views of the cache."""
+        if layer not in self._layers:
+            k, v = _memory(k_BKSD, self.capacity), _memory(v_BKSD, self.capacity)
+            self._layers[layer] = _CachedLayer(k, v)
+        held = self._layers[layer]
+        start, end = held.length, held.length + k_BKSD.shape[2]
+        if end > held.k.shape[2]:
+            held.k, held.v = _grown(held.k, start, end), _grown(held.v, start, end)
+        held.k[:, :, start:end] = k_BKSD
+        held.v[:, :, start:end] = v_BKSD
+        held.length = end
+        return held.k[:, :, :end], held.v[:, :, :end]
+
+
+@dataclass
+class _CachedLayer:
+    """Memory of one layer, [B, K, capacity, D] each, with ``length`` positions in use."""
+
+    k: Tensor
+    v: Tensor
+    length: int = 0
+
+
+def _memory(x_BKSD: Tensor, positions: int) -> Tensor:
+    batch, heads, _, width = x_BKSD.shape
+    return x_BKSD.new_empty(batch, heads, positions, width)
+
+
+def _grown(held: Tensor, used: int, needed: int) -> Tensor:
+    """A copy of at least twice the capacity, so that copying stays linear in the length."""
+    grown = _memory(held, max(needed, 2 * held.shape[2]))
+    grown[:, :, :used] = held[:, :, :used]
+    return grown
+
+
+def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
+    """Text of the new tokens after the prompt; decoded alone they would lose the space that some
+    tokenizers omit at the start of a text."""
+    return tokenizer.detokenize([*prompt, *new])[len(tokenizer.detokenize(prompt)) :]
+
+
+class TextStream:
+    """Writes text as its tokens arrive; a character is written once it has all its bytes.
+
+    Args:
+        tokenizer: decodes ids.
+        prompt: ids before the first new one.
+        write: called with each new piece of text.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer, prompt: Sequence[int], write: Callable[[str], None]
+    ) -> None:
+        self.tokenizer, self.prompt, self.write = tokenizer, prompt, write
+        self.tokens: list[int] = []
+        self.written = 0
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        text = continuation_text(self.tokenizer, self.prompt, self.tokens)
+        self._write(text.rstrip("\N{REPLACEMENT CHARACTER}"))
+
+    def close(self) -> None:
+        """Writes the rest: bytes that are not a character."""
+        self._write(continuation_text(self.tokenizer, self.prompt, self.tokens))
+
+    def _write(self, text: str) -> None:
+        if len(text) > self.written:
+            self.write(text[self.written :])
+            self.written = len(text)

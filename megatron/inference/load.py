@@ -1,4 +1,4 @@
-"""A checkpoint as a model on one process, without process groups."""
+"""Loads a checkpoint as a model on one process, without process groups."""
 
 from __future__ import annotations
 
@@ -21,20 +21,18 @@ def load_model(
 ) -> tuple[LayerStack, RunConfig]:
     """The model of a checkpoint of any layout and format, for inference.
 
-    Args:
-        source: the checkpoint.
-        dtype: number format; None for the one it was trained in, and float32 on the CPU.
-        device: where it computes; None for the accelerator if there is one.
+    By default its dtype is that of its training, float32 on a CPU, and its device the accelerator,
+    or the CPU without one.
 
     Raises:
         CheckpointError: it is damaged.
-        ConfigError: models of its family do not continue text.
+        ConfigError: models of its family do not generate text.
     """
     config = run_of(source)
     family = config.model.family
     if not family_of(family).generates:
         raise ConfigError(
-            f"{source.folder} holds a model of the family {family!r}, which does not continue text"
+            f"{source.folder} has a model of the family {family!r}, which does not generate text"
         )
     device = device or torch.accelerator.current_accelerator(check_available=True)
     device = device or torch.device("cpu")
@@ -48,7 +46,7 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
     """The model of an opened checkpoint, in evaluation mode.
 
     Raises:
-        CheckpointError: the checkpoint is damaged, or no model can be made of it.
+        CheckpointError: the checkpoint is damaged or incomplete.
     """
     source.require_model()
     with device:
@@ -59,23 +57,18 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
 
 
 def training_dtype(config: RunConfig) -> torch.dtype:
-    """The number format that a run computed in."""
     if config.precision.bf16:
         return torch.bfloat16
     return torch.float16 if config.precision.fp16 else torch.float32
 
 
 def load_tokenizer(config: RunConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of a run: from the files it was trained with, or else from the checkpoint.
-
-    Args:
-        config: configuration of the run.
-        folder: the checkpoint's folder.
+    """The tokenizer of a run: from its original files, or else from the checkpoint's folder.
 
     Raises:
         ConfigError: the run had no tokenizer.
-        ValueError: neither place has its files, or they are of another vocabulary.
-        FileNotFoundError: likewise.
+        ValueError: its files have another vocabulary.
+        FileNotFoundError: its files were not found.
     """
     own_folder = folder / "tokenizer"
     try:

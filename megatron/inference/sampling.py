@@ -14,11 +14,11 @@ class Sampling:
     """How the next token is chosen.
 
     Attributes:
-        greedy: take the most probable token; the other values have no effect.
+        greedy: choose the most probable token; the other values have no effect.
         temperature: logits are divided by it.
-        top_k: draw among this many most probable tokens; 0 for all.
-        top_p: draw among the fewest tokens whose probabilities sum up to this; 1 for all.
-        seed: with the number of a row it determines all draws of that row.
+        top_k: draw among this number of most probable tokens; 0 for all.
+        top_p: draw among the fewest tokens whose probabilities sum to at least this; 1 for all.
+        seed: with the index of a prompt it determines all its draws.
     """
 
     greedy: bool = False
@@ -38,18 +38,13 @@ class Sampling:
             raise ValueError(f"--top-p {self.top_p} must be in (0, 1]; 1 draws among all tokens")
 
     def filtered(self, logits_BV: Tensor) -> Tensor:
-        """Logits by temperature, then top-k, then top-p, with -inf for what is left out."""
+        """Logits after temperature, top-k and top-p; -inf for excluded tokens."""
         logits_BV = keep_top_k(logits_BV.float() / self.temperature, self.top_k)
         return keep_top_p(logits_BV, self.top_p)
 
     def choose(self, logits_BV: Tensor, generators: Sequence[torch.Generator]) -> list[int]:
-        """The next token of each row.
-
-        Args:
-            logits_BV: logits of the last positions.
-            generators: one for each row, on the CPU, so that a row's draws depend neither on the
-                other rows nor on the device.
-        """
+        """The next token of each row, with a CPU generator for each, so that draws depend neither
+        on other rows nor on the device."""
         if self.greedy:
             return logits_BV.argmax(-1).tolist()
         probabilities_BV = self.filtered(logits_BV).softmax(-1).cpu()
@@ -68,7 +63,7 @@ def keep_top_k(logits_BV: Tensor, count: int) -> Tensor:
 
 
 def keep_top_p(logits_BV: Tensor, share: float) -> Tensor:
-    """-inf for all but the fewest tokens whose probabilities sum up to ``share`` (nucleus
+    """-inf for all but the fewest tokens whose probabilities sum to at least ``share`` (nucleus
     sampling, Holtzman et al. 2020, arXiv:1904.09751); the most probable one always stays."""
     if share == 1.0:
         return logits_BV

@@ -14,7 +14,7 @@ from megatron.model.attention_backends import (
     attention_backend,
 )
 from megatron.model.layer_list import LayerState
-from megatron.model.norm import build_head_norm
+from megatron.model.norm import build_norm
 from megatron.model.rope import RotaryEmbedding, apply_rope
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -35,7 +35,7 @@ class Attention(nn.Module):
 
     Args:
         config: shape of the network.
-        layer: index of the block: its place in a cache, and whether it has a window.
+        layer: index of the block, for a cache and for windows.
         tp: the tensor-parallel ranks, over which heads are cut.
         recompute: compute the attention kernel again in the backward pass instead of keeping its
             inner activations.
@@ -69,8 +69,9 @@ class Attention(nn.Module):
             self.qkv = QKVParallelLinear(
                 width, heads, groups, self.head_dim, bias=bias, init=init, tp=tp
             )
-        self.q_norm = build_head_norm(config, tp) if config.norm.qk_layernorm else None
-        self.k_norm = build_head_norm(config, tp) if config.norm.qk_layernorm else None
+        qk_norm = config.norm.qk_layernorm
+        self.q_norm = build_norm(config, tp, heads=True) if qk_norm else None
+        self.k_norm = build_norm(config, tp, heads=True) if qk_norm else None
         self.proj = RowParallelLinear(
             heads * self.head_dim,
             width,

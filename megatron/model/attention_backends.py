@@ -13,7 +13,7 @@ import importlib.util
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -106,7 +106,6 @@ class AttentionMasks:
         self._made: dict[tuple, Tensor] = {}
 
     def unmade(self) -> AttentionMasks:
-        """The same masks, with none made yet."""
         other = AttentionMasks()
         other.documents, other.tokens = self.documents, self.tokens
         return other
@@ -122,12 +121,7 @@ class AttentionMasks:
         """bool, broadcastable to [B, 1, S, T], True where a query sees a key; None for plain causal
         attention with the last query at the last key, or where a query sees all keys.
 
-        Args:
-            queries: S.
-            keys: T.
-            window: keys that a query sees, its own included; None for all before it.
-            device: of the mask.
-            causal: whether a query sees no later keys.
+        ``queries`` and ``keys`` are S and T; window and causal are as in :class:`AttentionScoring`.
         """
         if not causal:
             assert window is None
@@ -278,17 +272,10 @@ _CUDNN_FIRST = [
 ]
 
 
-def cudnn(
-    q_BNSD: Tensor,
-    k_BKTD: Tensor,
-    v_BKTD: Tensor,
-    scores: AttentionScoring,
-    masks: AttentionMasks,
-    dropout: float,
-) -> Tensor:
+def cudnn(*inputs: Any) -> Tensor:
     """:func:`sdpa` that prefers cuDNN's kernel to torch's others."""
     with sdpa_kernel(_CUDNN_FIRST, set_priority=True):
-        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
+        return sdpa(*inputs)
 
 
 def eager(

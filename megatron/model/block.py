@@ -17,15 +17,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 class Block(nn.Module):
     """Pre-norm attention and MLP, added to the residual stream one after the other, or, with
     ``parallel_residual``, both computed from the same stream; with ``cross``, attention to the
-    output of an encoder between the two.
-
-    Args:
-        config: shape of the network.
-        layer: index of the block.
-        tp: the tensor-parallel ranks.
-        recompute_attention: compute the attention kernel again in the backward pass.
-        kind: which tokens of its own sequence a token sees.
-        cross: whether there is cross-attention.
+    output of an encoder between the two. The other arguments are those of :class:`Attention`.
 
     Raises:
         ConfigError: cross-attention with a parallel residual.
@@ -62,7 +54,6 @@ class Block(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, tp)
 
     def forward(self, state: LayerState) -> LayerState:
-        """Hidden states [B, S, H] to [B, S, H]."""
         x = state.hidden
         normed = self.attention_norm(x)
         y = x + self.dropout(self.attention_post_norm(self.attention(normed, state)))

@@ -18,14 +18,8 @@ LM_LOSS = "lm loss"
 
 
 class TokenEmbedding(VocabParallelEmbedding):
-    """The token embedding; with ``project`` the output head with the same weight.
-
-    Args:
-        config: shape of the network, with the vocabulary sizes filled in.
-        tp: the tensor-parallel ranks, over which the rows are cut.
-        chunk_bytes: size of the logits in memory at a time when there is a loss; None for a default
-            that suits the device.
-    """
+    """The token embedding; with ``project`` the output head with the same weight. ``chunk_bytes``
+    is as in :class:`LossHead`."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, chunk_bytes: int | None) -> None:
         vocabulary, softcap = config.vocabulary, config.embedding.final_logit_softcapping

@@ -1,9 +1,6 @@
-"""Floating-point operations of a transformer.
-
-Model FLOPs only: matrix products with two operations per multiply-add, the backward pass twice the
-forward pass, and nothing for what recomputation repeats, so that the model-FLOP utilisation of two
-runs compares what they achieve and not how they save memory.
-"""
+"""Model FLOPs of a transformer: GEMMs with two operations per multiply-add, the backward pass twice
+the forward pass, and nothing for recomputation, so that the model-FLOP utilisation of two runs
+compares what they achieve and not how they save memory."""
 
 from __future__ import annotations
 
@@ -14,20 +11,7 @@ from megatron.config import ModelConfig
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The numbers of a transformer that its FLOPs depend on.
-
-    Args:
-        num_layers: number of blocks.
-        hidden_size: width of the residual stream.
-        ffn_hidden_size: inner width of the MLP.
-        num_attention_heads: query heads.
-        num_query_groups: key and value heads; as many as query heads without grouping.
-        kv_channels: width of one head.
-        seq_length: tokens of a sample.
-        padded_vocab_size: rows of the output projection.
-        gated: whether the MLP has a gate, a third matrix.
-        windows: keys that a query of each block sees, None for all; empty where all blocks see all.
-    """
+    """The numbers of a transformer that its FLOPs depend on, under the names of the flags."""
 
     num_layers: int
     hidden_size: int
@@ -39,10 +23,11 @@ class TransformerShape:
     padded_vocab_size: int
     gated: bool = False
     windows: tuple[int | None, ...] = ()
+    """Keys that a query of each block sees, None for all; empty where all blocks see all."""
 
     @classmethod
     def of(cls, model: ModelConfig) -> TransformerShape:
-        """Those of a stack of blocks with a head, vocabulary sizes filled in."""
+        """The shape of a stack of blocks with a head, vocabulary sizes filled in."""
         return cls(
             num_layers=model.num_layers,
             hidden_size=model.hidden_size,
@@ -77,10 +62,10 @@ class TransformerShape:
         return 3.0 * forward
 
     def _keys(self, causal: bool) -> float:
-        """Keys that a query attends to, on average over the sequence, summed over the blocks."""
+        """Keys that a query attends to, averaged over the sequence and summed over the blocks."""
         length = self.seq_length
         seen = [min(w or length, length) for w in self.windows or (None,) * self.num_layers]
-        # Of a causal window's queries the first ones have less before them.
+        # The first queries of a causal window have fewer keys before them.
         return sum(w - w**2 / (2 * length) if causal else w for w in seen)
 
     def flops_per_step(self, samples: int, *, causal: bool) -> float:

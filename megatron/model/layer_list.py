@@ -23,7 +23,7 @@ class LayerCache(Protocol):
     """Keys and values of earlier positions, for generation."""
 
     def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
-        """Appends new keys and values of a layer; returns all of the layer's."""
+        """Appends keys and values of new positions; returns those of all positions."""
         ...
 
 
@@ -64,7 +64,6 @@ class LayerState(NamedTuple):
         return self._replace(hidden=hidden)
 
     def with_loss(self, name: str, loss: Tensor) -> LayerState:
-        """The same state with a scalar added to the loss of that name."""
         before = self.losses.get(name)
         total = loss if before is None else before + loss
         return self._replace(losses={**self.losses, name: total})
@@ -94,13 +93,8 @@ Step = Callable[[LayerState], LayerState]
 
 
 class LayerSequence:
-    """Consecutive layers, as they run on one process.
-
-    Args:
-        steps: layers with their indices in the whole list; with None instead of an index, layers
-            that are recomputed together in the backward pass.
-        blocks: the repeated blocks among the layers.
-    """
+    """Consecutive layers, as they run on one process: layers with their indices in the whole list,
+    or, with None, several that are recomputed together; and the repeated blocks among them."""
 
     def __init__(
         self, steps: Sequence[tuple[int | None, Step]], blocks: Sequence[nn.Module] = ()
@@ -108,7 +102,6 @@ class LayerSequence:
         self.steps, self.blocks = list(steps), list(blocks)
 
     def __call__(self, state: LayerState) -> LayerState:
-        """The state after the last layer."""
         for index, step in self.steps:
             if state.dropout_seed is not None and index is not None:
                 # A layer's masks depend on its index, not on the layers before it on this process:
@@ -126,7 +119,6 @@ class RecomputedLayers(LayerSequence):
     """Layers of which only the first input is kept for the backward pass."""
 
     def __call__(self, state: LayerState) -> LayerState:
-        """The state after the last layer."""
         if not torch.is_grad_enabled():
             return super().__call__(state)
         return checkpoint(self._with_unmade_masks, state, use_reentrant=False)
@@ -157,14 +149,8 @@ def layer_sequence(
     modules: Sequence[nn.Module],
     parallel: ParallelConfig,
 ) -> LayerSequence:
-    """Consecutive layers of a list as one process runs them.
-
-    Args:
-        specs: the layers.
-        first: index of the first one in the whole list.
-        modules: a module for each; tied layers share one.
-        parallel: what is recomputed in the backward pass.
-    """
+    """Consecutive layers with their modules, from index ``first`` of the whole list, with the
+    recomputation of ``parallel``."""
     layers: list[tuple[int | None, Step]] = [
         (first + n, module if spec.forward is None else partial(spec.forward, module))
         for n, (spec, module) in enumerate(zip(specs, modules, strict=True))

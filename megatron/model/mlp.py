@@ -70,5 +70,4 @@ class MLP(nn.Module):
         )
 
     def forward(self, x_BSH: Tensor) -> Tensor:
-        """[B, S, H] to [B, S, H]."""
         return self.down(self.activation(self.up(x_BSH)))

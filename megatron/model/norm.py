@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.config import ModelConfig, NormConfig
+from megatron.config import ModelConfig
 from megatron.model.cpu_kernels import rms_norm
 from megatron.model.layer_list import LayerState
 from megatron.parallel.shard import Init, Shard, parameter
@@ -78,19 +78,12 @@ class RMSNorm(Norm):
 _NORMS: dict[str, type[Norm]] = {"LayerNorm": LayerNorm, "RMSNorm": RMSNorm}
 
 
-def build_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
-    """The norm that ``--normalization`` names, for hidden states."""
-    return _norm(config.norm, config.hidden_size, tp, False)
-
-
-def build_head_norm(config: ModelConfig, tp: TensorParallel) -> Norm:
-    """The same norm for each head by itself, with one weight [D] for all heads."""
-    return _norm(config.norm, config.attention.kv_channels, tp, True)
-
-
-def _norm(norm: NormConfig, width: int, tp: TensorParallel, of_head: bool) -> Norm:
+def build_norm(config: ModelConfig, tp: TensorParallel, heads: bool = False) -> Norm:
+    """The norm that ``--normalization`` names, for hidden states; with ``heads`` for each head by
+    itself, with one weight [D] for all heads."""
+    width, norm = config.attention.kv_channels if heads else config.hidden_size, config.norm
     offset = float(norm.apply_layernorm_1p)
-    return _NORMS[norm.normalization](width, norm.norm_epsilon, tp, offset, of_head)
+    return _NORMS[norm.normalization](width, norm.norm_epsilon, tp, offset, heads)
 
 
 class FinalNorm(nn.Module):

@@ -19,19 +19,13 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.config.rope_scaling import RopeScaling
+from megatron.config.positions import RopeScaling
 
 
 @dataclass(frozen=True)
 class RotaryEmbedding:
-    """Which angles a block rotates its queries and keys by.
-
-    Attributes:
-        rotated: channels R of a head that are rotated.
-        base: base of the frequencies.
-        positions: the model's longest sequence.
-        scaling: how the frequencies are scaled.
-    """
+    """Angles by which a block rotates R channels of its queries and keys; ``positions`` is the
+    model's longest sequence."""
 
     rotated: int
     base: float
@@ -63,7 +57,6 @@ class RotaryEmbedding:
             length: number of current tokens S.
             positions_BS: their positions; None for 0, 1, 2, ...
             cached: whether a cache has earlier tokens.
-            device: of the result.
 
         Returns:
             Each [S, 1, R], or [B, S, 1, R] with positions.
@@ -131,13 +124,10 @@ def scaled_frequencies(
     """Frequencies after RoPE scaling, float32 [P], and a factor of cosines and sines.
 
     ``dynamic`` scales only sequences longer than ``positions``, which no model here accepts.
+    ``long`` is whether the sequence is longer than the original ones, for ``longrope``.
 
     Args:
         frequencies_P: base^(-2i / R) of each pair i, in radians per position.
-        base: base of the frequencies.
-        scaling: how to scale them.
-        positions: the model's longest sequence.
-        long: whether the sequence is longer than the original ones, for ``longrope``.
     """
     if scaling.rope_type in ("default", "dynamic"):
         return frequencies_P, 1.0

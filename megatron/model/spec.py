@@ -19,9 +19,7 @@ from megatron.parallel.tensor_parallel import TensorParallel
 class Batch(Protocol):
     """A micro batch that can move to a device."""
 
-    def to(self, device: torch.device, non_blocking: bool = False) -> Any:
-        """The batch on ``device``."""
-        ...
+    def to(self, device: torch.device, non_blocking: bool = False) -> Any: ...
 
 
 Number = TypeVar("Number", Tensor, float)
@@ -76,7 +74,6 @@ class ModelSpec:
     losses: Mapping[str, float] = field(default_factory=lambda: {LM_LOSS: 1.0})
 
     def total(self, losses: Mapping[str, Number]) -> Number:
-        """The number that is minimised."""
         weighted = (
             losses[name] if weight == 1.0 else weight * losses[name]
             for name, weight in self.losses.items()
@@ -85,5 +82,4 @@ class ModelSpec:
 
     @property
     def loss_measure(self) -> Measure:
-        """The losses as a measure."""
         return Measure(tuple(self.losses), lambda state, _: state.losses)

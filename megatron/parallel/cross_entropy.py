@@ -35,12 +35,11 @@ WORK_BYTES = 2 * 2**20
 
 
 class Targets(NamedTuple):
-    """What a model should predict."""
+    """Token ids (int64) that a model should predict, and a mask: 1 where the loss counts, else
+    0."""
 
     labels_BS: Tensor
-    """Token ids, int64."""
     mask_BS: Tensor
-    """1 where the loss counts, 0 elsewhere."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +60,6 @@ class LossHead:
     tp: TensorParallel
 
     def capped(self, logits: Tensor) -> Tensor:
-        """Softcapped logits, or the logits themselves without a softcap."""
         cap = self.softcap
         return logits if cap is None else cap * torch.tanh(logits / cap)
 
@@ -69,11 +67,8 @@ class LossHead:
 def linear_cross_entropy(x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead) -> Tensor:
     """Mean of -log softmax(x weight^T)[label] over the tokens whose mask is 1; zero if none is.
 
-    Args:
-        x_BSH: hidden states, the same on every rank or, in a split region, this rank's slice.
-        weight: this rank's rows of the vocabulary, padding included.
-        targets: of the whole sequence.
-        head: vocabulary, softcap, chunks and ranks.
+    Hidden states are the same on every rank or, in a split region, this rank's slice; the weight is
+    this rank's rows of the vocabulary, padding included; targets are those of the whole sequence.
 
     Returns:
         A scalar, float32 (float64 for float64 input), the same on every rank.
@@ -260,7 +255,6 @@ def _over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:
 
 
 def _even_slices(length: int, most: int) -> list[slice]:
-    """As few slices as possible, of nearly equal size."""
     count = -(-length // most)
     return list(_slices(length, -(-length // count)))
 

@@ -36,7 +36,8 @@ from megatron.parallel.tensor_parallel import (
 
 
 class ParallelLinear(nn.Module):
-    """What linear layers that are cut over the ranks of ``tp`` have in common.
+    """A linear layer that is cut over the ranks of ``tp``. Widths are those of the whole layer;
+    ``init`` draws the weights, and biases start at zero.
 
     Attributes:
         float8: how the layer multiplies in 8 bits; None for the dtype of its input.
@@ -62,15 +63,8 @@ class ParallelLinear(nn.Module):
 
 
 class ColumnParallelLinear(ParallelLinear):
-    """y = x A^T + b with the output features cut over ranks.
-
-    Args:
-        inputs: width I of the input.
-        outputs: widths of the fused outputs, each cut by itself; O is their sum.
-        bias: whether there is a bias.
-        init: initial values of the weight; the bias starts at zero.
-        tp: the tensor-parallel ranks.
-    """
+    """y = x A^T + b with the output features cut over ranks; ``outputs`` are the widths of fused
+    outputs, each cut by itself, and O is their sum."""
 
     def __init__(
         self, inputs: int, outputs: Sequence[int], *, bias: bool, init: Init, tp: TensorParallel
@@ -89,19 +83,11 @@ class ColumnParallelLinear(ParallelLinear):
 class QKVParallelLinear(ParallelLinear):
     """Queries, keys and values by one GEMM, heads cut over ranks.
 
-    With fewer key and value heads than ranks each is held by several neighbouring ranks, whose
+    With fewer key and value heads than ranks each is on several neighbouring ranks, whose
     queries attend to it; its weights are then parameters of their own, ``kv_weight`` and
     ``kv_bias``, with the same canonical names as the queries'.
 
-    Args:
-        inputs: width I of the input.
-        heads: number of query heads, divisible by the ranks.
-        kv_heads: number of key and value heads; it divides the number of ranks or is divisible by
-            it.
-        head_dim: width of a head.
-        bias: whether there are biases.
-        init: initial values of the weights; biases start at zero.
-        tp: the tensor-parallel ranks.
+    The number of ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it.
     """
 
     def __init__(
@@ -147,9 +133,8 @@ class QKVParallelLinear(ParallelLinear):
 
 
 class KVParallelLinear(ParallelLinear):
-    """Keys and values by one GEMM, heads cut over ranks; with fewer heads than ranks each is held
-    by several neighbouring ranks. The arguments are those of :class:`QKVParallelLinear`, with
-    ``heads`` of keys and values."""
+    """Keys and values by one GEMM, ``heads`` cut over ranks; with fewer heads than ranks each is
+    held by several neighbouring ranks."""
 
     def __init__(
         self,
@@ -177,15 +162,8 @@ class KVParallelLinear(ParallelLinear):
 
 
 class RowParallelLinear(ParallelLinear):
-    """y = x A^T + b with the input features cut over ranks.
-
-    Args:
-        inputs: width I of the whole input.
-        outputs: width O of the output.
-        bias: whether there is a bias; it is added once, after the sum over ranks.
-        init: initial values of the weight; the bias starts at zero.
-        tp: the tensor-parallel ranks.
-    """
+    """y = x A^T + b with the input features cut over ranks; the bias is added after the sum over
+    ranks."""
 
     def __init__(
         self, inputs: int, outputs: int, *, bias: bool, init: Init, tp: TensorParallel
@@ -202,14 +180,8 @@ class RowParallelLinear(ParallelLinear):
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Token embedding with its rows cut over ranks; also the output head that shares its weights.
-
-    Args:
-        rows: rows of the table, padding included; divisible by the ranks.
-        width: width H of an embedding.
-        init: initial values.
-        head: how hidden states become a loss; it has the region, and how many rows are tokens.
-    """
+    """Token embedding with its rows, padding included, cut over the ranks of ``head``; also the
+    output head that shares its weights."""
 
     def __init__(self, rows: int, width: int, *, init: Init, head: LossHead) -> None:
         super().__init__()
@@ -240,7 +212,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class PositionEmbedding(nn.Module):
-    """Table of learned positions, [rows, H], which every rank holds whole."""
+    """Table of learned positions, [rows, H], which every rank has whole."""
 
     def __init__(self, rows: int, width: int, *, init: Init, tp: TensorParallel) -> None:
         super().__init__()
@@ -248,14 +220,14 @@ class PositionEmbedding(nn.Module):
         self.weight = parameter(Shard((rows, width)), init, tp.coordinates)
 
     def forward(self, ids_S: Tensor) -> Tensor:
-        """Positions of the whole sequence, [S] or [B, S], to rows of those that this rank holds,
+        """Positions of the whole sequence, [S] or [B, S], to rows of this rank's positions,
         [S, H] or [B, S, H]."""
         (weight,) = self.tp.shared(self.weight)
         return F.embedding(self.tp.own(ids_S, dim=-1), weight)
 
 
 class Dropout(nn.Module):
-    """Dropout outside the cut layers; ranks that hold the same activations draw the same mask."""
+    """Dropout outside the cut layers; ranks with the same activations draw the same mask."""
 
     def __init__(self, probability: float, tp: TensorParallel) -> None:
         super().__init__()
@@ -303,10 +275,7 @@ def column_linear(
 ) -> tuple[Tensor, ...]:
     """Outputs of several maps of one input, each [B, S, OP].
 
-    Args:
-        x_BSI: [B, S, I], the same on every rank; in a split region this rank's [B, S/t, I].
-        maps: this rank's shares.
-        tp: the tensor-parallel ranks.
+    The input is the same on every rank; in a split region it is this rank's [B, S/t, I].
 
     Raises:
         ValueError: weights are trained in 8 bits and the number of tokens is not a multiple of 16.
@@ -404,7 +373,7 @@ def _input_gradient(
 def _start_sums(
     grads: tuple[Tensor | None, Tensor | None], copies: int, group: Group
 ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-    """Sums the gradients of a map over the ranks that hold the same share, in one collective."""
+    """Sums the gradients of a map over the ranks with the same share, in one collective."""
     found = [grad for grad in grads if grad is not None]
     if copies == 1 or not found:
         return lambda: grads

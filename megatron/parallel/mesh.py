@@ -12,10 +12,8 @@ import torch
 import torch.distributed as dist
 
 AXES = ("pipeline", "data", "context", "expert", "tensor")
-"""The axes of the mesh, slowest first: neighbours in global rank differ along the last.
-
-DeepSpeed's pipeline grid (axes pipe, data, model) has the same order.
-"""
+"""The axes of the mesh, slowest first, in the order of DeepSpeed's pipeline grid (pipe, data,
+model): neighbours in global rank differ along the last."""
 
 REPLICAS = ("data", "context", "expert")
 """The axes along which dense layers are replicated; together they are DeepSpeed's data parallel."""
@@ -24,7 +22,7 @@ MODEL = ("pipeline", "tensor")
 """The axes over which dense layers are divided."""
 
 SHARDED = ("pipeline", "expert", "tensor")
-"""The axes along which ranks may hold different parameters."""
+"""The axes along which ranks can have different parameters."""
 
 Coordinates = Mapping[str, tuple[int, int]]
 """A rank's position: (rank, size) along each axis; a missing axis is (0, 1)."""
@@ -35,17 +33,14 @@ ALONE: Coordinates = {}
 
 @dataclass(frozen=True)
 class Group:
-    """One rank's view of a process group.
-
-    Attributes:
-        ranks: global ranks of the members, in order.
-        rank: this process's index among them.
-        handle: torch's group; None for a lone process without torch.distributed.
-    """
+    """One rank's view of a process group."""
 
     ranks: tuple[int, ...] = (0,)
+    """Global ranks of the members, in order."""
     rank: int = 0
+    """This process's index among them."""
     handle: dist.ProcessGroup | None = None
+    """torch's group; None for a single process without torch.distributed."""
 
     @property
     def size(self) -> int:
@@ -60,10 +55,8 @@ SINGLE = Group()
 class Mesh:
     """One rank's view of the mesh; by default that of a single process.
 
-    Attributes:
-        world: all ranks.
-        sizes: ranks along each axis; 1 for a missing axis.
-        groups: the groups that were created, by their axes with more than one rank.
+    ``sizes`` are the ranks along each axis, 1 for a missing one; ``groups`` the groups that were
+    created, by their axes with more than one rank.
     """
 
     world: Group = SINGLE
@@ -72,7 +65,6 @@ class Mesh:
 
     @cached_property
     def coordinates(self) -> Coordinates:
-        """This rank's (rank, size) along every axis."""
         return coordinates_of(self.world.rank, self.sizes)
 
     def group(self, *axes: str) -> Group:
@@ -85,12 +77,11 @@ class Mesh:
 
     @cached_property
     def tensor(self) -> Group:
-        """The ranks that share this one's layers."""
+        """The ranks over which this one's layers are cut."""
         return self.group("tensor")
 
     @cached_property
     def pipeline(self) -> Group:
-        """The stages of one pipeline."""
         return self.group("pipeline")
 
     @cached_property
@@ -100,7 +91,7 @@ class Mesh:
 
     @cached_property
     def model(self) -> Group:
-        """All ranks that hold one replica of the model: pipeline x tensor."""
+        """The ranks of one replica of the model: pipeline x tensor."""
         return self.group(*MODEL)
 
 
@@ -112,7 +103,6 @@ _COMBINATIONS = (*_ALWAYS, ("context",), ("expert",), ("data", "context"), SHARD
 
 
 def coordinates_of(rank: int, sizes: Mapping[str, int]) -> dict[str, tuple[int, int]]:
-    """The coordinates of a global rank in a mesh of these sizes."""
     found = {}
     for axis in reversed(AXES):
         size = sizes.get(axis, 1)
@@ -135,14 +125,10 @@ def memberships(sizes: Mapping[str, int], axes: Collection[str]) -> list[tuple[i
 def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Mesh:
     """Creates the groups on every rank; torch.distributed must be initialised.
 
-    Groups of the same ranks share one group of torch, and a group of all ranks uses the world's:
-    each costs connections and threads that wake up a hundred times a second (gloo), or memory on
-    the device (NCCL).
-
-    Args:
-        sizes: ranks along each axis but ``data``, which gets the rest of the world; 1 for a missing
-            axis.
-        timeout: limit of a collective in groups of fewer ranks than the world.
+    ``sizes`` are the ranks along each axis but ``data``, which gets the rest of the world;
+    ``timeout`` is for collectives in groups of fewer ranks than the world. Groups of the same ranks
+    share one group of torch, and a group of all ranks uses the world's: each costs connections and
+    threads that wake up a hundred times a second (gloo), or memory on the device (NCCL).
     """
     world, rank = tuple(range(dist.get_world_size())), dist.get_rank()
     data_size, rest = divmod(len(world), math.prod(sizes.values()))
@@ -165,7 +151,6 @@ def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Me
 
 
 def _wide(axes: Collection[str], sizes: Mapping[str, int]) -> tuple[str, ...]:
-    """The axes that have more than one rank, in the order of the mesh."""
     return tuple(axis for axis in AXES if axis in axes and sizes.get(axis, 1) > 1)
 
 
@@ -181,13 +166,7 @@ def any_rank(flag: bool, device: torch.device, group: dist.ProcessGroup | None =
 def first_reason(
     reason: str | None, device: torch.device, group: dist.ProcessGroup | None = None
 ) -> str | None:
-    """The reason of the first rank that has one, None without; every rank must call it.
-
-    Args:
-        reason: this rank's.
-        device: where the group's collectives work.
-        group: the ranks; None for all.
-    """
+    """The reason of the first rank that has one, None without; every rank must call it."""
     if not any_rank(reason is not None, device, group):
         return None
     if not dist.is_initialized() or dist.get_world_size() == 1:

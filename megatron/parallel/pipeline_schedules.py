@@ -1,6 +1,6 @@
 """Pipeline schedules: in which order each rank runs the forwards and backwards of its stages.
 
-The layer list is cut into ``ranks * chunks`` stages, numbered in layer order. A rank holds
+The layer list is cut into ``ranks * chunks`` stages, numbered in layer order. A rank has
 ``chunks`` of them, and a step takes every micro batch forward through all stages and back.
 
 - ``1f1b``: one stage per rank. After its warm-up a rank alternates one forward, one backward
@@ -8,7 +8,7 @@ The layer list is cut into ``ranks * chunks`` stages, numbered in layer order. A
 - ``interleaved``: stage s is on rank s % ranks. The same alternation over several chunks, groups
   of ``ranks`` micro batches at a time (section 2.2.2).
 - ``dualpipev``: two stages per rank; micro batches go down the ranks and come back up, so that the
-  first rank also holds the last stage (DeepSeek-AI, https://github.com/deepseek-ai/DualPipe;
+  first rank also has the last stage (DeepSeek-AI, https://github.com/deepseek-ai/DualPipe;
   here a backward computes the gradients of inputs and weights together).
 """
 
@@ -32,14 +32,8 @@ class Action:
 
 @dataclass(frozen=True)
 class PipelineSchedule:
-    """The order of actions on each rank during one step of a pipeline.
-
-    Attributes:
-        name: one of :data:`megatron.config.layouts.SCHEDULES`.
-        ranks: processes of the pipeline.
-        chunks: stages per rank.
-        micro_batches: micro batches per step.
-        forward_only: evaluation; any number of micro batches is possible.
+    """The order of actions on each rank during one step of a pipeline, with ``chunks`` stages per
+    rank. With ``forward_only``, for evaluation, any number of micro batches is possible.
 
     Raises:
         ValueError: the schedule does not exist or does not fit; says why and what would fit.
@@ -71,18 +65,15 @@ class PipelineSchedule:
         return self.ranks * self.chunks
 
     def rank_of(self, stage: int) -> int:
-        """The rank that holds a stage."""
         assert 0 <= stage < self.stages, (stage, self)
         if self.name == "dualpipev":
             return min(stage, self.stages - 1 - stage)
         return stage % self.ranks
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages of a rank, in the order of its chunks."""
         return tuple(stage for stage in range(self.stages) if self.rank_of(stage) == rank)
 
     def actions(self, rank: int) -> list[Action]:
-        """Actions of a rank in one step, in order."""
         assert 0 <= rank < self.ranks, (rank, self)
         if self.forward_only:
             return self._forwards(rank)

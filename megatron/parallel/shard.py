@@ -26,8 +26,6 @@ class Cut:
     """How one dimension of a parameter is cut over one axis of the mesh.
 
     Attributes:
-        dim: the dimension.
-        axis: the axis.
         parts: lengths along ``dim`` of matrices fused into this one, for example
             (query, key, value); each part is cut by itself. Empty means one part.
         held: indices of the parts in this parameter; None for all. The others are in another
@@ -110,7 +108,6 @@ class Shard:
         return {cut.dim: cut.ranges(self.full_shape[cut.dim], coordinates) for cut in self.cuts}
 
     def local_shape(self, coordinates: Coordinates = ALONE) -> tuple[int, ...]:
-        """Shape of a rank's share, padding included."""
         shape = list(self.full_shape)
         for dim, ranges in self.ranges(coordinates).items():
             shape[dim] = sum(length for _, length in ranges)
@@ -118,13 +115,7 @@ class Shard:
 
     def counted(self, coordinates: Coordinates, among: Sequence[str] = AXES) -> bool:
         """Whether a rank's copy counts in norms and checkpoints: the first of those with the same
-        values does.
-
-        Args:
-            coordinates: the rank's.
-            among: the axes along which other copies are considered. ``pipeline`` has no effect:
-                stages hold other parameters.
-        """
+        values along the axes ``among`` does. Pipeline stages have other parameters."""
         for axis in among:
             rank, _ = coordinates.get(axis, (0, 1))
             if rank and axis != "pipeline":
@@ -143,10 +134,8 @@ class Shard:
         return share
 
     def place(self, canonical: Tensor, share: Tensor, coordinates: Coordinates = ALONE) -> None:
-        """Writes one rank's share into a whole parameter without padding; inverse of :meth:`cut`.
-
-        Elements outside the share are left alone.
-        """
+        """Writes one rank's share into a whole parameter without padding; inverse of
+        :meth:`cut`."""
         assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
         blocks = [(canonical, share)]
         for dim, ranges in self.ranges(coordinates).items():
@@ -157,12 +146,8 @@ class Shard:
             whole.copy_(piece)
 
     def join(self, shares: Sequence[Tensor], sizes: Mapping[str, int] | None = None) -> Tensor:
-        """The whole parameter without padding; not for a part of one.
-
-        Args:
-            shares: those of all ranks of a mesh, in order.
-            sizes: ranks along each axis of that mesh; None for one process.
-        """
+        """The whole parameter without padding, from the shares of all ranks of a mesh with
+        ``sizes`` (None for one process), in order; not for a part of a parameter."""
         assert not self.part, self
         sizes = sizes or {}
         assert len(shares) == math.prod(sizes.values()), (len(shares), sizes)
@@ -175,7 +160,6 @@ class Shard:
 def _matched(
     whole: Tensor, values: Tensor, dim: int, ranges: Ranges
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Ranges of a whole along a dimension, each with its values."""
     taken = 0
     for start, length in ranges:
         kept = min(length, whole.shape[dim] - start)
@@ -185,7 +169,6 @@ def _matched(
 
 
 def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
-    """A range along a dimension, zero after the end."""
     size = values.shape[dim]
     kept = max(0, min(length, size - start))
     found = values.narrow(dim, min(start, size), kept)
@@ -196,17 +179,16 @@ def _taken(values: Tensor, dim: int, start: int, length: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Init:
-    """Initial values of a parameter: normal with this deviation around 0, or a constant."""
+    """Initial values: normal around 0 with a standard deviation, or constant."""
 
     std: float = 0.0
     constant: float = 0.0
 
     def draw(self, shape: Sequence[int], generator: torch.Generator) -> Tensor:
-        """Initial values (float32, CPU) of a whole parameter."""
         return self.fill(torch.empty(tuple(shape)), generator)
 
     def fill(self, values: Tensor, generator: torch.Generator) -> Tensor:
-        """Writes the initial values of a whole parameter into ``values`` (float32, CPU)."""
+        """Writes the initial values of a whole parameter (float32, on the CPU)."""
         if self.std:
             return values.normal_(0.0, self.std, generator=generator)
         return values.fill_(self.constant)
@@ -224,10 +206,8 @@ def parameter(shard: Shard, init: Init, coordinates: Coordinates = ALONE) -> nn.
 
 
 def shard_of(param: nn.Parameter) -> Shard:
-    """How a parameter is cut."""
     return param.shard  # type: ignore[attr-defined]
 
 
 def init_of(param: nn.Parameter) -> Init:
-    """Initial values of a parameter."""
     return param.init  # type: ignore[attr-defined]

@@ -154,12 +154,10 @@ class TensorParallel:
 
     @property
     def slices(self) -> int:
-        """Number of slices of the sequence outside."""
         return self.group.size if self.sequence else 1
 
     @property
     def split(self) -> bool:
-        """Whether a rank holds only a slice of the sequence outside."""
         return self.slices > 1
 
     def leave(self, x_BSO: Tensor) -> Tensor:
@@ -174,7 +172,7 @@ class TensorParallel:
 
     def shared(self, *params: Tensor) -> tuple[Tensor, ...]:
         """Parameters for use outside: where every rank applies them to its slice only, their
-        gradients are summed over the ranks, with one collective for all that are given together."""
+        gradients are summed over the ranks, in one collective for all of a call."""
         return _SumGradients.apply(self.group, *params) if self.split else params
 
     def over_heads(self, *params: Tensor) -> tuple[Tensor, ...]:

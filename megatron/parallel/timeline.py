@@ -33,7 +33,6 @@ class Timeline:
 
     @property
     def span(self) -> Fraction:
-        """Time from the first action to the end of the last."""
         return max(slot.end for slot in self.slots)
 
     @property
@@ -42,7 +41,6 @@ class Timeline:
 
     @property
     def bubble_share(self) -> Fraction:
-        """Share of the ranks' time that they spend waiting."""
         return 1 - self._busy / (self.schedule.ranks * self.span)
 
     @property
@@ -73,14 +71,8 @@ def simulate(
     transfer_time: float | Fraction = 0.0,
 ) -> Timeline:
     """Runs a schedule: every rank does its actions in order, each as soon as the rank is free and
-    the action's input has arrived.
-
-    Args:
-        schedule: the schedule.
-        forward_time: one micro batch forward through all stages of one rank.
-        backward_time: the same backward.
-        transfer_time: from one rank to another; both can work meanwhile.
-    """
+    the action's input has arrived. Forward and backward times are those of one micro batch through
+    all stages of a rank; during a transfer both ranks can work."""
     orders = [schedule.actions(rank) for rank in range(schedule.ranks)]
     return simulate_order(orders, schedule, forward_time, backward_time, transfer_time)
 
@@ -133,8 +125,8 @@ def theory(name: str, ranks: int, chunks: int, micro_batches: int) -> Fraction |
     """Waiting time over working time by the formula of Narayanan et al. 2021 (arXiv:2104.04473,
     sections 2.2.1 and 2.2.2), (p - 1) / (v m), for free transfers; None for dualpipev.
 
-    DualPipeV's published bubble assumes overlapped forwards and backwards and weight gradients
-    that wait, so it says nothing about a schedule that does neither.
+    DualPipeV's published bubble assumes overlapped forwards and backwards and delayed weight
+    gradients, which this schedule does not have.
     """
     if name == "dualpipev":
         return None
@@ -142,7 +134,6 @@ def theory(name: str, ranks: int, chunks: int, micro_batches: int) -> Fraction |
 
 
 def inputs(schedule: PipelineSchedule, action: Action) -> list[Action]:
-    """The actions whose results an action needs."""
     needs = []
     if action.backward:
         needs.append(Action(False, action.stage, action.micro_batch))

@@ -19,14 +19,13 @@ from megatron.config import (
     Setting,
     Settings,
 )
-from megatron.config.fast_paths import FastPathsConfig
+from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import flag_of, names_of
 from megatron.config.layouts import Layout, check_layout
-from megatron.config.profiling import ProfilingConfig
-from megatron.engine.deepspeed_json import merge
+from megatron.config.output import ProfilingConfig
+from megatron.engine.deepspeed_json import merge, read_json
 from megatron.engine.environment import distributed
-from megatron.engine.json_file import read_json
-from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import StepResult
 from megatron.families import spec_of
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import (
@@ -343,7 +342,7 @@ def _check_finite(losses: Sequence[float], norms: Sequence[float]) -> None:
 def _training_difference(
     layout: Layout, record: RunRecord, ranks: Sequence[Sequence[SteppedSlice]], plain: PlainRun
 ) -> str:
-    """The first difference in training; empty if there is none."""
+    """The first difference in training; empty without one."""
     if any(record.skipped):
         step = record.skipped.index(True)
         return (

@@ -15,7 +15,7 @@ from megatron.config import OptimizerConfig
 from megatron.data.loader import MicroBatches
 from megatron.engine.environment import distributed
 from megatron.engine.state import owned_slices
-from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import StepResult
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.mesh import Mesh

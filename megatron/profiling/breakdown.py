@@ -152,11 +152,11 @@ class Thread:
         self._owners = np.concatenate(([-1], numbers, [-1]))
 
     def at(self, times: Times | Sequence[float]) -> Indices:
-        """Numbers of the events at these times, -1 where there is none."""
+        """Numbers of the events at these times, -1 without one."""
         return self._owners[np.searchsorted(self.edges, times, side="right")]
 
     def find(self, time: float) -> tuple[Event, Label] | None:
-        """The event at a time and its label; None where there is none."""
+        """The event at a time and its label; None without one."""
         (number,) = self.at([time])
         return None if number < 0 else (self.events[number], self.labels[number])
 

@@ -69,7 +69,7 @@ class Trace:
         )
 
     def steps(self) -> list[Event]:
-        """The steps, as the training thread saw them; a TraceError if there are none."""
+        """The steps, as the training thread saw them; a TraceError without any."""
         return [e for e in self.host[self.main_thread] if e.name.startswith(STEP)]
 
 

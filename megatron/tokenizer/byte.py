@@ -10,16 +10,20 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from megatron.config import TokenizerConfig
-from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE
-from megatron.tokenizer.files import write_json, write_text
-from megatron.tokenizer.protocol import TokenIds, WordStarts
-from megatron.tokenizer.special import SpecialIds, sentinel_names
-from megatron.tokenizer.textwise import TextwiseTokenizer
+from megatron.tokenizer.base import (
+    SpecialIds,
+    TokenIds,
+    Tokenizer,
+    WordStarts,
+    sentinel_names,
+    write_pretrained,
+)
+from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE
 
 _BYTES = 256
 
 
-class ByteLevelTokenizer(TextwiseTokenizer):
+class ByteLevelTokenizer(Tokenizer):
     """The UTF-8 bytes of a text, and special tokens that no text contains."""
 
     def __init__(self, first_byte: int, specials: dict[str, int], extra_ids: int = 0) -> None:
@@ -37,36 +41,33 @@ class ByteLevelTokenizer(TextwiseTokenizer):
         sentinels = tuple(range(above, above + extra_ids))
         super().__init__(
             "the vocabulary of bytes",
+            above + extra_ids,
             SpecialIds(**named, eod=specials["eos"], sentinels=sentinels),
         )
-        self._first_byte, self._vocab_size = first_byte, above + extra_ids
+        self._first_byte = first_byte
         self._text_of_special = {i: f"<{name}>" for name, i in specials.items()}
         self._text_of_special |= dict(zip(sentinels, sentinel_names(extra_ids), strict=True))
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> ByteLevelTokenizer:
-        """ByteLevelTokenizer, NeMo's numbering: bytes are 0 to 255, then pad, bos and eos."""
-        return cls(0, {"pad": 256, "bos": 257, "eos": 258}, config.vocab_extra_ids)
+        """ByteLevelTokenizer, in NeMo's numbering, or CharacterLevelTokenizer of 2019.
 
-    @classmethod
-    def character_level_from_config(cls, config: TokenizerConfig) -> ByteLevelTokenizer:
-        """CharacterLevelTokenizer of 2019: eight commands, then the bytes.
-
-        There it took characters 0 to 255; for ASCII that is the same.
+        The latter had ids for characters 0 to 255 after eight commands; for ASCII these are bytes.
         """
-        names = ("pad", "eos", "bos", "unk", "sep", "L2R", "cls", "mask")
-        return cls(8, {name: i for i, name in enumerate(names)}, config.vocab_extra_ids)
+        if config.tokenizer_type == "CharacterLevelTokenizer":
+            names = ("pad", "eos", "bos", "unk", "sep", "L2R", "cls", "mask")
+            return cls(8, {name: i for i, name in enumerate(names)}, config.vocab_extra_ids)
+        return cls(0, {"pad": 256, "bos": 257, "eos": 258}, config.vocab_extra_ids)
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens by their names."""
+        self._check_ids(ids)
         parts: list[bytes] = []
         for i in ids:
             if 0 <= i - self._first_byte < _BYTES:
                 parts.append(bytes([i - self._first_byte]))
-            elif i in self._text_of_special:
-                parts.append(self._text_of_special[i].encode())
             else:
-                raise ValueError(f"token id {i} is outside the vocabulary of {self._vocab_size}")
+                parts.append(self._text_of_special[i].encode())
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -79,15 +80,13 @@ class ByteLevelTokenizer(TextwiseTokenizer):
         encoding.add_special_tokens(
             [AddedToken(t, normalized=False, special=True) for t in self._text_of_special.values()]
         )
-        write_text(Path(directory, "tokenizer.json"), encoding.to_str(pretty=True))
-        write_json(
-            Path(directory, "tokenizer_config.json"),
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "split_special_tokens": True,  # no text contains a special token
-                "clean_up_tokenization_spaces": False,
-                **self._special_ids.tokens(self._text_of_special),
-            },
+        write_pretrained(
+            directory,
+            encoding,
+            tokenizer_class="PreTrainedTokenizerFast",
+            split_special_tokens=True,  # no text contains a special token
+            clean_up_tokenization_spaces=False,
+            **self.special_ids.tokens(self._text_of_special),
         )
 
     def _find_word_starts(self) -> WordStarts:

@@ -10,16 +10,22 @@ import numpy as np
 from tokenizers import models
 
 from megatron.config import TokenizerConfig
-from megatron.tokenizer.files import refuse_extra_ids, required
-from megatron.tokenizer.protocol import TokenIds, WordStarts
-from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_ids
+from megatron.tokenizer.base import (
+    SpecialIds,
+    TokenIds,
+    Tokenizer,
+    WordStarts,
+    refuse_extra_ids,
+    required,
+    sentinel_ids,
+)
 
 _SPACES = frozenset("\u2581 \t\n\v\f\r\u0120\u0109\u010a\u010b\u010c\u010d")
-"""What a token that begins a word begins with: SentencePiece's mark for a space, white space, and
-the byte alphabet's characters for white space (byte_level.py)."""
+"""First characters of tokens that begin a word: SentencePiece's mark for a space, white space, and
+the byte alphabet's characters for white space (gpt2_bpe.py)."""
 
 
-class HFTokenizer(SpecialTokens):
+class HFTokenizer(Tokenizer):
     """The tokenizer of a folder, with its own settings.
 
     Ids are those of `AutoTokenizer.from_pretrained(folder)(text)`: where the folder says that a
@@ -29,9 +35,7 @@ class HFTokenizer(SpecialTokens):
     def __init__(self, directory: str | Path) -> None:
         """Loads the folder, and nothing from the network.
 
-        Raises:
-            FileNotFoundError: there is no such folder.
-            ValueError: `transformers` cannot make a tokenizer of it.
+        Raises FileNotFoundError; ValueError if `transformers` cannot read it as a tokenizer.
         """
         directory = Path(directory)
         if not directory.is_dir():
@@ -47,8 +51,8 @@ class HFTokenizer(SpecialTokens):
         except Exception as error:  # transformers raises many kinds, some of them bare Exception
             names = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
             raise ValueError(
-                f"--tokenizer-model {directory} is no tokenizer that transformers can read "
-                f"(the folder holds {names}): {error}"
+                f"--tokenizer-model {directory} is not a tokenizer that transformers can read "
+                f"(the folder contains {names}): {error}"
             ) from error
         if self._tokenizer.is_fast:  # what transformers sets before each of its own calls
             backend = self._tokenizer.backend_tokenizer
@@ -56,19 +60,12 @@ class HFTokenizer(SpecialTokens):
             backend.no_padding()
             backend.encode_special_tokens = self._tokenizer.split_special_tokens
         vocab = self._tokenizer.get_vocab()
-        self._vocab_size = max(vocab.values()) + 1
+        roles = ("cls", "sep", "pad", "mask", "bos", "eos")
+        ids = {role: getattr(self._tokenizer, f"{role}_token_id") for role in roles}
         super().__init__(
             f"--tokenizer-model {directory}",
-            SpecialIds(
-                cls=self._tokenizer.cls_token_id,
-                sep=self._tokenizer.sep_token_id,
-                pad=self._tokenizer.pad_token_id,
-                mask=self._tokenizer.mask_token_id,
-                bos=self._tokenizer.bos_token_id,
-                eos=self._tokenizer.eos_token_id,
-                eod=self._tokenizer.eos_token_id,
-                sentinels=sentinel_ids(vocab),
-            ),
+            max(vocab.values()) + 1,
+            SpecialIds(**ids, eod=ids["eos"], sentinels=sentinel_ids(vocab)),
             hint=": set it in its tokenizer_config.json (eos_token ends a document)",
         )
 
@@ -79,28 +76,17 @@ class HFTokenizer(SpecialTokens):
         return cls(required(config, "tokenizer_model", "a folder with a Hugging Face tokenizer"))
 
     @property
-    def vocab_size(self) -> int:
-        """The largest id plus one, added tokens included."""
-        return self._vocab_size
-
-    @property
     def transformers_tokenizer(self) -> Any:
         """The tokenizer of `transformers`, for what only it has, such as a chat template."""
         return self._tokenizer
 
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self._encode([text])[0]
-
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Ids of each text; fast tokenizers use all cores unless TOKENIZERS_PARALLELISM=false."""
-        return [np.array(ids, np.int32) for ids in self._encode(texts)]
+        return [np.array(ids, np.int32) for ids in self._ids(texts)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        for i in ids:
-            if not 0 <= i < self._vocab_size:
-                raise ValueError(f"token id {i} is outside the vocabulary of {self._vocab_size}")
+        self._check_ids(ids)
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save_pretrained(self, directory: str | Path) -> None:
@@ -113,7 +99,7 @@ class HFTokenizer(SpecialTokens):
         marks = np.zeros(self._vocab_size, np.bool_)
         for token, i in vocab.items():
             marks[i] = not token.startswith("##") if pieces else token[:1] in _SPACES
-        ids = self._special_ids
+        ids = self.special_ids
         unknown = {self._tokenizer.unk_token_id} - {ids.bos, ids.eos}  # one token, in GPT-2
         for i, added in self._tokenizer.added_tokens_decoder.items():
             marks[i] |= added.special and (pieces or i not in unknown)
@@ -124,7 +110,10 @@ class HFTokenizer(SpecialTokens):
             return isinstance(self._tokenizer.backend_tokenizer.model, models.WordPiece)
         return "##s" in vocab and "[CLS]" in vocab
 
-    def _encode(self, texts: Sequence[str]) -> list[list[int]]:
+    def _encode(self, text: str) -> TokenIds:
+        return self.tokenize_batch([text])[0]
+
+    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
         for text in texts:
             text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
         if not texts:

@@ -1,35 +1,34 @@
-"""Which `--tokenizer-type` is built by what: a new family is a file and a line here."""
+"""The tokenizer of each `--tokenizer-type`: a new family is a file and a line here."""
 
 from __future__ import annotations
 
 import pkgutil
-from collections.abc import Callable
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.tokenizer.protocol import TextSource, Tokenizer
+from megatron.tokenizer.base import TextSource, Tokenizer
 from megatron.util.nearest import nearest
 
 TOKENIZERS = {
-    "GPT2BPETokenizer": "gpt2_bpe:GPT2BPETokenizer.from_config",
-    "BertWordPieceLowerCase": "wordpiece:WordPieceTokenizer.lower_from_config",
-    "BertWordPieceCase": "wordpiece:WordPieceTokenizer.cased_from_config",
-    "SentencePieceTokenizer": "sentence_piece:SentencePieceTokenizer.from_config",
-    "GPTSentencePieceTokenizer": "sentence_piece:SentencePieceTokenizer.gpt_from_config",
-    "Llama2Tokenizer": "sentence_piece:SentencePieceTokenizer.llama2_from_config",
-    "TikTokenizer": "tik_token:TikTokenizer.from_config",
-    "Llama3Tokenizer": "tik_token:TikTokenizer.from_config",
-    "HFTokenizer": "huggingface:HFTokenizer.from_config",
-    "HuggingFaceTokenizer": "huggingface:HFTokenizer.from_config",
-    "ByteLevelTokenizer": "byte:ByteLevelTokenizer.from_config",
-    "ByteLevel": "byte:ByteLevelTokenizer.from_config",
-    "NullTokenizer": "null:NullTokenizer.from_config",
+    "GPT2BPETokenizer": "gpt2_bpe:GPT2BPETokenizer",
+    "BertWordPieceLowerCase": "wordpiece:WordPieceTokenizer",
+    "BertWordPieceCase": "wordpiece:WordPieceTokenizer",
+    "SentencePieceTokenizer": "sentence_piece:SentencePieceTokenizer",
+    "GPTSentencePieceTokenizer": "sentence_piece:SentencePieceTokenizer",
+    "Llama2Tokenizer": "sentence_piece:SentencePieceTokenizer",
+    "TikTokenizer": "tik_token:TikTokenizer",
+    "Llama3Tokenizer": "tik_token:TikTokenizer",
+    "HFTokenizer": "huggingface:HFTokenizer",
+    "HuggingFaceTokenizer": "huggingface:HFTokenizer",
+    "ByteLevelTokenizer": "byte:ByteLevelTokenizer",
+    "ByteLevel": "byte:ByteLevelTokenizer",
+    "NullTokenizer": "null:NullTokenizer",
     # Names of 2019.
-    "BertWordPieceTokenizer": "wordpiece:WordPieceTokenizer.named_from_config",
-    "CharacterLevelTokenizer": "byte:ByteLevelTokenizer.character_level_from_config",
+    "BertWordPieceTokenizer": "wordpiece:WordPieceTokenizer",
+    "CharacterLevelTokenizer": "byte:ByteLevelTokenizer",
 }
-"""What makes a tokenizer of each type: a module of this package, imported when it is needed, and a
-callable in it that takes a TokenizerConfig."""
+"""For each type a module of this package, imported when it is needed, and a class in it whose
+`from_config` makes the tokenizer."""
 _TRAINED_WHEN_MISSING = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 
 
@@ -43,7 +42,7 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     Raises:
         ConfigError: no or an unknown --tokenizer-type, or a flag it needs is missing.
         FileNotFoundError: a file is missing.
-        ValueError: a file is not what its flag asks for.
+        ValueError: a file is not of the kind that its flag requires.
     """
     known = ", ".join(TOKENIZERS)
     if config.tokenizer_type is None:
@@ -54,9 +53,9 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
             f"--tokenizer-type {config.tokenizer_type} is unknown; it is one of {known}.{hint}"
         )
     if texts is not None and config.tokenizer_type in _TRAINED_WHEN_MISSING:
-        _resolved("train_sentence_piece:train_missing_model")(config, texts)
-    return _resolved(TOKENIZERS[config.tokenizer_type])(config)
+        _resolved("train:train_missing_model")(config, texts)
+    return _resolved(TOKENIZERS[config.tokenizer_type]).from_config(config)
 
 
-def _resolved(name: str) -> Callable[..., Any]:
+def _resolved(name: str) -> Any:
     return pkgutil.resolve_name(f"megatron.tokenizer.{name}")

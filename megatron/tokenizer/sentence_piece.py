@@ -10,19 +10,27 @@ import numpy as np
 import sentencepiece
 
 from megatron.config import TokenizerConfig
-from megatron.tokenizer.files import refuse_extra_ids, required, write_bytes, write_json, write_text
-from megatron.tokenizer.protocol import TokenIds, WordStarts
-from megatron.tokenizer.sentence_piece_json import as_tokenizers
-from megatron.tokenizer.sentence_piece_model import SPACE, check_kind
+from megatron.tokenizer.base import (
+    SpecialIds,
+    TokenIds,
+    Tokenizer,
+    WordStarts,
+    refuse_extra_ids,
+    required,
+    sentinel_ids,
+    sentinel_names,
+    write_pretrained,
+    write_text,
+)
+from megatron.tokenizer.sentence_piece_model import SPACE, as_tokenizers, check_kind
 from megatron.tokenizer.sentence_piece_ranked import RankedPieces, ranked_pieces
-from megatron.tokenizer.special import SpecialIds, SpecialTokens, sentinel_ids, sentinel_names
 
 
-class SentencePieceTokenizer(SpecialTokens):
+class SentencePieceTokenizer(Tokenizer):
     """Gives the ids of `sentencepiece.SentencePieceProcessor.encode`.
 
-    With `specials`, these stand for themselves in a text, and the text between them is encoded by
-    itself; else no text contains a special token, and detokenizing leaves them out.
+    With `specials`, these keep their ids in a text, and the text between them is encoded
+    separately; without, no text contains a special token, and detokenizing leaves them out.
     """
 
     def __init__(
@@ -37,10 +45,10 @@ class SentencePieceTokenizer(SpecialTokens):
 
         `add_bos` puts the beginning of text before each text.
         """
-        super().__init__(source, ids, hint=" (it is fixed when the model is trained)")
         self._processor, self._specials = processor, specials or {}
         self._name_of_special = {i: token for token, i in self._specials.items()}
-        self._vocab_size = 1 + max([len(processor) - 1, *self._specials.values()])
+        vocab_size = 1 + max([len(processor) - 1, *self._specials.values()])
+        super().__init__(source, vocab_size, ids, hint=" (it is fixed when the model is trained)")
         self._find_specials = re.compile(
             f"({'|'.join(map(re.escape, self._specials))})" if self._specials else "(?!)"
         )
@@ -54,9 +62,7 @@ class SentencePieceTokenizer(SpecialTokens):
         In this order: `<CLS>`, `<SEP>`, `<EOD>`, `<MASK>`, then `<PAD>`, `<BOS>` and `<EOS>` where
         the model names no such id, then `<extra_id_0>`, `<extra_id_1>` and on.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is no SentencePiece model.
+        Raises FileNotFoundError; ValueError if it is not a SentencePiece model.
         """
         processor = load_processor(path)
         vocab = {processor.id_to_piece(i): i for i in range(len(processor))}
@@ -77,9 +83,8 @@ class SentencePieceTokenizer(SpecialTokens):
     def gpt_from_file(cls, path: str | Path, add_bos: bool = False) -> SentencePieceTokenizer:
         """The model as it is; a document ends with its end of text.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is no SentencePiece model, or `add_bos` and it has no beginning of text.
+        Raises FileNotFoundError; ValueError if it is not a SentencePiece model, or lacks what
+        `add_bos` needs.
         """
         processor, source = load_processor(path), f"--tokenizer-model {path}"
         return cls(processor, _own_ids(processor), add_bos=add_bos, source=source)
@@ -92,38 +97,21 @@ class SentencePieceTokenizer(SpecialTokens):
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> SentencePieceTokenizer:
-        """SentencePieceTokenizer, from --tokenizer-model and --vocab-extra-ids."""
-        return cls.from_file(model_path(config), config.vocab_extra_ids)
-
-    @classmethod
-    def gpt_from_config(cls, config: TokenizerConfig) -> SentencePieceTokenizer:
-        """GPTSentencePieceTokenizer, from --tokenizer-model."""
+        """From --tokenizer-model; each text of Llama2Tokenizer begins with `<s>`."""
+        if config.tokenizer_type == "SentencePieceTokenizer":
+            return cls.from_file(model_path(config), config.vocab_extra_ids)
         refuse_extra_ids(config)
-        return cls.gpt_from_file(model_path(config))
-
-    @classmethod
-    def llama2_from_config(cls, config: TokenizerConfig) -> SentencePieceTokenizer:
-        """Llama2Tokenizer, from --tokenizer-model: each text begins with `<s>`."""
-        refuse_extra_ids(config)
-        return cls.gpt_from_file(model_path(config), add_bos=True)
-
-    @property
-    def vocab_size(self) -> int:
-        """Pieces of the model and tokens appended."""
-        return self._vocab_size
-
-    def tokenize(self, text: str) -> list[int]:
-        """Ids of one text."""
-        return self.tokenize_batch([text])[0].tolist()
+        add_bos = config.tokenizer_type == "Llama2Tokenizer"
+        return cls.gpt_from_file(model_path(config), add_bos)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
         """Ids of each text."""
         for text in texts:
             text.encode()  # a lone surrogate is a ValueError that says so, not a RuntimeError
         if not self._specials and not len(self._begin):
-            return self._encode(texts)
+            return self._pieces(texts)
         split = [self._find_specials.split(text) for text in texts]
-        plain = self._encode([part for parts in split for part in parts[::2]])
+        plain = self._pieces([part for parts in split for part in parts[::2]])
         rows, start = [], 0
         for parts in split:
             row = [self._begin]
@@ -139,14 +127,13 @@ class SentencePieceTokenizer(SpecialTokens):
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids.
 
-        Of a model with `specials` these stand between spaces; of others, control symbols give no
+        With `specials`, these are put between spaces; without, control symbols give no
         text, as with `sentencepiece`.
         """
+        self._check_ids(ids)
         parts: list[str] = []
         pending: list[int] = []
         for i in ids:
-            if not 0 <= i < self._vocab_size:
-                raise ValueError(f"token id {i} is outside the vocabulary of {self._vocab_size}")
             if i in self._name_of_special:
                 parts += [self._processor.decode(pending), self._name_of_special[i]]
                 pending = []
@@ -158,24 +145,22 @@ class SentencePieceTokenizer(SpecialTokens):
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes tokenizer.model, the model itself, and tokenizer.json, which `transformers` reads.
 
-        transformers takes the model into its own library; ids are the same but for rare characters
-        that it normalizes otherwise (docs/guides/tokenizers.md).
+        In transformers' own library ids are the same but for rare characters that it normalizes in
+        another way (docs/guides/tokenizers.md).
         """
         directory = Path(directory)
         begin = self.bos if len(self._begin) else None
         encoding = as_tokenizers(self._processor, self._specials, begin)
         name = {i: encoding.id_to_token(i) or "" for i in range(self._vocab_size)}
-        named = self._special_ids.tokens(name) | {"unk_token": name[self._processor.unk_id()]}
-        write_bytes(directory / "tokenizer.model", self._processor.serialized_model_proto())
-        write_text(directory / "tokenizer.json", encoding.to_str(pretty=True))
-        write_json(
-            directory / "tokenizer_config.json",
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "clean_up_tokenization_spaces": False,
-                "split_special_tokens": not self._specials,
-                **named,
-            },
+        named = self.special_ids.tokens(name) | {"unk_token": name[self._processor.unk_id()]}
+        write_text(directory / "tokenizer.model", self._processor.serialized_model_proto())
+        write_pretrained(
+            directory,
+            encoding,
+            tokenizer_class="PreTrainedTokenizerFast",
+            clean_up_tokenization_spaces=False,
+            split_special_tokens=not self._specials,
+            **named,
         )
 
     def _find_word_starts(self) -> WordStarts:
@@ -188,7 +173,10 @@ class SentencePieceTokenizer(SpecialTokens):
             marks[i] = True
         return marks
 
-    def _encode(self, texts: Sequence[str]) -> list[TokenIds]:
+    def _encode(self, text: str) -> TokenIds:
+        return self.tokenize_batch([text])[0]
+
+    def _pieces(self, texts: Sequence[str]) -> list[TokenIds]:
         if self._ranked is not None:
             return [self._ranked.encode(text) for text in texts]
         encoded = self._processor.encode(list(texts), out_type=int, num_threads=1)
@@ -208,9 +196,8 @@ def _own_ids(processor: sentencepiece.SentencePieceProcessor) -> SpecialIds:
 def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
     """Reads the model of --tokenizer-model.
 
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is no SentencePiece model, or one that `transformers` has no form for.
+    Raises FileNotFoundError; ValueError if it is not a SentencePiece model that `transformers`
+    can run.
     """
     path = Path(path)
     if not path.is_file():
@@ -222,7 +209,7 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=path.read_bytes())
     except RuntimeError as error:
-        raise ValueError(f"--tokenizer-model {path} is no SentencePiece model") from error
+        raise ValueError(f"--tokenizer-model {path} is not a SentencePiece model") from error
     try:
         check_kind(processor)
     except ValueError as error:
@@ -231,7 +218,7 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def model_path(config: TokenizerConfig, new: bool = False) -> str:
-    """The path of --tokenizer-model, or that with `.model` behind it, as in 2019.
+    """The path of --tokenizer-model, or the same with `.model` appended, as in 2019.
 
     Where neither exists it is the path as given; with `new`, the one to write a model to.
     """

@@ -8,13 +8,13 @@ scores. Both then agree on every text when
 
 1. the text is changed in nothing but its spaces (no normalization, white space kept, a space put in
    front), so that it is known what SentencePiece encodes,
-2. each character of a piece is a piece, so a character that is none never merges,
+2. each character of a piece is a piece, so a character that is no piece never merges,
 3. what is no piece becomes bytes (byte fallback),
 4. no two pieces have the same score, but for runs of spaces (see below),
-5. no piece holds a space after something else than a space: no merge crosses the place before a
+5. no piece has a space after another character: no merge crosses the place before a
    space, and each word can be encoded by itself,
-6. SentencePiece encodes each piece that begins with a space as that piece: tiktoken takes a word
-   that is a token as it is, without merges.
+6. SentencePiece encodes each piece that begins with a space as that piece: tiktoken does not
+   merge a word that is a token.
 
 Bytes merge to characters first, whatever their neighbours: beginnings of characters rank before
 all else, and no token begins with a byte from a character's middle. What is left of a character
@@ -24,8 +24,8 @@ same merges.
 A space is U+2581 in a piece, three bytes; here it is one, which saves two merges a word.
 
 Llama 2 gives the runs of 2 to n spaces one score, the lowest. SentencePiece then merges leftmost
-first, so it lengthens the run at the left until that has n. To rank longer runs first does the
-same.
+first, so it lengthens the run at the left until that has n. Ranking longer runs first has
+the same effect.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ import numpy as np
 import sentencepiece
 import tiktoken
 
-from megatron.tokenizer.protocol import TokenIds
+from megatron.tokenizer.base import TokenIds
 from megatron.tokenizer.sentence_piece_model import (
     BPE,
     NORMAL,

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -12,17 +15,25 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE, starts_with_space
-from megatron.tokenizer.files import refuse_extra_ids, required, write_json, write_text
-from megatron.tokenizer.protocol import TokenIds, WordStarts
-from megatron.tokenizer.rank_files import Ranks, is_json, read_json_ranks, read_ranks
-from megatron.tokenizer.special import SpecialIds, sentinel_ids
-from megatron.tokenizer.textwise import TextwiseTokenizer
+from megatron.tokenizer.base import (
+    SpecialIds,
+    TokenIds,
+    Tokenizer,
+    WordStarts,
+    read_text,
+    refuse_extra_ids,
+    required,
+    sentinel_ids,
+    write_pretrained,
+)
+from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, starts_with_space
+
+Ranks = dict[bytes, int]
 
 # How text is split before it is encoded. The first two are Llama 3's and Megatron's v1 and v2 but
-# for one thing: what needs no look-ahead is in one group, which the regex engine compiles to an
-# automaton instead of backtracking; and behind `\s+(?!\S)`, which takes all white space but the
-# last, `\s` takes as much as `\s+`.
+# except that all that needs no look-ahead is in one group, which the regex engine compiles to an
+# automaton instead of backtracking; and after `\s+(?!\S)`, which matches all white space but the
+# last, `\s` matches as much as `\s+`.
 _LLAMA3_SPLIT = (
     r"(?:(?i:'(?:[sdmt]|ll|ve|re))|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+)|\s+(?!\S)|\s"
@@ -43,7 +54,7 @@ _JSON_LIMIT = 2**17
 _JSON_SPECIALS = ("<unk>", "<s>", "</s>")
 
 
-class TikTokenizer(TextwiseTokenizer):
+class TikTokenizer(Tokenizer):
     """Gives the ids of `tiktoken.Encoding` over the same ranks."""
 
     def __init__(
@@ -60,16 +71,15 @@ class TikTokenizer(TextwiseTokenizer):
             ranks: ids by token; of two merges that are possible, that of the lower id is made.
             split: regular expression of the parts of a text that are encoded by themselves.
             specials: ids of special tokens.
-            specials_in_text: whether the name of a special token in a text stands for it.
+            specials_in_text: whether the name of a special token in a text becomes that token.
         """
-        super().__init__(source, ids)
+        super().__init__(source, 1 + max([*ranks.values(), *specials.values()]), ids)
         self._ranks, self._split, self._specials = ranks, split, dict(specials)
         self._allowed = set(specials) if specials_in_text else set()
         self._encoding = tiktoken.Encoding(
             source, pat_str=split, mergeable_ranks=ranks, special_tokens=self._specials
         )
         assert all(name.startswith("<") for name in self._allowed)
-        self._vocab_size = 1 + max([*ranks.values(), *specials.values()])
 
     @classmethod
     def llama3_from_file(cls, path: str | Path) -> TikTokenizer:
@@ -77,9 +87,7 @@ class TikTokenizer(TextwiseTokenizer):
 
         Its 256 special tokens follow. `<|end_of_text|>` ends a document.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is malformed.
+        Raises FileNotFoundError; ValueError if it is malformed.
         """
         ranks = read_ranks(str(path))
         specials = {name: len(ranks) + n for n, name in enumerate(_llama3_specials())}
@@ -103,11 +111,9 @@ class TikTokenizer(TextwiseTokenizer):
 
         Args:
             pattern: "v1" or "v2".
-            vocab_size: tokens taken, specials included; None takes all, up to 131,072.
+            vocab_size: tokens used, specials included; None: all, up to 131,072.
 
-        Raises:
-            FileNotFoundError: there is no such file.
-            ValueError: it is malformed, or too small.
+        Raises FileNotFoundError; ValueError if it is malformed, or too small.
         """
         names = _json_specials(special_tokens, num_special_tokens)
         tokens = read_json_ranks(str(path))
@@ -150,23 +156,19 @@ class TikTokenizer(TextwiseTokenizer):
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids, special tokens included."""
-        for i in ids:
-            if not 0 <= i < self._vocab_size:
-                raise ValueError(f"token id {i} is outside the vocabulary of {self._vocab_size}")
+        self._check_ids(ids)
         return self._encoding.decode([int(i) for i in ids])
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes tokenizer.json and tokenizer_config.json."""
         token = {i: name for name, i in self._specials.items()}
-        write_text(Path(directory, "tokenizer.json"), self._definition.to_str(pretty=True))
-        write_json(
-            Path(directory, "tokenizer_config.json"),
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "clean_up_tokenization_spaces": False,
-                "split_special_tokens": not self._allowed,
-                **self._special_ids.tokens(token),
-            },
+        write_pretrained(
+            directory,
+            self._definition,
+            tokenizer_class="PreTrainedTokenizerFast",
+            clean_up_tokenization_spaces=False,
+            split_special_tokens=not self._allowed,
+            **self.special_ids.tokens(token),
         )
 
     def _find_word_starts(self) -> WordStarts:
@@ -176,14 +178,14 @@ class TikTokenizer(TextwiseTokenizer):
         return marks
 
     def _encode(self, text: str) -> TokenIds:
-        allowed = self._allowed if "<" in text else _NONE  # all begin with it; to look costs time
+        allowed = self._allowed if "<" in text else _NONE  # all begin with it
         try:
             ids = self._encoding.encode_to_numpy(
                 text, allowed_special=allowed, disallowed_special=()
             )
         except UnicodeEncodeError:
             raise
-        except ValueError:  # white space without end is more than the regex engine can take back
+        except ValueError:  # a run of white space that is too long for the regex engine
             text.encode()
             ids = np.array(self._definition.encode(text).ids)
         return ids.astype(np.int32)
@@ -234,3 +236,73 @@ def _json_specials(given: Sequence[str], number: int) -> list[str]:
             "among them"
         )
     return [*given, *(f"<SPECIAL_{n}>" for n in range(len(given), number))]
+
+
+def is_json(path: str) -> bool:
+    """Whether --tokenizer-model is JSON.
+
+    Raises FileNotFoundError; ValueError if it is not UTF-8.
+    """
+    return read_text(path, "--tokenizer-model").lstrip()[:1] in ("[", "{")
+
+
+def read_ranks(path: str) -> Ranks:
+    """Reads lines of a token in base64, a space and its rank, 0, 1, 2 and on.
+
+    Raises FileNotFoundError; ValueError if a line is not that, or one of the 256 bytes is missing.
+    """
+    ranks: Ranks = {}
+    for number, line in enumerate(read_text(path, "--tokenizer-model").splitlines(), 1):
+        if not line:
+            continue
+        token, _, rank = line.partition(" ")
+        decoded = _decoded(token)
+        if decoded is None or rank != str(len(ranks)) or decoded in ranks:
+            raise ValueError(
+                f"--tokenizer-model {path}, line {number}: {line[:60]!r} is not a new token in "
+                f"base64, a space and the rank {len(ranks)}; it must be a tiktoken file of ranks, "
+                "such as Llama 3's tokenizer.model"
+            )
+        ranks[decoded] = len(ranks)
+    _check_bytes(path, ranks)
+    return ranks
+
+
+def read_json_ranks(path: str) -> list[bytes]:
+    """Reads a list of objects with `rank` (0, 1, 2 and on) and `token_bytes` (base64).
+
+    Raises FileNotFoundError; ValueError if it is not that, or one of the 256 bytes is missing.
+    """
+    try:
+        entries = json.loads(read_text(path, "--tokenizer-model"))
+    except json.JSONDecodeError as error:
+        raise ValueError(f"--tokenizer-model {path} is not JSON: {error}") from None
+    if not isinstance(entries, list):
+        raise ValueError(f"--tokenizer-model {path} is not a list of tokens")
+    ranks: Ranks = {}
+    for number, entry in enumerate(entries):
+        decoded = _decoded(entry.get("token_bytes")) if isinstance(entry, dict) else None
+        if decoded is None or entry.get("rank") != number or decoded in ranks:
+            raise ValueError(
+                f"--tokenizer-model {path}, entry {number}: {str(entry)[:80]} is not an object "
+                f"with rank {number} and, as token_bytes, a new token in base64"
+            )
+        ranks[decoded] = number
+    _check_bytes(path, ranks)
+    return list(ranks)
+
+
+def _decoded(token: object) -> bytes | None:
+    try:
+        return base64.b64decode(token, validate=True) or None if isinstance(token, str) else None
+    except (binascii.Error, ValueError):
+        return None
+
+
+def _check_bytes(path: str, ranks: Ranks) -> None:
+    missing = [byte for byte in range(256) if bytes([byte]) not in ranks]
+    if missing:
+        raise ValueError(
+            f"--tokenizer-model {path} lacks {len(missing)} of the 256 bytes, first "
+            f"0x{missing[0]:02X}: not every text could be encoded"
+        )

@@ -1,41 +1,63 @@
-"""Learns a vocabulary from text."""
+"""Trains vocabularies on text."""
 
 from __future__ import annotations
 
+import io
 import json
+import logging
 import sys
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
 
+import sentencepiece
 import tokenizers
 from tokenizers import models, normalizers, pre_tokenizers, trainers
 
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.tokenizer.base import TextSource, Tokenizer, write_text
 from megatron.tokenizer.gpt2_bpe import END_OF_TEXT, GPT2BPETokenizer
-from megatron.tokenizer.protocol import TextSource, Tokenizer
-from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
-from megatron.tokenizer.train_sentence_piece import train_sentencepiece_model
+from megatron.tokenizer.sentence_piece import SentencePieceTokenizer, model_path
 from megatron.tokenizer.wordpiece import SPECIAL_TOKENS, UNKNOWN, WordPieceTokenizer
+from megatron.util.locks import Lock
 
+logger = logging.getLogger(__name__)
+
+KINDS = ("unigram", "bpe", "char")
+_LONGEST_SENTENCE = 4000
+"""Characters. SentencePiece leaves out sentences that are longer than its limit, in bytes."""
+_THREADS = 16
+"""Of SentencePiece's trainer. The model depends on it (the order of sums), so it is fixed."""
 _MOST_CHARACTERS = 1000
 _LEAST_WORDPIECES = 32
 
 
-@dataclass(frozen=True)
-class TrainingOptions:
-    """What of the vocabulary is wanted."""
-
-    vocab_size: int
-    """Number of tokens."""
-    min_frequency: int = 2
-    """A pair is merged only when it occurs this often; SentencePiece has no such limit."""
-    model_type: str = "bpe"
-    """Of SentencePiece: unigram, bpe or char."""
-    byte_fallback: bool = False
-    """Of SentencePiece: see `train_sentencepiece`."""
+TRAINED_FILES = {
+    "GPT2BPETokenizer": "vocab.json and merges.txt",
+    "BertWordPieceLowerCase": "vocab.txt",
+    "BertWordPieceCase": "vocab.txt",
+    "SentencePieceTokenizer": "tokenizer.model",
+}
+"""For each --tokenizer-type that can be trained, the files of its vocabulary."""
 
 
-Trainer = Callable[[TextSource, TrainingOptions], Tokenizer]
+def train_tokenizer(
+    tokenizer_type: str,
+    texts: TextSource,
+    vocab_size: int,
+    min_frequency: int,
+    sentence_piece_kind: str,
+    byte_fallback: bool,
+) -> Tokenizer:
+    """Trains a tokenizer; the last two arguments are those of `train_sentencepiece_model`."""
+    if tokenizer_type == "GPT2BPETokenizer":
+        return train_byte_level_bpe(texts(), vocab_size, min_frequency)
+    if tokenizer_type == "SentencePieceTokenizer":
+        model = train_sentencepiece_model(texts(), sentence_piece_kind, vocab_size, byte_fallback)
+        return SentencePieceTokenizer.gpt_from_model(model)
+    lower_case = tokenizer_type == "BertWordPieceLowerCase"
+    return train_wordpiece(texts, vocab_size, min_frequency, lower_case)
 
 
 def train_byte_level_bpe(
@@ -48,7 +70,7 @@ def train_byte_level_bpe(
     `vocab_size`, when no more pairs occur `min_frequency` times.
 
     Raises:
-        ValueError: `vocab_size` leaves no room for the bytes and `<|endoftext|>`.
+        ValueError: `vocab_size` is too small for the bytes and `<|endoftext|>`.
     """
     if vocab_size < 257:
         raise ValueError(
@@ -81,7 +103,7 @@ def train_wordpiece(
         texts: gives the texts; it is called twice.
 
     Raises:
-        ValueError: `vocab_size` leaves no room for characters.
+        ValueError: `vocab_size` is too small for characters.
     """
     if vocab_size < _LEAST_WORDPIECES:
         raise ValueError(
@@ -115,29 +137,124 @@ def train_wordpiece(
     )
 
 
-def _gpt2_bpe(texts: TextSource, options: TrainingOptions) -> Tokenizer:
-    return train_byte_level_bpe(texts(), options.vocab_size, options.min_frequency)
+def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
+    """Trains the model of --tokenizer-model unless it exists; other processes wait.
+
+    Raises:
+        ConfigError: a flag is missing, or --tokenizer-model-type is unknown.
+        ValueError: no model can be learned from the texts.
+    """
+    path, vocab_size = Path(model_path(config, new=True)), config.vocab_size
+    if path.exists():
+        return
+    if vocab_size is None:
+        raise ConfigError(
+            f"--vocab-size is missing: --tokenizer-model {path} does not exist, and to train it "
+            "from the run's text its size must be known"
+        )
+    kind = _checked(config.tokenizer_model_type or "bpe")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with Lock(f"{path}.lock", wait_seconds=-1):
+        if not path.exists():
+            logger.warning("%s does not exist: training it (%s, %d)", path, kind, vocab_size)
+            write_text(path, train_sentencepiece_model(texts(), kind, vocab_size))
 
 
-def _lower_case(texts: TextSource, options: TrainingOptions) -> Tokenizer:
-    return train_wordpiece(texts, options.vocab_size, options.min_frequency, lower_case=True)
+def train_sentencepiece_model(
+    texts: Iterable[str], kind: str, vocab_size: int, byte_fallback: bool = False
+) -> bytes:
+    """The file content of a model.
+
+    Ids: `<unk>` 0, `<s>` 1, `</s>` 2, `<pad>` 3, with `byte_fallback` the 256 bytes, then pieces.
+    The same texts give the same model. It may come out smaller than `vocab_size`.
+
+    Args:
+        kind: unigram, bpe or char.
+        byte_fallback: as Llama 2's: text is not normalized and its spaces are kept, digits are
+            pieces of their own, and characters that are no piece become bytes, so that every text
+            comes back as it was. Without, it is normalized to NFKC, runs of white space are one
+            space, and such characters become `<unk>`.
+
+    Raises:
+        ConfigError: `kind` is another one.
+        ValueError: no model can be learned from the texts.
+    """
+    lossless: dict[str, Any] = {
+        "byte_fallback": True,
+        "normalization_rule_name": "identity",
+        "remove_extra_whitespaces": False,
+        "allow_whitespace_only_pieces": True,
+        "split_digits": True,
+    }
+    model = io.BytesIO()
+    sentences = _Sentences(texts)
+    try:
+        sentencepiece.SentencePieceTrainer.train(
+            sentence_iterator=iter(sentences),
+            model_writer=model,
+            model_type=_checked(kind),
+            vocab_size=vocab_size,
+            hard_vocab_limit=False,
+            pad_id=3,
+            max_sentence_length=4 * _LONGEST_SENTENCE,
+            num_threads=_THREADS,
+            minloglevel=2,
+            **(lossless if byte_fallback else {}),
+        )
+    except (RuntimeError, OSError) as error:
+        sentences.check()
+        reason = str(error).splitlines()[-1] if str(error) else type(error).__name__
+        raise ValueError(
+            f"SentencePiece cannot train a {kind} model of --vocab-size {vocab_size} on these "
+            f"texts: {reason}"
+        ) from None
+    sentences.check()
+    return model.getvalue()
 
 
-def _cased(texts: TextSource, options: TrainingOptions) -> Tokenizer:
-    return train_wordpiece(texts, options.vocab_size, options.min_frequency, lower_case=False)
+class _Sentences:
+    """Lines of the texts, cut where they are too long.
+
+    SentencePiece does not report an error of its iterator, so it is kept until the end.
+    """
+
+    def __init__(self, texts: Iterable[str]) -> None:
+        self._texts = texts
+        self._error: Exception | None = None
+        self._any = False
+
+    def __iter__(self) -> Iterator[str]:
+        try:
+            for text in self._texts:
+                for line in text.split("\n"):
+                    for sentence in _cut(line):
+                        self._any = True
+                        yield sentence
+        except Exception as error:
+            self._error = error
+
+    def check(self) -> None:
+        if self._error is not None:
+            raise self._error
+        if not self._any:
+            raise ValueError("there is no text to train a SentencePiece model on")
 
 
-def _sentence_piece(texts: TextSource, options: TrainingOptions) -> Tokenizer:
-    model = train_sentencepiece_model(
-        texts(), options.model_type, options.vocab_size, options.byte_fallback
-    )
-    return SentencePieceTokenizer.gpt_from_model(model)
+def _cut(line: str) -> Iterator[str]:
+    """The line in parts of at most _LONGEST_SENTENCE characters, cut before spaces if possible."""
+    while len(line) > _LONGEST_SENTENCE:
+        end = line.rfind(" ", 1, _LONGEST_SENTENCE)
+        end = end if end > 0 else _LONGEST_SENTENCE
+        yield line[:end]
+        line = line[end:]
+    if line.strip():
+        yield line
 
 
-TRAINERS: dict[str, Trainer] = {
-    "GPT2BPETokenizer": _gpt2_bpe,
-    "BertWordPieceLowerCase": _lower_case,
-    "BertWordPieceCase": _cased,
-    "SentencePieceTokenizer": _sentence_piece,
-}
-"""What learns the vocabulary of a --tokenizer-type."""
+def _checked(kind: str) -> str:
+    if kind not in KINDS:
+        raise ConfigError(
+            f"--tokenizer-model-type {kind} is not a SentencePiece model that can be "
+            f"trained; it is one of {', '.join(KINDS)}"
+        )
+    return kind

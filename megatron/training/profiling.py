@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from megatron.config import RunConfig
-from megatron.config.profiling import ProfilingConfig
+from megatron.config.output import ProfilingConfig
 from megatron.engine.train_engine import TrainEngine
 from megatron.profiling.breakdown import break_down
 from megatron.profiling.tables import breakdown_text

@@ -9,8 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import FoundCheckpoint, locate_checkpoint
-from megatron.checkpoint.source import Source
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
 from megatron.config import (
     CheckpointConfig,
     ConfigError,

@@ -32,9 +32,8 @@ from megatron.data.sources import with_corpora
 from megatron.engine import deepspeed_json
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
+from megatron.engine.deepspeed_json import Json, read_json
 from megatron.engine.environment import training_device, world_size
-from megatron.engine.json_file import read_json
-from megatron.engine.json_keys import Json
 from megatron.engine.saving import hold_folder
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of, spec_of

@@ -9,8 +9,7 @@ from typing import Any
 
 from megatron.data.loader import MicroBatches, TrainingData
 from megatron.data.samples import Piece, SampleDataset
-from megatron.engine.step_result import StepResult
-from megatron.engine.train_engine import TrainEngine
+from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.model.spec import Measure
 from megatron.training.metrics import Evaluation
 from megatron.training.plan import TrainingPlan

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.output import LoggingConfig
 from megatron.util.files import replacing, sync
 
 Values = Mapping[str, float | None]

@@ -1,8 +1,8 @@
-"""Python's garbage collector, at rest while a program imports.
+"""Python's garbage collector, disabled while a program imports.
 
-Loading torch, DeepSpeed and this package makes a million objects and hardly any garbage. The
-collector looks through them again and again as they come: an eighth of the imports' time. A
-program imports this module before all others, which switches the collector off until ``resume``.
+Loading torch, DeepSpeed and this package makes a million objects and hardly any garbage, which the
+collector would scan again and again: an eighth of the imports' time. A program imports this module
+before all others, which disables the collector until ``resume``.
 """
 
 import gc
@@ -11,6 +11,6 @@ gc.disable()
 
 
 def resume() -> None:
-    """Switches the collector on for what is made from now on; it leaves out what there is."""
+    """Enables the collector for new objects; existing ones are exempt."""
     gc.enable()
     gc.freeze()

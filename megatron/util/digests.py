@@ -1,4 +1,4 @@
-"""Digests of texts, arrays and files. Names of cached files and checkpoints hold them: the same
+"""Digests of texts, arrays and files. Names of cached files and checkpoints contain them: the same
 content has the same digest in every version."""
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 
 Content = str | bytes | memoryview
-"""A text is its UTF-8; the memory of an array (``array.data``) has to be contiguous."""
+"""Text is encoded as UTF-8; the memory of an array (``array.data``) must be contiguous."""
 _BLOCK_BYTES = 2**22
 
 
@@ -18,7 +18,7 @@ def digest(content: Content) -> str:
 
 
 def digest_of_parts(parts: Iterable[Content]) -> str:
-    """:func:`digest` of the parts put together, which need not be in memory at the same time."""
+    """:func:`digest` of the concatenated parts, which need not be in memory together."""
     found = hashlib.blake2b(digest_size=16)
     for part in parts:
         found.update(part.encode() if isinstance(part, str) else part)

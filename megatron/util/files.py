@@ -1,4 +1,4 @@
-"""Files that appear whole or not at all, and reach the disk."""
+"""Files that appear completely or not at all, and reach the disk."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from typing import IO
 
 @contextmanager
 def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
-    """A file to write, which takes the place of another at once when the block ends.
+    """A temporary file to write, which replaces ``path`` atomically when the block ends.
 
-    Until then, and when the block fails, what was there stays. What must survive a crash of the
-    machine is to be brought to the disk (:func:`sync`) in the block.
+    If the block fails, the old file stays. To survive a crash of the machine, call :func:`sync` in
+    the block.
 
     Args:
         path: the file to write or replace.
-        suffix: how the temporary file's name has to end.
+        suffix: of the temporary file's name.
 
     Returns:
-        Path of the temporary file, which is not there yet, in the same folder.
+        Path of the temporary file, which does not exist yet, in the same folder.
 
     Raises:
         OSError: the file cannot be replaced.
@@ -35,10 +35,10 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Writes a file, or replaces it, at once, on the disk.
+    """Writes or replaces a file atomically, on the disk.
 
     Raises:
-        OSError: it cannot be written; what was there before still is.
+        OSError: it cannot be written; the old file stays.
     """
     with replacing(path) as part, part.open("xb") as file:
         file.write(content)
@@ -46,13 +46,13 @@ def write_whole(path: Path, content: bytes | memoryview) -> None:
 
 
 def sync(file: IO[bytes] | IO[str]) -> None:
-    """Brings what was written to an open file to the disk."""
+    """Flushes an open file to the disk."""
     file.flush()
     os.fsync(file.fileno())
 
 
 def sync_path(path: Path) -> None:
-    """Brings a written file, or the names in a folder, to the disk."""
+    """Flushes a written file, or the names in a folder, to the disk."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

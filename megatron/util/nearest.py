@@ -1,4 +1,4 @@
-"""What a misspelled name may have meant."""
+"""Suggestions for misspelled names."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ from collections.abc import Iterable
 
 
 def nearest(name: str, known: Iterable[str], hint: str, cutoff: float = 0.6) -> str:
-    """A hint at the known name that is most like another.
+    """A hint at the known name that is most similar to an unknown one; empty when none is.
 
     Args:
         name: the unknown name.
-        known: the names that there are.
+        known: the known names.
         hint: the text, with ``{}`` for the known name.
-        cutoff: how alike they must be, from 0 to 1.
-
-    Returns:
-        The text, empty when none is alike.
+        cutoff: required similarity, from 0 to 1.
     """
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
     return hint.format(near[0]) if near else ""

@@ -1,5 +1,5 @@
-"""Which process speaks for all of a run, and processes that work for this one: a map over several,
-and one that answers requests."""
+"""The main process of a run, and worker processes: a map over several, and one that answers
+requests."""
 
 from __future__ import annotations
 
@@ -20,10 +20,12 @@ Answer = TypeVar("Answer")
 
 _SPAWN = multiprocessing.get_context("spawn")
 """A forked child of a process with threads (Rust's, in tokenizers) may hang."""
+_ITEMS_PER_WORKER = 4
+"""Under way at a time, so that a worker need not wait for a slower one."""
 
 
 def is_main_process() -> bool:
-    """Whether this is the process that speaks for all."""
+    """Whether this process prints and writes for all."""
     return int(os.environ.get("RANK", "0")) == 0
 
 
@@ -36,16 +38,12 @@ def usable_processors() -> int:
 
 @contextmanager
 def mapping_processes(processes: int, died: str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """``map`` that works in several processes; results come in the order of the arguments.
+    """A ``map`` over several processes, with results in the order of the arguments.
 
-    Functions, arguments and results are pickled. One process is this one.
-
-    Args:
-        processes: how many.
-        died: says to the user that one of them was killed.
+    Functions, arguments and results are pickled. With one process it runs in this one.
 
     Raises:
-        ChildProcessError: one of them was killed; the message is ``died``.
+        ChildProcessError: a process was killed; the message is ``died``.
     """
     if processes == 1:
         yield map
@@ -58,14 +56,12 @@ def mapping_processes(processes: int, died: str) -> Iterator[Callable[..., Itera
 
 
 class Worker(Generic[Request, Answer]):
-    """A process that answers requests, at the other end of a pipe.
-
-    Parent and worker take turns, so none waits for a pipe that nobody reads. The process ends when
-    the pipe is closed, also by the death of its parent.
+    """A process that answers requests over a pipe, one at a time. It ends when the pipe is closed,
+    also when its parent dies.
 
     Args:
-        prepare: makes, in the process and at the first request, what answers requests. It is
-            pickled, as requests and answers are.
+        prepare: makes the function that answers requests, in the process, at the first request.
+            It is pickled, as requests and answers are.
     """
 
     def __init__(self, prepare: Callable[[], Callable[[Request], Answer]]) -> None:
@@ -75,22 +71,15 @@ class Worker(Generic[Request, Answer]):
         theirs.close()
 
     def send(self, request: Request) -> None:
-        """Asks for something.
-
-        Raises:
-            ChildProcessError: the process died.
-        """
+        """Sends a request; ChildProcessError if the process died."""
         try:
             self.pipe.send(request)
         except OSError as error:
             raise _died() from error
 
     def receive(self) -> Answer:
-        """The answer to what was asked last; an error there is raised here.
-
-        Raises:
-            ChildProcessError: the process died.
-        """
+        """The answer to the last request, or raises its error; ChildProcessError if the process
+        died."""
         try:
             answer = self.pipe.recv()
         except (EOFError, OSError) as error:
@@ -100,12 +89,11 @@ class Worker(Generic[Request, Answer]):
         return answer
 
     def ask(self, request: Request) -> Answer:
-        """Sends and receives; see there."""
         self.send(request)
         return self.receive()
 
     def stop(self) -> None:
-        """Ends the process, which finds its pipe closed."""
+        """Ends the process."""
         self.pipe.close()
         self._process.join()
 
@@ -114,10 +102,9 @@ def map_in_order(
     items: Iterator[Request],
     prepare: Callable[[], Callable[[Request], Answer]],
     workers: int,
-    ahead: int = 4,
 ) -> Generator[tuple[Request, Answer], None, None]:
-    """Each item and its answer, in order, worked on by several processes; at most `ahead` items for
-    each are in memory. With no workers, in this process.
+    """Each item and its answer, in order, from several processes; a few items for each are in
+    memory at a time. With no workers, in this process.
 
     Raises:
         ChildProcessError: a worker process died.
@@ -141,7 +128,7 @@ def map_in_order(
     threads = ThreadPoolExecutor(workers, initializer=take_process)
     try:
         while True:
-            while failure is None and len(under_way) < ahead * workers:
+            while failure is None and len(under_way) < _ITEMS_PER_WORKER * workers:
                 try:
                     item = next(items)
                 except StopIteration:
@@ -169,7 +156,7 @@ def _died() -> ChildProcessError:
 
 
 def _serve(pipe: Connection, prepare: Callable[[], Callable[[Any], Any]]) -> None:
-    """What a worker process does until its parent is gone or done."""
+    """Main function of a worker process, until its parent closes the pipe or dies."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent sees the Ctrl-C and ends its workers
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are the parallelism
     answering: Callable[[Any], Any] | None = None
@@ -181,7 +168,7 @@ def _serve(pipe: Connection, prepare: Callable[[], Callable[[Any], Any]]) -> Non
         try:
             answering = answering or prepare()
             answer = answering(request)
-        except Exception as error:  # whatever it is, the parent has to hear of it
+        except Exception as error:  # of any kind: the parent raises it
             answer = error
         try:
             pipe.send(answer)

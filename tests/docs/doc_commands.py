@@ -46,6 +46,9 @@ SMALLER = {
 LINKS = ("tools", "deepspeed_configs", "examples_deepspeed", "benchmarks", "pretrain_gpt.py")
 """What the commands find of the repository in their folder."""
 
+BIN = Path(sys.executable).parent
+"""The commands of the environment."""
+
 PATIENCE = 240.0
 """Seconds that a command may take."""
 
@@ -107,7 +110,8 @@ def _program(word: str) -> str | None:
     scripts = console_scripts()
     if word in scripts:
         return scripts[word]
-    if re.search(r"\.(py|sh|sbatch)$", word) and (ROOT / word).is_file():
+    ours = re.match(r"(tools|benchmarks|examples_deepspeed)/.*\.(py|sh|sbatch)$|\w+\.py$", word)
+    if ours and (ROOT / word).is_file():
         return word
     return None
 
@@ -123,7 +127,7 @@ def console_scripts() -> dict[str, str]:
 def smaller(command: Command, extra: str) -> list[str]:
     """The words of a command, with those that make it small appended."""
     assert command.program is not None
-    if extra == "nothing":
+    if extra == "nothing" or "--help" in command.words:
         return command.words
     added = shlex.split(SMALLER.get(command.program, ""))
     left_out = {"--save-interval"} if "--save" not in command.words else set()
@@ -235,7 +239,7 @@ def _shell(words: Sequence[str], folder: Path, settings: dict[str, str]) -> tupl
     done = subprocess.run(
         words,
         cwd=folder,
-        env=os.environ | settings,
+        env=os.environ | {"PATH": f"{BIN}:{os.environ['PATH']}"} | settings,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
@@ -349,7 +353,9 @@ def matches(expected: Sequence[str], printed: str, numbers_vary: bool) -> bool:
         text = re.escape(line.rstrip()).replace(r"\.\.\.", ".*?")
         if numbers_vary:
             text = re.sub(r"(?:\\ )+", r"\\s+", text)
-            text = re.sub(r"\d+(?:(?:\\\.|,)\d+)*(?:e(?:\\)?[-+]\d+)?", r"[-+\\d.,e]+", text)
+            text = re.sub(
+                r"(?:\\[-+])?\d+(?:(?:\\\.|,)\d+)*(?:e(?:\\)?[-+]\d+)?", r"[-+\\d.,e]+", text
+            )
         pattern.append(text + r"\s*\n")
     cleaned = "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").splitlines())
     return re.fullmatch("".join(pattern), cleaned) is not None

@@ -28,8 +28,7 @@ import deepspeed  # noqa: E402, F401
 import torch._dynamo  # noqa: E402, F401
 import transformers.models.llama.modeling_llama  # noqa: E402, F401
 
-import megatron.formats.conversion.from_hf  # noqa: E402
-import megatron.formats.conversion.to_hf  # noqa: E402
+import megatron.formats.conversion.commands  # noqa: E402
 import megatron.inference.generate  # noqa: E402, F401
 import pretrain_gpt  # noqa: E402, F401
 

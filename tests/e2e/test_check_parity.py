@@ -57,9 +57,9 @@ def wrong(optimizer, lr, decay):
 train_engine.set_rates = wrong
 """,
     "dropout masks": """
-from megatron.engine.train_engine import TrainEngine
-right = TrainEngine._dropout_seed
-TrainEngine._dropout_seed = lambda self, sample: right(self, sample) + 1
+from megatron.engine import train_engine
+right = train_engine.dropout_seed
+train_engine.dropout_seed = lambda seed, sample: right(seed, sample) + 1
 """,
     "a rank": """
 from megatron.training.trainer import Trainer
@@ -243,7 +243,7 @@ def test_no_process_is_left_behind(tmp_path, number):
     [
         ("--layouts tp2 --tensor-model-paralel-size 2", "nearest known flag is --tensor-model-par"),
         ("--layouts tp2 --model-parallel-size 2", "--model-parallel-size: the layouts to compare"),
-        ("--layouts tp2,tq2", "there is no 'tq2'"),
+        ("--layouts tp2,tq2", "unknown 'tq2'"),
         ("--layouts tp2 --data-path nowhere", "--tokenizer-type is missing"),
         ("--layouts tp2 --num-attention-heads 3", "--num-attention-heads 3 must divide"),
         ("--layouts tp2 --json nowhere/out.json", "--json nowhere/out.json: its folder does not exist"),

@@ -1,4 +1,4 @@
-"""Small GPTs of many kinds, for tests of what devices and number formats do to them."""
+"""Small GPTs of many kinds, for tests of the effect of devices and dtypes on them."""
 
 import torch
 from configs import model_config
@@ -14,7 +14,7 @@ LLAMA = {
     "add_bias_linear": False, "untie_embeddings_and_output_weights": True, "num_query_groups": 2,
 }  # fmt: skip
 BIASED = {"add_bias_linear": True}
-STRETCHED = {
+SCALED = {
     "llama3": '"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0',
     "yarn": '"factor": 4.0',
     "longrope": f'"short_factor": {[1.0] * 8}, "long_factor": {[2.0] * 8}',
@@ -32,7 +32,7 @@ KINDS: dict[str, dict] = {
 } | {
     name: LLAMA | {"rope_scaling": f'{{"rope_type": "{name}", {numbers}, '
                    '"original_max_position_embeddings": 16}'}
-    for name, numbers in STRETCHED.items()
+    for name, numbers in SCALED.items()
 }  # fmt: skip
 
 

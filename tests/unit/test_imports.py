@@ -32,7 +32,7 @@ BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
 programs: nothing imports them, and they may import all."""
 
 NAME = re.compile(r"megatron(\.\w+)+(:\w+)?")
-REGISTRIES = {"megatron/checkpoint/registry.py": frozenset({"formats"})}
+REGISTRIES = {"megatron/checkpoint/source.py": frozenset({"formats"})}
 """Files that name modules of packages above them, which are imported when they are needed."""
 
 

@@ -18,8 +18,7 @@ from megatron.checkpoint.source import Source
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
-from megatron.formats.conversion.needs import required
-from megatron.formats.conversion.to_megatron import export, opened
+from megatron.formats.conversion.commands import export_megatron, opened, required
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.util.progress import say
 
@@ -31,7 +30,7 @@ class ReshapeConfig:
     """Reshaping, with the flags of Megatron-LM's command."""
 
     model_type: str | None = option(None, choices=("GPT", "BERT"))
-    """Kind of the model; BERT can be read by tools/inspect_checkpoint.py and not yet reshaped."""
+    """Kind of the model; BERT can be read by tools/inspect_checkpoint.py, but not reshaped."""
     load_dir: str | None = option(None)
     """Folder of checkpoints, one checkpoint, or a zip archive, of any format."""
     save_dir: str | None = option(None)
@@ -45,7 +44,7 @@ class ReshapeConfig:
     loader: str | None = option(None, note="the format of --load-dir is recognised")
     """Format of --load-dir."""
     true_vocab_size: int | None = option(None)
-    """Size of the vocabulary without padding, where a checkpoint of Megatron does not say it."""
+    """Size of the vocabulary without padding, where a checkpoint of Megatron lacks it."""
     checking: bool = option(True, off="--no-checking")
     """Do not read the result back to compare it."""
     max_queue_size: int | None = option(None, note="there is one process and no queue")
@@ -71,11 +70,11 @@ def reshape(argv: Sequence[str]) -> None:
     """
     (config,) = parse_configs((ReshapeConfig,), argv, prog="util.py", description=__doc__)
     if required(config, "model_type") == "BERT":
-        raise ConfigError("--model-type BERT: BERT cannot be reshaped yet; GPT can")
+        raise ConfigError("--model-type BERT: only GPT can be reshaped")
     load, save = required(config, "load_dir"), Path(required(config, "save_dir"))
     if config.saver not in SAVERS:
         raise ConfigError(
-            f"--saver {config.saver} is not written here; it is one of {', '.join(SAVERS)}, and "
+            f"--saver {config.saver}: expected one of {', '.join(SAVERS)}, and "
             "tools/convert_checkpoint.py has more"
         )
     for flag, value in (
@@ -101,26 +100,26 @@ def reshape(argv: Sequence[str]) -> None:
         return
     tensor = config.target_tensor_parallel_size or tensor
     pipeline = config.target_pipeline_parallel_size or pipeline
-    export(source, save, (tensor, pipeline), checking=config.checking)
+    export_megatron(source, save, (tensor, pipeline), checking=config.checking)
 
 
 def set_vocabulary(source: Source, size: int) -> None:
-    """Says how many rows of the token table are tokens.
+    """Sets how many rows of the token embedding are tokens.
 
     Raises:
-        ConfigError: the checkpoint says it itself, otherwise, or has fewer rows.
+        ConfigError: the checkpoint says another size itself, or has fewer rows.
     """
     known = source.model.vocabulary.size
     if isinstance(source, MegatronCheckpoint) and source.vocabulary_is_guessed:
         if not 0 < size <= (known or 0):
-            raise ConfigError(f"--true-vocab-size {size}: the token table has {known} rows")
+            raise ConfigError(f"--true-vocab-size {size}: the token embedding has {known} rows")
         source.set_vocabulary(size)
     elif size != known:
         raise ConfigError(f"--true-vocab-size {size}: {source.folder} says that it is {known}")
 
 
 def sizes_of(source: Source) -> tuple[int, int]:
-    """Tensor- and pipeline-parallel size that a checkpoint was written at, as far as it says."""
+    """Tensor- and pipeline-parallel size of the run that wrote a checkpoint; 1 where unknown."""
     if isinstance(source, MegatronCheckpoint):
         return source.tensor_size, source.pipeline_size
     if source.run is None:

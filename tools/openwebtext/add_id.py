@@ -8,17 +8,11 @@ python tools/openwebtext/add_id.py --input-file a.jsonl --output-file b.jsonl --
 from collections.abc import Sequence
 
 from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.reshaping import AddIdConfig, add_ids
+from megatron.corpus.collection.reshaping import add_ids
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_tool(
-        "add_id.py",
-        __doc__,
-        (AddIdConfig,),
-        add_ids,
-        argv,
-    )
+    run_tool("add_id.py", __doc__, add_ids, argv)
 
 
 if __name__ == "__main__":

@@ -8,18 +8,11 @@ python tools/openwebtext/blacklist_urls.py urls clean_urls.txt
 from collections.abc import Sequence
 
 from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.urls import UrlConfig, choose_urls
+from megatron.corpus.collection.urls import choose_urls
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_tool(
-        "blacklist_urls.py",
-        __doc__,
-        (UrlConfig,),
-        choose_urls,
-        argv,
-        positional=("--input", "--output"),
-    )
+    run_tool("blacklist_urls.py", __doc__, choose_urls, argv, positional=("--input", "--output"))
 
 
 if __name__ == "__main__":

@@ -7,20 +7,12 @@ python tools/openwebtext/cleanup_dataset.py pages.jsonl clean.jsonl
 
 from collections.abc import Sequence
 
-from megatron.config import TokenizerConfig
-from megatron.corpus.collection.cleaning import CleanupConfig, cleanup
+from megatron.corpus.collection.cleaning import cleanup
 from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_tool(
-        "cleanup_dataset.py",
-        __doc__,
-        (CleanupConfig, TokenizerConfig),
-        cleanup,
-        argv,
-        positional=("--input", "--output"),
-    )
+    run_tool("cleanup_dataset.py", __doc__, cleanup, argv, positional=("--input", "--output"))
 
 
 if __name__ == "__main__":

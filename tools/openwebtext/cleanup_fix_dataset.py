@@ -8,18 +8,12 @@ python tools/openwebtext/cleanup_fix_dataset.py --input-files clean.jsonl \
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.cleaning import FixConfig, fix
+from megatron.corpus.collection.cleaning import fix
 from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_tool(
-        "cleanup_fix_dataset.py",
-        __doc__,
-        (FixConfig,),
-        fix,
-        argv,
-    )
+    run_tool("cleanup_fix_dataset.py", __doc__, fix, argv)
 
 
 if __name__ == "__main__":

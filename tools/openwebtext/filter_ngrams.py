@@ -8,18 +8,12 @@ python tools/openwebtext/filter_ngrams.py --tasks lambada --lambada-path lambada
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.decontamination import FilterConfig, filter_ngrams
+from megatron.corpus.collection.decontamination import filter_ngrams
 from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_tool(
-        "filter_ngrams.py",
-        __doc__,
-        (FilterConfig,),
-        filter_ngrams,
-        argv,
-    )
+    run_tool("filter_ngrams.py", __doc__, filter_ngrams, argv)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,12 @@ python tools/openwebtext/find_duplicates.py --inputs clean.jsonl url --output du
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.duplicates import DuplicateConfig, find_duplicates
+from megatron.corpus.collection.duplicates import find_duplicates
 from megatron.corpus.collection.line_job import run_tool
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_tool(
-        "find_duplicates.py",
-        __doc__,
-        (DuplicateConfig,),
-        find_duplicates,
-        argv,
-    )
+    run_tool("find_duplicates.py", __doc__, find_duplicates, argv)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ python tools/openwebtext/group_duplicate_url.py duplicates.json groups.json
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.duplicates import GroupConfig, group_duplicates
+from megatron.corpus.collection.duplicates import group_duplicates
 from megatron.corpus.collection.line_job import run_tool
 
 
@@ -15,7 +15,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "group_duplicate_url.py",
         __doc__,
-        (GroupConfig,),
         group_duplicates,
         argv,
         positional=("--input", "--output", "--threshold"),

@@ -8,17 +8,11 @@ python tools/openwebtext/merge_jsons.py --json-path folder --output-file merged.
 from collections.abc import Sequence
 
 from megatron.corpus.collection.line_job import run_tool
-from megatron.corpus.collection.reshaping import MergeConfig, merge
+from megatron.corpus.collection.reshaping import merge
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    run_tool(
-        "merge_jsons.py",
-        __doc__,
-        (MergeConfig,),
-        merge,
-        argv,
-    )
+    run_tool("merge_jsons.py", __doc__, merge, argv)
 
 
 if __name__ == "__main__":

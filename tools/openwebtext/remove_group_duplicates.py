@@ -7,7 +7,7 @@ python tools/openwebtext/remove_group_duplicates.py groups.json clean.jsonl uniq
 
 from collections.abc import Sequence
 
-from megatron.corpus.collection.duplicates import RemoveConfig, remove_duplicates
+from megatron.corpus.collection.duplicates import remove_duplicates
 from megatron.corpus.collection.line_job import run_tool
 
 
@@ -15,7 +15,6 @@ def main(argv: Sequence[str] | None = None) -> None:
     run_tool(
         "remove_group_duplicates.py",
         __doc__,
-        (RemoveConfig,),
         remove_duplicates,
         argv,
         positional=("--groups", "--input", "--output"),

@@ -1,8 +1,8 @@
-"""The flags of each kind of data, a file each.
+"""The flags of each kind of data, a file per kind.
 
-``megatron/config/kinds/<name>.py`` holds one :class:`KindConfig`, whose fields are flags. What it
-asks for is done by ``megatron/data/kinds/<name>``, imported by the runs that use it. A new kind of
-data is these two; nothing lists them.
+``megatron/config/kinds/<name>.py`` has one :class:`KindConfig`, whose fields are flags, and
+``megatron/data/kinds/<name>`` implements the kind; only runs that use it import it. A new kind of
+data consists of these two; nothing lists them.
 """
 
 from __future__ import annotations
@@ -17,42 +17,42 @@ DOCUMENTS = "documents"
 
 
 class KindConfig:
-    """Flags of a kind of data, and what they say of it before its module is imported.
+    """Flags of a kind of data, and what is known of it before its module is imported.
 
     Attributes:
-        files: what a corpora file calls files of this kind; None: it reads none.
-        samples: what becomes of the files: ``documents``, of which every model makes its own
-            samples, or samples that only the models take which name them.
-        holds_text: whether a tokenizer can be learned from the files.
-        idle: why the flags would change nothing in a run that does not use the kind.
+        files: the kind's name in a corpora file; None if it reads no files.
+        samples: ``documents``, from which every model makes its own samples, or the name of samples
+            for the models that accept them.
+        holds_text: whether a tokenizer can be trained on the files.
+        idle: why the flags change nothing in a run that does not use the kind.
         eval_text_key: key of the text in files for evaluation; None: as for training.
     """
 
     files: ClassVar[str | None] = None
     samples: ClassVar[str] = DOCUMENTS
     holds_text: ClassVar[bool] = False
-    idle: ClassVar[str] = "nothing in this run asks for it"
+    idle: ClassVar[str] = "nothing in this run uses it"
     eval_text_key: str | None = None
 
     @property
     def reads_all(self) -> bool:
-        """Whether flags say that all data paths name files of this kind."""
+        """Whether the flags declare all data paths to be files of this kind."""
         return False
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """Ends of data paths that name files of this kind, unless they are prefixes of a .bin."""
+        """Endings of data paths that are files of this kind, unless they are prefixes of a .bin."""
         return ()
 
     @property
     def acts(self) -> bool:
-        """Whether flags ask the kind to change samples or their order."""
+        """Whether the kind changes samples or their order in this run."""
         return False
 
 
 @cache
 def kind_classes() -> MappingProxyType[str, type[KindConfig]]:
-    """The flags of all kinds by the kind's name, sorted: the sections of a saved configuration."""
+    """The flags of all kinds by name, sorted: the sections of a saved configuration."""
     names = sorted(module.name for module in pkgutil.iter_modules(__path__))
     return MappingProxyType({name: _flags_in(f"{__name__}.{name}") for name in names})
 
@@ -68,5 +68,5 @@ def _flags_in(name: str) -> type[KindConfig]:
 
 
 def file_kinds() -> dict[str, str]:
-    """The names of kinds that read files, by what a corpora file calls these."""
+    """The kinds that read files, by their name in a corpora file."""
     return {cls.files: name for name, cls in kind_classes().items() if cls.files is not None}

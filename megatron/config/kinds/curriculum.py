@@ -1,21 +1,22 @@
-"""Curricula, in the words of DeepSpeed's JSON: how difficulty grows, and what is drawn by it.
+"""Curriculum learning as DeepSpeed's JSON describes it.
 
-Two of DeepSpeed's sections describe a curriculum: ``curriculum_learning`` (the length of sequences)
-and ``data_efficiency`` (which samples are drawn). The configuration keeps their text;
-:func:`sequence_lengths` and :func:`data_sampling` read it.
+``curriculum_learning`` sets the length of sequences, ``data_efficiency`` how samples are drawn. The
+configuration keeps their text; :func:`sequence_lengths` and :func:`data_sampling` read it.
 """
 
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from megatron.config.flags import ConfigError, option
-from megatron.config.json_section import Section
 from megatron.config.kinds import KindConfig
+from megatron.util.nearest import nearest
 
 SEQUENCE_METRIC = "seqlen_truncate"
-"""The metric of ``data_efficiency`` that is a length to cut samples to, in Megatron-DeepSpeed."""
+"""The metric of ``data_efficiency`` that is a sequence length, as in Megatron-DeepSpeed."""
 
 _SCHEDULE_KEYS = ("min_difficulty", "max_difficulty", "schedule_type", "schedule_config")
 _METRIC_KEYS = (
@@ -27,17 +28,17 @@ _TENSOR_CORES = 8
 
 @dataclass(frozen=True)
 class CurriculumConfig(KindConfig):
-    """Curriculum: sequences that grow longer, samples that grow harder."""
+    """Curriculum: sequences of increasing length, samples of increasing difficulty."""
 
     curriculum_learning: str | None = option(None)
-    """How the sequence length grows: the "curriculum_learning" section of DeepSpeed's JSON."""
+    """Schedule of the sequence length: the "curriculum_learning" section of DeepSpeed's JSON."""
     data_efficiency: str | None = option(None)
-    """How samples are drawn by their difficulty: the "data_efficiency" section of DeepSpeed's JSON,
-    with the files that tools/analyze_data.py writes."""
+    """Sampling by difficulty: the "data_efficiency" section of DeepSpeed's JSON, with the files of
+    tools/analyze_data.py."""
 
     @property
     def acts(self) -> bool:
-        """See `KindConfig.acts`."""
+        """Whether a section is given."""
         return self.curriculum_learning is not None or self.data_efficiency is not None
 
     def __post_init__(self) -> None:
@@ -53,18 +54,17 @@ class CurriculumConfig(KindConfig):
 
 @dataclass(frozen=True)
 class DifficultySchedule:
-    """How a difficulty grows over the steps of a run.
+    """A difficulty as a function of the iteration.
 
     Attributes:
-        name: where it stands in the JSON, for messages.
+        name: its path in the JSON, for messages.
         kind: ``fixed_linear``, ``fixed_root`` or ``fixed_discrete``.
         lowest: difficulty of the first step, rounded up to a multiple of ``increment``.
-        highest: difficulty in the end.
-        steps: steps until then; for ``fixed_discrete`` 0.
-        increment: what difficulties are multiples of; for ``fixed_discrete`` 1.
-        root: degree of the root of the share of the steps; 1 grows linearly.
-        difficulties: ``fixed_discrete``: the difficulties in turn.
-        last_steps: ``fixed_discrete``: the last step, counted from 1, of each but the last.
+        highest: final difficulty, reached after ``steps`` (``fixed_discrete``: 0).
+        increment: difficulties are multiples of this (``fixed_discrete``: 1).
+        root: degree of the root of the fraction of the steps; 1 is linear.
+        difficulties: ``fixed_discrete``: the difficulties in order.
+        last_steps: ``fixed_discrete``: last step, counted from 1, of each but the last.
     """
 
     name: str
@@ -80,12 +80,10 @@ class DifficultySchedule:
 
 @dataclass(frozen=True)
 class Metric:
-    """A difficulty of samples, and how far it may go.
+    """A metric of the difficulty of samples, with the schedule of its limit.
 
     Attributes:
-        name: the user's name for it.
-        schedule: the highest difficulty at a step.
-        percentile: whether difficulties count percentiles of the samples, not values.
+        percentile: whether difficulties are percentiles of the samples, not values.
         index_to_sample_path: prefix of the file with the samples of each value, in rising order.
         index_to_metric_path: prefix of the file with these values; not used with percentiles.
     """
@@ -99,13 +97,12 @@ class Metric:
 
 @dataclass(frozen=True)
 class DataSampling:
-    """Drawing of samples by difficulty.
+    """Sampling by difficulty: a sample must be within the limits of all ``metrics``.
 
     Attributes:
-        seed: of all draws.
-        num_epochs: how often the samples may be gone through.
-        metrics: what samples are chosen by; a sample must be within all of them.
-        lengths: the sequence length, where it grows too.
+        seed: of the random draws.
+        num_epochs: largest number of passes over the samples.
+        lengths: schedule of the sequence length, if there is one.
     """
 
     seed: int
@@ -115,7 +112,7 @@ class DataSampling:
 
 
 def sequence_lengths(config: CurriculumConfig) -> DifficultySchedule | None:
-    """How the length of sequences grows; None when all have ``--seq-length``.
+    """The schedule of the sequence length; None when all sequences have ``--seq-length``.
 
     Raises:
         ConfigError: a section is wrong; the message names the key.
@@ -130,10 +127,10 @@ def sequence_lengths(config: CurriculumConfig) -> DifficultySchedule | None:
 
 
 def data_sampling(config: CurriculumConfig) -> DataSampling | None:
-    """What draws samples by difficulty; None where they come in Megatron's order.
+    """The sampling by difficulty; None where samples come in Megatron's order.
 
     Raises:
-        ConfigError: the section is wrong, or asks for what there is not; the message names the key.
+        ConfigError: the section is wrong or needs something unavailable; the message names the key.
     """
     section = _enabled(config.data_efficiency, "data_efficiency")
     if section is None:
@@ -170,7 +167,7 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
 
 
 def without_sampling(config: CurriculumConfig) -> CurriculumConfig:
-    """The same course of a run, with samples in their usual order."""
+    """The same sequence lengths, with samples in their usual order."""
     sampling = data_sampling(config)
     if sampling is None or sampling.lengths is None:
         return replace(config, data_efficiency=None)
@@ -191,13 +188,14 @@ def _enabled(text: str | None, path: str) -> Section | None:
 def _refuse_routing(routing: Section) -> None:
     if routing.enabled or routing.section("random_ltd").enabled:
         raise ConfigError(
-            f"{routing.path}: random layerwise token dropping (random-LTD) puts layers that leave "
-            "tokens out in the place of the model's, and no model here has them; remove the key"
+            f"{routing.path}: random layerwise token dropping (random-LTD) replaces the "
+            "model's layers by layers that drop tokens, and no model here has such layers; remove "
+            "the key"
         )
 
 
 def _metric(name: str, metric: Section) -> Metric | None:
-    """A metric; None where no sample is chosen by it."""
+    """A metric; None if it does not select samples."""
     if name == "seqlen_reshape":
         raise ConfigError(
             f"{metric.path}: samples are cut to the current length, not folded into several; use "
@@ -215,7 +213,7 @@ def _metric(name: str, metric: Section) -> Metric | None:
 
 def _length_metric(metric: Section) -> DifficultySchedule:
     metric.only(*_METRIC_KEYS)
-    # What samples are cut to chooses none of them.
+    # The length that samples are cut to does not select samples.
     metric.choice("clustering_type", "single_cluster", default="single_cluster")
     metric.choice("difficulty_type", "value", default="value")
     return _lengths(metric)
@@ -224,7 +222,7 @@ def _length_metric(metric: Section) -> DifficultySchedule:
 def _lengths(section: Section) -> DifficultySchedule:
     """A schedule whose difficulties are lengths."""
     schedule = _schedule(section)
-    section.whole("min_difficulty")  # a length of 0 is none
+    section.whole("min_difficulty")  # not 0
     if schedule.kind == "fixed_discrete":
         used = {f"schedule_config.difficulty {n}": n for n in schedule.difficulties}
     else:
@@ -235,8 +233,8 @@ def _lengths(section: Section) -> DifficultySchedule:
     for key, length in used.items():
         if length % _TENSOR_CORES:
             raise ConfigError(
-                f"{section.path}.{key} must be a multiple of {_TENSOR_CORES}, as tensor cores want "
-                "every length to be"
+                f"{section.path}.{key} must be a multiple of {_TENSOR_CORES}, as tensor cores "
+                "require"
             )
     return schedule
 
@@ -245,7 +243,7 @@ def _schedule(section: Section) -> DifficultySchedule:
     kinds = ("fixed_linear", "fixed_root", "fixed_discrete")
     if section.values.get("schedule_type") == "custom":
         raise ConfigError(
-            f"{section.path}.schedule_type custom is a function that a program hands to "
+            f"{section.path}.schedule_type custom is a function that a program passes to "
             f"DeepSpeed's engine; use {' or '.join(kinds)}"
         )
     kind = section.choice("schedule_type", *kinds)
@@ -290,3 +288,99 @@ def _discrete(section: Section, values: Section, lowest: int, highest: int) -> D
         difficulties=difficulties,
         last_steps=last_steps,
     )
+
+
+class Section:
+    """An object of a JSON file, read by keys.
+
+    Args:
+        values: its content.
+        path: dotted path of the object, such as ``data_efficiency.data_sampling``.
+
+    Raises:
+        ConfigError: ``values`` is not an object; methods raise it if a value is not as expected.
+    """
+
+    def __init__(self, values: Any, path: str) -> None:
+        self.path = path
+        if not isinstance(values, dict):
+            raise ConfigError(f"{path} is {_show(values)}; it must be an object")
+        self.values: Mapping[str, Any] = values
+
+    @classmethod
+    def parse(cls, text: str, path: str) -> Section:
+        """Reads JSON text."""
+        try:
+            values = json.loads(text)
+        except ValueError as error:
+            raise ConfigError(f"{path}: {text!r} is not valid JSON: {error}") from None
+        return cls(values, path)
+
+    def only(self, *keys: str) -> None:
+        """Refuses other keys."""
+        for key in self.values:
+            if key not in keys:
+                hint = nearest(key, keys, "; the nearest known key is {}")
+                raise ConfigError(f"{self.path} has no key {key}{hint}")
+
+    def section(self, key: str) -> Section:
+        """A nested object, empty if it is missing."""
+        return Section(self.values.get(key, {}), f"{self.path}.{key}")
+
+    @property
+    def enabled(self) -> bool:
+        """The value of ``enabled``, false if it is missing."""
+        value = self.values.get("enabled", False)
+        if not isinstance(value, bool):
+            raise self.wrong("enabled", "true or false")
+        return value
+
+    def choice(self, key: str, *choices: str, default: str | None = None) -> str:
+        """A string that is one of ``choices``."""
+        value = self.values.get(key, default)
+        if value not in choices:
+            raise self.wrong(key, " or ".join(choices))
+        return str(value)
+
+    def text(self, key: str, what: str) -> str:
+        """A string; ``what`` describes it in the message."""
+        value = self.values.get(key)
+        if not isinstance(value, str):
+            raise self.wrong(key, what)
+        return value
+
+    def whole(self, key: str, least: int = 1, default: int | None = None) -> int:
+        """An integer of at least ``least``."""
+        value = self.values.get(key, default)
+        if type(value) is not int or value < least:
+            raise self.wrong(key, f"an integer of at least {least}")
+        return value
+
+    def positive(self, key: str, default: float | None = None) -> float:
+        """A number above 0."""
+        value = self.values.get(key, default)
+        if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
+            raise self.wrong(key, "a positive number")
+        return float(value)
+
+    def rising(self, key: str) -> tuple[int, ...]:
+        """A list of increasing positive integers."""
+        values = self.values.get(key)
+        if not _rises(values):
+            raise self.wrong(key, "a list of increasing positive integers")
+        return tuple(values)  # type: ignore[arg-type]
+
+    def wrong(self, key: str, right: str) -> ConfigError:
+        """The error for a value that must be ``right``."""
+        value = self.values.get(key)
+        return ConfigError(f"{self.path}.{key} is {_show(value)}; it must be {right}")
+
+
+def _rises(values: Any) -> bool:
+    if not isinstance(values, Sequence) or not values or any(type(v) is not int for v in values):
+        return False
+    return values[0] > 0 and all(a < b for a, b in zip(values, values[1:], strict=False))
+
+
+def _show(value: Any) -> str:
+    return "missing" if value is None else json.dumps(value)

@@ -11,38 +11,37 @@ from megatron.config.kinds import KindConfig
 
 @dataclass(frozen=True)
 class InstructionConfig(KindConfig):
-    """Instruction data: what the examples look like to the model, and where the loss counts."""
+    """Instruction data: format of the examples, and tokens that count in the loss."""
 
     sft: bool = option(False)
-    """The data paths name files of instructions and answers (JSON or JSON lines), or folders or
-    globs of them, not prefixes of .bin/.idx."""
+    """Supervised fine-tuning: the data paths are files with instructions and answers (JSON or JSON
+    lines), or folders or globs of such files, instead of prefixes of indexed datasets."""
     prompt_format: str = option(
         "auto",
         choices=("auto", "chat", "alpaca", "plain"),
         aliases=("--sft-tokenizer-prompt-format",),
         spellings={"default": "chat"},
     )
-    """Text around instructions and answers: a chat template, Alpaca's headings, or none. auto: the
-    chat template where there is one, else Alpaca's headings; pairs of prompt and completion stay
-    as they are."""
+    """Format of instructions and answers: a chat template, Alpaca's headings, or plain text. auto
+    is the chat template if there is one, else Alpaca's headings; pairs of prompt and completion
+    are plain."""
     chat_template: str | None = option(None, derived="that of the tokenizer, if it has one")
     """File with the chat template (Jinja)."""
     loss_on: str = option("all", choices=("all", "last", "everything"))
     """Tokens that count in the loss: all answers, the last answer of each example, or everything.
-    The end of an answer belongs to it."""
+    The token that ends an answer is part of it."""
     packing: bool = option(False, aliases=("--sft-sequence-packing",))
-    """Put several examples into a sample; they do not attend to each other, and positions restart
-    with each. Without it a sample is one example and padding."""
+    """Pack several examples into a sample; attention does not cross examples, and position ids
+    restart with each. Without it a sample is one example with padding."""
     on_long_example: str = option("truncate", choices=("truncate", "skip"))
-    """What becomes of an example longer than --seq-length plus one token."""
+    """What to do with an example longer than --seq-length plus one token."""
 
     files: ClassVar[str | None] = "instruction"
     samples: ClassVar[str] = "packed"
     idle: ClassVar[str] = (
-        "no data of this run are instructions (--sft, or the type instruction in the corpora file)"
+        "this run has no instruction data (--sft, or the type instruction in the corpora file)"
     )
 
     @property
     def reads_all(self) -> bool:
-        """See `KindConfig.reads_all`."""
         return self.sft

@@ -1,4 +1,4 @@
-"""How the samples of BERT and T5 are made."""
+"""Samples of BERT and T5."""
 
 from __future__ import annotations
 
@@ -14,42 +14,42 @@ PAIR_TASKS = ("sentence-order", "next-sentence")
 
 @dataclass(frozen=True)
 class MaskedDataConfig(KindConfig):
-    """Masked data: how the samples of BERT and T5 are made."""
+    """Masked data: samples of BERT and T5."""
 
     mask_prob: float = option(0.15)
-    """Share of a sample's tokens that are to be predicted."""
+    """Fraction of a sample's tokens that are masked and predicted."""
     short_seq_prob: float = option(0.1)
-    """Share of samples that are made for a shorter length, drawn evenly from 2 tokens up."""
+    """Fraction of samples with a shorter length, drawn uniformly from 2 tokens up."""
     max_preds_per_seq: int | None = option(
         None, derived="seq-length x mask-prob, up to a multiple of 10"
     )
-    """BERT: most tokens of a sample that are to be predicted."""
+    """BERT: maximum number of predicted tokens per sample."""
     max_ngrams: int = option(3)
-    """BERT: most words in a row that are masked together; n words have a chance in proportion to
-    1/n. 1 masks single words."""
+    """BERT: maximum number of consecutive words that are masked together; n words are masked with a
+    probability proportional to 1/n. 1 masks single words."""
     favor_longer_ngram: bool = option(False)
-    """BERT: turn the chances of --max-ngrams round, so that more words together are likelier."""
+    """BERT: reverse the probabilities of --max-ngrams, so that longer n-grams are more likely."""
     whole_word_masking: bool = option(True, off="--no-whole-word-masking")
-    """BERT: choose tokens by themselves, instead of all tokens of a word or none."""
+    """BERT: mask single tokens instead of whole words."""
     bert_binary_head: bool = option(True, off="--bert-no-binary-head")
-    """BERT: one segment a sample, instead of two and a second head that tells whether they belong
-    together."""
+    """BERT: one segment per sample, without the second head, which predicts whether two segments
+    belong together."""
     bert_pair_task: str = option("sentence-order", choices=PAIR_TASKS)
-    """BERT: what the second head tells: whether the two segments of a document have been swapped
-    (as Megatron and ALBERT), or whether the second one comes from another document (as BERT)."""
+    """BERT: task of the second head: whether the two segments of a document are swapped (as in
+    Megatron and ALBERT), or whether the second one is of another document (as in BERT)."""
     encoder_seq_length: int | None = option(None, derived="seq-length")
-    """T5: tokens of the encoder's input."""
+    """T5: sequence length of the encoder, in tokens."""
     decoder_seq_length: int | None = option(
         None, derived="what an encoder input needs at most, up to a multiple of 64"
     )
-    """T5: tokens of the decoder's input and of the labels."""
+    """T5: sequence length of the decoder and of the labels, in tokens."""
     mean_noise_span_length: float = option(3.0)
-    """T5: mean number of tokens that one sentinel stands for."""
+    """T5: mean number of tokens per masked span."""
     max_noise_span_length: int = option(10)
-    """T5: most tokens that one sentinel stands for."""
+    """T5: maximum number of tokens per masked span."""
     use_tfrecords: bool = option(False)
-    """BERT: the data paths name TFRecord files of google-research/bert's
-    create_pretraining_data.py, masked already."""
+    """BERT: the data paths are TFRecord files of google-research/bert's create_pretraining_data.py,
+    which are already masked."""
 
     files: ClassVar[str | None] = "tfrecord"
     samples: ClassVar[str] = "masked"
@@ -57,34 +57,25 @@ class MaskedDataConfig(KindConfig):
 
     @property
     def reads_all(self) -> bool:
-        """See `KindConfig.reads_all`."""
         return self.use_tfrecords
 
     def check_shares(self) -> None:
-        """Check the values that are shares.
-
-        Raises:
-            ConfigError: one is out of its range.
-        """
+        """Refuses fractions that are out of range."""
         if not 0 < self.mask_prob < 1:
             raise ConfigError(
-                f"--mask-prob {self.mask_prob}: give a share between 0 and 1, such as 0.15"
+                f"--mask-prob {self.mask_prob}: give a fraction between 0 and 1, such as 0.15"
             )
         if not 0 <= self.short_seq_prob <= 1:
             raise ConfigError(
-                f"--short-seq-prob {self.short_seq_prob}: give a share from 0 to 1, such as 0.1"
+                f"--short-seq-prob {self.short_seq_prob}: give a fraction from 0 to 1, such as 0.1"
             )
 
     def max_predictions(self, seq_length: int) -> int:
-        """Most tokens of a sample of `seq_length` tokens that BERT is to predict.
-
-        Raises:
-            ConfigError: the flag is not above 0.
-        """
+        """BERT: maximum number of predicted tokens of a sample of `seq_length` tokens."""
         if self.max_preds_per_seq is None:
             return math.ceil(seq_length * self.mask_prob / 10) * 10
         if self.max_preds_per_seq < 1:
             raise ConfigError(
-                f"--max-preds-per-seq {self.max_preds_per_seq}: give a number of tokens from 1 on"
+                f"--max-preds-per-seq {self.max_preds_per_seq}: give a positive number of tokens"
             )
         return self.max_preds_per_seq

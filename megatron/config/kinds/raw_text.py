@@ -14,31 +14,31 @@ PACKED_ENDINGS = (".gz", ".zst", ".bz2", ".xz", ".zip", ".parquet")
 
 @dataclass(frozen=True)
 class RawTextConfig(KindConfig):
-    """Raw text: documents read from text files and tokenized when a sample needs them."""
+    """Raw text: documents that are read from text files and tokenized while training."""
 
     lazy_loader: bool = option(False)
-    """The data paths name text files (JSON lines, .csv, .tsv), folders or globs of them, not
-    prefixes of .bin/.idx. A path that ends in .json, .jsonl, .csv or .tsv is read so without this
-    flag, too."""
+    """The data paths are text files (JSON lines, .csv, .tsv), or folders or globs of such files,
+    instead of prefixes of indexed datasets. Not needed for paths that end in .json, .jsonl, .csv or
+    .tsv."""
     text_key: str = option("text")
-    """Key, or column, of the text."""
+    """JSON key, or column, of the text."""
     eval_text_key: str | None = option(None, derived="--text-key")
-    """The same for validation and test data that have files of their own."""
+    """The same for the files of --valid-data-path and --test-data-path."""
     presplit_sentences: bool = option(False)
-    """A text holds one sentence a line; each becomes a sequence of its own (BERT, T5)."""
+    """Texts have one sentence per line; each sentence becomes a sequence (BERT, T5)."""
     delim: str | None = option(None, derived="a comma in .csv, a tab in .tsv")
     """Character between the columns of .csv and .tsv files."""
     append_eod: bool = option(True, flag="--append-eod", off="--no-append-eod")
-    """End each document of raw text with the end-of-document token, as preprocess_data.py
-    --append-eod does; sentences for BERT and T5 have none."""
+    """Append the end-of-document token to each document of raw text, as preprocess_data.py
+    --append-eod does; sentences for BERT and T5 do not have it."""
 
     files: ClassVar[str | None] = "text"
     holds_text: ClassVar[bool] = True
-    idle: ClassVar[str] = "no data of this run is raw text"
+    idle: ClassVar[str] = "this run has no raw text"
 
     @property
     def endings(self) -> tuple[str, ...]:
-        """See `KindConfig.endings`; packed text counts: its reader says what to do."""
+        """Compressed text is included: its reader says what to do."""
         if self.lazy_loader:
             return ("",)
         packed = ("", *PACKED_ENDINGS[:-1])

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config import ConfigError
 from megatron.config.flags import option
@@ -109,18 +109,16 @@ class FilterConfig:
             )
 
 
-@dataclass(frozen=True)
-class FilterReport:
-    """Numbers of n-grams and documents."""
+class FilterReport(NamedTuple):
+    """Numbers of n-grams, and what was done with the documents (None without --output)."""
 
     ngrams: int
-    """n-grams of the evaluation sets."""
+    """In the evaluation sets."""
     found: int
-    """n-grams that the corpus has and that are no common phrases."""
+    """In the corpus, too, and no common phrases."""
     common: int
-    """Common phrases: n-grams that the corpus has --key-threshold times or more."""
+    """In the corpus --key-threshold times or more."""
     filtered: JobReport | None
-    """The documents; None without --output."""
 
     def __str__(self) -> str:
         head = (

@@ -18,6 +18,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -100,9 +101,8 @@ class DuplicateConfig:
             )
 
 
-@dataclass(frozen=True)
-class DuplicateReport:
-    """Numbers of a search."""
+class DuplicateReport(NamedTuple):
+    """Numbers of documents and of their pairs."""
 
     documents: int
     candidates: int
@@ -258,9 +258,8 @@ class GroupConfig:
     """Least similarity of two documents of a group; not below that of the search."""
 
 
-@dataclass(frozen=True)
-class GroupReport:
-    """Sizes of a grouping."""
+class GroupReport(NamedTuple):
+    """Number of groups, and of the documents in them."""
 
     groups: int
     documents: int

@@ -8,7 +8,7 @@ A folder per input file, complete once about.json exists:
     texts.bin        the texts, each packed by zstd
     sizes.i64        bytes of each in texts.bin, int64[documents]
 
-Shape suffixes: D documents, S seeds (values of a signature), H shingles of all documents together.
+Shape suffixes: D documents, S seeds (values of a signature).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import functools
 import json
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -27,16 +27,8 @@ import numpy.typing as npt
 import zstandard
 from rensa import RMinHash
 
-from megatron.corpus.collection.json_files import (
-    BadRecordError,
-    BatchResult,
-    BatchStep,
-    records_of,
-    write_packed,
-)
+from megatron.corpus.collection.json_files import JsonRecord, RecordStep, write_packed
 from megatron.corpus.collection.line_job import LineJob, LineJobConfig, run
-from megatron.corpus.preprocessing.inputs import LineBatch
-from megatron.data.json_lines import BadLine
 from megatron.util.digests import hash64
 
 CHARACTERS = 5
@@ -64,22 +56,17 @@ def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
     return hashes
 
 
-def signatures_DS(texts: Sequence[str], seeds: int, seed: int) -> npt.NDArray[np.uint32]:
-    """MinHash signatures: two texts agree in a value with the probability of their Jaccard.
+def signature_S(text: str, seeds: int, seed: int) -> npt.NDArray[np.uint32]:
+    """MinHash signature: two texts agree in a value with the probability of their Jaccard.
 
     Args:
         seeds: values of a signature.
         seed: of the hash functions.
     """
-    if not texts:
-        return np.empty((0, seeds), np.uint32)
-    hashes = [shingle_hashes(text) for text in texts]
-    offsets = np.zeros(len(texts) + 1, np.uint64)
-    np.cumsum([len(h) for h in hashes], out=offsets[1:])
-    flat_H = np.concatenate(hashes)
-    # Repeated shingles change no minimum: no set has to be made of them here.
-    digests = RMinHash.digest_matrix_from_flat_token_hashes(flat_H, offsets, seeds, seed)
-    return np.array(digests.to_rows(), np.uint32).reshape(len(texts), seeds)
+    hashes = shingle_hashes(text)  # repeated shingles change no minimum
+    offsets = np.array([0, len(hashes)], np.uint64)
+    digests = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, seeds, seed)
+    return np.array(digests.to_rows()[0], np.uint32)
 
 
 def similarity(
@@ -136,7 +123,7 @@ def make_fingerprints(
         [path],
         [folder / name for name in _FILES],
         functools.partial(_fingerprint_step, config),
-        None,
+        (config.text_key,),
         asdict(config),
     )
     about = {"made_by": config.made_by(), "source": job.description()}
@@ -152,30 +139,16 @@ def make_fingerprints(
     write_packed(folder / "about.json", json.dumps(about).encode())
 
 
-def _fingerprint_step(config: FingerprintConfig) -> BatchStep:
+def _fingerprint_step(config: FingerprintConfig) -> RecordStep:
     packer = zstandard.ZstdCompressor(level=1)
 
-    def step(batch: LineBatch) -> BatchResult:
-        ids: list[bytes] = []
-        texts: list[str] = []
-        bad: list[BadLine] = []
-        for record in records_of(batch, (config.text_key,)):
-            if isinstance(record, BadLine):
-                bad.append(record)
-                continue
-            try:
-                ids.append(json.dumps(str(record.value(config.id_key))).encode() + b"\n")
-                texts.append(record.fields[config.text_key])
-            except BadRecordError as error:
-                bad.append(BadLine(record.number, error.reason, error.detail))
-        packed = [packer.compress(text.encode()) for text in texts]
-        outputs = [
-            signatures_DS(texts, config.seeds, config.seed).astype("<u4").tobytes(),
-            b"".join(ids),
-            b"".join(packed),
-            np.array(list(map(len, packed)), "<i8").tobytes(),
-        ]
-        return BatchResult(outputs, Counter(), bad, len(texts))
+    def step(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
+        text = record.fields[config.text_key]
+        packed = packer.compress(text.encode())
+        yield 1, json.dumps(str(record.value(config.id_key))).encode() + b"\n"
+        yield 0, signature_S(text, config.seeds, config.seed).astype("<u4").tobytes()
+        yield 2, packed
+        yield 3, len(packed).to_bytes(8, "little")
 
     return step
 

@@ -8,14 +8,13 @@ continued writes the same bytes as one that was not.
 from __future__ import annotations
 
 import functools
+import inspect
 import json
 import sys
-import threading
-from collections import Counter, deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import typing
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,13 +37,12 @@ from megatron.corpus.preprocessing.inputs import (
     expand_inputs,
     total_bytes,
 )
-from megatron.corpus.preprocessing.progress import Progress
-from megatron.util.processes import Worker
+from megatron.corpus.preprocessing.reporting import Progress
+from megatron.util.processes import map_in_order
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
-_BATCHES_PER_WORKER = 3
 _SHOWN_LINES = 5
 
 
@@ -240,7 +238,8 @@ def _work(job: LineJob, config: LineJobConfig, journal: _Journal, path: Path) ->
 
     try:
         remaining = _remaining(job.reader(job.inputs[journal.file :]), job, journal)
-        for batch, result in map_batches(remaining, job.batch_step, config.workers):
+        workers = config.workers if config.workers > 1 else 0
+        for batch, result in map_in_order(remaining, job.batch_step, workers):
             while batch.path != job.inputs[journal.file]:
                 journal.file, journal.line = journal.file + 1, 1
             outputs.write(journal.file, result.outputs)
@@ -269,42 +268,6 @@ def _remaining(
         done = line - batch.first_line if batch.path == first else 0
         if done < len(batch.lines):
             yield replace(batch, first_line=line, lines=batch.lines[done:]) if done > 0 else batch
-
-
-def map_batches(
-    batches: Iterable[LineBatch], prepare: Callable[[], BatchStep], workers: int
-) -> Generator[tuple[LineBatch, BatchResult], None, None]:
-    """Each batch and its result, in order; few of them are in memory at a time.
-
-    Raises:
-        ChildProcessError: a worker died.
-    """
-    if workers == 1:
-        step = prepare()
-        for batch in batches:
-            yield batch, step(batch)
-        return
-    processes = [Worker[LineBatch, BatchResult](prepare) for _ in range(workers)]
-    free, of_thread = deque(processes), threading.local()
-    threads = ThreadPoolExecutor(
-        workers, initializer=lambda: setattr(of_thread, "process", free.popleft())
-    )
-    batches = iter(batches)
-
-    def submit(batch: LineBatch) -> Future[BatchResult]:
-        return threads.submit(lambda: of_thread.process.ask(batch))
-
-    pending: deque[tuple[LineBatch, Future[BatchResult]]] = deque()
-    try:
-        pending.extend((b, submit(b)) for b in islice(batches, workers * _BATCHES_PER_WORKER))
-        while pending:
-            batch, result = pending.popleft()
-            yield batch, result.result()
-            pending.extend((b, submit(b)) for b in islice(batches, 1))
-    finally:
-        threads.shutdown(cancel_futures=True)
-        for process in processes:
-            process.stop()
 
 
 class _OutputFiles:
@@ -358,7 +321,6 @@ def with_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
 def run_tool(
     name: str,
     description: str | None,
-    classes: Sequence[type],
     action: Callable[..., object],
     argv: Sequence[str] | None,
     positional: Sequence[str] = (),
@@ -366,14 +328,14 @@ def run_tool(
     """Parses the command line, runs a tool, and prints its report.
 
     Args:
-        classes: the config classes; `action` is called with their instances and a LineJobConfig.
-        positional: flags that the first words stand for where they carry no flag.
+        action: its arguments are annotated with config classes, whose flags the tool has.
+        positional: flags of the first words, if these are not flags.
     """
     try:
         words = with_flags(sys.argv[1:] if argv is None else argv, positional)
-        classes = (*classes, LineJobConfig)
-        configs: tuple[Any, ...] = parse_configs(classes, words, description=description, prog=name)
-        print(action(*configs))
+        hints = typing.get_type_hints(action)
+        classes = [hints[parameter] for parameter in inspect.signature(action).parameters]
+        print(action(*parse_configs(classes, words, description=description, prog=name)))
     except (ValueError, OSError) as error:
         sys.exit(f"{name}: error: {error}")
 

@@ -1,4 +1,4 @@
-"""Input files as blocks of whole records: what a worker gets at a time.
+"""Input files as blocks of whole records, the unit of work of a process.
 
 Plain JSON lines are read by the workers themselves, a range of bytes each; all other files are read
 and decompressed here, in order.
@@ -195,5 +195,5 @@ def _check_columns(schema, name: str, columns: Sequence[str]) -> None:  # type: 
             kind = kind.value_type
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_null(kind)):
             raise ValueError(
-                f"--input {name}: column {column!r} (--json-keys) holds {kind}, not strings"
+                f"--input {name}: column {column!r} (--json-keys) contains {kind}, not strings"
             )

@@ -57,12 +57,8 @@ class IndexFile:
 
     Opening a huge file checks a part of its entries; `verify` checks all of them.
 
-    Args:
-        path: the file.
-        name: for messages; None: its path.
-
     Raises:
-        ValueError: the file is damaged or cut short; the message names it.
+        ValueError: the file is damaged or cut short; the message names it by `name` or its path.
     """
 
     dtype: np.dtype
@@ -96,11 +92,7 @@ class IndexFile:
         return int(self.sequence_lengths[sequence]) * self.dtype.itemsize
 
     def check_bin_size(self, name: str, size: int) -> None:
-        """Compare the size of a .bin with the expected one.
-
-        Raises:
-            ValueError: naming both files, both sizes and the likely cause.
-        """
+        """Compare the size of a .bin with the expected one; ValueError names the likely cause."""
         if size != self.bin_bytes:
             cause = (
                 "the .bin was cut short (an interrupted copy, a full disk)"
@@ -113,11 +105,7 @@ class IndexFile:
             )
 
     def check_sequence(self, sequence: int) -> None:
-        """Check the entries of one sequence, which may not have been checked on opening.
-
-        Raises:
-            ValueError: naming the file and the sequence.
-        """
+        """Check the entries of one sequence; ValueError names the file and the sequence."""
         start = int(self.sequence_offsets[sequence])
         last = sequence + 1 == len(self)
         stop = self.bin_bytes if last else int(self.sequence_offsets[sequence + 1])
@@ -125,11 +113,7 @@ class IndexFile:
             raise self._wrong_offset(sequence, stop)
 
     def verify(self) -> None:
-        """Check every entry.
-
-        Raises:
-            ValueError: naming the file and the first bad sequence or document.
-        """
+        """Check every entry; ValueError names the file and the first bad sequence or document."""
         self._check_entries(None)
 
     def _map(self, path: Path) -> None:
@@ -281,12 +265,8 @@ class IndexedDataset(Sequence[np.ndarray]):
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`.
-
-        Raises:
-            IndexError: the sequence does not exist, or the range is outside of it.
-            ValueError: its entries in the .idx are damaged.
-        """
+        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`;
+        IndexError if they do not exist, ValueError if its entries in the .idx are damaged."""
         index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {self.index_file.name}, which has {len(self)}")
@@ -335,16 +315,13 @@ class IndexedDataset(Sequence[np.ndarray]):
 
         Args:
             extremes: the smallest and the largest id with their positions in the .bin, int64[2, 2].
-
-        Raises:
-            ValueError: naming the file, the sequence, the id and the vocabulary size.
         """
         for token, position in extremes.tolist():
             if token >= 0 and (vocab_size is None or token < vocab_size):
                 continue
             byte = position * self.dtype.itemsize
             sequence = int(np.searchsorted(self.sequence_offsets, byte, side="right")) - 1
-            where = f"{self.prefix}.bin: sequence {sequence} holds the token id {token}"
+            where = f"{self.prefix}.bin: sequence {sequence} contains the token id {token}"
             if vocab_size is None:
                 raise ValueError(f"{where}; ids start at 0: the file is damaged")
             raise ValueError(

@@ -1,12 +1,12 @@
 """Fill-in-the-middle (Bavarian et al. 2022, arXiv:2207.14255) on samples of a GPT.
 
 A document is cut at two random characters into prefix, middle and suffix, which are tokenized
-again, each by itself, and put in one of two orders:
+again, separately, and put in one of two orders:
 
     PSM   <prefix token> prefix <suffix token> suffix <middle token> middle
     SPM   <prefix token> <suffix token> suffix <middle token> prefix middle
 
-As in Megatron it happens within a sample: what is cut is the part of a document that lies in it.
+As in Megatron this happens within a sample: the part of a document that is in the sample is cut.
 
 Shape suffix: T the S + 1 tokens of a sample.
 """
@@ -14,9 +14,10 @@ Shape suffix: T the S + 1 tokens of a sample.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -35,15 +36,13 @@ _REPLACEMENT = "\ufffd"
 
 
 class FillInTheMiddle(DataKind):
-    """See :class:`DataKind`."""
+    """Cuts documents of a GPT's samples."""
 
     def recipe(self, data: DataPipeline, recipe: SampleRecipe[np.ndarray]) -> FimRecipe:
-        """See :meth:`DataKind.recipe`."""
         config = data.config.kind(FimConfig)
         return FimRecipe.from_config(recipe, config, text_encoder(data), data.seed)
 
     def special_tokens(self, data: DataPipeline) -> SampleTokens:
-        """See :meth:`DataKind.special_tokens`."""
         tokens = FimTokens.of(data.config.kind(FimConfig), data.tokenizer)
         return SampleTokens(tokens.pad, tokens.eod)
 
@@ -67,51 +66,44 @@ class FimTokens:
         """The tokens that the flags name.
 
         Raises:
-            ValueError: the vocabulary lacks one, or two are the same; the message names flag and
-                token.
+            ValueError: one is not in the vocabulary, or padding ends documents; the message names
+                flag and token.
         """
-
-        def find(field: str) -> int:
+        ids = {}
+        for name in ("prefix", "middle", "suffix", "pad", "eod", "split"):
+            field = "fim_split_sample" if name == "split" else f"fim_{name}_token"
             text = getattr(config, field)
+            if text is None:
+                if name == "eod":
+                    ids[name] = tokenizer.eod
+                continue
             found = token_id(tokenizer, text)
             if found is None:
                 raise ValueError(
                     f"--{field.replace('_', '-')} {text}: the vocabulary has no such token; add it "
                     "to the tokenizer (additional_special_tokens of a Hugging Face folder), or "
-                    "name the one that stands for it"
+                    "name its own token for this"
                 )
-            return found
-
-        prefix, middle, suffix = (
-            find(f"fim_{part}_token") for part in ("prefix", "middle", "suffix")
-        )
-        pad = find("fim_pad_token")
-        eod = tokenizer.eod if config.fim_eod_token is None else find("fim_eod_token")
-        if pad == eod:
+            ids[name] = found
+        tokens = cls(**ids)
+        if tokens.pad == tokens.eod:
             raise ValueError(
-                f"--fim-pad-token {config.fim_pad_token} is the end of document too, and the loss "
-                "never asks for padding: name another token"
+                f"--fim-pad-token {config.fim_pad_token} is the end of document too, and padding "
+                "does not count in the loss: name another token"
             )
-        return cls(
-            prefix=prefix,
-            middle=middle,
-            suffix=suffix,
-            pad=pad,
-            eod=eod,
-            split=None if config.fim_split_sample is None else find("fim_split_sample"),
-        )
+        return tokens
 
 
 @dataclass(frozen=True)
 class FimRecipe:
-    """Samples of another recipe, with a part of their documents cut."""
+    """Samples of another recipe, with some of their documents cut."""
 
     samples: SampleRecipe[np.ndarray]
     """Makes samples of S + 1 tokens."""
     config: FimConfig
     tokens: FimTokens
     encoder: TextEncoder
-    """Its tokenizer is the one of the documents."""
+    """Has the tokenizer of the documents."""
     seed: int
 
     @classmethod
@@ -121,19 +113,18 @@ class FimRecipe:
         """Checks the flags and finds the tokens.
 
         Raises:
-            ValueError: a rate is none, the vocabulary lacks a token, or the tokenizer puts spaces
-                between texts.
+            ValueError: a rate is out of range, a token is not in the vocabulary, or the tokenizer
+                puts spaces between texts.
         """
         config.check()
-        tokenizer = encoder.tokenizer
-        tokens = FimTokens.of(config, tokenizer)
-        pieces = Pieces(tokenizer)
-        joined = [*pieces.tokenize("a"), *pieces.tokenize("b")]
-        if tokenizer.detokenize(joined) != "ab":
+        tokens = FimTokens.of(config, encoder.tokenizer)
+        pieces = PieceTokenizer(encoder.tokenizer)
+        joined = encoder.tokenizer.detokenize([*pieces.tokenize("a"), *pieces.tokenize("b")])
+        if joined != "ab":
             raise ValueError(
-                f"--fim-data: the tokenizer makes {tokenizer.detokenize(joined)!r} of the pieces "
-                "'a' and 'b'; a text can be cut and put together again with a byte-level one only "
-                "(GPT2BPETokenizer, TikTokenizer, most of HFTokenizer)"
+                f"--fim-data: the tokenizer makes {joined!r} of the pieces 'a' and 'b'; only with "
+                "a byte-level one can a text be cut and joined again (GPT2BPETokenizer, "
+                "TikTokenizer, most of HFTokenizer)"
             )
         return cls(samples, config, tokens, encoder, seed)
 
@@ -142,17 +133,11 @@ class FimRecipe:
         return self.samples.units(documents)
 
     def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> FimDataset:
         """As the recipe of the samples; nothing more is cached."""
-        return FimDataset(
-            self.samples.build(documents, units, num_samples, name, cache), self, name
-        )
+        samples = self.samples.build(documents, units, num_samples, name, cache)
+        return FimDataset(samples, self, name)
 
 
 class FimDataset:
@@ -161,92 +146,84 @@ class FimDataset:
     def __init__(self, samples: SampleDataset[np.ndarray], recipe: FimRecipe, name: str) -> None:
         self.samples, self.recipe, self._name = samples, recipe, name
 
+    def __reduce__(self) -> tuple[type[FimDataset], tuple[Any, ...]]:
+        return type(self), (self.samples, self.recipe, self._name)
+
+    @cached_property
+    def _pieces(self) -> PieceTokenizer:
+        return PieceTokenizer(self.recipe.encoder.tokenizer)
+
     def __len__(self) -> int:
         return len(self.samples)
 
     def __getitem__(self, index: int, /) -> Ids:
-        """int64[S + 1]: cut off, or filled up by the padding token, where it is not as long as it
-        was."""
+        """int64[S + 1]: truncated, or padded, to the original length."""
         tokens_T = self.samples[index]
-        seed = [self.recipe.seed, zlib.crc32(self._name.encode()), int(index)]
-        cut = DocumentCutter(self.recipe, np.random.default_rng(seed))
-        parts: list[Ids] = []
-        start = 0
-        for end in [*np.flatnonzero(tokens_T == self.recipe.tokens.eod).tolist(), len(tokens_T)]:
-            parts += [cut(tokens_T[start:end]), tokens_T[end : end + 1]]
-            start = end + 1
-        sample_T = np.full(len(tokens_T), self.recipe.tokens.pad, np.int64)
-        found = np.concatenate(parts)[: len(tokens_T)]
-        sample_T[: len(found)] = found
+        tokens = self.recipe.tokens
+        rng = np.random.default_rng([self.recipe.seed, zlib.crc32(self._name.encode()), int(index)])
+        found = _each_part(tokens_T, tokens.eod, lambda part: self._document(part, rng))
+        sample_T = np.full(len(tokens_T), tokens.pad, np.int64)
+        sample_T[: len(found)] = found[: len(tokens_T)]
         return sample_T
 
     def origin(self, index: int, /) -> Sequence[Piece]:
-        """Where the tokens come from, in the order before the cut."""
+        """Where the tokens come from, in their order before the cut."""
         return self.samples.origin(index)
 
-
-class DocumentCutter:
-    """Cuts the documents of one sample; each has its turn with the random numbers."""
-
-    def __init__(self, recipe: FimRecipe, rng: np.random.Generator) -> None:
-        self._config, self._tokens, self._rng = recipe.config, recipe.tokens, rng
-        self._pieces = Pieces(recipe.encoder.tokenizer)
-
-    def __call__(self, document: Ids) -> Ids:
-        """A document, without its end; or its fragments, with what splits them between."""
-        config, split = self._config, self._tokens.split
-        splits = [] if split is None else np.flatnonzero(document == split).tolist()
-        if not splits:
-            return self._maybe_cut(document, config.fim_rate)
-        if self._rng.random() >= config.fim_rate:
+    def _document(self, document: Ids, rng: np.random.Generator) -> Ids:
+        config, split = self.recipe.config, self.recipe.tokens.split
+        if split is None or split not in document:
+            return self._maybe_cut(document, config.fim_rate, rng)
+        if rng.random() >= config.fim_rate:
             return document
         rate = config.fim_rate if config.fim_fragment_rate is None else config.fim_fragment_rate
-        parts, start = [], 0
-        for end in [*splits, len(document)]:
-            parts += [self._maybe_cut(document[start:end], rate), document[end : end + 1]]
-            start = end + 1
-        return np.concatenate(parts)
+        return _each_part(document, split, lambda part: self._maybe_cut(part, rate, rng))
 
-    def _maybe_cut(self, document: Ids, rate: float) -> Ids:
-        if not len(document) or self._rng.random() >= rate:
+    def _maybe_cut(self, document: Ids, rate: float, rng: np.random.Generator) -> Ids:
+        config, tokens, pieces = self.recipe.config, self.recipe.tokens, self._pieces
+        if not len(document) or rng.random() >= rate:
             return document
-        text = self._pieces.detokenize(document.tolist())
+        text = pieces.tokenizer.detokenize(document.tolist())
         if _REPLACEMENT in text:  # the sample begins or ends inside a character: text would be lost
             return document
-        no_prefix = self._config.fim_no_prefix
-        if no_prefix is not None and text.startswith(no_prefix):
+        if config.fim_no_prefix is not None and text.startswith(config.fim_no_prefix):
             return document
-        first, last = sorted(self._rng.integers(0, len(text) + 1, size=2).tolist())
+        first, last = sorted(rng.integers(0, len(text) + 1, size=2).tolist())
         texts = (text[:first], text[first:last], text[last:])
-        prefix, middle, suffix = (self._pieces.tokenize(part) for part in texts)
-        tokens = self._tokens
-        if self._rng.random() < self._config.fim_spm_rate:
+        prefix, middle, suffix = map(pieces.tokenize, texts)
+        if rng.random() < config.fim_spm_rate:
             before = [tokens.prefix, tokens.suffix, *suffix, tokens.middle, *prefix]
         else:
             before = [tokens.prefix, *prefix, tokens.suffix, *suffix, tokens.middle]
         return np.array([*before, *middle], np.int64)
 
 
-class Pieces:
-    """Tokens of parts of a text, without the ones that begin or end a whole text."""
+def _each_part(ids: Ids, separator: int, change: Callable[[Ids], Ids]) -> Ids:
+    """Ids with the parts between separators changed."""
+    parts: list[Ids] = []
+    start = 0
+    for end in [*np.flatnonzero(ids == separator).tolist(), len(ids)]:
+        parts += [change(ids[start:end]), ids[end : end + 1]]
+        start = end + 1
+    return np.concatenate(parts)
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
-        self._tokenizer = tokenizer
+
+@dataclass(frozen=True)
+class PieceTokenizer:
+    """Tokenizes parts of a text, without the tokens that begin or end a whole text."""
+
+    tokenizer: Tokenizer
 
     def tokenize(self, text: str) -> list[int]:
         """Ids of the text alone."""
-        ids = self._tokenizer.tokenize(text)
-        before, behind = self._added
-        return ids[before : len(ids) - behind]
-
-    def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids."""
-        return self._tokenizer.detokenize(ids)
+        ids = self.tokenizer.tokenize(text)
+        before, after = self._added
+        return ids[before : len(ids) - after]
 
     @cached_property
     def _added(self) -> tuple[int, int]:
-        """How many tokens every text begins and ends with."""
-        added, with_text = self._tokenizer.tokenize(""), self._tokenizer.tokenize("a")
+        """Number of tokens that every text begins and ends with."""
+        added, with_text = self.tokenizer.tokenize(""), self.tokenizer.tokenize("a")
         before = 0
         while before < len(added) and added[before] == with_text[before]:
             before += 1
@@ -254,9 +231,9 @@ class Pieces:
 
 
 def token_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """Id of the one token that a text is; None where it is several."""
+    """Id of a text that is one token, else None."""
     try:
-        ids = Pieces(tokenizer).tokenize(text)
+        ids = PieceTokenizer(tokenizer).tokenize(text)
         return ids[0] if len(ids) == 1 and tokenizer.detokenize(ids) == text else None
     except ValueError:  # not a text for this tokenizer
         return None

@@ -1,5 +1,4 @@
-"""Programs that turn checkpoints into other forms: a file for each command of
-``tools/convert_checkpoint.py``.
+"""The commands of ``tools/convert_checkpoint.py``.
 
 Each is a frozen config class, from which its flags come, and a function of the command line.
 """

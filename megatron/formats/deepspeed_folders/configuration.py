@@ -1,11 +1,13 @@
-"""What a DeepSpeed folder says of the network and of the run's counters.
+"""The network and the run's counters of a DeepSpeed folder.
 
-DeepSpeed itself keeps neither; they are in this project's files beside its own, or in what the
-training script saved with them.
+DeepSpeed itself stores neither; they are in this project's files beside its own, or in what the
+training script saved with them: this project's, Megatron-DeepSpeed's (Microsoft's, and BigScience's
+for BLOOM) or GPT-NeoX's.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from argparse import Namespace
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,10 +15,18 @@ from typing import Any, NamedTuple
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.manifest import CONFIG, STATE
-from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig
+from megatron.config import ConfigError, ModelConfig, RunConfig, TokenizerConfig, Vocabulary
 from megatron.engine.universal_info import COUNTERS, RUN
-from megatron.formats.deepspeed_folders import megatron_deepspeed, neox
-from megatron.formats.legacy_megatron.arguments import tokenizer_of_arguments
+from megatron.formats.deepspeed_folders import neox
+from megatron.formats.legacy_megatron.arguments import (
+    model_of_arguments,
+    tokenizer_of_arguments,
+    unpadded_vocabulary,
+)
+from megatron.formats.unpickle import Inert
+
+_POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
+"""BigScience's enumeration of position embeddings."""
 
 
 class Description(NamedTuple):
@@ -29,7 +39,7 @@ class Description(NamedTuple):
         state: see :class:`megatron.checkpoint.source.Source`; without the optimizer's step where
             another trainer wrote it.
         foreign: whether another trainer wrote it.
-        split_biases: see :class:`megatron.formats.deepspeed_folders.foreign.ForeignNaming`.
+        split_biases: see :class:`megatron.formats.deepspeed_folders.naming.ForeignNaming`.
     """
 
     run: RunConfig | None
@@ -41,15 +51,10 @@ class Description(NamedTuple):
 
 
 def describe(folder: Path, states: Mapping[str, Any]) -> Description:
-    """Finds configuration and counters.
-
-    Args:
-        folder: the checkpoint.
-        states: its model states.
+    """Finds configuration and counters in a checkpoint with these model states.
 
     Raises:
-        CheckpointError: the network is nowhere described, or has features that there are none of
-            here.
+        CheckpointError: the network is not described, or has features that cannot be represented.
     """
     own = folder / CONFIG
     parts = read_json(own) if own.is_file() else states.get(RUN)
@@ -57,17 +62,18 @@ def describe(folder: Path, states: Mapping[str, Any]) -> Description:
         try:
             run = RunConfig.from_dict(parts)
         except (TypeError, AttributeError, ConfigError) as error:
-            raise CheckpointError(f"{own}: this is no configuration: {error}") from None
+            raise CheckpointError(f"{own}: not a configuration: {error}") from None
         file = folder / STATE
         state = read_json(file) if file.is_file() else states.get(COUNTERS, {})
         tokenizer = run.tokenizer if run.tokenizer.tokenizer_type else None
         return Description(run, run.model, tokenizer, dict(state), foreign=False)
     args = states.get("args")
+    arguments = vars(args) if isinstance(args, Namespace) else {}
     settings = neox.find_settings(folder)
     if settings is not None:
         model = neox.model_of(settings, args, folder)
     elif isinstance(args, Namespace):
-        model = megatron_deepspeed.model_of(vars(args), folder)
+        model = _megatron_deepspeed(arguments, folder)
     elif isinstance(args, Mapping):
         raise CheckpointError(
             f"{folder} is of GPT-NeoX, whose configuration files are missing: put the *.yml files "
@@ -76,17 +82,35 @@ def describe(folder: Path, states: Mapping[str, Any]) -> Description:
     else:
         raise CheckpointError(
             f"{folder} does not describe the network: it has no {CONFIG}, and its model states "
-            "neither the args of a Megatron-DeepSpeed run nor a configuration of this project"
+            "have neither the args of a Megatron-DeepSpeed run nor a configuration of this project"
         )
-    tokenizer = tokenizer_of_arguments(vars(args)) if isinstance(args, Namespace) else None
-    counters = _counters(states, args)
+    tokenizer = tokenizer_of_arguments(arguments)
+    samples = arguments.get("consumed_train_samples")
+    counters = {
+        "iteration": int(states.get("iteration", states.get("global_steps", 0))),
+        "consumed_samples": int(states.get("global_samples", 0) if samples is None else samples),
+        "loss_scaler": {},
+    }
     return Description(None, model, tokenizer, counters, True, settings is not None)
 
 
-def _counters(states: Mapping[str, Any], args: Any) -> dict[str, Any]:
-    values = vars(args) if isinstance(args, Namespace) else {}
-    iteration = states.get("iteration", states.get("global_steps", 0))
-    samples = values.get("consumed_train_samples")
-    if samples is None:
-        samples = states.get("global_samples", 0)
-    return {"iteration": int(iteration), "consumed_samples": int(samples), "loss_scaler": {}}
+def _megatron_deepspeed(arguments: Mapping[str, Any], folder: Path) -> ModelConfig:
+    """The network that a run's arguments describe.
+
+    Without an unpadded size, as in BLOOM's published models, all rows of the embedding are tokens.
+
+    Raises:
+        CheckpointError: an argument is missing, or cannot be represented.
+    """
+    known = dict(arguments)
+    positions = known.get("position_embedding_type")
+    if isinstance(positions, Inert):
+        number = (vars(positions).get("args") or (0,))[0]
+        known["position_embedding_type"] = _POSITIONS.get(number, str(number))
+    known.pop("window_size", None)
+    model = model_of_arguments(known, folder)
+    rows = known.get("padded_vocab_size")
+    if not isinstance(rows, int):
+        raise CheckpointError(f"{folder}: the run's arguments have no padded_vocab_size")
+    vocabulary = Vocabulary(unpadded_vocabulary(known, rows) or rows, rows)
+    return dataclasses.replace(model, vocabulary=vocabulary)

@@ -1,30 +1,138 @@
-"""Reads the folders that DeepSpeed's engines save, whatever their layout and stage."""
+"""Finds DeepSpeed's checkpoints, and reads the folders that its engines save, whatever their layout
+and stage."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import os
+import re
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.folder import TRACKER
+from megatron.checkpoint.folder import TRACKER, standing_in
 from megatron.checkpoint.source import Source
-from megatron.formats.deepspeed_folders.configuration import describe
-from megatron.formats.deepspeed_folders.files import EngineFiles
-from megatron.formats.deepspeed_folders.foreign import ForeignNaming
-from megatron.formats.deepspeed_folders.layout import is_engine_folder, locate
-from megatron.formats.deepspeed_folders.naming import EngineNaming, RankNaming
+from megatron.formats.deepspeed_folders.configuration import Description, describe
+from megatron.formats.deepspeed_folders.engine_files import EngineFiles
+from megatron.formats.deepspeed_folders.naming import (
+    EngineNaming,
+    ForeignNaming,
+    Naming,
+    RankNaming,
+)
+
+UNIVERSAL_TRACKER = "latest_universal"
+UNIVERSAL_SUFFIX = "_universal"
+
+_MODEL_STATES = re.compile(r"(?:(?:(?:bf|fp)16_)?zero_pp_rank_\d+_)?mp_rank_\d+_model_states\.pt")
+_NUMBER = re.compile(r"\d+")
 
 
-class DeepSpeedFolder(Source):
+def is_universal(folder: Path) -> bool:
+    """Whether this is a universal checkpoint."""
+    return (folder / "zero").is_dir()
+
+
+def is_engine_folder(folder: Path) -> bool:
+    """Whether this is a checkpoint that one of DeepSpeed's engines saved."""
+    if not folder.is_dir() or is_universal(folder):
+        return False
+    return any(_MODEL_STATES.fullmatch(name) for name in os.listdir(folder))
+
+
+def locate(
+    path: Path, wanted: str | None, tracker: str, fits: Callable[[Path], bool], suffix: str = ""
+) -> Path | None:
+    """Where a checkpoint is; see :meth:`megatron.checkpoint.source.Source.locate`.
+
+    Where a save was killed while it replaced one, that is the old one's hidden folder.
+
+    Args:
+        path: one checkpoint, or a folder of several.
+        wanted: a tag or an iteration; None for the newest.
+        tracker: name of the file that names the newest.
+        fits: whether a folder is a checkpoint of the format.
+        suffix: what follows ``global_step<N>`` in a tag.
+
+    Raises:
+        CheckpointError: there are some, but not the wanted one.
+    """
+    if folder := _present(path, fits):
+        tag = path.name
+        if wanted not in (None, tag, tag.removeprefix("global_step").removesuffix(suffix)):
+            raise CheckpointError(f"{path} is one checkpoint, and not {wanted}")
+        return folder
+    if not path.is_dir():
+        return None
+    known = {
+        name: folder
+        for child in path.iterdir()
+        if (name := _tag(child.name)) and (folder := _present(path / name, fits))
+    }
+    if not known:
+        return None
+    listed = ", ".join(sorted(known, key=_newest_last))
+    if wanted is not None:
+        for name in (wanted, f"global_step{wanted}{suffix}"):
+            if name in known:
+                return known[name]
+        raise CheckpointError(f"{path} has no checkpoint {wanted}; it has {listed}")
+    file = path / tracker
+    if not file.is_file():
+        return known[max(known, key=_newest_last)]
+    named = file.read_text(errors="replace").strip()
+    if named not in known:
+        raise CheckpointError(f"{file} names {named!r}, which is not in {path}; it has {listed}")
+    return known[named]
+
+
+def _present(final: Path, fits: Callable[[Path], bool]) -> Path | None:
+    """A checkpoint under its name, or where a killed save has moved it."""
+    if fits(final):
+        return final
+    replaced = standing_in(final)
+    return replaced if replaced is not None and fits(replaced) else None
+
+
+def _tag(name: str) -> str | None:
+    """The checkpoint's name of a folder; None for what is being written or deleted."""
+    if not name.startswith("."):
+        return name
+    return name[1:].removesuffix(".replaced") if name.endswith(".replaced") else None
+
+
+def _newest_last(name: str) -> tuple[list[int], str]:
+    return [int(number) for number in _NUMBER.findall(name)], name
+
+
+class NamedFolder(Source):
+    """A folder with its own names for parameters, which a :class:`Naming` maps to ours."""
+
+    _naming: Naming
+
+    def _describe(self, states: Mapping[str, Any]) -> Description:
+        """Sets what is known besides the tensors, from configuration files or model states."""
+        found = describe(self.folder, states)
+        self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
+        self.state = found.state
+        return found
+
+    def names(self) -> Sequence[str]:
+        return list(self._naming.shapes)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        if name not in self._naming.shapes:
+            raise CheckpointError(f"{self.folder} has no parameter {name}")
+        return self._naming.shapes[name]
+
+
+class DeepSpeedFolder(NamedFolder):
     """A folder of this project's ``--checkpoint-format deepspeed``, of Megatron-DeepSpeed (BLOOM)
     or of GPT-NeoX.
 
     Weights are those that the optimizer updates, in float32, where there are ZeRO files.
-
-    Args:
-        folder: the checkpoint's folder (``.../global_step100``).
 
     Raises:
         CheckpointError: a file is missing or malformed, or the network cannot be represented.
@@ -35,9 +143,7 @@ class DeepSpeedFolder(Source):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._files = EngineFiles(folder)
-        found = describe(folder, self._files.model_states())
-        self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
-        self.state = found.state
+        found = self._describe(self._files.model_states())
         self._naming: RankNaming = EngineNaming(self.model, self._files.tensor_size)
         if found.foreign:
             foreign = ForeignNaming(self.model, self._files.names(), folder, found.split_biases)
@@ -49,25 +155,12 @@ class DeepSpeedFolder(Source):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         return locate(path, wanted, TRACKER, is_engine_folder)
 
-    def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
-        return list(self._naming.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
-        if name not in self._naming.shapes:
-            raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return self._naming.shapes[name]
-
     def kinds(self, name: str) -> Sequence[str]:
-        """See :meth:`Source.kinds`."""
         return ["weight", *self._moments]
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
         self.shape(name)
         naming, found = self._naming, []
         for part in naming.parts(name):

@@ -1,52 +1,96 @@
 """Which of a folder's parameters make up each canonical one, and how.
 
 A folder has its own names for parameters: canonical ones, those of an engine's layer list, or those
-of another trainer. A naming says what they are.
+of another trainer.
 """
 
 from __future__ import annotations
 
 import math
+import re
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from functools import lru_cache
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
-from megatron.formats.deepspeed_folders.parameters import layers_of, parameters_of
+from megatron.engine.universal_info import Registered, registered_parameters
+from megatron.families import spec_of
+from megatron.formats.legacy_megatron.names import (
+    is_buffer,
+    qkv_from_megatron,
+    rename,
+    rename_block,
+)
+from megatron.model.layer_list import LayerSpec
+from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Shard
+from megatron.parallel.tensor_parallel import TensorParallel
+
+_PLACED = re.compile(r"(\d+)\.(.+)")
+_EMBEDDING = {
+    "word_embeddings.weight": "embedding.word_embeddings.weight",
+    "position_embeddings.weight": "embedding.position_embeddings.weight",
+    "word_embeddings.norm.weight": "embedding.norm.weight",
+    "word_embeddings.norm.bias": "embedding.norm.bias",
+}
+_LAST = {
+    "weight": "final_norm.norm.weight",
+    "bias": "final_norm.norm.bias",
+    "norm.weight": "final_norm.norm.weight",
+    "norm.bias": "final_norm.norm.bias",
+    "lm_head.weight": "output_layer.weight",
+    "final_linear.weight": "output_layer.weight",
+    "word_embeddings.weight": "output_layer.weight",
+}
+"""Names in the layers after the blocks: norm and head."""
+_TIED = "tied_modules.embed."
+_ADDED_ONCE = (".proj.bias", ".down.bias")
+_QKV_VERSION = 3.0
+"""Other trainers order query-key-value rows as Megatron's checkpoints do from version 2 on."""
 
 
-class Naming(ABC):
-    """The names of one folder.
+def _layers_of(model: ModelConfig, size: int = 1) -> list[LayerSpec]:
+    return spec_of(model).layers(TensorParallel(Group(tuple(range(size)))))
 
-    Args:
-        model: the network.
+
+@lru_cache(maxsize=8)
+def parameters_of(model: ModelConfig, size: int = 1) -> dict[str, list[Registered]]:
+    """The parameters of a model, with its vocabulary, in DeepSpeed's engines of a tensor-parallel
+    size, by canonical name."""
+    return registered_parameters(_layers_of(model, size))
+
+
+def whole_shards(model: ModelConfig) -> dict[str, Shard]:
+    """How each whole parameter is cut, by canonical name."""
+    return {name: parts[0].shard for name, parts in parameters_of(model).items()}
+
+
+class Naming:
+    """The names of one folder: canonical ones, unless a subclass knows others.
 
     Attributes:
-        shapes: shape of every parameter without padding, by canonical name.
+        shapes: shape of every parameter of the network without padding, by canonical name.
     """
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
-        self.registered = parameters_of(model)
-        self.shapes = {
-            name: parts[0].shard.canonical_shape for name, parts in self.registered.items()
-        }
+        self._shards = whole_shards(model)
+        self.shapes = {name: shard.canonical_shape for name, shard in self._shards.items()}
 
-    @abstractmethod
     def parts(self, name: str) -> Sequence[str]:
-        """The folder's names of what makes up a canonical parameter."""
+        """The folder's names of the parts of a canonical parameter."""
+        return [name]
 
-    @abstractmethod
     def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
         """A canonical parameter from its parts, each whole, in any shape and with any padding."""
-
-    def shard(self, name: str) -> Shard:
-        """How a whole parameter is cut."""
-        return self.registered[name][0].shard
+        if len(parts) == 1:
+            return self.trim(name, parts[0])
+        return self.trim(name, torch.cat([part.reshape(-1) for part in parts]))
 
     def trim(self, name: str, values: Tensor) -> Tensor:
         """The canonical shape of a parameter, from any that has at least its rows.
@@ -56,28 +100,16 @@ class Naming(ABC):
         """
         shape = self.shapes[name]
         rows, rest = divmod(values.numel(), math.prod(shape[1:]))
-        padded = shape != self.shard(name).full_shape
+        padded = shape != self._shards[name].full_shape
         if rest or rows < shape[0] or (rows > shape[0] and not padded):
             raise CheckpointError(
-                f"{name} is {tuple(values.shape)} there, and {shape} by the configuration"
+                f"{name} is {tuple(values.shape)}, but {shape} by the configuration"
             )
         return values.reshape(rows, *shape[1:])[: shape[0]]
 
 
-class CanonicalNaming(Naming):
-    """A folder with canonical names."""
-
-    def parts(self, name: str) -> Sequence[str]:
-        """See :meth:`Naming.parts`."""
-        return [name]
-
-    def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Naming.whole`."""
-        return self.trim(name, parts[0])
-
-
-class RankNaming(Naming):
-    """The names of a folder in which each rank's share lies by itself."""
+class RankNaming(Naming, ABC):
+    """The names of a folder that stores each rank's share separately."""
 
     @abstractmethod
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
@@ -89,52 +121,125 @@ class RankNaming(Naming):
 
 
 class EngineNaming(RankNaming):
-    """A folder with the names of this project's engines.
-
-    Args:
-        model: the network.
-        size: tensor-parallel size of the run.
-    """
+    """A folder with the names of this project's engines, at a tensor-parallel size."""
 
     def __init__(self, model: ModelConfig, size: int) -> None:
         super().__init__(model)
-        self.size, self.held = size, parameters_of(model, size)
+        self._size, self._registered = size, parameters_of(model, size)
         self._tied = {
             place: f"tied_modules.{layer.tied_key}"
-            for place, layer in enumerate(layers_of(model))
+            for place, layer in enumerate(_layers_of(model))
             if layer.tied_key
         }
 
     def parts(self, name: str) -> Sequence[str]:
-        """See :meth:`Naming.parts`."""
-        return [part.name for part in self.held[name]]
+        return [part.name for part in self._registered[name]]
 
     def registered_name(self, place: int, rest: str) -> str:
-        """See :meth:`RankNaming.registered_name`."""
         return f"{self._tied.get(place, place)}.{rest}"
 
-    def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
-        """See :meth:`Naming.whole`."""
-        if len(parts) == 1:
-            return self.trim(name, parts[0])
-        return self.trim(name, torch.cat([part.reshape(-1) for part in parts]))
-
     def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
-        """See :meth:`RankNaming.join`."""
         canonical = torch.zeros(self.shapes[name])
-        for part, ranks in zip(self.held[name], shares, strict=True):
+        for part, ranks in zip(self._registered[name], shares, strict=True):
             for rank, share in enumerate(ranks):
-                place = {"tensor": (rank, self.size)}
+                place = {"tensor": (rank, self._size)}
                 shape = part.shard.local_shape(place)
-                if share.numel() != torch.Size(shape).numel():
+                if share.numel() != math.prod(shape):
                     raise CheckpointError(
-                        f"{part.name} is {tuple(share.shape)} on tensor-parallel rank {rank}, and "
+                        f"{part.name} is {tuple(share.shape)} on tensor-parallel rank {rank}, but "
                         f"{shape} by the configuration"
                     )
                 part.shard.place(canonical, share.reshape(shape).float(), place)
         return canonical
 
 
-def looks_canonical(names: Iterable[str]) -> bool:
-    """Whether a folder's names are canonical ones."""
-    return any(name.startswith("layers.") for name in names)
+class ForeignNaming(RankNaming):
+    """The names of a folder of Megatron-DeepSpeed or GPT-NeoX.
+
+    Pipelines name parameters by the layer's place (``5.self_attention.query_key_value.weight``,
+    ``tied_modules.embed.word_embeddings.weight``), plain modules by Megatron's own names
+    (``language_model.encoder.layers.2...``). The place of the first block differs between releases,
+    so blocks are recognised by their contents.
+
+    Args:
+        model: the network.
+        names: the folder's names.
+        folder: the checkpoint, for messages.
+        split_biases: whether each tensor rank has an addend of the row-parallel biases (GPT-NeoX)
+            instead of a copy.
+
+    Raises:
+        CheckpointError: a parameter is unknown, or one of the network is missing.
+    """
+
+    def __init__(
+        self, model: ModelConfig, names: Sequence[str], folder: Path, split_biases: bool = False
+    ) -> None:
+        super().__init__(model)
+        self._split_biases = split_biases
+        self._found: dict[str, str] = {}
+        placed = [match for name in names if (match := _PLACED.fullmatch(name))]
+        blocks = sorted({int(match[1]) for match in placed if _block(match[2])})
+        number = {place: n for n, place in enumerate(blocks)}
+        for name in names:
+            if is_buffer(name):
+                continue
+            canonical = _canonical(name, number)
+            if canonical == "output_layer.weight" and model.embedding.tied:
+                continue
+            if canonical not in self.shapes:
+                raise CheckpointError(
+                    f"{folder}: the parameter {name} is not one of the network that its "
+                    f"arguments describe{'' if canonical is None else f' ({canonical})'}"
+                )
+            self._found.setdefault(canonical, name)
+        missing = [name for name in self.shapes if name not in self._found]
+        if missing:
+            raise CheckpointError(f"{folder} has nothing for {', '.join(missing[:3])}")
+
+    def parts(self, name: str) -> Sequence[str]:
+        return [self._found[name]]
+
+    def whole(self, name: str, parts: Sequence[Tensor]) -> Tensor:
+        values = self.trim(name, parts[0].float())
+        if ".attention.qkv." not in name:
+            return values
+        attention = self.model.attention
+        heads, groups = attention.num_attention_heads, attention.num_query_groups
+        return qkv_from_megatron(values, _QKV_VERSION, heads, groups, attention.kv_channels)
+
+    def join(self, name: str, kind: str, shares: Sequence[Sequence[Tensor]]) -> Tensor:
+        (ranks,) = shares
+        cut = self._shards[name].over("tensor")
+        if cut is None:
+            joined = ranks[0]
+            if self._split_biases and kind == "weight" and name.endswith(_ADDED_ONCE):
+                # Every addend has the sum's gradient, and so the sum's moments.
+                joined = torch.stack([share.float() for share in ranks]).sum(0)
+        elif len(cut.parts) == 2:
+            halves = zip(*(share.chunk(2, cut.dim) for share in ranks), strict=True)
+            joined = torch.cat([part for half in halves for part in half], cut.dim)
+        else:
+            joined = torch.cat(list(ranks), cut.dim)
+        return self.whole(name, [joined])
+
+
+def _block(rest: str) -> str | None:
+    """Canonical name within a block; RMSNorm's weight is ``scale`` in GPT-NeoX."""
+    return rename_block(re.sub(r"\.scale$", ".weight", rest))
+
+
+def _canonical(name: str, number: dict[int, int]) -> str | None:
+    name = name.removeprefix("module.")
+    if name.startswith(_TIED):
+        return _EMBEDDING.get(name.removeprefix(_TIED))
+    match = _PLACED.fullmatch(name)
+    if match is None:
+        return rename(name)
+    place, rest = int(match[1]), match[2]
+    if place in number:
+        inner = _block(rest)
+        return None if inner is None else f"layers.{number[place]}.{inner}"
+    if not number or place < min(number):
+        return _EMBEDDING.get(rest)
+    return _LAST.get(re.sub(r"(^|\.)scale$", r"\1weight", rest))

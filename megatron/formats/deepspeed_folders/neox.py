@@ -1,5 +1,5 @@
-"""GPT-NeoX's settings, which it saves as YAML or JSON files beside its checkpoints, and our
-configuration."""
+"""The network that GPT-NeoX's settings describe, which it saves as YAML or JSON files beside its
+checkpoints."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
     "rotary_emb_interleaved": (False,),
     "sliding_window_width": (None,),
 }
-"""Settings that change the network, and the values that there are here."""
+"""Settings that change the network, and the values that can be represented."""
 
 
 def find_settings(folder: Path) -> dict[str, Any] | None:
@@ -53,28 +53,31 @@ def _read(file: Path) -> dict[str, Any]:
     except (yaml.YAMLError, UnicodeDecodeError, OSError) as error:
         raise CheckpointError(f"{file} cannot be read: {error}") from None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{file} holds no settings")
+        raise CheckpointError(f"{file} has no settings")
     return {str(key).replace("-", "_"): value for key, value in content.items()}
 
 
 def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> ModelConfig:
-    """The network that the settings describe.
+    """The network that settings, by name with underscores, describe.
 
-    Args:
-        settings: by name, with underscores.
-        arguments: ``args`` of the model states, which have the size of the token table.
-        folder: the checkpoint, for messages.
+    ``arguments`` are the ``args`` of the model states, which have the rows of the token embedding.
 
     Raises:
-        CheckpointError: a setting is missing, or describes what is not ours.
+        CheckpointError: a setting is missing, or cannot be represented.
     """
     for name, values in _HARMLESS.items():
         if settings.get(name, values[0]) not in values:
             raise CheckpointError(
-                f"{folder}: the network has {name} {settings[name]!r}, which there is no "
-                "counterpart of here"
+                f"{folder}: the network has {name} {settings[name]!r}, which cannot be represented"
             )
-    _only_global_attention(settings, folder)
+    # It can mix kinds of attention: [[["global", "flash"], 24]].
+    for entry in settings.get("attention_config") or [[["global"], "all"]]:
+        names = entry[0] if isinstance(entry, list) else entry
+        for name in names if isinstance(names, list) else [names]:
+            if name not in ("global", "flash"):
+                raise CheckpointError(
+                    f"{folder}: the network has attention {name!r}, which cannot be represented"
+                )
 
     def number(name: str, other: str | None = None) -> int:
         value = settings.get(name, settings.get(other or name))
@@ -85,25 +88,23 @@ def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> Model
     hidden, heads = number("hidden_size"), number("num_attention_heads")
     kind = settings.get("activation", "gelu")
     residual = bool(settings.get("gpt_j_residual", False))
-    positions = _POSITIONS[settings.get("pos_emb", "learned")]
-    groups = settings.get("num_kv_heads") or heads
     rows = settings.get("padded_vocab_size")
     if isinstance(arguments, Mapping):
         rows = arguments.get("padded_vocab_size", rows)
     if not isinstance(rows, int):
         raise CheckpointError(
-            f"{folder}: nothing says how many rows the token table has; add padded_vocab_size to "
-            f"a file in {folder / 'configs'}"
+            f"{folder}: the number of rows of the token embedding is not known; add "
+            f"padded_vocab_size to a file in {folder / 'configs'}"
         )
     flags = ModelFlags(
         num_layers=number("num_layers"),
         hidden_size=hidden,
         ffn_hidden_size=settings.get("intermediate_size") or 4 * hidden,
         num_attention_heads=heads,
-        num_query_groups=groups,
+        num_query_groups=settings.get("num_kv_heads") or heads,
         seq_length=number("seq_length"),
         max_position_embeddings=number("max_position_embeddings", "seq_length"),
-        position_embedding_type=positions,
+        position_embedding_type=_POSITIONS[settings.get("pos_emb", "learned")],
         rotary_base=float(settings.get("rotary_emb_base", 10000)),
         rotary_percent=float(settings.get("rotary_pct", 1.0)),
         normalization=_NORMS[settings.get("norm", "layernorm")],
@@ -112,7 +113,7 @@ def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> Model
         shared_parallel_norm=residual and bool(settings.get("gpt_j_tied", False)),
         glu_activation="swiglu" if kind == "swiglu" else None,
         relu=kind == "relu",
-        # Fused, its GELU is the approximation by tanh, as in Megatron; else the exact one.
+        # Fused, its GELU is the approximation by tanh, as in Megatron; unfused, the exact one.
         bias_gelu_fusion=kind != "gelu" or bool(settings.get("bias_gelu_fusion", False)),
         add_bias_linear=bool(settings.get("use_bias_in_attn_linear", True)),
         untie_embeddings_and_output_weights=bool(settings.get("no_weight_tying", False)),
@@ -122,15 +123,3 @@ def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> Model
         padded_vocab_size=rows,
     )
     return resolved(flags, folder)
-
-
-def _only_global_attention(settings: Mapping[str, Any], folder: Path) -> None:
-    """``attention_config`` may mix kinds of attention: [[["global", "flash"], 24]]."""
-    kinds = settings.get("attention_config") or [[["global"], "all"]]
-    for entry in kinds:
-        names = entry[0] if isinstance(entry, list) else entry
-        for name in names if isinstance(names, list) else [names]:
-            if name not in ("global", "flash"):
-                raise CheckpointError(
-                    f"{folder}: the network has attention {name!r}, which there is none of here"
-                )

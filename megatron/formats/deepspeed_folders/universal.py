@@ -1,43 +1,67 @@
-"""Reads universal checkpoints: those written here, and those of DeepSpeed's ds_to_universal."""
+"""DeepSpeed's universal checkpoints: a folder per parameter, from which stock DeepSpeed cuts what
+each rank of any layout needs. Reads those of this project and of DeepSpeed's ds_to_universal.
+
+::
+
+    zero/<parameter>/{fp32,exp_avg,exp_avg_sq,step}.pt
+    zero/optimizer_state.pt
+    mp_rank_00_model_states.pt                        counters, for loaders of ZeRO stages 1 and 2
+    zero_pp_rank_0_mp_rank_00_model_states.pt         the same, for loaders of stage 3
+    config.json, state.json, universal.json           this project's own; DeepSpeed ignores them
+
+The format is DeepSpeed 0.19.8's: ``checkpoint/ds_to_universal.py`` writes it, and
+``checkpoint/universal_checkpoint.py`` (stages 1 and 2) and ``runtime/zero/stage3.py`` read it.
+"""
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Sequence
+from argparse import Namespace
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError, read_json
-from megatron.checkpoint.manifest import check_file
-from megatron.checkpoint.source import Source
-from megatron.formats.deepspeed_folders.configuration import describe
-from megatron.formats.deepspeed_folders.foreign import ForeignNaming
-from megatron.formats.deepspeed_folders.layout import (
+from megatron.checkpoint.files import CheckpointError, read_json, write_json
+from megatron.checkpoint.folder import replace_folder, tag, unfinished_folder
+from megatron.checkpoint.manifest import CONFIG, STATE, check_file, file_facts
+from megatron.checkpoint.source import TOKENIZER, Source, run_of
+from megatron.config import RunConfig
+from megatron.engine.universal_info import UNIVERSAL_VERSION
+from megatron.formats.deepspeed_folders.engine_files import MOMENTS
+from megatron.formats.deepspeed_folders.folder import (
     UNIVERSAL_SUFFIX,
     UNIVERSAL_TRACKER,
+    NamedFolder,
     is_universal,
     locate,
 )
 from megatron.formats.deepspeed_folders.naming import (
-    CanonicalNaming,
     EngineNaming,
+    ForeignNaming,
     Naming,
-    looks_canonical,
+    whole_shards,
 )
-from megatron.formats.deepspeed_folders.universal_writer import MANIFEST
 from megatron.formats.unpickle import load_pickle
+from megatron.parallel.shard import Shard
+from megatron.util.files import sync_path
+from megatron.util.progress import progress_bar
 
-_MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+DEEPSPEED_VERSION = "0.19.8"
+"""The release whose format this is; loaders refuse folders without a version."""
+MANIFEST = "universal.json"
+
+_GROUPS = 64
+"""A loader pairs its parameter groups with the folder's, and leaves those without a partner
+unloaded, so there are more than any script has."""
 
 
-class UniversalFolder(Source):
+class UniversalFolder(NamedFolder):
     """A universal checkpoint of this project, of its engines or of Megatron-DeepSpeed.
-
-    Args:
-        folder: the checkpoint's folder (``.../global_step100_universal``).
 
     Raises:
         CheckpointError: a file is missing or malformed, or the network cannot be represented.
@@ -48,13 +72,10 @@ class UniversalFolder(Source):
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
         self._present = _parameters(folder / "zero")
-        states = _model_states(folder)
-        found = describe(folder, states)
-        self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
-        self.state = found.state
-        self._naming: Naming
-        if looks_canonical(self._present):
-            self._naming = CanonicalNaming(self.model)
+        states = _read_model_states(folder)
+        found = self._describe(states)
+        if any(name.startswith("layers.") for name in self._present):
+            self._naming = Naming(self.model)
         elif found.foreign:
             self._naming = ForeignNaming(
                 self.model, list(self._present), folder, found.split_biases
@@ -66,12 +87,11 @@ class UniversalFolder(Source):
             self.state["optimizer_step"] = self._step()
             if not any(len(kinds) > 1 for kinds in self._present.values()):
                 self.state = {}
-        # The same pickle is asked for by every part that is read of it.
+        # A file is read in several parts.
         self._open = lru_cache(maxsize=4)(load_pickle)
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         return locate(path, wanted, UNIVERSAL_TRACKER, is_universal, UNIVERSAL_SUFFIX)
 
     @classmethod
@@ -87,23 +107,11 @@ class UniversalFolder(Source):
         for name, facts in list(files.items())[share::shares]:
             check_file(folder / name, facts)
 
-    def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
-        return list(self._naming.shapes)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
-        if name not in self._naming.shapes:
-            raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return self._naming.shapes[name]
-
     def kinds(self, name: str) -> Sequence[str]:
-        """See :meth:`Source.kinds`."""
         self.shape(name)
         return self._present.get(self._naming.parts(name)[0], ["weight"])
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
         self.shape(name)
         parts = [self._part(part, kind) for part in self._naming.parts(name)]
         try:
@@ -112,42 +120,200 @@ class UniversalFolder(Source):
             raise CheckpointError(f"{self.folder}: {kind} of {error}") from None
 
     def _part(self, part: str, kind: str) -> Tensor:
-        path = self._file(part, kind)
+        path = self.folder / "zero" / part / _file_name(kind)
         content = self._open(path)
         # ds_to_universal leaves out the dictionary at stage 3.
         values = content.get("param") if isinstance(content, dict) else content
         if not isinstance(values, Tensor):
-            raise CheckpointError(f"{path} holds no tensor")
+            raise CheckpointError(f"{path} has no tensor")
         return values
 
-    def _file(self, part: str, kind: str) -> Path:
-        return self.folder / "zero" / part / f"{'fp32' if kind == 'weight' else kind}.pt"
-
     def _step(self) -> int:
-        for part in self._present:
-            path = self.folder / "zero" / part / "step.pt"
-            if path.is_file():
-                return int(load_pickle(path))
-        return 0
+        files = (self.folder / "zero" / part / "step.pt" for part in self._present)
+        found = next((path for path in files if path.is_file()), None)
+        return 0 if found is None else int(load_pickle(found))
+
+
+def _file_name(kind: str) -> str:
+    return f"{'fp32' if kind == 'weight' else kind}.pt"
 
 
 def _parameters(zero: Path) -> dict[str, list[str]]:
-    """The kinds that there are of each parameter, by the folder's names."""
+    """The kinds of tensors of each parameter, by the folder's names."""
     found = {}
     for path in sorted(zero.iterdir()):
         if path.is_dir():
             files = set(os.listdir(path))
-            found[path.name] = ["weight", *(m for m in _MOMENTS if f"{m}.pt" in files)]
+            found[path.name] = ["weight", *(m for m in MOMENTS if f"{m}.pt" in files)]
     if not found:
         raise CheckpointError(f"{zero} has no parameters")
     return found
 
 
-def _model_states(folder: Path) -> dict[str, Any]:
+def _read_model_states(folder: Path) -> dict[str, Any]:
     for pattern in ("mp_rank_*_model_states.pt", "*zero_pp_rank_0_mp_rank_*_model_states.pt"):
         for path in sorted(folder.glob(pattern)):
             content = load_pickle(path)
             if not isinstance(content, dict):
-                raise CheckpointError(f"{path} holds no dictionary")
+                raise CheckpointError(f"{path} is not a dictionary")
             return content
     raise CheckpointError(f"{folder} has no model states (mp_rank_00_model_states.pt)")
+
+
+def save_universal(source: Source, save: Path, stage: int = 1) -> Path:
+    """Writes ``global_step<N>_universal`` into a folder of checkpoints."""
+    iteration = source.state.get("iteration", 0)
+    folder = save / f"{tag(iteration)}{UNIVERSAL_SUFFIX}"
+    write_universal(source, folder, stage)
+    return folder
+
+
+def write_universal(
+    source: Source,
+    folder: Path,
+    stage: int = 1,
+    progress: Callable[[str], None] = lambda line: None,
+) -> None:
+    """Writes any checkpoint as a universal one, one parameter at a time.
+
+    It appears by a rename when it is complete and on the disk; then ``latest_universal`` beside it
+    names it.
+
+    Args:
+        source: the checkpoint.
+        folder: the universal checkpoint; an existing one is replaced.
+        stage: ZeRO stage of the loaders: 1 (or 2) or 3. Loaders of stage 3 do not pad the
+            vocabulary, so for them the token embedding has as many rows as in the run.
+        progress: called with a line about each parameter.
+
+    Raises:
+        CheckpointError: the source is damaged.
+        OSError: a file cannot be written; nothing is left behind.
+    """
+    assert stage in (1, 2, 3)
+    with unfinished_folder(folder) as written:
+        (written / "zero").mkdir()
+        run = source.run or run_of(source)
+        facts = _write_files(source, run, written, stage, progress)
+        write_json(written / MANIFEST, {"format": 1, "zero_stage": stage, "files": facts})
+        replace_folder(written, folder, {UNIVERSAL_TRACKER: folder.name})
+
+
+def _write_files(
+    source: Source,
+    run: RunConfig,
+    written: Path,
+    stage: int,
+    progress: Callable[[str], None],
+) -> dict[str, dict[str, int | str]]:
+    """Everything but the manifest, whose entries it returns."""
+    facts: dict[str, dict[str, int | str]] = {}
+
+    def note(path: Path) -> None:
+        sync_path(path)
+        facts[str(path.relative_to(written))] = file_facts(path)
+
+    def save(content: Any, path: Path) -> None:
+        torch.save(content, path)
+        note(path)
+
+    shards = whole_shards(run.model)
+    step = _optimizer_step(source)
+    for name in progress_bar("writing", source.names(), unit=" parameters"):
+        place = written / "zero" / name
+        place.mkdir()
+        kinds = source.kinds(name)
+        for kind in kinds:
+            values = source.tensor(name, kind)
+            if stage == 3:
+                values = shards[name].cut(values)  # with the padding
+            save(
+                {"param": values.contiguous(), **_how_to_cut(shards[name])},
+                place / _file_name(kind),
+            )
+        if step is not None and len(kinds) > 1:
+            save(step, place / "step.pt")
+        sync_path(place)
+        progress(f"{name}: {', '.join(kinds)}")
+    save(_optimizer_state(run, step, stage), written / "zero" / "optimizer_state.pt")
+    sync_path(written / "zero")
+    prefix = "zero_pp_rank_0_" if stage == 3 else ""
+    state = {key: value for key, value in source.state.items() if key != "world_size"}
+    save(_model_states(state, step), written / f"{prefix}mp_rank_00_model_states.pt")
+    write_json(written / CONFIG, run.to_dict())
+    write_json(written / STATE, state)
+    source.copy_tokenizer(written / TOKENIZER)
+    own = [written / CONFIG, written / STATE, *(written / TOKENIZER).rglob("*")]
+    for path in own:
+        if path.is_file():
+            note(path)
+    return dict(sorted(facts.items()))
+
+
+def _how_to_cut(shard: Shard) -> dict[str, Any]:
+    """Keys from which DeepSpeed's loaders cut a parameter over tensor-parallel ranks as Megatron's
+    layers do. Loaders load a parameter of equal shape as it is, so uncut ones need none."""
+    cut = shard.over("tensor")
+    if cut is None:
+        return {}
+    found: dict[str, Any] = {"cat_dim": cut.dim}
+    if len(cut.parts) == 2 and cut.parts[0] == cut.parts[1]:
+        found["param_n_sub_params"] = 2
+    elif cut.parts:
+        # DeepSpeed's own object here has the same attributes; a reader needs no others.
+        shape = [*shard.canonical_shape]
+        shape[cut.dim : cut.dim + 1] = [cut.parts]  # type: ignore[list-item]
+        found["sub_param_shape"] = Namespace(shape=tuple(shape), partition_dim=cut.dim)
+    if cut.unpadded is not None:
+        found["vocab_tensor"] = True
+    return found
+
+
+def _optimizer_step(source: Source) -> Tensor | None:
+    """Number of updates as torch's optimizers keep it; None for those that do not count."""
+    step = source.state.get("optimizer_step")
+    return None if not step else torch.tensor(float(step))
+
+
+def _optimizer_state(run: RunConfig, step: Tensor | None, stage: int) -> dict[str, Any]:
+    """Settings that all parameter groups share and no schedule changes. Learning rates and weight
+    decay are left to the loading script, whose groups may differ."""
+    optimizer = run.optimizer
+    shared: dict[str, Any] = {}
+    if optimizer.optimizer == "adam":
+        shared["betas"] = (optimizer.adam_beta1, optimizer.adam_beta2)
+        shared["eps"] = optimizer.adam_eps
+    content: dict[str, Any] = {
+        "zero_stage": stage,
+        "ds_version": DEEPSPEED_VERSION,
+        "param_groups": [dict(shared) for _ in range(_GROUPS)],
+    }
+    if stage == 3:
+        state = {0: {} if step is None else {"step": step}}
+        content["optimizer_state_dict"] = {"state": state, "param_groups": [shared]}
+    return content
+
+
+def _model_states(state: dict[str, Any], step: Tensor | None) -> dict[str, Any]:
+    """What a loader requires besides the parameters, and the client state of its script."""
+    iteration = state.get("iteration", 0)
+    samples = state.get("consumed_samples", 0)
+    updates = iteration if step is None else math.floor(step)
+    return {
+        "module": {},
+        "dp_world_size": 1,
+        "mp_world_size": 1,
+        "global_steps": iteration,
+        "global_samples": samples,
+        "skipped_steps": iteration - updates,
+        # For DeepSpeed's own schedules and for torch's; each ignores the other's.
+        "lr_scheduler": {
+            "last_batch_iteration": updates - 1,
+            "last_epoch": updates,
+            "_step_count": updates + 1,
+        },
+        "ds_version": DEEPSPEED_VERSION,
+        "iteration": iteration,
+        "consumed_samples": samples,
+        "universal_checkpoint_info": {"universal_checkpoint_version": UNIVERSAL_VERSION},
+    }

@@ -1,4 +1,4 @@
-"""Holds a model of Hugging Face against one of ours."""
+"""Compares a model of `transformers` with one of ours."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from megatron.model.layer_list import LayerStack, LayerState
 
 RTOL, ATOL = 1.3e-6, 1e-5
 """Largest relative and absolute difference of logits, those of torch.testing for float32."""
-WINDOW = 1024
-"""Sliding windows up to this many tokens are crossed."""
+_LONGEST_WINDOW = 1024
+"""Sequences are longer than sliding windows of up to this many tokens."""
 
 
 @dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Comparison:
         largest: largest absolute difference.
         magnitude: largest absolute logit.
         tokens: number of tokens that were compared.
-        dtype: number format of the computation.
+        dtype: of the computation.
         agree: whether all logits agree within :data:`RTOL` and :data:`ATOL`.
     """
 
@@ -51,26 +51,28 @@ def compare_logits(
 ) -> Comparison:
     """Compares logits on random tokens at the first and at the last positions of the model.
 
-    In a deep model, or one with large weights, two right ways of computing may differ by more than
-    is allowed when both round to float32. What does not agree there is decided in float64.
+    In a deep model, or one with large weights, two correct computations may differ by more than is
+    allowed when both round to float32. Such a difference is decided in float64.
 
     Args:
-        ours: the model here; float32, on the CPU, and so again afterwards.
+        ours: our model; float32, on the CPU, before and after.
         folder: the model of Hugging Face.
         model: shape of the network.
         strict: whether `transformers` must find all weights and no other in the folder.
-        seed: seed of the tokens.
+        seed: of the tokens.
 
     Raises:
         CheckpointError: `transformers` finds weights missing or superfluous in the folder.
     """
     theirs = _load(folder, model, strict)
-    tokens_BS, positions_BS = _inputs(model, seed)
+    # Without absolute positions their code accepts none.
+    relative = model.positions.position_embedding_type in ("alibi", "none")
+    tokens_BS, positions_BS = _inputs(model, relative, seed)
 
     def compared(dtype: torch.dtype) -> Comparison:
         begin = LayerState(tokens_BS, position_ids=positions_BS)
         ours_BSV = ours.to(dtype)(begin).hidden[..., : model.vocabulary.size]
-        further = {} if _anywhere(model) else {"position_ids": positions_BS}
+        further = {} if relative else {"position_ids": positions_BS}
         theirs_BSV = theirs.to(dtype)(input_ids=tokens_BS, **further).logits
         return Comparison(
             largest=float((ours_BSV - theirs_BSV).abs().max()),
@@ -91,12 +93,14 @@ def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
     """The model of `transformers`, float32, for evaluation."""
     from transformers import AutoModelForCausalLM
 
-    # torch's fused kernel does not bend scores.
-    further = (
-        {} if model.attention.attn_logit_softcapping is None else {"attn_implementation": "eager"}
-    )
+    # torch's fused kernel has no softcap.
+    softcap = model.attention.attn_logit_softcapping is not None
     loaded: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=torch.float32, local_files_only=True, output_loading_info=True, **further
+        folder,
+        dtype=torch.float32,
+        local_files_only=True,
+        output_loading_info=True,
+        **({"attn_implementation": "eager"} if softcap else {}),
     )
     theirs, report = loaded
     for problem in ("missing_keys", "unexpected_keys", "mismatched_keys"):
@@ -106,21 +110,17 @@ def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
     return theirs.eval()
 
 
-def _anywhere(model: ModelConfig) -> bool:
-    """Whether only distances count, so that their code takes no positions."""
-    return model.positions.position_embedding_type in ("alibi", "none")
-
-
-def _inputs(model: ModelConfig, seed: int) -> tuple[Tensor, Tensor]:
+def _inputs(model: ModelConfig, relative: bool, seed: int) -> tuple[Tensor, Tensor]:
     """Tokens and positions, int64 [2, S]."""
     length, last = 128, model.positions.max_position_embeddings
-    if model.attention.sliding_window is not None and model.attention.sliding_window <= WINDOW:
-        length = max(length, model.attention.sliding_window + 64)
+    window = model.attention.sliding_window
+    if window is not None and window <= _LONGEST_WINDOW:
+        length = max(length, window + 64)
     length = min(length, last)
-    # Longrope has other angles for long sequences: here the length of the sequence counts, there
-    # the last position does.
-    long = model.positions.rope_scaling.rope_type == "longrope"
+    # Longrope's angles depend on the length of the sequence in our code, and on the last position
+    # in theirs.
+    longrope = model.positions.rope_scaling.rope_type == "longrope"
     random = torch.Generator().manual_seed(seed)
     tokens_BS = torch.randint(model.vocabulary.size, (2, length), generator=random)
-    second = 0 if long or _anywhere(model) else last - length
+    second = 0 if longrope or relative else last - length
     return tokens_BS, torch.tensor([[0], [second]]) + torch.arange(length)

@@ -1,74 +1,27 @@
 """GPT-NeoX and Pythia: LayerNorm, biases everywhere, part of each head rotated, attention and MLP
-side by side with a norm each, or one behind the other."""
+in parallel with a norm each, or in sequence."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from megatron.config import ModelConfig
-from megatron.formats.huggingface.features import BIASES, LAYER_NORM, NOT_GATED, ROPE
-from megatron.formats.huggingface.parts import (
-    ACTIVATION_NAMES,
-    ACTIVATIONS,
-    block,
-    head_width,
-    linear,
-    norm,
-    untied,
-    weight,
-)
-from megatron.formats.huggingface.reorder import GROUPED_QKV
-from megatron.formats.huggingface.rope import read_rope, write_rope
-from megatron.formats.huggingface.settings import HFConfigReader
-from megatron.formats.huggingface.table import Architecture
+from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.config_reader import HFConfigReader
+from megatron.formats.huggingface.entries import GROUPED_QKV, block, linear, norm, untied, weight
+from megatron.formats.huggingface.rope_and_windows import read_rope, write_rope
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    rope = write_rope(model, "rotary_emb_base")
-    rope["rope_parameters"]["partial_rotary_factor"] = model.positions.rotary_percent
-    return {
-        "max_position_embeddings": model.positions.max_position_embeddings,
-        "hidden_size": model.hidden_size,
-        "intermediate_size": model.mlp.ffn_hidden_size,
-        "num_hidden_layers": model.num_layers,
-        "num_attention_heads": model.attention.num_attention_heads,
-        "hidden_act": ACTIVATION_NAMES[model.mlp.activation],
-        "attention_bias": True,
-        "use_parallel_residual": model.parallel_residual,
-        "attention_dropout": model.attention.attention_dropout,
-        "hidden_dropout": model.hidden_dropout,
-        "layer_norm_eps": model.norm.norm_epsilon,
-        "initializer_range": model.init_method_std,
-        "rotary_pct": model.positions.rotary_percent,
-        **rope,
-    }
+    rope, share = write_rope(model, "rotary_emb_base"), model.positions.rotary_percent
+    rope["rope_parameters"]["partial_rotary_factor"] = share
+    return {"attention_bias": True, "rotary_pct": share, **rope}
 
 
-def _read(given: HFConfigReader) -> dict[str, Any]:
-    given.only("attention_bias", (True,), "here all linear layers have biases or none has")
+def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.only("attention_bias", (True,), "all linear layers must have biases")
     given.only("is_decoder", (True, False), "it is always a decoder")
-    hidden = given.whole("hidden_size", 6144)
-    heads = given.whole("num_attention_heads", 64)
-    width = head_width(given, hidden, heads)
-    positions = given.whole("max_position_embeddings", 2048)
-    return {
-        "hidden_size": hidden,
-        "ffn_hidden_size": given.whole("intermediate_size", 24576),
-        "num_layers": given.whole("num_hidden_layers", 44),
-        "num_attention_heads": heads,
-        "num_query_groups": heads,
-        "kv_channels": width,
-        "max_position_embeddings": positions,
-        "parallel_residual": given.flag("use_parallel_residual", True),
-        "norm_epsilon": given.number("layer_norm_eps", 1e-5),
-        "hidden_dropout": given.number("hidden_dropout", 0.0),
-        "attention_dropout": given.number("attention_dropout", 0.0),
-        "init_method_std": given.number("initializer_range", 0.02),
-        **given.choice("hidden_act", "gelu", ACTIVATIONS),
-        **read_rope(
-            given, width, positions, 10000.0, "rotary_emb_base", share_key="rotary_pct", share=0.25
-        ),
-    }
+    return read_rope(given, fields, "rotary_emb_base", share_key="rotary_pct", share=0.25)
 
 
 GPT_NEOX = Architecture(
@@ -87,15 +40,29 @@ GPT_NEOX = Architecture(
             linear("mlp.down", "mlp.dense_4h_to_h"),
         ),
         *norm("final_norm.norm", "gpt_neox.final_layer_norm"),
-        # transformers 5 calls it lm_head, but in files it is embed_out still.
+        # transformers 5 calls it lm_head, but in files it is still embed_out.
         *weight("output_layer", "embed_out", when=untied),
     ),
-    requirements=(ROPE, LAYER_NORM, NOT_GATED, BIASES),
-    features=frozenset({"partial_rotary", "rope_scaling", "parallel"}),
+    keys={
+        "max_position_embeddings": "max_position_embeddings",
+        "hidden_size": "hidden_size",
+        "intermediate_size": "ffn_hidden_size",
+        "num_hidden_layers": "num_layers",
+        "num_attention_heads": "num_attention_heads",
+        "hidden_act": "activation",
+        "use_parallel_residual": "parallel_residual",
+        "attention_dropout": "attention_dropout",
+        "hidden_dropout": "hidden_dropout",
+        "layer_norm_eps": "norm_epsilon",
+        "initializer_range": "init_method_std",
+    },
+    fixed={
+        "position_embedding_type": "rope",
+        "normalization": "LayerNorm",
+        "add_bias_linear": True,
+    },
+    features=frozenset({"rotary_percent", "rope_scaling"}),
     write=_write,
     read=_read,
-    vocab_size=50432,
-    tied=False,
     base_prefix="gpt_neox.",
 )
-"""The table of GPT-NeoX."""

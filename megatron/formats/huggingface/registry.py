@@ -1,4 +1,4 @@
-"""Which architecture a model is: a new one is a file and a name here."""
+"""The known architectures: a new one is a file and a name here."""
 
 from __future__ import annotations
 
@@ -9,19 +9,15 @@ from typing import Any
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
 from megatron.config.flags import flag_of
+from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.bloom import BLOOM
 from megatron.formats.huggingface.falcon import FALCON
-from megatron.formats.huggingface.gemma2 import GEMMA2
-from megatron.formats.huggingface.gemma3 import GEMMA3
+from megatron.formats.huggingface.gemma import GEMMA2, GEMMA3
 from megatron.formats.huggingface.gpt2 import GPT2
 from megatron.formats.huggingface.gpt_neox import GPT_NEOX
-from megatron.formats.huggingface.llama import LLAMA
-from megatron.formats.huggingface.mistral import MISTRAL
+from megatron.formats.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megatron.formats.huggingface.opt import OPT
 from megatron.formats.huggingface.phi3 import PHI3
-from megatron.formats.huggingface.qwen2 import QWEN2
-from megatron.formats.huggingface.qwen3 import QWEN3
-from megatron.formats.huggingface.table import Architecture
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM,
@@ -29,13 +25,13 @@ ARCHITECTURES: tuple[Architecture, ...] = (
 """The known architectures, the plainer ones first: a model that fits several is the first."""
 
 _REASONS = {
-    "gemma": "Gemma 1 is not Gemma 2; there is no table for it",
+    "gemma": "Gemma 1 differs from Gemma 2, and has no table",
     "gemma3": "it sees images too; the text model alone is gemma3_text (Gemma3ForCausalLM)",
-    "RefinedWeb": "it is the name that Falcon had before transformers knew it; write falcon",
-    "RefinedWebModel": "it is the name that Falcon had before transformers knew it; write falcon",
-    "mixtral": "there are no experts here",
+    "RefinedWeb": "the name of Falcon before transformers knew it; write falcon",
+    "RefinedWebModel": "the name of Falcon before transformers knew it; write falcon",
+    "mixtral": "experts cannot be represented",
 }
-"""What to say about some that look as if they were known."""
+"""Explanations for some that look as if they were known."""
 
 
 def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architecture:
@@ -43,11 +39,11 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
 
     Args:
         model: shape of the network.
-        wanted: a ``model_type`` to take; None for that which the weights were read from, or for
-            the plainest where it does not fit or there is no such.
+        wanted: a ``model_type``; None for that which the weights were read from, or for the
+            plainest that fits where the weights were not read from one that fits.
 
     Raises:
-        ValueError: it fits none, or not the wanted one; names what it would need.
+        ValueError: it fits none, or not the wanted one; names the flags that it would need.
     """
     origin = _find(model.hf_architecture)
     if wanted is None and origin is not None and not origin.misfits(model):
@@ -65,8 +61,8 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
         )
     nearest = sorted(misfits.items(), key=lambda item: len(item[1]))[:4]
     raise ValueError(
-        f"a model with {_shape(model)} fits none of the {len(known)} architectures of Hugging Face "
-        f"that are known here ({', '.join(misfits)}). The nearest:"
+        f"a model with {_shape(model)} fits none of the {len(known)} known architectures of "
+        f"Hugging Face ({', '.join(misfits)}). The nearest:"
         + "".join(f"\n  {title} needs {', '.join(wanted)}" for title, wanted in nearest)
     )
 
@@ -77,7 +73,7 @@ def departure(model: ModelConfig) -> str | None:
         return None
     origin = _find(model.hf_architecture)
     if origin is None:
-        return f"the weights were read from {model.hf_architecture}, which is not known here"
+        return f"the weights were read from {model.hf_architecture}, which is not known"
     needs = origin.misfits(model)
     if not needs:
         return None
@@ -85,11 +81,7 @@ def departure(model: ModelConfig) -> str | None:
 
 
 def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
-    """The architecture that a config.json names.
-
-    Args:
-        content: what is in it.
-        path: where it is, for messages.
+    """The architecture that the parsed config.json at ``path`` names.
 
     Raises:
         CheckpointError: it names none that is known.
@@ -99,7 +91,7 @@ def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
         return known
     reason = f" ({_REASONS[name]})" if name in _REASONS else ""
     raise CheckpointError(
-        f"{path}: model_type is {name!r}{reason}; known are "
+        f"{path}: model_type is {name!r}{reason}; expected one of "
         f"{', '.join(known.model_type for known in ARCHITECTURES)}"
     )
 
@@ -112,7 +104,7 @@ def _named(wanted: str) -> Architecture:
     if known := _find(wanted):
         return known
     raise ValueError(
-        f"--architecture {wanted} is unknown; it is one of "
+        f"--architecture {wanted} is unknown; expected one of "
         f"{', '.join(known.model_type for known in ARCHITECTURES)}"
     )
 
@@ -129,4 +121,4 @@ def _shape(model: ModelConfig) -> str:
 
 
 _ALWAYS = ("position_embedding_type", "normalization")
-"""Flags that are shown also where they have their usual value."""
+"""Flags that are shown even with their default value."""

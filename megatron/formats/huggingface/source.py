@@ -1,4 +1,5 @@
-"""A model of Hugging Face as a checkpoint: its weights, whole, with canonical names."""
+"""A model of Hugging Face as a checkpoint: whole parameters with canonical names, from safetensors
+or torch.save, in one file or in several with an index."""
 
 from __future__ import annotations
 
@@ -6,24 +7,33 @@ import re
 import shutil
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.families import build_model
+from megatron.formats.huggingface.architecture import Architecture, Parameter
 from megatron.formats.huggingface.registry import architecture_named
-from megatron.formats.huggingface.table import Architecture, Parameter
-from megatron.formats.huggingface.weights import WeightFiles, weights_of
+from megatron.formats.unpickle import load_pickle
 from megatron.parallel.shard import shard_of
 
+WEIGHTS = (
+    "model.safetensors",
+    "model.safetensors.index.json",
+    "pytorch_model.bin",
+    "pytorch_model.bin.index.json",
+)
+"""Files of weights or their index, in the order in which transformers looks for them."""
 TOKENIZER = (
     "tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model",
     "sentencepiece.bpe.model",
 )  # fmt: skip
-"""Files of which one at least makes a tokenizer."""
+"""Files of which at least one makes a tokenizer."""
 _BESIDE_TOKENIZER = (
     "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json", "merges.txt",
     "chat_template.json", "chat_template.jinja", "generation_config.json",
@@ -31,21 +41,112 @@ _BESIDE_TOKENIZER = (
 _BUFFERS = re.compile(
     r"(.*\.)?(rotary_emb\.inv_freq|(attn|attention|self_attn|self_attention)\.(bias|masked_bias))"
 )
-"""Tensors that older files hold although they follow from the configuration."""
+"""Tensors of older files that follow from the configuration."""
+
+
+class WeightFiles:
+    """Reads single tensors; nothing stays in memory.
+
+    Args:
+        folder: with one of :data:`WEIGHTS`.
+
+    Attributes:
+        path: that file.
+        files: path of the file of each tensor, by the tensor's name.
+
+    Raises:
+        CheckpointError: there are no such files, or one is damaged or not what the index says.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        path = _weights_of(folder)
+        if path is None:
+            raise CheckpointError(f"{folder} has none of {', '.join(WEIGHTS)}")
+        self.path = path
+        self._open: dict[Path, Any] = {}
+        if path.suffix != ".json":
+            self.files = dict.fromkeys(self._handle(path).keys(), path)
+            return
+        self.files = _indexed(path)
+        for file in sorted(set(self.files.values())):
+            stored = list(self._handle(file).keys())
+            missing = {name for name, place in self.files.items() if place == file} - set(stored)
+            if missing:
+                raise CheckpointError(
+                    f"{file} lacks {_some(sorted(missing))}, which {path.name} says it has"
+                )
+            self.files = dict.fromkeys(stored, file) | self.files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a tensor, which is not read."""
+        handle = self._handle(self.files[name])
+        if isinstance(handle, dict):
+            return tuple(handle[name].shape)
+        return tuple(handle.get_slice(name).get_shape())
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, in the dtype of the file."""
+        path = self.files[name]
+        handle = self._handle(path)
+        try:
+            return handle[name] if isinstance(handle, dict) else handle.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise CheckpointError(f"{path}: {name}: {error}") from None
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Dtype of a tensor, which is not read."""
+        handle = self._handle(self.files[name])
+        return (handle[name] if isinstance(handle, dict) else handle.get_slice(name)[:0]).dtype
+
+    def _handle(self, path: Path) -> Any:
+        """An open safetensors file, or the tensors of a pickle, mapped into memory by name."""
+        if path not in self._open:
+            if path.suffix != ".safetensors":
+                self._open[path] = _unpickled(path)
+            else:
+                try:
+                    self._open[path] = safe_open(path, framework="pt")
+                except (SafetensorError, OSError) as error:
+                    raise CheckpointError(f"{path}: {error}") from None
+        return self._open[path]
+
+
+def _weights_of(folder: Path) -> Path | None:
+    return next((folder / name for name in WEIGHTS if (folder / name).is_file()), None)
+
+
+def _indexed(path: Path) -> dict[str, Path]:
+    content = read_json(path)
+    found = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(found, dict) or not all(isinstance(file, str) for file in found.values()):
+        raise CheckpointError(f"{path} has no weight_map from names to files")
+    for file in sorted(set(found.values())):
+        if Path(file).name != file:
+            raise CheckpointError(f"{path} names {file!r}, which is not a file of this folder")
+        if not (path.parent / file).is_file():
+            raise CheckpointError(f"{path.parent / file} is missing; {path.name} names it")
+    return {name: path.parent / file for name, file in found.items()}
+
+
+def _unpickled(path: Path) -> dict[str, Tensor]:
+    content = load_pickle(path)
+    if not isinstance(content, dict):
+        raise CheckpointError(f"{path} contains {type(content).__name__}, not tensors by name")
+    for name, value in content.items():
+        if not isinstance(name, str) or not isinstance(value, Tensor):
+            raise CheckpointError(f"{path}: {name!r} is {type(value).__name__}, not a tensor")
+    return {name: value.detach() for name, value in content.items()}
 
 
 class HuggingFaceFolder(Source):
     """A folder with config.json and weights, for a model of one of the known architectures.
-
-    Args:
-        folder: the folder.
 
     Attributes:
         architecture: which one.
 
     Raises:
         CheckpointError: a file is missing or damaged, tensors are missing, superfluous or of
-            another shape, or config.json says what cannot be represented here.
+            another shape, or a value in config.json cannot be represented.
     """
 
     title = "model of Hugging Face"
@@ -55,7 +156,7 @@ class HuggingFaceFolder(Source):
         config = folder / "config.json"
         content = read_json(config)
         if not isinstance(content, dict):
-            raise CheckpointError(f"{config} is no JSON object")
+            raise CheckpointError(f"{config} is not a JSON object")
         self.architecture: Architecture = architecture_named(content, config)
         self.model: ModelConfig = self.architecture.model(content, config)
         self._weights = WeightFiles(folder)
@@ -71,11 +172,10 @@ class HuggingFaceFolder(Source):
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         config = path / "config.json"
         if not config.is_file():
             return None
-        if weights_of(path) is None:
+        if _weights_of(path) is None:
             content = read_json(config)
             if not isinstance(content, dict) or "model_type" not in content:
                 return None
@@ -84,33 +184,30 @@ class HuggingFaceFolder(Source):
         return path
 
     def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
         return list(self._parameters)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
-        return self._shapes[self._known(name)]
+        self._parameter(name)
+        return self._shapes[name]
 
     def kinds(self, name: str) -> Sequence[str]:
         """Weights alone."""
-        self._known(name)
+        self._parameter(name)
         return ["weight"]
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        """See :meth:`Source.dtype`."""
-        first = self._parameters[self._known(name)].theirs[0]
+        first = self._parameter(name).theirs[0]
         return str(self._weights.dtype(self._stored[first])).removeprefix("torch.")
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
-        parameter = self._parameters[self._known(name)]
+        parameter = self._parameter(name)
         if kind != "weight":
             raise CheckpointError(f"{self.folder} has no {kind} of {name}, only weights")
         parts = [self._weights.tensor(self._stored[theirs]) for theirs in parameter.theirs]
         return parameter.from_hf([part.float() for part in parts])
 
     def copy_tokenizer(self, target: Path) -> bool:
-        """See :meth:`Source.copy_tokenizer`; generation_config.json goes with it."""
+        """See :meth:`Source.copy_tokenizer`; copies generation_config.json too."""
         if not self._has_tokenizer():
             return False
         target.mkdir()
@@ -122,10 +219,10 @@ class HuggingFaceFolder(Source):
     def _has_tokenizer(self) -> bool:
         return any((self.folder / name).is_file() for name in TOKENIZER)
 
-    def _known(self, name: str) -> str:
+    def _parameter(self, name: str) -> Parameter:
         if name not in self._parameters:
             raise CheckpointError(f"{self.folder} has no parameter {name}")
-        return name
+        return self._parameters[name]
 
     def _match(self, parameters: Sequence[Parameter]) -> dict[str, str]:
         """Name in the files of each tensor of the table.
@@ -144,23 +241,26 @@ class HuggingFaceFolder(Source):
                 missing.append(theirs)
             else:
                 stored[theirs] = found
+        described = (
+            f"a model ({self.architecture.title}) as {self.folder / 'config.json'} describes it"
+        )
         if missing:
             raise CheckpointError(
-                f"{self._weights.path} lacks {_some(missing)}; a model ({self.architecture.title}) "
-                f"as {self.folder / 'config.json'} describes it has them"
+                f"{self._weights.path} lacks {_some(missing)}; {described} has such tensors"
             )
-        foreign = sorted(set(files) - set(stored.values()))
-        foreign = [name for name in foreign if not _BUFFERS.fullmatch(name)]
-        foreign = [name for name in foreign if not self._is_tied_head(name, stored)]
+        foreign = [
+            name
+            for name in sorted(set(files) - set(stored.values()))
+            if not _BUFFERS.fullmatch(name) and not self._is_tied_head(name, stored)
+        ]
         if foreign:
             raise CheckpointError(
-                f"{self._weights.path} holds {_some(foreign)}; a model ({self.architecture.title}) "
-                f"as {self.folder / 'config.json'} describes it has no such tensors"
+                f"{self._weights.path} contains {_some(foreign)}; {described} has no such tensors"
             )
         return stored
 
     def _is_tied_head(self, name: str, stored: dict[str, str]) -> bool:
-        """Whether it is the head of a model that uses the token table for it: a copy of it."""
+        """Whether it is the head of a model that uses the token embedding for it: a copy."""
         if name not in ("lm_head.weight", "embed_out.weight") or not self.model.embedding.tied:
             return False
         (table,) = self._parameters["embedding.word_embeddings.weight"].theirs

@@ -1,2 +1,1 @@
-"""The checkpoints of Megatron-LM before its core library, and what other trainers took over of
-them."""
+"""Checkpoints of Megatron-LM before its core library."""

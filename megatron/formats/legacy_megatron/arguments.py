@@ -1,8 +1,10 @@
-"""Megatron's arguments, saved in its checkpoints as a namespace, and our configuration."""
+"""Megatron's arguments, saved in its checkpoints as a namespace, and our configuration.
+
+Most arguments mean the same as a flag, whose ``option(megatron=...)`` says so; the others are here.
+"""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import typing
@@ -14,21 +16,8 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import resolved
 from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
 from megatron.config.flags import value_type
-from megatron.config.rope_scaling import llama3_scaling
-
-
-def _rows() -> Iterator[tuple[str, type, tuple[str, ...]]]:
-    """Fields of :class:`ModelFlags` with an argument that says the same: field, type of its value,
-    names of the argument, of which the first is written.
-
-    Positions and key and value heads are more than a copy.
-    """
-    hints = typing.get_type_hints(ModelFlags)
-    for field in dataclasses.fields(ModelFlags):
-        if names := field.metadata["megatron"]:
-            names = (field.name,) if names is True else names
-            yield field.name, value_type(hints[field.name]), names
-
+from megatron.config.positions import llama3_scaling
+from megatron.formats.features import FEATURES, features_of, without
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], (1,)),
@@ -41,7 +30,13 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
     "mtp_num_layers": (None, 0),
     "mos": (False,),
 }
-"""Arguments that change the network in a way that is not ours, and their harmless values."""
+"""Arguments that change the network in a way that cannot be represented, and harmless values."""
+
+_FEATURES = {
+    "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
+    "apply_layernorm_1p",
+}  # fmt: skip
+"""Features that are written."""
 
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 
@@ -55,28 +50,34 @@ VOCABULARIES = {
 """Sizes of the vocabularies that Megatron's tokenizers always have."""
 
 _PUBLISHED = {50304: 50257, 30592: 30522, 29056: 28996}
-"""Rows of the token tables of NVIDIA's published models, which carry no arguments, and how many of
-them are tokens: those of GPT-2, and of BERT without and with case, padded to multiples of 128."""
+"""Rows and tokens of the embeddings of NVIDIA's published models, which have no arguments: GPT-2,
+and BERT without and with case, padded to multiples of 128."""
+
+
+def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
+    """Fields of :class:`ModelFlags` with an argument that means the same: field, type, and names of
+    the argument, of which the first is written."""
+    hints = typing.get_type_hints(ModelFlags)
+    for field in dataclasses.fields(ModelFlags):
+        if names := field.metadata["megatron"]:
+            names = (field.name,) if names is True else names
+            yield field.name, value_type(hints[field.name]), names
 
 
 def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig:
-    """The network that the arguments describe; the size of its vocabulary is not among them.
-
-    Args:
-        arguments: the saved namespace as a dictionary.
-        where: the file, for messages.
+    """The network that the arguments in a file describe, without the size of its vocabulary.
 
     Raises:
-        CheckpointError: an argument is missing, malformed, or describes what is not ours.
+        CheckpointError: an argument is missing, malformed, or cannot be represented.
     """
     for name, harmless in _REFUSED.items():
         value = arguments.get(name, harmless[0])
         if value not in harmless:
             raise CheckpointError(
-                f"{where}: the network has {name} {value!r}, which there is no counterpart of here"
+                f"{where}: the network has {name} {value!r}, which cannot be represented"
             )
     values: dict[str, Any] = {}
-    for field, kind, names in _rows():
+    for field, kind, names in _same():
         found = [arguments[name] for name in names if arguments.get(name) is not None]
         if found:
             values[field] = _checked(found[0], kind, names[0], where)
@@ -86,33 +87,37 @@ def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig
     if "normalization" in values:
         norm = values["normalization"]
         if norm.lower() not in _NORMS:
-            raise CheckpointError(f"{where}: normalization {norm!r} is neither of {_NORMS}")
+            raise CheckpointError(
+                f"{where}: normalization {norm!r}: expected one of {', '.join(_NORMS.values())}"
+            )
         values["normalization"] = _NORMS[norm.lower()]
     values["position_embedding_type"] = _positions(arguments, where)
     scaling = _rope_scaling(arguments, where)
     values["rope_scaling"] = scaling if values["position_embedding_type"] == "rope" else None
-    values["num_query_groups"] = _key_value_heads(arguments, values, where)
+    # Megatron-DeepSpeed's name; Megatron-LM's, which can have a value without effect.
+    groups = arguments.get("num_key_value_heads")
+    if groups is None and arguments.get("group_query_attention"):
+        groups = arguments.get("num_query_groups")
+    heads = values["num_attention_heads"]
+    groups = heads if groups is None else _checked(groups, int, "num_query_groups", where)
+    if groups < 1 or heads % groups:
+        raise CheckpointError(f"{where}: {groups} key and value heads do not divide {heads} heads")
+    values["num_query_groups"] = groups
     if values.get("swiglu") or values.get("squared_relu"):
-        values.pop("bias_gelu_fusion", None)  # about an activation that is not there
+        values.pop("bias_gelu_fusion", None)  # concerns another activation
     return complete(ModelFlags(**values), where)
 
 
 def complete(flags: ModelFlags, where: Path) -> ModelConfig:
-    """The network, with what Megatron derives in other ways than we do.
+    """The network, with the values that Megatron derives differently than we do.
 
     Raises:
         CheckpointError: the heads do not fit the width or each other.
     """
-    hidden, heads = flags.hidden_size, flags.num_attention_heads
-    assert hidden and heads
-    groups = flags.num_query_groups or heads
-    if heads % groups:
-        raise CheckpointError(f"{where}: {groups} key and value heads, {heads} query heads")
-    if flags.kv_channels is None and hidden % heads:
-        raise CheckpointError(f"{where}: {heads} heads do not divide the width {hidden}")
+    assert flags.hidden_size
     completed = dataclasses.replace(
         flags,
-        ffn_hidden_size=flags.ffn_hidden_size or 4 * hidden,
+        ffn_hidden_size=flags.ffn_hidden_size or 4 * flags.hidden_size,
         seq_length=flags.seq_length or flags.max_position_embeddings,
     )
     return resolved(completed, where)
@@ -124,65 +129,46 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
     Raises:
         ValueError: Megatron has no such network; the message names the flags.
     """
-    misfits = [flag for flag, fits in _requirements(model).items() if not fits]
-    if misfits:
-        raise ValueError(f"Megatron's old layout has no {', '.join(misfits)}")
-    flags = model.flags()
-    written = {names[0]: getattr(flags, field) for field, _, names in _rows()}
-    rope = model.positions.position_embedding_type == "rope"
-    scaling = model.positions.rope_scaling
+    positions, attention, scaling = model.positions, model.attention, model.positions.rope_scaling
+    kind = positions.position_embedding_type
     linear, llama3 = scaling.rope_type == "linear", scaling.rope_type == "llama3"
+    usual = scaling.is_default or linear or (
+        scaling.factor is not None and scaling == llama3_scaling(scaling.factor)
+    )  # fmt: skip
+    conditions = {
+        f"--model-family {ModelConfig.family}": model.family == ModelConfig.family,
+        "--position-embedding-type learned_absolute or rope": kind in ("learned_absolute", "rope"),
+        "no --rope-scaling other than linear and that of --use-rope-scaling": usual,
+        "no --glu-activation geglu": model.mlp.activation != "geglu",
+        "no --relu": model.mlp.activation != "relu",
+    }
+    wanted = [flag for flag, fits in conditions.items() if not fits]
+    surplus = features_of(model) - _FEATURES
+    wanted += [without(feature) for feature in FEATURES if feature in surplus]
+    if wanted:
+        raise ValueError(f"Megatron's old layout requires {', '.join(wanted)}")
+    flags = model.flags()
+    written = {names[0]: getattr(flags, field) for field, _, names in _same()}
     return written | {
         "norm_epsilon": model.norm.norm_epsilon,
         "encoder_num_layers": model.num_layers,
         "encoder_seq_length": model.seq_length,
-        "position_embedding_type": model.positions.position_embedding_type,
-        "add_position_embedding": not rope,
-        "use_rotary_position_embeddings": rope,
+        "position_embedding_type": kind,
+        "add_position_embedding": kind != "rope",
+        "use_rotary_position_embeddings": kind == "rope",
         "use_rope_scaling": llama3,
         "rope_scaling_factor": scaling.factor if llama3 else 8.0,
         "rotary_seq_len_interpolation_factor": scaling.factor if linear else None,
-        "group_query_attention": model.attention.num_query_groups
-        != model.attention.num_attention_heads,
-        "num_query_groups": model.attention.num_query_groups,
+        "group_query_attention": attention.num_query_groups != attention.num_attention_heads,
+        "num_query_groups": attention.num_query_groups,
         "unpadded_vocab_size": model.vocabulary.size,
-        # A fused activation is GELU by tanh, whatever else is said.
+        # A fused activation is GELU by tanh, whatever the other arguments are.
         "bias_gelu_fusion": model.mlp.activation == "gelu_tanh",
     }
 
 
-def _requirements(model: ModelConfig) -> dict[str, bool]:
-    """Flags, and whether the model does without them."""
-    scaling = model.positions.rope_scaling
-    llama3 = scaling.factor is not None and scaling == llama3_scaling(scaling.factor)
-    return {
-        f"--model-family {model.family}": model.family == ModelConfig.family,
-        "--position-embedding-type other than learned_absolute and rope": (
-            model.positions.position_embedding_type in ("learned_absolute", "rope")
-        ),
-        "--position-embedding-offset": not model.positions.position_embedding_offset,
-        "--rope-scaling other than linear and that of --use-rope-scaling": (
-            llama3 or scaling.rope_type in ("default", "linear")
-        ),
-        "--rotary-base-local": model.positions.rotary_base_local is None,
-        "--sliding-window": model.attention.sliding_window is None,
-        "--query-pre-attn-scalar": model.attention.query_pre_attn_scalar
-        == model.attention.kv_channels,
-        "--attn-logit-softcapping": model.attention.attn_logit_softcapping is None,
-        "--final-logit-softcapping": model.embedding.final_logit_softcapping is None,
-        "--add-attention-bias": model.attention.proj_bias == model.mlp.bias,
-        "--qk-layernorm": not model.norm.qk_layernorm,
-        "--embed-layernorm": not model.norm.embed_layernorm,
-        "--scale-embeddings": not model.embedding.scale_embeddings,
-        "--post-norm": not model.norm.post_norm,
-        "--parallel-residual": not model.parallel_residual,
-        "--glu-activation geglu": model.mlp.activation != "geglu",
-        "--relu": model.mlp.activation != "relu",
-    }
-
-
 def divided_sizes(model: ModelConfig) -> dict[str, int]:
-    """What tensor-parallel ranks share, by name of the argument."""
+    """Sizes that tensor-parallel ranks divide among them, by name of the argument."""
     return {
         "num_attention_heads": model.attention.num_attention_heads,
         "num_query_groups": model.attention.num_query_groups,
@@ -191,18 +177,18 @@ def divided_sizes(model: ModelConfig) -> dict[str, int]:
 
 
 def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | None:
-    """How the arguments name the tokenizer and its files; None when they do not."""
+    """The tokenizer and its files; None where the arguments do not name them."""
     kind = arguments.get("tokenizer_type")
     if not isinstance(kind, str):
         return None
     files = {
         name: arguments[name]
         for name in (
-            *("vocab_file", "merge_file", "tokenizer_model", "tokenizer_model_type"),
+            "vocab_file", "merge_file", "tokenizer_model", "tokenizer_model_type",
             "tiktoken_pattern",
         )
         if isinstance(arguments.get(name), str)
-    }
+    }  # fmt: skip
     if kind == "PretrainedFromHF":
         kind, folder = "HFTokenizer", arguments.get("tokenizer_name_or_path")
         files["tokenizer_model"] = folder if isinstance(folder, str) else None
@@ -217,15 +203,8 @@ def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | No
 
 
 def unpadded_vocabulary(arguments: Mapping[str, Any], rows: int) -> int | None:
-    """How many rows of the token table are tokens, the rest being padding.
-
-    Args:
-        arguments: the saved arguments; empty where the checkpoint has none.
-        rows: of the table.
-
-    Returns:
-        None when the checkpoint does not say.
-    """
+    """Number of rows of the token embedding that are tokens, the rest being padding; None when the
+    checkpoint does not say. ``arguments`` are empty where it has none."""
     if not arguments:
         return _PUBLISHED.get(rows)
     known = arguments.get("unpadded_vocab_size")
@@ -239,11 +218,6 @@ def unpadded_vocabulary(arguments: Mapping[str, Any], rows: int) -> int | None:
     return known if isinstance(known, int) and 0 < known <= rows else None
 
 
-def namespace(values: Mapping[str, Any]) -> argparse.Namespace:
-    """What Megatron saves."""
-    return argparse.Namespace(**values)
-
-
 def _checked(value: Any, kind: type, name: str, where: Path) -> Any:
     """A value of the type that an argument has."""
     fits = isinstance(value, bool) == (kind is bool) and (
@@ -251,7 +225,7 @@ def _checked(value: Any, kind: type, name: str, where: Path) -> Any:
     )
     if not fits:
         raise CheckpointError(
-            f"{where}: the argument {name} is {value!r}, where {kind.__name__} belongs"
+            f"{where}: the argument {name} is {value!r}; expected a value of type {kind.__name__}"
         )
     return kind(value)
 
@@ -264,37 +238,20 @@ def _positions(arguments: Mapping[str, Any], where: Path) -> str:
         return "learned_absolute" if arguments.get("add_position_embedding", True) else "none"
     if kind not in _POSITIONS:
         raise CheckpointError(
-            f"{where}: position_embedding_type {kind!r} is none of {', '.join(_POSITIONS)}"
+            f"{where}: position_embedding_type {kind!r}: expected one of {', '.join(_POSITIONS)}"
         )
     return kind
 
 
 def _rope_scaling(arguments: Mapping[str, Any], where: Path) -> str | None:
-    def number(name: str, default: float | None) -> float | None:
+    def number(name: str) -> float | None:
         value = arguments.get(name)
-        return default if value is None else _checked(value, float, name, where)
+        return None if value is None else _checked(value, float, name, where)
 
-    factor = number("rotary_seq_len_interpolation_factor", None)
+    factor = number("rotary_seq_len_interpolation_factor")
     if factor is not None:
         return json.dumps({"rope_type": "linear", "factor": factor})
-    if arguments.get("use_rope_scaling"):
-        stretched = number("rope_scaling_factor", 8.0)
-        assert stretched is not None
-        return llama3_scaling(stretched).to_json()
-    return None
-
-
-def _key_value_heads(
-    arguments: Mapping[str, Any], values: Mapping[str, Any], where: Path
-) -> int | None:
-    """Megatron-DeepSpeed's ``num_key_value_heads``; Megatron-LM's ``num_query_groups``, which has
-    a value also when it has no effect."""
-    groups = arguments.get("num_key_value_heads")
-    if groups is None and arguments.get("group_query_attention"):
-        groups = arguments.get("num_query_groups")
-    if groups is None:
-        return values["num_attention_heads"]
-    groups = _checked(groups, int, "num_query_groups", where)
-    if groups < 1 or values["num_attention_heads"] % groups:
-        raise CheckpointError(f"{where}: {groups} key and value heads cannot be shared evenly")
-    return groups
+    if not arguments.get("use_rope_scaling"):
+        return None
+    factor = number("rope_scaling_factor")
+    return llama3_scaling(8.0 if factor is None else factor).to_json()

@@ -1,7 +1,7 @@
 """Megatron's parameter names, and the order of rows in its query-key-value matrix.
 
 Megatron nests dictionaries (``language_model`` > ``embedding`` > ``word_embeddings`` > ``weight``)
-and spells some levels with dots instead; here a name is all of it joined by dots:
+and writes some levels with dots instead; names here have all levels joined by dots:
 ``language_model.encoder.layers.3.self_attention.query_key_value.weight``.
 """
 
@@ -23,7 +23,7 @@ OUTER = {
     "pooler.dense": "pooler.dense",
 }
 """Modules of ``language_model`` outside the blocks: Megatron's name, canonical name. Of several
-spellings the first is the one that is written. ``embedding.word_embeddings.norm`` is BLOOM's."""
+spellings the first is written. ``embedding.word_embeddings.norm`` is BLOOM's."""
 
 HEADS = {
     "lm_head": "lm_head",
@@ -51,36 +51,33 @@ BLOCK = {
 """Modules of a block: Megatron's name, canonical name."""
 
 HEAD_COPY = "word_embeddings_for_head.weight"
-"""The last pipeline stage's copy of a token table that is also the head."""
+"""The last pipeline stage's copy of a token embedding that is also the head."""
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
 _BUFFER = re.compile(r"(?:.*\.)?(?:inv_freq|_extra_state|masked_bias)")
-"""What modules save besides their parameters; it follows from the configuration."""
+"""State that modules save besides their parameters."""
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a name is of a table that follows from the configuration (rotary frequencies) or of
-    a library's own state, and not of a parameter."""
+    """Whether a name is not a parameter's, but that of rotary frequencies, which follow from the
+    configuration, or of a library's own state."""
     return _BUFFER.fullmatch(name) is not None
 
 
 def rename_block(name: str) -> str | None:
     """Canonical name within a block (``attention.qkv.weight``) of Megatron's
-    (``self_attention.query_key_value.weight``); None for a name that is not known."""
+    (``self_attention.query_key_value.weight``); None for an unknown name."""
     module, _, kind = name.rpartition(".")
     return f"{BLOCK[module]}.{kind}" if module in BLOCK and kind in ("weight", "bias") else None
 
 
 def rename(name: str, first_layer: int = 0) -> str | None:
-    """Canonical name of one of Megatron's.
+    """Canonical name of one of Megatron's; None for an unknown name.
 
     Args:
         name: as Megatron writes it, the levels joined by dots.
         first_layer: number of the block that is ``layers.0`` there: each pipeline stage counts
             its own.
-
-    Returns:
-        None for a name that is not known.
     """
     module, _, kind = name.rpartition(".")
     if module in HEADS:
@@ -97,8 +94,8 @@ def rename(name: str, first_layer: int = 0) -> str | None:
 
 
 def to_megatron(name: str, first_layer: int = 0) -> str | None:
-    """Inverse of :func:`rename`, in the spelling of Megatron-LM 3: ``encoder``,
-    ``self_attention``, ``input_layernorm``; None for a parameter that it does not have."""
+    """Inverse of :func:`rename`, in the spelling of Megatron-LM 3; None for a parameter that it
+    lacks."""
     module, _, kind = name.rpartition(".")
     layer = _LAYER.fullmatch(module)
     if layer is not None:
@@ -124,18 +121,18 @@ def qkv_from_megatron(
 
     Megatron orders them by its checkpoint version: 0 as [3, heads, head_dim], 1 as
     [heads, head_dim, 3], from 2 on as [groups, heads / groups queries + key + value, head_dim].
-    A tensor-parallel rank's share is ordered in itself, so that shares are converted one by one,
-    with their own numbers of heads.
+    Each tensor-parallel rank's share has this order, so shares are converted one by one, with their
+    own numbers of heads.
 
     Args:
         values: [(heads + 2 groups) x head_dim, ...], rows in Megatron's order.
         version: the checkpoint's ``checkpoint_version``; 0 where it has none.
-        heads: query heads that the matrix holds.
-        groups: key and value heads that it holds.
+        heads: query heads in the matrix.
+        groups: key and value heads in the matrix.
         head_dim: width of a head.
 
     Raises:
-        ValueError: the rows are not that many, or the version has no grouped queries.
+        ValueError: the number of rows is wrong, or the version has no grouped queries.
     """
     rest = values.shape[1:]
     _check_rows(values, version, heads, groups, head_dim)
@@ -161,17 +158,9 @@ def qkv_to_megatron(
     if version < 2:
         parts = values.reshape(3, heads, head_dim, *rest)
         return parts.movedim(0, 2).reshape(values.shape)
-    queries = heads // groups
     q, k, v = values.split([heads * head_dim, groups * head_dim, groups * head_dim])
-    per_group = torch.cat(
-        [
-            q.reshape(groups, queries, head_dim, *rest),
-            k.reshape(groups, 1, head_dim, *rest),
-            v.reshape(groups, 1, head_dim, *rest),
-        ],
-        dim=1,
-    )
-    return per_group.reshape(values.shape)
+    per_group = [part.reshape(groups, -1, head_dim, *rest) for part in (q, k, v)]
+    return torch.cat(per_group, dim=1).reshape(values.shape)
 
 
 def _check_rows(values: Tensor, version: float, heads: int, groups: int, head_dim: int) -> None:

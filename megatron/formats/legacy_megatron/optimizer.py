@@ -1,11 +1,11 @@
 """The Adam state in a rank's file of an old Megatron checkpoint, by parameter.
 
 Megatron numbers an optimizer's parameters by groups: first those with weight decay, matrices, then
-those without, norms and biases (or the other way round, where a pipeline stage registers a norm
-first). Within a group they stand in the order of registration, which is also that of the model's
-dictionary. That numbering is nowhere written down, so everything that can be checked is: the
-groups' sizes, every shape, and with half-precision training that each float32 copy, rounded, is the
-model's weight. Where something does not fit, the state is not used.
+those without, norms and biases (or the reverse, where a pipeline stage registers a norm first).
+Within a group the order is that of registration, as in the model's dictionary. The file does not
+contain this numbering, so everything that can be checked is: the groups' sizes, every shape, and
+with half-precision training that each float32 copy, rounded, is the model's weight. Where something
+does not fit, the state is not used.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ Key = tuple[int, str]
 """Number of the model chunk, Megatron's name of the parameter."""
 
 _COMPARED = 1024
-"""Elements of a weight that are compared with its float32 copy."""
+"""Number of elements of a weight that are compared with its float32 copy."""
 
 
 class UnusableError(Exception):
@@ -35,7 +35,7 @@ def adam_state(
     """Moments, and float32 weights where the model's are of half precision.
 
     Args:
-        optimizer: what the file has under ``optimizer``.
+        optimizer: the file's ``optimizer``.
         chunks: parameters of each model chunk, in the order of registration.
 
     Returns:
@@ -43,14 +43,14 @@ def adam_state(
         steps.
 
     Raises:
-        UnusableError: they are not there, of another optimizer, or cannot be assigned for certain.
+        UnusableError: they are missing, of another optimizer, or cannot be assigned with certainty.
     """
     if not isinstance(optimizer, dict):
         raise UnusableError("there is no optimizer state")
     inner = optimizer.get("optimizer", optimizer)
     masters = optimizer.get("fp32_from_fp16_params")
     if not isinstance(inner, dict) or not inner.get("state") or not inner.get("param_groups"):
-        raise UnusableError("its optimizer state is of another form than Adam's in one file a rank")
+        raise UnusableError("its optimizer state has another form than Adam's in one file per rank")
     found: dict[Key, dict[str, Tensor]] = {}
     steps: set[int] = set()
     groups = inner["param_groups"]

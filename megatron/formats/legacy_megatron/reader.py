@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig, ModelFlags, Vocabulary
+from megatron.formats.deepspeed_folders.naming import whole_shards
 from megatron.formats.legacy_megatron.arguments import (
     complete,
     divided_sizes,
@@ -20,21 +22,30 @@ from megatron.formats.legacy_megatron.arguments import (
     tokenizer_of_arguments,
     unpadded_vocabulary,
 )
-from megatron.formats.legacy_megatron.locations import (
+from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_from_megatron, rename
+from megatron.formats.legacy_megatron.optimizer import MOMENTS, Key, UnusableError, adam_state
+from megatron.formats.legacy_megatron.rank_files import (
     Rank,
+    RankFile,
     find_megatron,
     rank_files,
     require_ranks,
 )
-from megatron.formats.legacy_megatron.names import qkv_from_megatron
-from megatron.formats.legacy_megatron.optimizer import MOMENTS, Key, UnusableError, adam_state
-from megatron.formats.legacy_megatron.rank_file import RankFile
-from megatron.formats.legacy_megatron.shards import shards_of
-from megatron.formats.legacy_megatron.survey import survey
+from megatron.parallel.shard import Cut, Shard
 
-_TABLE = "embedding.word_embeddings.weight"
+_EMBEDDING = "embedding.word_embeddings.weight"
+_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PUBLISHED_HEAD_DIM = 64
 """Width of a head in every model that NVIDIA published in this form without arguments."""
+
+
+class ParameterLocation(NamedTuple):
+    """Where a parameter is, and the shape and dtype of a tensor-parallel rank's share."""
+
+    pipeline: int
+    key: Key
+    shape: tuple[int, ...]
+    dtype: torch.dtype
 
 
 class MegatronCheckpoint(Source):
@@ -49,12 +60,12 @@ class MegatronCheckpoint(Source):
         version: its ``checkpoint_version``.
         iteration: steps done; None where it does not say (released models).
         tensor_size, pipeline_size: layout that wrote it.
-        vocabulary_is_guessed: whether all rows of the token table are taken for tokens because the
+        vocabulary_is_guessed: whether all rows of the token embedding count as tokens because the
             checkpoint does not say how many are padding.
 
     Raises:
         CheckpointError: a file is missing, damaged, does not fit the others, or describes a network
-            that is not ours.
+            that cannot be represented.
     """
 
     title = "checkpoint of Megatron-LM"
@@ -69,61 +80,53 @@ class MegatronCheckpoint(Source):
         self.version, self._arguments = first.version, first.arguments
         self.iteration = first.iteration or None
         self._sizes(first.path)
-        self._places, self._layers = survey(self._stage, self.pipeline_size)
+        self._locations, self._layers = _survey(self._stage, self.pipeline_size)
         self.model = self._model(first.path)
-        self._shards = shards_of(self.model, self._places)
+        self._shards = _shards(self.model, self._locations)
         self._check_parameters(first.path)
         self.tokenizer = tokenizer_of_arguments(self._arguments)
         self._find_optimizer()
 
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """See :meth:`Source.locate`."""
         return find_megatron(path, wanted)
 
     def names(self) -> Sequence[str]:
-        """See :meth:`Source.names`."""
         return list(self._shards)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """See :meth:`Source.shape`."""
         return self._shard(name).canonical_shape
 
     def kinds(self, name: str) -> Sequence[str]:
-        """See :meth:`Source.kinds`."""
         self._shard(name)
         return ("weight", *MOMENTS) if self._has_moments else ("weight",)
 
     def dtype(self, name: str, kind: str = "weight") -> str:
-        """See :meth:`Source.dtype`."""
-        place = self._places[name]
         master = self._has_moments or kind != "weight"
-        return "float32" if master else str(place.dtype).removeprefix("torch.")
+        return "float32" if master else str(self._locations[name].dtype).removeprefix("torch.")
 
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """See :meth:`Source.tensor`."""
-        shard, place = self._shard(name), self._places[name]
+        shard, location = self._shard(name), self._locations[name]
         shares = []
-        for number, file in enumerate(self._stage(place.pipeline)):
-            chunk, theirs = place.key
+        for number, file in enumerate(self._stage(location.pipeline)):
+            chunk, theirs = location.key
             share = file.chunks[chunk][theirs]
             if self._has_moments:
-                stored = self._state(number, file)[place.key]
-                share = stored.get(kind, share)
+                share = self._state(number, file)[location.key].get(kind, share)
             elif kind != "weight":
                 raise CheckpointError(f"{self.folder} has no {kind} of {name}")
             shares.append(self._canonical(name, share.to(torch.float32), file.path))
         return shard.join(shares, {"tensor": len(shares)})
 
     def set_vocabulary(self, size: int) -> None:
-        """Says how many rows of the token table are tokens, where the checkpoint does not."""
+        """Sets the number of rows that are tokens, where the checkpoint does not say it."""
         assert self.vocabulary_is_guessed and 0 < size <= self.model.vocabulary.padded
         self.model = dataclasses.replace(
             self.model, vocabulary=Vocabulary(size, self.model.vocabulary.padded)
         )
-        self._shards = shards_of(self.model, self._places)
+        self._shards = _shards(self.model, self._locations)
 
-    def _shard(self, name: str) -> Any:
+    def _shard(self, name: str) -> Shard:
         if name not in self._shards:
             raise CheckpointError(f"{self.folder} has no parameter {name}")
         return self._shards[name]
@@ -131,13 +134,13 @@ class MegatronCheckpoint(Source):
     def _stage(self, pipeline: int) -> list[RankFile]:
         """The files of a pipeline rank, by tensor rank."""
         if self._open is None or self._open[0] != pipeline:
-            self._open, self._moments = None, {}  # before the next ones take memory
+            self._open, self._moments = None, {}  # frees memory for the next ones
             paths = [path for rank, path in self._files.items() if rank.pipeline == pipeline]
             self._open = pipeline, [RankFile.open(path) for path in paths]
         return self._open[1]
 
     def _sizes(self, path: Path) -> None:
-        """The layout that wrote it, which the arguments can know better than the folder shows."""
+        """The layout that wrote it, by the arguments where they have it, else by the folder."""
         tensor = self._argument("tensor_model_parallel_size", self._argument("model_parallel_size"))
         pipeline = self._argument("pipeline_model_parallel_size")
         found = max(rank.tensor for rank in self._files) + 1
@@ -156,49 +159,48 @@ class MegatronCheckpoint(Source):
 
     def _model(self, path: Path) -> ModelConfig:
         """The network, checked against the parameters' shapes."""
-        if _TABLE not in self._places or len(self._places[_TABLE].shape) != 2:
+        embedding = self._locations.get(_EMBEDDING)
+        if embedding is None or len(embedding.shape) != 2:
             raise CheckpointError(f"{path} has no language_model.embedding.word_embeddings.weight")
-        rows = self._places[_TABLE].shape[0] * self.tensor_size
-        model = self._described(path)
+        rows = embedding.shape[0] * self.tensor_size
+        if self._arguments:
+            model = model_of_arguments(self._arguments, path)
+        else:
+            model = self._published(path, embedding.shape[1])
         if model.num_layers != self._layers:
             raise CheckpointError(
-                f"{path}: the argument num_layers is {model.num_layers}, but the files hold "
+                f"{path}: the argument num_layers is {model.num_layers}, but the files have "
                 f"{self._layers} blocks"
             )
         size = unpadded_vocabulary(self._arguments, rows)
         self.vocabulary_is_guessed = size is None
         if size is None:
             self.notes.append(
-                f"the token table has {rows:,} rows and the checkpoint does not say how many are "
-                "padding: all are taken for tokens"
+                f"the token embedding has {rows:,} rows, and the checkpoint does not say how many "
+                "are padding: all count as tokens"
             )
         return dataclasses.replace(model, vocabulary=Vocabulary(size or rows, rows))
 
-    def _described(self, path: Path) -> ModelConfig:
-        if self._arguments:
-            return model_of_arguments(self._arguments, path)
-        # Released without arguments: the shapes say all but the width of a head.
-        hidden = self._places[_TABLE].shape[1]
-        positions = self._places.get("embedding.position_embeddings.weight")
-        up = self._places.get("layers.0.mlp.up.weight")
+    def _published(self, path: Path, hidden: int) -> ModelConfig:
+        """A network released without arguments: its shapes give all but the width of a head."""
+        positions = self._locations.get("embedding.position_embeddings.weight")
+        up = self._locations.get("layers.0.mlp.up.weight")
         if positions is None or up is None or hidden % _PUBLISHED_HEAD_DIM:
-            raise CheckpointError(f"{path} has no args, and is no published GPT-2 or BERT")
+            raise CheckpointError(f"{path} has no args, and is not a published GPT-2 or BERT")
         heads = hidden // _PUBLISHED_HEAD_DIM
         self.notes.append(
             f"the checkpoint has no arguments: {heads} heads of {_PUBLISHED_HEAD_DIM}, GELU by "
             "tanh, as NVIDIA's published models have"
         )
-        return complete(
-            ModelFlags(
-                num_layers=self._layers,
-                hidden_size=hidden,
-                ffn_hidden_size=up.shape[0] * self.tensor_size,
-                num_attention_heads=heads,
-                max_position_embeddings=positions.shape[0],
-                untie_embeddings_and_output_weights="output_layer.weight" in self._places,
-            ),
-            path,
+        flags = ModelFlags(
+            num_layers=self._layers,
+            hidden_size=hidden,
+            ffn_hidden_size=up.shape[0] * self.tensor_size,
+            num_attention_heads=heads,
+            max_position_embeddings=positions.shape[0],
+            untie_embeddings_and_output_weights="output_layer.weight" in self._locations,
         )
+        return complete(flags, path)
 
     def _check_parameters(self, path: Path) -> None:
         """Compares the parameters with those that the arguments describe."""
@@ -208,33 +210,29 @@ class MegatronCheckpoint(Source):
                     f"{path}: {self.tensor_size} tensor ranks do not divide {what} {size}"
                 )
         for name, shard in self._shards.items():
-            place = self._places.get(name)
-            if place is None:
+            location = self._locations.get(name)
+            if location is None:
                 raise CheckpointError(
                     f"{path}: the arguments describe a network with {name}, which no file has"
                 )
-            file = self._files[Rank(place.pipeline, 0)]
             shape = shard.local_shape({"tensor": (0, self.tensor_size)})
-            if place.shape != shape:
+            if location.shape != shape:
                 raise CheckpointError(
-                    f"{file}: {place.key[1]} has the shape {place.shape}; after the arguments it "
-                    f"is {shape} (num_attention_heads, kv_channels, "
-                    "ffn_hidden_size, swiglu, padded vocabulary)"
+                    f"{self._files[Rank(location.pipeline, 0)]}: {location.key[1]} has the shape "
+                    f"{location.shape}; by the arguments it is {shape} (num_attention_heads, "
+                    "kv_channels, ffn_hidden_size, swiglu, padded vocabulary)"
                 )
-        surplus = [name for name in self._places if name not in self._shards]
-        if surplus:
-            place = self._places[surplus[0]]
-            raise CheckpointError(
-                f"{self._files[Rank(place.pipeline, 0)]}: {place.key[1]} has no place in the "
-                "network that the arguments describe"
-            )
-        if "lm_head.bias" in self._places:
-            self.refusal = (
-                "it is a BERT, which can be inspected and not yet trained or converted here"
-            )
+        for name, location in self._locations.items():
+            if name not in self._shards:
+                raise CheckpointError(
+                    f"{self._files[Rank(location.pipeline, 0)]}: {location.key[1]} is not part of "
+                    "the network that the arguments describe"
+                )
+        if "lm_head.bias" in self._locations:
+            self.refusal = "it is a BERT, which can be inspected, but not trained or converted"
 
     def _find_optimizer(self) -> None:
-        """Decides whether there is optimizer state to go on from, and fills the counters."""
+        """Decides whether there is optimizer state to continue from, and fills the counters."""
         self._has_moments = False
         try:
             steps = set(self._all_steps())
@@ -257,7 +255,7 @@ class MegatronCheckpoint(Source):
 
     def _all_steps(self) -> Iterator[int]:
         """Adam's number of steps of every rank."""
-        if "lm_head.bias" in self._places:
+        if "lm_head.bias" in self._locations:
             raise UnusableError("optimizer state of BERT is not read")
         for pipeline in range(self.pipeline_size):
             for file in self._stage(pipeline):
@@ -283,3 +281,122 @@ class MegatronCheckpoint(Source):
             )
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
+
+
+def _shards(model: ModelConfig, present: Mapping[str, ParameterLocation]) -> dict[str, Shard]:
+    """How each parameter is cut over tensor-parallel ranks, by canonical name, in the order of the
+    layers: as ours are, and those that BERT has in addition."""
+    hidden, rows = model.hidden_size, model.vocabulary.padded
+    square, vector = Shard((hidden, hidden)), Shard((hidden,))
+    bert = {
+        "embedding.tokentype_embeddings.weight": Shard((2, hidden)),
+        "pooler.dense.weight": square,
+        "pooler.dense.bias": vector,
+        "lm_head.dense.weight": square,
+        "lm_head.dense.bias": vector,
+        "lm_head.layernorm.weight": vector,
+        "lm_head.layernorm.bias": vector,
+        "lm_head.bias": Shard((rows,), (Cut(0, unpadded=model.vocabulary.size),)),
+        "binary_head.weight": Shard((2, hidden)),
+        "binary_head.bias": Shard((2,)),
+    }
+    kinds = present.get("embedding.tokentype_embeddings.weight")
+    if kinds is not None:
+        bert["embedding.tokentype_embeddings.weight"] = Shard((kinds.shape[0], hidden))
+    return whole_shards(model) | {name: s for name, s in bert.items() if name in present}
+
+
+class _Stage(NamedTuple):
+    """What the tensor ranks of a pipeline rank have in common: ``path`` is the first one's file,
+    ``chunks`` has the shape and dtype of each parameter, by Megatron's name."""
+
+    path: Path
+    version: float
+    iteration: int | None
+    chunks: Sequence[Mapping[str, tuple[tuple[int, ...], torch.dtype]]]
+
+
+def _survey(
+    stage: Callable[[int], Sequence[RankFile]], pipeline_size: int
+) -> tuple[dict[str, ParameterLocation], int]:
+    """Locations of the parameters by canonical name, and the number of blocks; ``stage`` gives the
+    files of a pipeline rank by tensor rank.
+
+    Raises:
+        CheckpointError: files are not of one checkpoint, blocks are missing, or a parameter is
+            unknown; the message names the file.
+    """
+    stages: list[_Stage] = []
+    for pipeline in range(pipeline_size):
+        stages.append(_common(stage(pipeline)))
+        _check_together(stages[0], stages[-1])
+    found: dict[str, ParameterLocation] = {}
+    layer = 0
+    # Stages are in order of chunks: rank 0's first, rank 1's first, ..., rank 0's second, ...
+    for chunk in range(len(stages[0].chunks)):
+        for pipeline, each in enumerate(stages):
+            path, layers = each.path, set()
+            for theirs, (shape, dtype) in each.chunks[chunk].items():
+                numbered = _LAYER.search(theirs)
+                layers |= {int(numbered[1])} if numbered else set()
+                if theirs == HEAD_COPY:
+                    continue
+                ours = rename(theirs, layer)
+                if ours is None:
+                    why = f"{theirs} is not a known parameter{_hint(theirs)}"
+                    raise CheckpointError(f"{path}: {why}")
+                if ours in found:
+                    raise CheckpointError(f"{path}: {theirs} is there twice, as {ours}")
+                found[ours] = ParameterLocation(pipeline, (chunk, theirs), shape, dtype)
+            if layers != set(range(len(layers))):
+                raise CheckpointError(f"{path} has blocks {sorted(layers)}, some are missing")
+            layer += len(layers)
+    return found, layer
+
+
+def _common(files: Sequence[RankFile]) -> _Stage:
+    stages = [
+        _Stage(
+            file.path,
+            file.version,
+            file.iteration,
+            [
+                {name: (tuple(values.shape), values.dtype) for name, values in chunk.items()}
+                for chunk in file.chunks
+            ],
+        )
+        for file in files
+    ]
+    for stage in stages:
+        _check_together(stages[0], stage)
+        for wanted, found in zip(stages[0].chunks, stage.chunks, strict=True):
+            for name in [*wanted, *found]:
+                if wanted.get(name) != found.get(name):
+                    raise CheckpointError(
+                        f"{stage.path} has other parameters than {files[0].path}: {name} is "
+                        f"{found.get(name, 'missing')}, not {wanted.get(name, 'there')}"
+                    )
+    return stages[0]
+
+
+def _check_together(here: _Stage, there: _Stage) -> None:
+    """Refuses files of different checkpoints."""
+    for what in ("version", "iteration"):
+        wanted, found = getattr(here, what), getattr(there, what)
+        if wanted != found:
+            raise CheckpointError(
+                f"{there.path} is of {what} {found}, {here.path} of {wanted}: they are "
+                "not of one checkpoint"
+            )
+    if len(here.chunks) != len(there.chunks):
+        raise CheckpointError(
+            f"{there.path} has {len(there.chunks)} model chunks, {here.path} has {len(here.chunks)}"
+        )
+
+
+def _hint(theirs: str) -> str:
+    if re.match(r"(decoder|embedding|output_layer)\.", theirs):
+        return " (it is of Megatron's core library, whose checkpoints have another form)"
+    if theirs.startswith("language_model.decoder."):
+        return " (the model is an encoder and a decoder)"
+    return ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import itertools
 from collections.abc import Callable
 from pathlib import Path
@@ -14,26 +15,20 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import MEGATRON_TRACKER, replace_folder, unfinished_folder
 from megatron.checkpoint.source import DTYPES, TOKENIZER, Source
 from megatron.config import ModelConfig, TokenizerConfig
-from megatron.formats.legacy_megatron.arguments import (
-    arguments_of_model,
-    divided_sizes,
-    namespace,
-)
-from megatron.formats.legacy_megatron.locations import (
+from megatron.formats.deepspeed_folders.naming import whole_shards
+from megatron.formats.legacy_megatron.arguments import arguments_of_model, divided_sizes
+from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_to_megatron, to_megatron
+from megatron.formats.legacy_megatron.rank_files import (
     MODEL_FILES,
     Rank,
     iteration_folder,
     rank_folder,
 )
-from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_to_megatron, to_megatron
-from megatron.formats.legacy_megatron.shards import shards_of
 from megatron.util.files import sync, sync_path
 from megatron.util.progress import progress_bar
 
 VERSION = 3.0
-"""What ``checkpoint_version`` is written."""
-
-_TABLE = "embedding.word_embeddings.weight"
+"""The ``checkpoint_version`` that is written."""
 
 
 def write_megatron(
@@ -46,36 +41,37 @@ def write_megatron(
     progress: Callable[[str], None] = lambda line: None,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes the weights as Megatron-LM's ranks would; a rank's file is in memory at a time.
+    """Writes the weights as Megatron-LM's ranks would; one rank's file is in memory at a time.
 
     Args:
-        source: what is written.
+        source: the checkpoint.
         save: folder of checkpoints; Megatron's ``--load``.
         tensor_size: tensor-parallel size to write for.
         pipeline_size: pipeline-parallel size to write for.
         iteration: number of the checkpoint; None for ``release``, which Megatron loads as
             weights to start from.
-        dtype: number format of the weights.
+        dtype: of the weights.
         progress: called with a line about each file.
-        check: called with the folder before it gets its name; what it raises undoes the export.
+        check: called with the folder before it gets its name; an error that it raises undoes the
+            export.
 
     Returns:
         The new checkpoint's folder, ``iter_0000100`` or ``release``.
 
     Raises:
         ValueError: Megatron has no such network, or the sizes do not divide it.
-        CheckpointError: the source is damaged, or the checkpoint is there already.
+        CheckpointError: the source is damaged, or the checkpoint exists already.
         OSError: a file cannot be written; nothing is left behind.
     """
     model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
     check_sizes(model, tensor_size, pipeline_size)
     arguments = arguments_of_model(model)
-    surplus = sorted(set(source.names()) - shards_of(model, {}).keys())
+    surplus = sorted(set(source.names()) - whole_shards(model).keys())
     if surplus:
         raise ValueError(f"{source.folder} has {surplus[0]}, which this export does not write")
     folder = save / iteration_folder(iteration)
     if folder.exists():
-        raise CheckpointError(f"{folder} is there already; remove it, or give another folder")
+        raise CheckpointError(f"{folder} exists already; remove it, or give another folder")
     with unfinished_folder(folder) as partial:
         arguments |= _copied_tokenizer(source, folder, partial)
         arguments |= {
@@ -94,7 +90,7 @@ def write_megatron(
         ranks = list(itertools.starmap(Rank, itertools.product(*map(range, sizes))))
         for rank in progress_bar("writing", ranks, unit=" ranks"):
             content = {
-                "args": namespace(arguments),
+                "args": argparse.Namespace(**arguments),
                 "checkpoint_version": VERSION,
                 "iteration": iteration or 0,
                 "model": _nested(_rank(source, model, rank, sizes, DTYPES[dtype])),
@@ -113,15 +109,14 @@ def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> Non
     """Refuses sizes that Megatron refuses.
 
     Raises:
-        ValueError: naming the flag and what would be right.
+        ValueError: naming the flag and the number that it must divide.
     """
     for name, value in divided_sizes(model).items():
         if tensor_size < 1 or value % tensor_size:
+            why = ": Megatron does not copy key and value heads to several ranks"
             raise ValueError(
-                f"--target-tensor-parallel-size {tensor_size} must divide {name} {value}: Megatron "
-                "does not copy key and value heads to several ranks"
-                if name == "num_query_groups"
-                else f"--target-tensor-parallel-size {tensor_size} must divide {name} {value}"
+                f"--target-tensor-parallel-size {tensor_size} must divide {name} {value}"
+                f"{why if name == 'num_query_groups' else ''}"
             )
     if pipeline_size < 1 or model.num_layers % pipeline_size:
         raise ValueError(
@@ -133,40 +128,31 @@ def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> Non
 def _rank(
     source: Source, model: ModelConfig, rank: Rank, sizes: Rank, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A rank's share of the parameters, by Megatron's names.
-
-    Args:
-        source: whole parameters.
-        model: shape of the network.
-        rank: which rank.
-        sizes: number of pipeline and of tensor-parallel ranks.
-        dtype: number format of the result.
-    """
-    shards = shards_of(model, {})
+    """A rank's share of the parameters, by Megatron's names; ``sizes`` are the numbers of ranks."""
+    shards = whole_shards(model)
     layers = model.num_layers // sizes.pipeline
-    coordinates = {"tensor": (rank.tensor, sizes.tensor)}
+    last = sizes.pipeline - 1
+
+    def stage_of(name: str) -> int:
+        first, second, *_ = name.split(".")
+        if first == "layers":
+            return int(second) // layers
+        return 0 if first == "embedding" else last
 
     def share(name: str) -> Tensor:
+        coordinates = {"tensor": (rank.tensor, sizes.tensor)}
         values = shards[name].cut(source.tensor(name), coordinates)
         return _megatron_order(name, values, model, sizes.tensor).to(dtype, copy=True)
 
     found = {}
     for name in shards:
-        if _stage_of(name, layers, sizes.pipeline) == rank.pipeline:
+        if stage_of(name) == rank.pipeline:
             theirs = to_megatron(name, rank.pipeline * layers)
             assert theirs is not None, name
             found[theirs] = share(name)
-    if model.embedding.tied and 0 < rank.pipeline == sizes.pipeline - 1:
-        found[HEAD_COPY] = share(_TABLE)
+    if model.embedding.tied and 0 < rank.pipeline == last:
+        found[HEAD_COPY] = share("embedding.word_embeddings.weight")
     return found
-
-
-def _stage_of(name: str, layers: int, stages: int) -> int:
-    """The pipeline rank that holds a parameter, with so many blocks a rank."""
-    first, second, *_ = name.split(".")
-    if first == "layers":
-        return int(second) // layers
-    return 0 if first == "embedding" else stages - 1
 
 
 def _megatron_order(name: str, share: Tensor, model: ModelConfig, size: int) -> Tensor:
@@ -178,8 +164,8 @@ def _megatron_order(name: str, share: Tensor, model: ModelConfig, size: int) -> 
 
 
 def _nested(weights: dict[str, Tensor]) -> dict[str, Any]:
-    """Megatron's dictionaries: every level of an embedding, two levels of the rest, behind which
-    dots go on (``language_model`` > ``encoder`` > ``layers.0.mlp.dense_h_to_4h.weight``)."""
+    """Megatron's dictionaries: every level of an embedding, and two levels of the rest, after which
+    names have dots (``language_model`` > ``encoder`` > ``layers.0.mlp.dense_h_to_4h.weight``)."""
     nested: dict[str, Any] = {}
     for name, values in weights.items():
         if name.startswith("language_model.embedding."):
@@ -199,15 +185,13 @@ def _copied_tokenizer(source: Source, folder: Path, partial: Path) -> dict[str, 
     """Arguments that name the tokenizer, whose files are copied where there are any."""
     config = source.tokenizer or TokenizerConfig()
     named = {
-        "tokenizer_type": config.tokenizer_type,
-        "vocab_file": config.vocab_file,
-        "merge_file": config.merge_file,
-        "tokenizer_model": config.tokenizer_model,
-        "vocab_size": config.vocab_size,
-        "vocab_extra_ids": config.vocab_extra_ids,
-    }
-    hugging_face = config.tokenizer_type in (None, "HFTokenizer", "HuggingFaceTokenizer")
-    if not hugging_face:
+        name: getattr(config, name)
+        for name in (
+            "tokenizer_type", "vocab_file", "merge_file", "tokenizer_model", "vocab_size",
+            "vocab_extra_ids",
+        )
+    }  # fmt: skip
+    if config.tokenizer_type not in (None, "HFTokenizer", "HuggingFaceTokenizer"):
         return named
     if source.copy_tokenizer(partial / TOKENIZER):
         place = str((folder / TOKENIZER).resolve())

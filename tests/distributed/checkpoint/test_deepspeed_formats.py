@@ -24,12 +24,11 @@ from stock_gpt import (
 from training_jobs import TINY, train
 
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.families import build_model
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
-from megatron.formats.deepspeed_folders.universal import UniversalFolder
-from megatron.formats.deepspeed_folders.universal_writer import save_universal
+from megatron.formats.deepspeed_folders.universal import UniversalFolder, save_universal
 
 KINDS = ("weight", "exp_avg", "exp_avg_sq")
 STEPS = 4

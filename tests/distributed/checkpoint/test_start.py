@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from training_jobs import TINY, train
 
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.checkpoint.writer import write_checkpoint
 
 STEPS = 6

@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 from configs import model_config, run_config
 
-from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
+from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import CheckpointConfig, OptimizerConfig
+from megatron.engine.async_optimizer_step import AsyncOptimizerStep
 from megatron.engine.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.optimizer import build_optimizer
-from megatron.engine.queued_update import AsyncOptimizerStep
 from megatron.engine.saving import CheckpointWriter
 from megatron.engine.state import owned_slices
 from megatron.model.layer_list import initialise

@@ -18,10 +18,10 @@ from toy_encoder_decoder import COUNTS, VOCAB, draw_batches, fill, toy_spec
 from training_jobs import TINY
 
 from megatron.config import PrecisionConfig
-from megatron.engine.boundaries import Boundary, check_agreement
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.environment import distributed, training_device
+from megatron.engine.pipeline_module import Boundary, check_agreement
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.shard import shard_of

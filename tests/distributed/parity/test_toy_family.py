@@ -13,7 +13,7 @@ from training_jobs import TINY
 
 from megatron import families
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.engine.environment import distributed
 from megatron.families import family_names, spec_of

@@ -183,7 +183,7 @@ def test_killed_at_every_moment(tmp_path, monkeypatch, iteration):
 @pytest.mark.parametrize("iteration", [5, 10])
 @pytest.mark.parametrize("call", ["rename", "replace", "fsync"])
 def test_an_error_at_every_moment(tmp_path, monkeypatch, iteration, call):
-    """The same with a full or failing disk, after which the process goes on."""
+    """The same with a full or failing disk, after which the process continues."""
     for moment in range(100):
         save = tmp_path / str(moment)
         make(save, 5, "old")

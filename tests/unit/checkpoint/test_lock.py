@@ -9,12 +9,12 @@ import time
 import pytest
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.lock import LOCK, lock_folder
+from megatron.checkpoint.folder import LOCK, lock_folder
 
 HOLD = """
 import sys, time
 from pathlib import Path
-from megatron.checkpoint.lock import lock_folder
+from megatron.checkpoint.folder import lock_folder
 lock = lock_folder(Path(sys.argv[1]))
 print("held", flush=True)
 time.sleep(1000)

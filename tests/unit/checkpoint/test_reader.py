@@ -11,8 +11,7 @@ from safetensors.torch import save_file
 
 from megatron.checkpoint.files import CheckpointError, write_json
 from megatron.checkpoint.folder import incomplete_folder, publish
-from megatron.checkpoint.index import IndexEntry, tensor_key
-from megatron.checkpoint.manifest import file_facts, verify
+from megatron.checkpoint.manifest import IndexEntry, file_facts, tensor_key, verify
 from megatron.checkpoint.reader import CheckpointReader, differences
 from megatron.checkpoint.slices import Slice
 from megatron.parallel.shard import Cut, Shard

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from megatron.checkpoint.retention import apply_retention, superseded
+from megatron.checkpoint.folder import apply_retention, superseded
 
 
 def steps(save):

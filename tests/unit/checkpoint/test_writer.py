@@ -10,9 +10,8 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import incomplete_folder
 from megatron.checkpoint.manifest import verify
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import locate_checkpoint, open_checkpoint
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.source import Source, run_of
+from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoint, run_of
 from megatron.checkpoint.writer import SliceWriter, complete
 from megatron.checkpoint.writer import write_checkpoint as write
 from megatron.config import TokenizerConfig
@@ -85,7 +84,7 @@ def test_other_checkpoints_are_not_pushed_aside(tmp_path, source):
     folder = write(tmp_path, source)
     before = (folder / "manifest.json").read_bytes()
     for iteration in (2, 4, 9):
-        with pytest.raises(CheckpointError, match="holds global_step4"):
+        with pytest.raises(CheckpointError, match="contains global_step4"):
             write(tmp_path, source, iteration)
     assert (folder / "manifest.json").read_bytes() == before
     assert (tmp_path / "latest").read_text() == "global_step4"

@@ -20,7 +20,7 @@ from megatron.config import (
 from megatron.config.flags import ConfigError, check_value, field_help, flag_of, option
 
 GOLDEN = Path(__file__).parents[2] / "golden" / "flags.json"
-"""Every flag of the training commands. MEGATRON_REWRITE_GOLDEN=1 writes it anew."""
+"""Every flag of the training commands. MEGATRON_REWRITE_GOLDEN=1 rewrites it."""
 
 MEGATRON_FLAGS = """
 --num-layers --hidden-size --ffn-hidden-size --num-attention-heads --group-query-attention
@@ -153,7 +153,7 @@ def test_help_is_grouped_and_says_defaults(parser):
     for cls in PART_FLAGS.values():
         assert (cls.__doc__ or "").split("\n")[0].rstrip(".") + ":" in text
     joined = " ".join(text.split())
-    assert "Seed of weights, data order and dropout. (default: 1234)" in joined
+    assert "Random seed of initial weights, data order and dropout. (default: 1234)" in joined
     # argparse breaks lines at hyphens.
     assert "(default:hidden-size/num-attention-heads)" in "".join(text.split())
     assert "Accepted, not used: DeepSpeed's engine reduces the gradients." in joined
@@ -207,7 +207,7 @@ def test_configs_are_frozen():
         (["--num-layer", "2"], "unknown flag --num-layer; the nearest known flag is --num-layers"),
         (["--num_layers=2"], "unknown flag --num_layers; the nearest known flag is --num-layers"),
         (["--zzzz-qq"], "unknown flag --zzzz-qq (--help lists all)"),
-        (["stray"], "'stray' follows no flag that takes it"),
+        (["stray"], "'stray' is not a value of any flag"),
         (["--num-layers", "two"], "argument --num-layers: invalid int value: 'two'"),
         (["--optimizer", "lion"], "invalid choice: 'lion'"),
         (["--rampup-batch-size", "1", "2"], "--rampup-batch-size: expected 3 arguments"),

@@ -26,7 +26,7 @@ PARSER = FlagParser(*FLAG_CLASSES)
 
 
 def asked(layout, extra=()):
-    """What a run with the layout's flags and JSON resolves to: its layout, or why there is none."""
+    """What a run with the layout's flags and JSON resolves to: its layout, or why it is refused."""
     devices = {key: getattr(layout, key) for key in ("offload_optimizer", "offload_param")}
     content = {"zero_optimization": {key: {"device": d} for key, d in devices.items() if d}}
     words = [*MODEL, *layout.flags(), *extra]
@@ -206,8 +206,8 @@ def test_names_and_flags_round_trip():
         ("tp0", "'tp0'"),
         ("zero4", "'zero4'"),
         ("tp", "'tp'"),
-        ("tp2-tp4", "'tp4' says the tensor a second time"),
-        ("bf16-fp16", "'fp16' says the precision a second time"),
+        ("tp2-tp4", "'tp4' sets the tensor a second time"),
+        ("bf16-fp16", "'fp16' sets the precision a second time"),
     ],
 )
 def test_refuses_names_that_it_does_not_know(name, told):

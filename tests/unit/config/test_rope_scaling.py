@@ -5,7 +5,7 @@ import json
 import pytest
 
 from megatron.config import ConfigError
-from megatron.config.rope_scaling import EXAMPLE, RopeScaling, llama3_scaling
+from megatron.config.positions import EXAMPLE, RopeScaling, llama3_scaling
 
 LONG = {"rope_type": "longrope", "original_max_position_embeddings": 64}
 
@@ -48,21 +48,21 @@ def test_read_and_written_again(form, expected):
 
 
 REFUSED = [
-    ("linear", "is no JSON"),
+    ("linear", "is not valid JSON"),
     ("[2]", "must be a JSON object"),
     ("{}", "rope_type is None; it must be one of default, linear"),
     ('{"rope_type": "su"}', "rope_type is 'su'"),
     ('{"rope_type": ["linear"]}', "rope_type is"),
     ('{"rope_type": "linear"}', "linear needs factor"),
     ('{"rope_type": "linear", "factor": null}', "linear needs factor"),
-    ('{"rope_type": "linear", "factor": 2, "beta_fast": 1}', "linear has no beta_fast; it takes"),
-    ('{"rope_type": "default", "factor": 2}', "default has no factor; it takes nothing more"),
+    ('{"rope_type": "linear", "factor": 2, "beta_fast": 1}', "linear has no parameter beta_fast"),
+    ('{"rope_type": "default", "factor": 2}', "default has no parameter factor; it has none"),
     ('{"rope_type": "linear", "factor": 0}', "factor must be a positive number"),
     ('{"rope_type": "linear", "factor": "2"}', "factor must be a positive number"),
     ('{"rope_type": "linear", "factor": true}', "factor must be a positive number"),
     (
         '{"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 1.5}',
-        "original_max_position_embeddings must be a positive whole number",
+        "original_max_position_embeddings must be a positive integer",
     ),
     (
         '{"rope_type": "yarn", "factor": 2, "original_max_position_embeddings": 8, "truncate": 1}',

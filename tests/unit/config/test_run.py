@@ -181,7 +181,7 @@ REFUSED = [
         ["--rotary-base-local 100.0", "--sliding-window"],
     ),
     (f"{ROPE} --rope-scaling {{}}", 1, ["rope_type is None", "linear, dynamic, llama3, yarn"]),
-    (f"{ROPE} --rope-scaling linear", 1, ["--rope-scaling linear", "no JSON"]),
+    (f"{ROPE} --rope-scaling linear", 1, ["--rope-scaling linear", "not valid JSON"]),
     (
         "--use-rotary-position-embeddings --position-embedding-type learned_absolute",
         1,
@@ -260,7 +260,7 @@ REFUSED = [
         1,
         [
             "--num-layers-per-virtual-pipeline-stage 2, --pipeline-model-parallel-size 1 (default):"
-            " one process has no one",
+            " a pipeline needs two or more",
         ],
     ),
     (

@@ -53,7 +53,7 @@ def test_without_numba(monkeypatch: pytest.MonkeyPatch) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(expected, found, strict=True))
 
 
-def test_no_part_is_asked_for_more_than_it_was_built_for() -> None:
+def test_no_part_gives_more_samples_than_it_has() -> None:
     rng = np.random.RandomState(1)
     for size in (1, 2, 3, 10, 99, 1000):
         weights = normalised_weights(rng.rand(5).tolist(), "--data-path")

@@ -68,7 +68,7 @@ def test_out_of_range(tmp_path: Path) -> None:
 
 
 def test_no_tokens(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"corpus: the 2 documents for train hold no tokens"):
+    with pytest.raises(ValueError, match=r"corpus: the 2 documents for train have no tokens"):
         build(tmp_path, [0, 0], 4, 5)
 
 
@@ -83,7 +83,7 @@ def test_cache_of_other_lengths_is_not_used(tmp_path: Path) -> None:
     assert other._index["sample_index"].filename != first._index["sample_index"].filename
 
 
-def test_a_damaged_index_is_found_before_an_order_is_made_of_it(tmp_path: Path) -> None:
+def test_a_damaged_index_is_found_before_the_order_is_built(tmp_path: Path) -> None:
     indexed = counting_corpus(tmp_path / "corpus", [5, 5, 5])
     lengths = indexed.sequence_lengths.copy()
     lengths[1] = 4
@@ -141,7 +141,7 @@ def test_origin_in_a_blend(tmp_path: Path) -> None:
 
 
 def test_the_cache_entry_of_an_earlier_release_is_found(tmp_path: Path) -> None:
-    """Runs that go on after an update must not build their indices again."""
+    """Runs that continue after an update must not build their indices again."""
     build(tmp_path, [10, 20], 4, 5, cache=IndexCache(tmp_path / "cache"))
     (entry,) = (path.name for path in (tmp_path / "cache").iterdir() if path.is_dir())
     assert entry == "gpt-train-2c5130d5d61eb25ad96fde3beb924965"

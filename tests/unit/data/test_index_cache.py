@@ -85,7 +85,7 @@ def test_a_damaged_entry_is_refused(damage: str, tmp_path: Path) -> None:
     assert equal(cache.arrays("x", {}, arrays))
 
 
-def test_what_cannot_be_read_is_not_built_in_memory_instead(tmp_path: Path) -> None:
+def test_an_unreadable_entry_is_not_built_in_memory(tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
     cache.arrays("x", {}, arrays)
     (entry,) = entries(tmp_path)
@@ -112,14 +112,17 @@ def test_arrays_that_come_in_blocks(tmp_path: Path) -> None:
         assert first.read_bytes() == second.read_bytes()
 
 
-def test_arrays_that_are_not_what_is_asked_for(tmp_path: Path) -> None:
+def test_arrays_of_another_layout(tmp_path: Path) -> None:
     cache = IndexCache(tmp_path)
     layout = {name: (array.dtype, array.shape) for name, array in arrays().items()}
     cache.arrays("x", {}, arrays, layout)
     assert equal(cache.arrays("x", {}, never, layout))
     for other, message in (
-        (layout | {"a": (np.dtype("i4"), (1000,))}, "a.npy holds uint32 .*not int32"),
-        (layout | {"a": (np.dtype("u4"), (1001,))}, r"a.npy holds .*not uint32 of shape \(1001,\)"),
+        (layout | {"a": (np.dtype("i4"), (1000,))}, "a.npy contains uint32 .*not int32"),
+        (
+            layout | {"a": (np.dtype("u4"), (1001,))},
+            r"a.npy contains .*not uint32 of shape \(1001,\)",
+        ),
         (layout | {"c": (np.dtype("u4"), (1,))}, "c.npy is missing"),
         ({"a": layout["a"]}, "b.npy is not of this entry"),
     ):

@@ -110,7 +110,7 @@ def negative_length(folder: Path) -> None:
 
 
 def past_the_document(array: np.ndarray) -> np.ndarray:
-    """A sample of the right length behind the end of its document."""
+    """A sample of the right length past the end of its document."""
     row = int(np.argmax(array[1:, 0] == array[:-1, 0]))
     array[row : row + 2, 1] += 1000
     return array

@@ -42,7 +42,7 @@ def test_a_file_and_a_glob(folder: Path) -> None:
         ),
     ],
 )
-def test_what_stands_for_no_file(
+def test_paths_without_files(
     folder: Path, pattern: str, error: type[Exception], message: str, monkeypatch
 ) -> None:
     monkeypatch.chdir(folder)

@@ -57,7 +57,7 @@ def test_takes_so_many_ahead_and_no_more(ahead):
     batches.close()
 
 
-def test_error_comes_with_its_batch_and_stays():
+def test_an_error_is_raised_with_its_batch_and_again():
     batches = Prefetcher(Source(2, ValueError("document 7 is cut short")))
     assert [next(batches).first[0] for _ in range(2)] == [1, 2]
     for _ in range(2):

@@ -103,7 +103,7 @@ def test_copies_overlap_with_work_and_are_waited_for_where_they_are_used(streams
 
 
 def test_an_error_of_the_gpu_reaches_the_reader(monkeypatch):
-    """A thread that ended in silence would be waited for for ever."""
+    """A thread that ended in silence would be waited for indefinitely."""
 
     def fail(device: torch.device) -> None:
         raise RuntimeError("CUDA error: invalid device ordinal")

@@ -180,7 +180,7 @@ def test_pickles_as_its_url(stored: tuple[Path, str], tmp_path: Path) -> None:
     dataset.limit_ids(10)
     copy = pickle.loads(pickle.dumps(dataset))
     assert len(pickle.dumps(dataset)) < 1000
-    with pytest.raises(ValueError, match=r"bin: bytes 0 on hold the token id"):
+    with pytest.raises(ValueError, match=r"bin: bytes 0 on contain the token id"):
         copy[0]
 
 
@@ -242,7 +242,7 @@ def test_a_web_server_without_ranges(
         ),
     ],
 )
-def test_what_is_not_there(url: str, message: str, tmp_path: Path) -> None:
+def test_missing_files(url: str, message: str, tmp_path: Path) -> None:
     with pytest.raises((ValueError, OSError), match=message):
         RemoteDataset(url, tmp_path / "cache")
 

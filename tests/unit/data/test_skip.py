@@ -49,7 +49,7 @@ def test_values_that_are_no_range(value: str) -> None:
 
 
 @pytest.mark.parametrize("values", [["0:100"], ["90:101"], ["200:300"], ["0:60", "0:40"]])
-def test_more_than_there_is(values: list[str]) -> None:
+def test_ranges_beyond_the_data(values: list[str]) -> None:
     with pytest.raises(ConfigError, match="--skip-samples: sample .* the training data have 100"):
         SkippedSamples(Numbers(100), parse_skipped(values))
 

@@ -90,7 +90,7 @@ def test_corpora_by_name(tmp_path) -> None:
     assert [s.weight for s in weighted.train.sources] == [6.0, 2.0, 2.0]
 
 
-def test_evaluation_has_a_key_of_its_own(tmp_path) -> None:
+def test_evaluation_has_its_own_text_key(tmp_path) -> None:
     reader = BlendReader(kind_of=lambda path: "text", eval_text_key="review")
     found = parts(reader, train_data_path=("a.jsonl",), valid_data_path=("b.jsonl",))
     assert found.train is not None and found.train.sources[0].text_key is None
@@ -162,6 +162,9 @@ def test_a_missing_corpora_file() -> None:
 def test_a_corpus_is_named_once(tmp_path) -> None:
     with pytest.raises(ConfigError, match="--train-data wiki both names wiki twice"):
         parts(corpora(tmp_path, CORPORA), train_data=("wiki", "both"))
+    twice = {"a": {"files": "x"}, "b": {"corpora": ["a", "a"]}}
+    with pytest.raises(ConfigError, match="--train-data b names a twice, perhaps within a group"):
+        parts(corpora(tmp_path, twice), train_data=("b",))
     (tmp_path / "corpora.json").write_text('{"a": {"files": "x"}, "a": {"files": "y"}}')
     with pytest.raises(ConfigError, match='the key "a" is there twice'):
         read_corpora(str(tmp_path / "corpora.json"), ("indexed",))

@@ -23,20 +23,20 @@ def test_names_file_sequence_id_and_vocabulary(tmp_path: Path) -> None:
     check_vocabulary(indexed, 50_258, IndexCache(None))
     with pytest.raises(
         ValueError,
-        match=r"x\.bin: sequence 1 holds the token id 50257.*50257 ids .*--vocab-file",
+        match=r"x\.bin: sequence 1 contains the token id 50257.*50257 ids .*--vocab-file",
     ):
         check_vocabulary(indexed, 50_257, IndexCache(None))
 
 
 def test_negative_ids(tmp_path: Path) -> None:
     indexed = write(tmp_path / "x", [[1], [2, -1]], "int32")
-    with pytest.raises(ValueError, match="sequence 1 holds the token id -1"):
+    with pytest.raises(ValueError, match="sequence 1 contains the token id -1"):
         check_vocabulary(indexed, 100, IndexCache(None))
 
 
 def test_float_files(tmp_path: Path) -> None:
     indexed = write(tmp_path / "x", [[1.0]], "float32")
-    with pytest.raises(ValueError, match=r"x\.bin holds float32 values, not token ids"):
+    with pytest.raises(ValueError, match=r"x\.bin contains float32 values, not token ids"):
         check_vocabulary(indexed, 100, IndexCache(None))
 
 
@@ -54,7 +54,7 @@ def test_reads_the_file_once_and_again_when_it_changed(
         check_vocabulary(write(tmp_path / "x", [[1, 12]]), 10, cache)
 
 
-def test_does_not_read_what_cannot_be_wrong(
+def test_does_not_read_dtypes_within_the_vocabulary(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(pipeline, "_extremes", lambda _: pytest.fail("read"))

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from megatron.config import ParallelConfig
-from megatron.engine.compile import compile_blocks
+from megatron.engine.build import compile_blocks
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.float8 import Float8

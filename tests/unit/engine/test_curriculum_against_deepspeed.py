@@ -16,10 +16,9 @@ from deepspeed.runtime.data_pipeline.data_sampling.indexed_dataset import MMapIn
 from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling, sequence_lengths
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.curriculum.analysis import analyse, read_rows, write_rows
-from megatron.data.kinds.curriculum.lengths import difficulty, stages
-from megatron.data.kinds.curriculum.order import draw_samples
+from megatron.data.kinds.curriculum.order import difficulty, draw_samples, stages
 from megatron.data.sampler import MicroBatchSampler
-from megatron.engine.json_keys import section_text
+from megatron.engine.deepspeed_json import section_text
 
 
 def schedules():

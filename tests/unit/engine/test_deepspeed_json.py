@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.engine.deepspeed_json import complete, for_engine, merge
-from megatron.engine.json_file import read_json
+from megatron.engine.deepspeed_json import complete, for_engine, merge, read_json
 
 SHIPPED = Path(__file__).parents[3] / "deepspeed_configs"
 
@@ -87,7 +86,7 @@ def test_every_auto_is_filled_from_the_flags():
     }
 
 
-def test_values_of_a_number_format_that_is_off_are_left_out():
+def test_values_of_a_dtype_that_is_off_are_left_out():
     _, completed, _ = run(f"{BATCH} --bf16 --zero-stage 1", AUTO)
     assert completed["fp16"] == {"enabled": False} and completed["bf16"] == {"enabled": True}
 
@@ -240,7 +239,7 @@ def test_contradicting_accumulation_steps():
     message = refusal("--micro-batch-size 2 --lr 1e-3", both)
     assert "ds.json: train_batch_size 16" in message and "--micro-batch-size 2" in message
     assert "0 is" not in refusal(BATCH, {"gradient_accumulation_steps": 0})
-    assert "not a count" in refusal(BATCH, {"gradient_accumulation_steps": 0})
+    assert "expected a positive integer" in refusal(BATCH, {"gradient_accumulation_steps": 0})
 
 
 def test_a_layout_that_does_not_fit_gets_its_own_message():
@@ -271,8 +270,8 @@ def test_values_of_the_wrong_kind_are_refused(content, told):
 
 UNREADABLE = [
     ("{", "not readable as JSON"),
-    ("[]", "a JSON object is needed"),
-    ('{"bf16": {}, "bf16": {}}', 'the key "bf16" stands twice'),
+    ("[]", "expected a JSON object"),
+    ('{"bf16": {}, "bf16": {}}', 'the key "bf16" occurs twice'),
     ({"gradient_cliping": 1}, 'no key "gradient_cliping"; the nearest known key is "gradient_clip'),
     ({"zzzz": 1}, 'no key "zzzz"'),
     ({"fp16": True}, "fp16 is true; it must be an object"),
@@ -307,7 +306,7 @@ def test_a_file_that_is_wrong_is_refused_by_name(tmp_path, content, told):
 
 
 def test_a_missing_file_is_refused_by_name(tmp_path):
-    with pytest.raises(ConfigError, match="--deepspeed_config .*absent.json: there is no such"):
+    with pytest.raises(ConfigError, match="--deepspeed_config .*absent.json: file not found"):
         read_json(str(tmp_path / "absent.json"))
     with pytest.raises(ConfigError, match="not readable"):
         read_json(str(tmp_path))

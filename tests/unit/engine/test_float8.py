@@ -7,8 +7,8 @@ from configs import model_config, run_config
 from gpt_forward import forward
 
 from megatron.config import ConfigError, ParallelConfig
-from megatron.config.fast_paths import FastPathsConfig
-from megatron.engine.float8 import use_float8
+from megatron.config.engine import FastPathsConfig
+from megatron.engine.build import use_float8
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.float8 import Float8
@@ -123,7 +123,7 @@ def test_recomputed_activations_give_the_same_training(recompute):
 
 
 def test_weights_are_those_of_bf16():
-    """Names, shapes and number formats: a checkpoint does not know of 8 bits."""
+    """Names, shapes and dtypes: a checkpoint does not know of 8 bits."""
     ours, plain = build(fp8_format="hybrid"), build()
     for (name, param), (other, same) in zip(
         ours.named_parameters(), plain.named_parameters(), strict=True

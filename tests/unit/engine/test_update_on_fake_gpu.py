@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import Optimizer
 
 from megatron.config import OptimizerConfig
+from megatron.engine.async_optimizer_step import AsyncOptimizerStep
 from megatron.engine.optimizer import build_optimizer
-from megatron.engine.queued_update import AsyncOptimizerStep
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, Shard, parameter
 

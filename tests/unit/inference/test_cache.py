@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron.inference.cache import KeyValueCache
+from megatron.inference.generate import KeyValueCache
 
 
 @pytest.mark.parametrize("capacity", [1, 5, 64])
@@ -31,7 +31,7 @@ def test_grows_by_doubling():
     assert rooms == {4, 8, 16, 32, 64, 128}
 
 
-def test_number_format_is_kept():
+def test_dtype_is_kept():
     x = torch.zeros(1, 1, 1, 2, dtype=torch.bfloat16)
     assert KeyValueCache(4).extend(0, x, x)[0].dtype == torch.bfloat16
 

@@ -8,7 +8,7 @@ import torch
 from gpt_forward import forward
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config import ConfigError, ParallelConfig, PrecisionConfig, TokenizerConfig
 from megatron.inference import load_model, load_tokenizer
 from megatron.inference.load import training_dtype
@@ -63,7 +63,7 @@ def test_which_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):
         open_checkpoint(tmp_path / "absent")
 
 
-def test_number_formats(tmp_path, gpt_config, random_gpt, write_checkpoint):
+def test_dtypes(tmp_path, gpt_config, random_gpt, write_checkpoint):
     config = dataclasses.replace(gpt_config(), precision=PrecisionConfig(bf16=True))
     write_checkpoint(tmp_path, config, random_gpt(config))
     loaded, _ = load_model(open_checkpoint(tmp_path), device=CPU)
@@ -115,7 +115,7 @@ def test_tokenizer_that_grew_is_refused(tmp_path, gpt_config):
 
 @pytest.mark.parametrize(
     "family, said",
-    [("bert", "'bert', which does not continue text"), ("bret", "'bret' is unknown")],
+    [("bert", "'bert', which does not generate text"), ("bret", "'bret' is unknown")],
 )
 def test_a_family_that_does_not_generate_is_refused(
     tmp_path, gpt_config, random_gpt, write_checkpoint, family, said

@@ -4,7 +4,7 @@ import string
 
 import pytest
 
-from megatron.inference.text import TextStream, continuation_text
+from megatron.inference.generate import TextStream, continuation_text
 from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.train import train_byte_level_bpe
 

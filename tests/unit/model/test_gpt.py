@@ -320,7 +320,7 @@ def test_positions_start_at_the_offset_of_the_table():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_scale_of_embeddings_is_rounded_to_their_number_format(dtype):
+def test_scale_of_embeddings_is_rounded_to_their_dtype(dtype):
     """As transformers' Gemma: sqrt(3072) is 55.5 in bfloat16."""
     positions = InputEmbedding(config(hidden_size=3072, **SCALED), TensorParallel())
     x = torch.randn(1, 2, 3072).to(dtype)

@@ -9,7 +9,7 @@ from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from megatron.model.mlp import MLP
-from megatron.model.norm import build_head_norm, build_norm
+from megatron.model.norm import build_norm
 from megatron.parallel.shard import init_of
 from megatron.parallel.tensor_parallel import TensorParallel
 
@@ -71,18 +71,21 @@ def test_weight_from_zero_against_transformers(module, dtype):
 
 def test_norm_of_heads_against_transformers():
     config = model_config(kv_channels=8, hidden_size=32, normalization="RMSNorm", norm_epsilon=1e-6)
-    norm, theirs = randomise(build_head_norm(config, TensorParallel())), Qwen3RMSNorm(8).double()
+    norm, theirs = (
+        randomise(build_norm(config, TensorParallel(), heads=True)),
+        Qwen3RMSNorm(8).double(),
+    )
     theirs.load_state_dict(norm.state_dict())
     x_BSND = torch.randn(2, 5, 4, 8).double()
     torch.testing.assert_close(norm(x_BSND), theirs(x_BSND), rtol=1e-6, atol=1e-7)
 
 
 @pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
-def test_norms_keep_the_number_format_of_activations(name):
+def test_norms_keep_the_dtype_of_activations(name):
     """Heads are bfloat16 under autocast, whose weights are not."""
     config = model_config(hidden_size=8, kv_channels=8, normalization=name)
-    for build in (build_norm, build_head_norm):
-        norm = build(config, TensorParallel())
+    for heads in (False, True):
+        norm = build_norm(config, TensorParallel(), heads)
         torch.nn.init.ones_(norm.weight)
         x = torch.randn(3, 8)
         with torch.autocast("cpu", torch.bfloat16):

@@ -2,7 +2,7 @@
 
 What is made on the CPU by mistake, what the host reads from the device, and what it sends there in
 the middle of a step, raises. torch takes a product of 8-bit matrices there only as a GPU does: rows
-and columns as they lie in memory, multiples of 16, shapes of the scales.
+and columns as they are in memory, multiples of 16, shapes of the scales.
 """
 
 import contextlib
@@ -93,7 +93,7 @@ def test_recomputation_stays_on_its_device(monkeypatch, kind, recompute):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_other_number_formats_stay_on_their_device(monkeypatch, dtype):
+def test_other_dtypes_stay_on_their_device(monkeypatch, dtype):
     walk(monkeypatch, build(dtype, **LLAMA))
 
 

@@ -16,9 +16,9 @@ from gpt_forward import forward
 from torch import Tensor
 
 from megatron.config import OptimizerConfig
-from megatron.engine.compile import compile_blocks
+from megatron.engine.async_optimizer_step import AsyncOptimizerStep
+from megatron.engine.build import compile_blocks
 from megatron.engine.optimizer import build_optimizer
-from megatron.engine.queued_update import AsyncOptimizerStep
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8

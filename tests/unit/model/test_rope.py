@@ -11,7 +11,7 @@ from transformers.models.gpt_neox import modeling_gpt_neox
 from transformers.models.phi import modeling_phi
 from transformers.models.phi3.modeling_phi3 import Phi3RotaryEmbedding
 
-from megatron.config.rope_scaling import RopeScaling, llama3_scaling
+from megatron.config.positions import RopeScaling, llama3_scaling
 from megatron.model.rope import RotaryEmbedding, _table, apply_rope, scaled_frequencies
 
 CPU = torch.device("cpu")
@@ -119,7 +119,7 @@ def config(**changes):
 
 @pytest.mark.parametrize("length", [64, 65])
 def test_longrope_angles_against_transformers(length):
-    """The length of the sequence chooses the factors, whose positions may start anew within."""
+    """The length of the sequence chooses the factors, whose positions may start again within."""
     theirs = Phi3RotaryEmbedding(
         Phi3Config(
             hidden_size=2 * WIDTH, num_attention_heads=2, num_key_value_heads=2, pad_token_id=0,

@@ -194,5 +194,5 @@ def test_logits_are_never_whole(monkeypatch, dtype):
     with Products() as products:
         loss = LossHead(vocab, None, limit, TensorParallel())
         linear_cross_entropy(x, weight, targets, loss).backward()
-    assert products.largest == limit, "of the logits, of which there are 8 or 16 times as many"
+    assert products.largest == limit, "of the logits, which are 8 or 16 times as many"
     assert products.count == 3 * tokens * vocab * dtype.itemsize // limit

@@ -75,7 +75,7 @@ def test_each_fused_part_is_cut_by_itself():
     assert shard.ranges(at(1, 2)) == {0: ((2, 2), (5, 1), (7, 1))}
 
 
-def test_padding_lies_at_the_end_of_the_whole():
+def test_padding_is_at_the_end_of_the_whole():
     shard = Shard((6, 1), (Cut(0, unpadded=3),))
     whole = torch.tensor([[1.0], [2.0], [3.0]])
     assert shard.cut(whole, at(0, 2)).squeeze(1).tolist() == [1, 2, 3]

@@ -205,7 +205,7 @@ def programs_of(schedule: PipelineSchedule) -> list[list[Action | Exchange]]:
 
 @pytest.mark.parametrize("name, chunks", [*SHAPES, ("interleaved", 4)])
 @pytest.mark.parametrize("forward_only", [False, True])
-def test_nobody_waits_for_ever_in_rendezvous(schedules, name, chunks, forward_only):
+def test_nobody_waits_indefinitely_in_rendezvous(schedules, name, chunks, forward_only):
     for schedule in schedules(name, chunks, forward_only):
         programs = programs_of(schedule)
         rendezvous(schedule, programs)

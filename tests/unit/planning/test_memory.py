@@ -11,7 +11,7 @@ from megatron.config import ModelConfig, ParallelConfig
 from megatron.config.layouts import Layout
 from megatron.families import build_model
 from megatron.model import cpu_kernels
-from megatron.model.norm import build_head_norm, build_norm
+from megatron.model.norm import build_norm
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.planning.memory import (
@@ -100,7 +100,7 @@ def norms_extra_bytes(model: ModelConfig, precision: str, blocks: int) -> int:
     extra = (blocks * norms_of_block(model) + outside) * each
     if model.norm.qk_layernorm:
         for heads in (model.attention.num_attention_heads, model.attention.num_query_groups):
-            norm = build_head_norm(model, TensorParallel())
+            norm = build_norm(model, TensorParallel(), heads=True)
             extra += blocks * extra_bytes(norm, model, precision, BATCH, length, heads, width)
     return extra
 

@@ -96,7 +96,7 @@ def path(*names: str) -> Label:
         ),
     ],
 )
-def test_what_lies_in_what(names, category, phase):
+def test_category_and_phase(names, category, phase):
     place = path(*names)
     assert (place.category, place.phase) == (category, phase)
 

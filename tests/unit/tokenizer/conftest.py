@@ -8,8 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from megatron.tokenizer.train import train_byte_level_bpe, train_wordpiece
-from megatron.tokenizer.train_sentence_piece import train_sentencepiece
+from megatron.tokenizer.train import (
+    train_byte_level_bpe,
+    train_sentencepiece_model,
+    train_wordpiece,
+)
 
 PIECES = (
     ["<|endoftext|>", "<|endoftext|", "<|startoftext|>", "<|", "</s>", "[MASK]"]
@@ -90,7 +93,8 @@ def sentencepiece_files(python_sources, tmp_path_factory) -> dict[str, Path]:
     texts = [*python_sources[:30], "naïve Straße русский 中文字 日本語"]
     for kind, path in files.items():
         lossless = kind == "llama"
-        train_sentencepiece(texts, path, "bpe" if lossless else kind, 1000, byte_fallback=lossless)
+        kind = "bpe" if lossless else kind
+        path.write_bytes(train_sentencepiece_model(texts, kind, 1000, byte_fallback=lossless))
     return files
 
 

@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from tokenizers import pre_tokenizers
 
-from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE, write_vocabulary
-from megatron.tokenizer.gpt2_bpe import GPT2BPETokenizer
+from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE, GPT2BPETokenizer, write_vocabulary
 
 
 @pytest.fixture(scope="module")
@@ -140,7 +139,7 @@ def test_a_vocabulary_without_endoftext_has_no_eod(trained, tmp_path):
     assert tokenizer.detokenize(ids) == text
 
 
-def test_long_runs_go_on_where_the_fast_way_gives_up(trained):
+def test_long_runs_continue_where_the_fast_way_gives_up(trained):
     text = " " * 1_200_000 + "a"
     with pytest.raises(ValueError, match="[Rr]egex"):
         trained._ranked.encode(text)
@@ -179,7 +178,7 @@ def test_transformers_and_torch_are_not_imported(trained_folder):
     "content, message",
     [
         ("{", "is not JSON"),
-        ("[]", "holds an empty list; it must be a vocab.json"),
+        ("[]", "contains an empty list; it must be a vocab.json"),
         ('{"a": "0"}', "token 'a' has the id '0'"),
         ('{"a": -1}', "token 'a' has the id -1"),
         ('{"a": 0, "b": 0}', "tokens 'a' and 'b' share the id 0"),

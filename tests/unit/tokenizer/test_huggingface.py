@@ -57,7 +57,9 @@ def test_errors(llama_like, trained_folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="--tokenizer-model .*none does not exist"):
         HFTokenizer(tmp_path / "none")
     (tmp_path / "readme.md").write_text("no tokenizer")
-    with pytest.raises(ValueError, match=r"no tokenizer that .* \(the folder holds readme.md\)"):
+    with pytest.raises(
+        ValueError, match=r"not a tokenizer that .* \(the folder contains readme.md\)"
+    ):
         HFTokenizer(tmp_path)
     tokenizer = HFTokenizer(llama_like)
     with pytest.raises(ValueError, match="surrogates not allowed"):

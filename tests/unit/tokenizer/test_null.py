@@ -19,7 +19,7 @@ def test_other_text(text, found):
 
 
 def test_id_outside():
-    with pytest.raises(ValueError, match="token id 101 is outside the vocabulary, 0 to 100"):
+    with pytest.raises(ValueError, match="token id 101 is outside the vocabulary of 101"):
         NullTokenizer(100).detokenize([101])
 
 

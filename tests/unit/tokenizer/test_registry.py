@@ -88,7 +88,7 @@ def test_bytes():
 
 
 def test_every_type_is_in_the_documentation_and_the_help():
-    text = (Path(__file__).parents[3] / "docs" / "tokenizers.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "guides" / "tokenizers.md").read_text()
     missing = [name for name in TOKENIZERS if f"`{name}`" not in text]
     assert not missing
 
@@ -122,7 +122,7 @@ def test_every_type_is_in_the_documentation_and_the_help():
         (TokenizerConfig(tokenizer_type="BertWordPieceCase"), "needs --vocab-file: .*none is down"),
         (
             TokenizerConfig(tokenizer_type="BertWordPieceTokenizer", tokenizer_model_type="bpe"),
-            "--tokenizer-model-type bpe is no model of BERT",
+            "--tokenizer-model-type bpe is not a model of BERT",
         ),
         (TokenizerConfig(tokenizer_type="Llama2Tokenizer"), "needs --tokenizer-model"),
         (TokenizerConfig(tokenizer_type="TikTokenizer"), "needs --tokenizer-model"),

@@ -9,8 +9,8 @@ import sentencepiece
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.tokenizer.base import sentinel_names
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
-from megatron.tokenizer.special import sentinel_names
 
 
 def reference_of(path) -> sentencepiece.SentencePieceProcessor:
@@ -97,7 +97,7 @@ def test_against_transformers_t5(realdata, tmp_path):
 
 
 def megatron_ids(reference, specials, text):
-    """The rule of Megatron, told independently: cut at the first special token, encode, go on."""
+    """The rule of Megatron, independently: cut at the first special token, encode, repeat."""
     found = [(text.index(token), token) for token in specials if token in text]
     if not found:
         return reference.encode(text)
@@ -208,7 +208,7 @@ def test_errors(sentencepiece_files, tmp_path):
     with pytest.raises(FileNotFoundError, match="none does not exist.*train_tokenizer.py"):
         SentencePieceTokenizer.from_file(tmp_path / "none")
     (tmp_path / "bad.model").write_bytes(b"not a model")
-    with pytest.raises(ValueError, match="bad.model is no SentencePiece model"):
+    with pytest.raises(ValueError, match="bad.model is not a SentencePiece model"):
         SentencePieceTokenizer.from_file(tmp_path / "bad.model")
     for kind in ("unigram", "llama"):
         tokenizer = SentencePieceTokenizer.from_file(sentencepiece_files[kind])
@@ -223,7 +223,7 @@ def test_errors(sentencepiece_files, tmp_path):
     "options, message",
     [
         ({"model_type": "word"}, "of type word; it must be unigram, bpe or char"),
-        ({"treat_whitespace_as_suffix": True}, "marks spaces behind words"),
+        ({"treat_whitespace_as_suffix": True}, "marks spaces after words"),
     ],
 )
 def test_models_without_a_form_in_transformers(tmp_path, python_sources, options, message):

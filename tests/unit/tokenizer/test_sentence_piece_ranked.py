@@ -7,7 +7,7 @@ import pytest
 import sentencepiece
 from sentencepiece import sentencepiece_model_pb2 as model_pb2
 
-from megatron.tokenizer.sentence_piece_json import as_tokenizers
+from megatron.tokenizer.sentence_piece_model import as_tokenizers
 from megatron.tokenizer.sentence_piece_ranked import ranked_pieces
 
 SPACE = "\u2581"

@@ -163,7 +163,7 @@ def test_a_token_that_no_merge_makes(tmp_path):
     assert saved("qzx!qzxa")["input_ids"] == ours.tokenize("qzx!qzxa")
 
 
-def test_long_runs_go_on_where_tiktoken_gives_up(llama3):
+def test_long_runs_continue_where_tiktoken_gives_up(llama3):
     ours, encode = llama3
     text = " " * 1_200_000 + "a"
     with pytest.raises(ValueError, match="[Rr]egex"):
@@ -189,7 +189,7 @@ def test_word_starts(llama3):
         ),
         ("AA== 0\nAA== 1\n", "line 2: 'AA== 1' is not a new token"),
         ("AA 0\n", "line 1: 'AA 0' is not a new token"),
-        ("AA== 0\n", "lacks 255 of the 256 bytes, the first of them 0x01"),
+        ("AA== 0\n", "lacks 255 of the 256 bytes, first 0x01"),
         ('[{"rank": 1, "token_bytes": "AA=="}]', "entry 0: .* is not an object with rank 0"),
         ('[{"rank": 0, "token_bytes": "AA"}]', "entry 0: .*a new token in base64"),
         ("[3]", "entry 0: 3 is not an object"),

@@ -14,7 +14,7 @@ def test_is_gpt2s_form(trained):
 
 @pytest.mark.realdata
 def test_byte_ids_are_those_of_gpt2(trained, realdata):
-    from megatron.tokenizer.byte_level import read_vocabulary
+    from megatron.tokenizer.gpt2_bpe import read_vocabulary
 
     gpt2 = read_vocabulary(str(realdata / "gpt2_bpe" / "gpt2-vocab.json"))
     assert [token for token, i in gpt2.items() if i < 256] == list(trained._vocab)[:256]

@@ -10,9 +10,8 @@ import sentencepiece
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer import build_tokenizer
-from megatron.tokenizer.train_sentence_piece import (
+from megatron.tokenizer.train import (
     train_missing_model,
-    train_sentencepiece,
     train_sentencepiece_model,
 )
 
@@ -43,8 +42,8 @@ def test_no_text_is_left_out():
 
 
 def test_file_appears_whole(tmp_path):
-    train_sentencepiece(TEXTS, tmp_path / "new" / "m.model", "bpe", 40)
-    assert [path.name for path in (tmp_path / "new").iterdir()] == ["m.model"]
+    train_missing_model(config(tmp_path / "new" / "m.model"), lambda: TEXTS)
+    assert {path.name for path in (tmp_path / "new").iterdir()} == {"m.model", "m.model.lock"}
 
 
 @pytest.mark.parametrize(
@@ -53,13 +52,14 @@ def test_file_appears_whole(tmp_path):
         ([], "bpe", 100, "there is no text to train"),
         (["", " \n"], "unigram", 100, "there is no text to train"),
         (TEXTS, "bpe", 5, "cannot train a bpe model of --vocab-size 5"),
-        (TEXTS, "word", 100, "--tokenizer-model-type word is no SentencePiece model"),
+        (TEXTS, "word", 100, "--tokenizer-model-type word is not a SentencePiece model"),
     ],
 )
 def test_errors(tmp_path, texts, kind, size, message):
     with pytest.raises(ValueError, match=message):
-        train_sentencepiece(texts, tmp_path / "m.model", kind, size)
-    assert not list(tmp_path.iterdir())
+        missing = config(tmp_path / "m.model", vocab_size=size, tokenizer_model_type=kind)
+        train_missing_model(missing, lambda: texts)
+    assert {path.name for path in tmp_path.iterdir()} <= {"m.model.lock"}
 
 
 def test_error_of_the_texts_is_the_one_that_is_raised(tmp_path):
@@ -68,8 +68,8 @@ def test_error_of_the_texts_is_the_one_that_is_raised(tmp_path):
         raise ValueError("line 7: bad")
 
     with pytest.raises(ValueError, match="line 7: bad"):
-        train_sentencepiece(texts(), tmp_path / "m.model", "bpe", 40)
-    assert not list(tmp_path.iterdir())
+        train_missing_model(config(tmp_path / "m.model"), texts)
+    assert [path.name for path in tmp_path.iterdir()] == ["m.model.lock"]
 
 
 def config(path: Path, **changes) -> TokenizerConfig:

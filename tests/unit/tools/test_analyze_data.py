@@ -22,7 +22,7 @@ def test_two_metrics_of_a_run(tmp_path, capsys):
     assert "seqlen: 10 samples, 1 values (0% 16, " in out and "vocab_rarity: 10 samples" in out
     values = read_rows(str(tmp_path / "vocab_rarity/vocab_rarity_sample_to_metric")).values
     assert len(values) == len(run_data(parse_run(None, FLAGS))[0].train) == 10
-    # The token table has 128 rows.
+    # The token embedding has 128 rows.
     counts = read_rows(str(tmp_path / "total_vocab_freq/total_vocab_freq_metric_value")).values
     assert len(counts) == 129 and counts.sum() == 10 * 17
 

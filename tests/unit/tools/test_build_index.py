@@ -98,7 +98,7 @@ def test_the_number_of_processes_counts(corpus: list[str], tmp_path: Path, capsy
         (["--data-path", "nowhere"], r"--data-path nowhere: nowhere\.idx does not exist"),
     ],
 )
-def test_what_cannot_be_built(more: list[str], message: str) -> None:
+def test_flags_without_an_index(more: list[str], message: str) -> None:
     with pytest.raises(SystemExit, match=f"build_index.py: error: .*{message}"):
         build_index.main([*FLAGS, *more])
 
@@ -106,7 +106,7 @@ def test_what_cannot_be_built(more: list[str], message: str) -> None:
 def test_an_id_past_the_vocabulary_is_found_by_a_worker(corpus: list[str], tmp_path: Path) -> None:
     with IndexedDatasetWriter(tmp_path / "b", "int32") as writer:
         writer.add_document([np.array([1, 777])])
-    with pytest.raises(SystemExit, match=r"b\.bin: sequence 0 holds the token id 777"):
+    with pytest.raises(SystemExit, match=r"b\.bin: sequence 0 contains the token id 777"):
         build_index.main(["--workers", "2", *FLAGS, "--data-path", *corpus])
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 
 TOOLS = Path(__file__).parents[3] / "tools"
@@ -87,13 +87,13 @@ def test_true_vocab_size(util, saved, tmp_path, capsys):
     torch.save(content, path)
     capsys.readouterr()
     reshape(util, tmp_path / "a", tmp_path / "b")
-    assert "the token table has 128 rows and the checkpoint does not say" in capsys.readouterr().out
+    assert "the token embedding has 128 rows" in capsys.readouterr().out
     reshape(
         util, tmp_path / "a", tmp_path / "c", "--true-vocab-size", "61", "--saver", "safetensors"
     )
     assert_equal(tmp_path / "save", tmp_path / "c")
     for size in ("129", "0"):
-        with pytest.raises(SystemExit, match=f"--true-vocab-size {size}: the token table has 128"):
+        with pytest.raises(SystemExit, match=f"--true-vocab-size {size}: the token embed"):
             reshape(util, tmp_path / "a", tmp_path / "d", "--true-vocab-size", size)
     with pytest.raises(SystemExit, match="--true-vocab-size 60: .* says that it is 61"):
         reshape(util, tmp_path / "save", tmp_path / "d", "--true-vocab-size", "60")
@@ -103,12 +103,12 @@ def test_true_vocab_size(util, saved, tmp_path, capsys):
     ("flags", "message"),
     [
         ([], "--model-type is missing"),
-        (["--model-type", "BERT"], "--model-type BERT: BERT cannot be reshaped yet"),
+        (["--model-type", "BERT"], "--model-type BERT: only GPT can be reshaped"),
         (["--model-type", "GPT"], "--load-dir is missing"),
         (["--model-type", "GPT", "--load-dir", "nowhere", "--save-dir", "x"],
          "nowhere: there is no complete checkpoint"),
         (["--model-type", "GPT", "--load-dir", "x", "--save-dir", "x", "--saver", "mcore"],
-         "--saver mcore is not written here; it is one of megatron, safetensors"),
+         "--saver mcore: expected one of megatron, safetensors"),
     ],
 )  # fmt: skip
 def test_wrong_flags(flags, message, util):
@@ -134,7 +134,7 @@ def test_to_megatron(dtype, convert, saved, tmp_path, capsys):
         assert_equal(load, output)
     last = capsys.readouterr().out.splitlines()[-1]
     assert f"in {dtype or 'float32'} for tensor-parallel size 1 and" in last
-    with pytest.raises(SystemExit, match="release is there already"):
+    with pytest.raises(SystemExit, match="release exists already"):
         convert.main(["to-megatron", "--load", load, "--output", output, "--release"])
 
 
@@ -143,7 +143,7 @@ def test_a_defect_of_the_export_leaves_nothing(convert, saved, tmp_path, monkeyp
 
     monkeypatch.setattr(writer, "_megatron_order", lambda name, share, model, size: share)
     arguments = ["to-megatron", "--load", saved(), "--output", str(tmp_path / "out")]
-    with pytest.raises(SystemExit, match="attention.qkv.weight is not what .* holds"):
+    with pytest.raises(SystemExit, match="attention.qkv.weight differs from"):
         convert.main(arguments)
     assert list((tmp_path / "out").iterdir()) == []
 

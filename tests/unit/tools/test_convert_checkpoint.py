@@ -12,11 +12,11 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from megatron.checkpoint.registry import open_checkpoint
+from megatron.checkpoint.source import open_checkpoint
 from megatron.config import PrecisionConfig
-from megatron.formats.conversion.to_hf import parse_size
+from megatron.formats.conversion.commands import parse_size
 from megatron.formats.huggingface import registry
-from megatron.formats.huggingface.reorder import SAME
+from megatron.formats.huggingface.entries import SAME
 from megatron.tokenizer.null import NullTokenizer
 
 TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
@@ -131,15 +131,15 @@ def test_no_architecture(tool, saved, tmp_path):
         ("from-hg", "from-hg: the commands are to-hf, from-hf"),
         ("from-hf --output x", "--input is missing"),
         ("from-hf --input x", "--output is missing"),
-        ("from-hf --input x --output y", "--input x: there is no such folder; name a"),
-        ("from-hf --input . --output y", "--input .: there is no config.json"),
-        ("to-hf --load x --output y --private", "--private speaks of the repository"),
+        ("from-hf --input x --output y", "--input x: the folder does not exist; name a"),
+        ("from-hf --input . --output y", "--input .: it has no config.json"),
+        ("to-hf --load x --output y --private", "--private concerns the repository"),
         ("to-hf --load x --output y --push-to-hub a/b/c", "--push-to-hub a/b/c: Repo id must"),
         ("to-hf --output x", "--load is missing"),
         ("to-hf --load x", "--output is missing"),
         ("to-hf --load x --output y", "x: there is no complete checkpoint"),
-        ("to-hf --load x --output y --max-shard-size 5GBs", "5GBs is no size"),
-        ("to-hf --load x --output y --max-shard-size 0", "0 is no size"),
+        ("to-hf --load x --output y --max-shard-size 5GBs", "5GBs is not a size"),
+        ("to-hf --load x --output y --max-shard-size 0", "0 is not a size"),
     ],
 )
 def test_bad_command_lines(tool, command_line, message, tmp_path, monkeypatch):
@@ -287,7 +287,7 @@ def test_push(tool, saved, tmp_path, monkeypatch, capsys):
         pushed.append((folder, repository, private, sorted(p.name for p in folder.iterdir())))
         return "https://hub/me/model"
 
-    monkeypatch.setattr("megatron.formats.conversion.to_hf.push", push)
+    monkeypatch.setattr("megatron.formats.conversion.commands.push", push)
     output = tmp_path / "hf"
     arguments = ["to-hf", "--load", saved(), "--output", str(output), "--push-to-hub", "me/model"]
     tool.main([*arguments, "--private"])
@@ -299,7 +299,7 @@ def test_push(tool, saved, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError("no network")
 
-    monkeypatch.setattr("megatron.formats.conversion.to_hf.push", refuse)
+    monkeypatch.setattr("megatron.formats.conversion.commands.push", refuse)
     with pytest.raises(SystemExit, match="error: no network"):
         tool.main([*arguments, "--overwrite"])
     assert (output / "model.safetensors").exists()

@@ -10,7 +10,7 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
-from megatron.engine.json_file import read_json
+from megatron.engine.deepspeed_json import read_json
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples_deepspeed"

@@ -126,8 +126,11 @@ def test_longer_than_the_model_leaves_nothing(main, load, tmp_path):
         (["--load", "x", "--output", "y"], "--output needs --prompt or --prompt-file"),
         (["--load", "x", "--prompt-file", "absent"], "absent"),
         (["--load", "x", "--max-new-tokens", "0"], "--max-new-tokens 0 must be positive"),
-        (["--load", "x", "--greedy", "--top-k", "3"], "--greedy draws nothing, so --top-k"),
-        (["--load", "x", "--greedy", "--num-samples", "3"], "--greedy makes 3 equal texts"),
+        (
+            ["--load", "x", "--greedy", "--top-k", "3"],
+            "--greedy does not sample; remove it or --top-k",
+        ),
+        (["--load", "x", "--greedy", "--num-samples", "3"], "3 --greedy: all would be equal"),
         (["--load", "x", "--temperature", "0"], "--temperature 0.0 must be positive"),
     ],
 )
@@ -139,7 +142,7 @@ def test_bad_command_lines(main, flags, message):
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("a.txt", b"", "holds no prompt"),
+        ("a.txt", b"", "has no prompt"),
         ("a.txt", b"\xff\xfe", "is not UTF-8 text"),
         ("a.jsonl", b'{"prompt": "1"}\n{"text": "1"}\n', "line 2 is not of the form"),
         ("a.jsonl", b"{\n", "line 1 is not of the form"),

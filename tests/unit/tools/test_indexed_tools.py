@@ -115,13 +115,15 @@ def test_many_blocks_in_constant_memory(tmp_path: Path, monkeypatch: pytest.Monk
         ("nothing", "give --input and --output-prefix"),
         ("empty", "has no .bin and .idx files"),
         ("half", "b.idx does not exist"),
-        ("floats", "wide.bin holds float32 values"),
+        ("floats", "wide.bin contains float32 values"),
         ("modes", "wide has a mode for each sequence"),
         ("itself", "is one of the inputs"),
         ("cut", "c.bin has 4 bytes"),
     ],
 )
-def test_what_cannot_be_merged(damage: str, message: str, folder: Path, tmp_path: Path) -> None:
+def test_datasets_that_cannot_be_merged(
+    damage: str, message: str, folder: Path, tmp_path: Path
+) -> None:
     output = tmp_path / "x"
     if damage == "empty":
         folder = tmp_path / "nothing"
@@ -238,11 +240,11 @@ def test_a_document_as_text(realdata: Path, tmp_path: Path, capsys) -> None:
         (["--document", "2"], "--document 2: .*a has 2 documents"),
         (["--document", "0", "--max-tokens", "-1"], "--max-tokens -1"),
         (["--document", "1", "--tokenizer-type", "NullTokenizer", "--vocab-size", "4"],
-         "sequence 2 holds the token id 6"),
+         "sequence 2 contains the token id 6"),
         (["--tokenizer-type", "Nothing"], "--tokenizer-type Nothing is unknown"),
     ],
 )  # fmt: skip
-def test_what_cannot_be_shown(flags: list[str], message: str, folder: Path) -> None:
+def test_documents_that_cannot_be_shown(flags: list[str], message: str, folder: Path) -> None:
     with pytest.raises(SystemExit, match=f"inspect_index.py: error: .*{message}"):
         inspect_index.main([str(folder / "a"), *flags])
 
@@ -293,8 +295,8 @@ def test_damage_is_named_and_the_others_are_checked(folder: Path, capsys) -> Non
     errors = captured.err.splitlines()
     for line, part in zip(
         errors,
-        ("a.bin has 10 bytes", "b.bin: sequence 0 holds the token id -1",
-         "c.bin: sequence 0 holds the token id 13", "d.idx does not exist"), strict=True,
+        ("a.bin has 10 bytes", "b.bin: sequence 0 contains the token id -1",
+         "c.bin: sequence 0 contains the token id 13", "d.idx does not exist"), strict=True,
     ):  # fmt: skip
         assert line.startswith("damaged: ") and part in line
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron.checkpoint.registry import open_checkpoint
-from megatron.formats.summary import tensor_differences, tensor_facts
+from megatron.checkpoint.source import open_checkpoint
+from megatron.formats.inspection import tensor_differences, tensor_facts
 
 TOOL = Path(__file__).parents[3] / "tools" / "inspect_checkpoint.py"
 
@@ -95,7 +95,7 @@ def test_not_finite_is_said(main, tmp_path, gpt_config, random_gpt, write_checkp
         dict(model.canonical_parameters())["final_norm.norm.bias"][2] = torch.nan
     write_checkpoint(tmp_path, dataclasses.replace(config), model)
     main([str(tmp_path)])
-    assert "1 tensors hold infinities" in capsys.readouterr().out
+    assert "1 tensors contain infinities" in capsys.readouterr().out
 
 
 def test_nothing_there(main, tmp_path):

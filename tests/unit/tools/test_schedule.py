@@ -129,7 +129,7 @@ def test_picture(main, capsys, tmp_path, name):
         (["--num-virtual-stages-per-pipeline-rank", "27"], "stages-per-pipeline-rank 27: "),
         (
             [*shape("1f1b", 4, 8), "--num-virtual-stages-per-pipeline-rank", "2"],
-            "--num-virtual-stages-per-pipeline-rank 2: with this schedule each process holds one",
+            "--num-virtual-stages-per-pipeline-rank 2: this schedule has one stage per process",
         ),
         (["--picture", "schedule.jpg"], "--picture schedule.jpg must end in .png"),
         (["--picture", "/dev/null/schedule.png"], "/dev/null"),

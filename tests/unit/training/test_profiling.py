@@ -13,7 +13,7 @@ from configs import run_config
 from torch.profiler import record_function
 
 from megatron.config import PART_FLAGS, FlagParser, RunConfig, resolve
-from megatron.config.profiling import ProfilingConfig
+from megatron.config.output import ProfilingConfig
 from megatron.parallel.mesh import Mesh
 from megatron.profiling.breakdown import break_down
 from megatron.profiling.trace import read_trace

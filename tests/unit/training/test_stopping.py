@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import megatron
-from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import StepResult
 from megatron.training.stopping import (
     STOP_SIGNALS,
     DelayedReads,

@@ -13,7 +13,7 @@ from configs import model_config, run_config
 from megatron.config import OptimizerConfig, TrainingConfig
 from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
-from megatron.engine.step_result import StepResult
+from megatron.engine.train_engine import StepResult
 from megatron.parallel.mesh import Mesh
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.trainer import Callback, Position, Trainer
@@ -154,7 +154,7 @@ def test_an_error_leaves_every_callback():
     assert told[-1] == "a: ZeroDivisionError"
 
 
-def test_it_goes_on_from_its_position():
+def test_it_continues_from_its_position():
     engine = Engine()
     trainer(engine, plan(), at=2).fit()
     assert engine.steps == [[8, 9, 10, 11]]

@@ -12,7 +12,7 @@ import types
 import pytest
 from tensorboard.backend.event_processing.plugin_event_accumulator import EventAccumulator
 
-from megatron.config.logging import LoggingConfig
+from megatron.config.output import LoggingConfig
 from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse
 from megatron.training.writers import (
     TAGS,

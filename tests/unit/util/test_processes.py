@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from megatron.util.processes import Worker, mapping_processes
+from megatron.util.processes import Worker, map_in_order, mapping_processes
 
 
 def slowest_first(number):
@@ -59,3 +59,50 @@ def test_a_worker_answers_until_it_dies():
     with pytest.raises(ChildProcessError, match="a worker process died"):
         worker.ask(None)
     worker.stop()
+
+
+def first_is_slow():
+    return slowest_first
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_items_and_answers_in_order(workers):
+    answers = list(map_in_order(iter(range(30)), first_is_slow, workers))
+    assert [(item, number) for item, (number, _) in answers] == [(n, n) for n in range(30)]
+    processes = {process for _, (_, process) in answers}
+    assert len(processes) == max(workers, 1) and (os.getpid() in processes) == (not workers)
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_error_of_the_items_comes_after_those_before_it(workers):
+    def items():
+        yield from range(3)
+        raise OSError("damaged")
+
+    found = []
+    with pytest.raises(OSError, match="damaged"):
+        for item, _ in map_in_order(items(), doubling, workers):
+            found.append(item)
+    assert found == [0, 1, 2]
+
+
+def test_few_items_are_in_memory():
+    read = []
+
+    def items():
+        for number in range(100):
+            read.append(number)
+            yield number
+
+    mapped = map_in_order(items(), doubling, 2)
+    for place, (item, double_of_item) in zip(range(20), mapped, strict=False):
+        assert (item, double_of_item) == (place, 2 * place)
+        assert len(read) <= place + 9
+    mapped.close()
+
+
+def test_a_death_and_an_error_of_a_worker():
+    with pytest.raises(ChildProcessError, match="a worker process died"):
+        list(map_in_order(iter([1, None, 2]), doubling, 2))
+    with pytest.raises(TypeError):
+        list(map_in_order(iter([1, {}, 2]), doubling, 2))

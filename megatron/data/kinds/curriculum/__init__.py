@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from megatron.config import RunConfig
+from megatron.config import ConfigError, ParallelConfig, RunConfig
 from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling, sequence_lengths
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.curriculum.lengths import GrowingLengths
-from megatron.data.kinds.curriculum.order import draw_samples
-from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline
+from megatron.data.kinds.curriculum.order import draw_samples, stages
+from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline, SequenceLengths
 from megatron.data.samples import SampleDataset
 
 
 class Curriculum(DataKind):
-    """See :class:`DataKind`."""
+    """Orders the training samples by difficulty, and cuts them to a growing length."""
 
     def order(
         self,
@@ -24,7 +23,6 @@ class Curriculum(DataKind):
         num_samples: int,
         batch_sizes: BatchSizes,
     ) -> SampleDataset[Any]:
-        """See :meth:`DataKind.order`."""
         sampling = data_sampling(data.config.kind(CurriculumConfig))
         if sampling is None:
             return train
@@ -32,18 +30,38 @@ class Curriculum(DataKind):
         cache = IndexCache(None) if blend is None else data.cache(blend.sources[0].paths[0])
         return draw_samples(train, sampling, batch_sizes(), num_samples, cache)
 
-    def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> GrowingLengths | None:
-        """See :meth:`DataKind.lengths`.
-
-        Raises:
-            ConfigError: a length exceeds ``--seq-length``, or does not fit the layout.
-        """
-        growth = sequence_lengths(config.kind(CurriculumConfig))
-        if growth is None:
+    def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
+        """Step i has the length of step i + 1 of DeepSpeed's schedule, which counts from 1."""
+        schedule = sequence_lengths(config.kind(CurriculumConfig))
+        if schedule is None:
             return None
-        lengths = GrowingLengths(config.model.seq_length, growth, samples)
-        lengths.check(config.parallel, growth.name)
-        return lengths
+        seq_length = config.model.seq_length
+        growth = [(step - 1, length) for step, length in stages(schedule)]
+        _check_lengths([n for _, n in growth], seq_length, config.parallel, schedule.name)
+        return SequenceLengths(seq_length, growth, samples)
 
 
 KIND = Curriculum()
+
+
+def _check_lengths(
+    lengths: Sequence[int], seq_length: int, parallel: ParallelConfig, schedule_name: str
+) -> None:
+    """Refuses sequence lengths that do not fit the samples or the layout.
+
+    Raises:
+        ConfigError: one exceeds ``--seq-length``, or is not divisible by the ranks.
+    """
+    if max(lengths) > seq_length:
+        raise ConfigError(
+            f"{schedule_name} grows to sequences of {max(lengths)} tokens, more than the samples "
+            f"have: --seq-length {seq_length}"
+        )
+    ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    for length in lengths:
+        if length % ranks:
+            raise ConfigError(
+                f"{schedule_name} has sequences of {length} tokens, which --sequence-parallel "
+                f"splits over --tensor-model-parallel-size {ranks}: make difficulty_step and all "
+                f"difficulties multiples of {ranks}"
+            )

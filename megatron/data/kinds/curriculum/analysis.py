@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -47,22 +47,14 @@ _DTYPES = {
 }
 
 
-@dataclass(frozen=True)
-class MetricSummary:
-    """The values of a metric.
-
-    Attributes:
-        name: the metric's.
-        folder: of its files.
-        samples: number of samples.
-        values: number of distinct values.
-        percentiles: value of the 0th, 5th, 25th, 50th, 75th, 95th and 100th percentile.
-    """
+class MetricSummary(NamedTuple):
+    """The values of a metric: where their files are, how many there are, their distribution."""
 
     name: str
     folder: Path
     samples: int
     values: int
+    """Number of distinct values."""
     percentiles: dict[int, int]
 
 
@@ -78,11 +70,9 @@ def analyse(
     ``NAME_index_to_sample_percentile_merged`` with a hundredth of the values in each row.
 
     Args:
-        dataset: the samples.
         metrics: some of :data:`METRICS`. ``seqlen`` counts tokens without padding; ``vocab_rarity``
             is the sum of -log(share of the token among all tokens of the dataset), rounded down.
         vocab_size: rows of the (padded) token embedding.
-        processes: that read the samples.
         progress: called with the number of samples read and their total.
 
     Raises:
@@ -130,11 +120,7 @@ def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
-    """The tokens of a sample without padding: the inputs, and the label of the last one.
-
-    Raises:
-        ValueError: the sample has a type without metrics.
-    """
+    """The tokens of a sample without padding: the inputs, and the label of the last one."""
     if isinstance(sample, PackedSample):
         last_S = sample.document_ids_S == sample.document_ids_S[-1]
         # Padding is a document without a loss at the end.
@@ -212,15 +198,12 @@ def _write_metric(
 
 @dataclass(frozen=True)
 class MetricRows:
-    """Rows of integers.
-
-    Attributes:
-        values: those of all rows, concatenated.
-        ends: where each row ends in ``values``, int64[rows].
-    """
+    """Rows of integers."""
 
     values: npt.NDArray[np.integer]
+    """All rows, concatenated."""
     ends: npt.NDArray[np.int64]
+    """End of each row in ``values``, int64[rows]."""
 
     def __len__(self) -> int:
         return len(self.ends)
@@ -266,12 +249,7 @@ def read_rows(prefix: str) -> MetricRows:
 
 
 def write_rows(prefix: str | Path, values: npt.NDArray[np.integer], lengths: npt.ArrayLike) -> None:
-    """Writes a pair of files; neither exists before it is complete.
-
-    Args:
-        values: those of all rows, concatenated.
-        lengths: number of values of each row.
-    """
+    """Writes a pair of files from the concatenated values of all rows and the rows' lengths."""
     sizes = np.asarray(lengths, np.int64)
     assert sizes.sum() == len(values)
     if len(sizes) and sizes.max() > np.iinfo(np.int32).max:

@@ -1,19 +1,22 @@
-"""The order of samples drawn by their difficulty: that of DeepSpeed's sampler.
+"""The difficulty of each step, and the order of samples drawn by it: those of DeepSpeed 0.19.
 
 Samples are in clusters. When a difficulty grows, the samples that it admits form another cluster,
 shuffled. A step draws, for each sample of its batch, a cluster with a probability proportional to
 its size, and takes that many samples of each cluster, in the cluster's order from where the last
 step stopped; a cluster that is used up is shuffled again. Finally the batch is shuffled. All draws
 come from one random number generator, so that a run's order is a function of the seed, the metrics,
-their schedules and the batch sizes alone: the one of DeepSpeed 0.19's ``DeepSpeedDataSampler``
-(unless a step needs more of a cluster than is in it: DeepSpeed's batch is then too short).
+their schedules and the batch sizes alone: the one of ``DeepSpeedDataSampler`` (unless a step needs
+more of a cluster than is in it: DeepSpeed's batch is then too short). The formulas of the schedules
+are those of ``CurriculumScheduler``; Li et al. 2021 describe them (arXiv:2108.06084, section 4).
 """
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import json
 import logging
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, repeat
@@ -23,10 +26,9 @@ from typing import Any, NamedTuple, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config.kinds.curriculum import DataSampling, Metric
+from megatron.config.kinds.curriculum import DataSampling, DifficultySchedule, Metric
 from megatron.data.index_cache import IndexCache, StoredArrays
 from megatron.data.kinds.curriculum.analysis import ANALYSED, MetricRows, fingerprint, read_rows
-from megatron.data.kinds.curriculum.lengths import difficulty
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index
 from megatron.util.digests import digest, digest_of_parts
 
@@ -42,13 +44,33 @@ _AGAIN = (
 )
 
 
-class DrawnSamples(RenumberedSamples[Sample]):
-    """Samples of a dataset in another order, possibly repeated.
+def difficulty(schedule: DifficultySchedule, step: int) -> int:
+    """The difficulty of a step, counted from 1."""
+    assert step >= 1, step
+    if schedule.kind == "fixed_discrete":
+        return schedule.difficulties[bisect.bisect_left(schedule.last_steps, step)]
+    share = (float(step) / schedule.steps) ** (1.0 / schedule.root)
+    grown = math.floor(share * (schedule.highest - schedule.lowest) + schedule.lowest)
+    grown -= grown % schedule.increment
+    first = -(-schedule.lowest // schedule.increment) * schedule.increment
+    return min(max(grown, first), schedule.highest)
 
-    Args:
-        dataset: the samples.
-        index: its array ``order`` has the number of the sample to read as the i-th.
-    """
+
+def stages(schedule: DifficultySchedule) -> Iterator[tuple[int, int]]:
+    """The steps at which the difficulty changes: (number of the step from 1, difficulty)."""
+    step, last = 1, max((schedule.steps, *schedule.last_steps)) + 1
+    while True:
+        current = difficulty(schedule, step)
+        yield step, current
+        if current == difficulty(schedule, last):
+            return
+        later = range(step, last)  # the difficulty never falls: bisect for the next higher one
+        step += bisect.bisect_right(later, current, key=lambda s: difficulty(schedule, s))
+
+
+class DrawnSamples(RenumberedSamples[Sample]):
+    """Samples of a dataset in another order, possibly repeated: the array ``order`` of the index
+    has the number of the sample to read as the i-th."""
 
     def __init__(self, dataset: SampleDataset[Sample], index: StoredArrays) -> None:
         super().__init__(dataset)
@@ -63,15 +85,12 @@ class DrawnSamples(RenumberedSamples[Sample]):
 
 
 class MetricIndex(NamedTuple):
-    """The files of a metric.
-
-    Attributes:
-        samples: the samples of each value.
-        values: the values, one for each row of ``samples``; None with percentiles.
-    """
+    """The files of a metric."""
 
     samples: MetricRows
+    """The samples of each value."""
     values: npt.NDArray[np.integer] | None
+    """The values, one for each row of ``samples``; None with percentiles."""
 
 
 def draw_samples(
@@ -81,14 +100,12 @@ def draw_samples(
     num_samples: int,
     cache: IndexCache,
 ) -> DrawnSamples[Sample]:
-    """The samples that a run consumes, drawn by their difficulty.
+    """The `num_samples` samples that a run may consume, drawn by their difficulty.
 
     Args:
-        dataset: the samples to draw from; those that were analysed.
+        dataset: the samples that were analysed.
         batches: the batch sizes of the run's steps in turn, (size, number of steps); the last one
             continues indefinitely.
-        num_samples: how many the run may consume.
-        cache: where the order is kept.
 
     Raises:
         FileNotFoundError, ValueError: files of a metric are missing, damaged, or of other samples;
@@ -125,19 +142,12 @@ def sample_order(
     batch_sizes: Iterable[int],
     num_samples: int,
 ) -> _Samples:
-    """The samples in the order in which a run consumes them.
+    """The samples in the order in which a run consumes them, uint32[num_samples] (int64 from 2**32
+    samples of the dataset); ValueError if no sample is easy enough for the first step.
 
     Args:
         indices: by the metric's name.
-        dataset_samples: number of samples in the dataset.
         batch_sizes: of each step in turn; consumed as needed.
-        num_samples: number of samples wanted.
-
-    Returns:
-        Sample numbers, uint32[num_samples] (int64 from 2**32 samples).
-
-    Raises:
-        ValueError: no sample is easy enough for the first step.
     """
     rng = np.random.default_rng(sampling.seed)
     clusters: list[_Cluster] = []

@@ -1,35 +1,40 @@
-"""Samples of BERT: `[CLS] A [SEP] B [SEP]`, some words hidden, and whether B belongs behind A.
+"""Samples of BERT: `[CLS] A [SEP] B [SEP]`, some words masked, and whether B follows A.
 
-Shape suffix: S tokens of a sample, padding included.
+Words are chosen whole and at random, one or a few in a row, until a share of the tokens is reached;
+of the chosen tokens 80 % become the mask token, 10 % a random token and 10 % stay (Devlin et al.
+2018, arXiv:1810.04805, section 3.1). The probabilities of n words in a row are those of Lan et al.
+2019, arXiv:1909.11942, section 3.1, as in Megatron.
+
+Shape suffixes: S tokens of a sample, P tokens to be predicted, W words, V vocabulary.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import cast
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import ClassVar, cast
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.config.flags import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
-from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.kinds.masked_data.batch import BertSample
-from megatron.data.kinds.masked_data.index import NO_LABEL, segment_index
-from megatron.data.kinds.masked_data.random_state import sample_rng
-from megatron.data.kinds.masked_data.segments import Pairs, SegmentRules
-from megatron.data.kinds.masked_data.sentences import SentenceNumbers, join, token_count, trimmed
-from megatron.data.kinds.masked_data.word_masking import WordMasking
-from megatron.data.samples import Documents, Piece, checked_index
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.data.kinds.masked_data.masked_batch import BertSample
+from megatron.data.kinds.masked_data.segments import Pairs, SegmentRecipe, SegmentRules
+from megatron.tokenizer.base import Tokenizer
+
+MASKED, RANDOM = 0.8, 0.1
 
 
 @dataclass(frozen=True)
-class BertRecipe:
-    """How BERT's samples are made of documents that are split into sentences.
+class BertRecipe(SegmentRecipe[BertSample]):
+    """How BERT's samples are made from documents that are split into sentences.
 
     Documents of fewer than two sentences make no pairs and are left out.
     """
 
+    cache_name: ClassVar[str] = "bert"
     seq_length: int
     """Tokens of a sample, padding included."""
     seed: int
@@ -51,15 +56,14 @@ class BertRecipe:
             ValueError: the vocabulary lacks a special token.
         """
         config.check_shares()
-        pairs: Pairs = "none"
-        if config.bert_binary_head:
-            pairs = cast(Pairs, config.bert_pair_task)
+        pairs = cast(Pairs, config.bert_pair_task if config.bert_binary_head else "none")
         if config.max_ngrams < 1:
-            raise ConfigError(f"--max-ngrams {config.max_ngrams}: give a number of words from 1 on")
+            raise ConfigError(f"--max-ngrams {config.max_ngrams} must be at least 1")
         shortest = 5 if config.bert_binary_head else 4
         if seq_length < shortest:
             raise ConfigError(
-                f"--seq-length {seq_length}: the special tokens and two others take {shortest}"
+                f"--seq-length {seq_length} must be at least {shortest}: the special tokens and "
+                "two others"
             )
         masking = WordMasking(
             config.mask_prob,
@@ -70,134 +74,126 @@ class BertRecipe:
             tokenizer.vocab_size,
             tokenizer.word_starts if config.whole_word_masking else None,
         )
-        return cls(
-            seq_length,
-            seed,
-            pairs,
-            config.short_seq_prob,
-            tokenizer.cls,
-            tokenizer.sep,
-            tokenizer.pad,
-            masking,
-        )
+        special = tokenizer.cls, tokenizer.sep, tokenizer.pad
+        return cls(seq_length, seed, pairs, config.short_seq_prob, *special, masking)
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of the segments of a sample at most: without the special ones."""
-        return self.seq_length - (2 if self.pairs == "none" else 3)
+    def rules(self) -> SegmentRules:
+        special = 2 if self.pairs == "none" else 3
+        return SegmentRules(self.seq_length - special, self.short_seq_prob, self.pairs)
 
-    def units(self, documents: Documents) -> int:
-        """The number of documents."""
-        return len(documents.document_indices) - 1
-
-    def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
-    ) -> BertDataset:
-        """`num_samples` samples of the documents `units`; see SampleRecipe.
-
-        Raises:
-            ValueError: no sample can be made of the documents.
-        """
-        rules = SegmentRules(self.max_tokens, self.short_seq_prob, self.pairs)
-        index = segment_index(documents, units, rules, num_samples, self.seed, name, cache, "bert")
-        first_sequence = int(documents.document_indices[units.start])
-        return BertDataset(documents, self, first_sequence, name, index)
-
-
-class BertDataset:
-    """Samples of BERT by number; made by BertRecipe.build."""
-
-    def __init__(
-        self,
-        documents: Documents,
-        recipe: BertRecipe,
-        first_sequence: int,
-        name: str,
-        index: StoredArrays,
-    ) -> None:
-        self.documents = documents
-        self.recipe = recipe
-        self.name = name
-        self._first_sequence = first_sequence
-        self._index = index
-
-    def __len__(self) -> int:
-        return len(self._index["segments"])
-
-    def __getitem__(self, index: int, /) -> BertSample:
-        index = checked_index(index, len(self))
-        rng = sample_rng(self.recipe.seed, self.name, index)
-        segments, is_random = self._segments(index, rng)
-        recipe = self.recipe
-        tokens = [np.array([recipe.cls])]
-        positions = []
-        for pieces in segments:
+    def sample(
+        self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
+    ) -> BertSample:
+        """See `SegmentRecipe.sample`."""
+        tokens = [np.array([self.cls])]
+        segments = []
+        for text in texts:
             start = sum(map(len, tokens))
-            tokens += [join(self.documents, pieces), np.array([recipe.sep])]
-            positions.append(range(start, start + len(tokens[-2])))
-        used = np.concatenate(tokens)
-        chosen = recipe.masking.choose(used, positions, rng)
-        size = len(used)
-        tokens_S = np.full(recipe.seq_length, recipe.pad, np.int64)
-        tokens_S[:size] = recipe.masking.replace(used, chosen, rng)
-        types_S = np.zeros(recipe.seq_length, np.int64)
-        types_S[positions[0].stop + 1 : size] = 1
-        labels_S = np.full(recipe.seq_length, NO_LABEL, np.int64)
-        labels_S[chosen] = used[chosen]
-        loss_mask_S = np.zeros(recipe.seq_length, np.float32)
-        loss_mask_S[chosen] = 1.0
-        padding_mask_S = np.zeros(recipe.seq_length, np.int64)
-        padding_mask_S[:size] = 1
-        return BertSample(tokens_S, types_S, labels_S, int(is_random), loss_mask_S, padding_mask_S)
-
-    def origin(self, index: int, /) -> list[Piece]:
-        """Where the tokens of sample `index` come from, special ones left out, in their order."""
-        index = checked_index(index, len(self))
-        segments, _ = self._segments(index, sample_rng(self.recipe.seed, self.name, index))
-        return [piece for pieces in segments for piece in pieces]
-
-    def _segments(
-        self, index: int, rng: np.random.Generator
-    ) -> tuple[list[list[Piece]], bool | np.bool_]:
-        """The segments of a sample, and whether the second does not belong behind the first."""
-        numbers = SentenceNumbers.from_arrays(
-            self._first_sequence, self.recipe.max_tokens, self._index
+            tokens += [text, np.array([self.sep])]
+            segments.append(range(start, start + len(text)))
+        original = np.concatenate(tokens)
+        chosen_P = self.masking.choose(original, segments, rng)
+        replaced = self.masking.replace(original, chosen_P, rng)
+        types = (np.arange(len(original)) > segments[0].stop).astype(np.int64)
+        return BertSample.padded(
+            replaced,
+            types,
+            chosen_P,
+            original[chosen_P],
+            int(is_random),
+            seq_length=self.seq_length,
+            pad=self.pad,
         )
-        row = self._index["segments"][index].tolist()
-        segments = [numbers.pieces(self.documents, *row[i : i + 2]) for i in range(0, len(row), 2)]
-        is_random: bool | np.bool_ = False
-        if self.recipe.pairs == "next-sentence":
-            is_random = row[2] != row[1]
-        elif self.recipe.pairs == "sentence-order":
-            is_random = rng.random() < 0.5
-            if is_random:
-                segments.reverse()
-        lengths = [token_count(pieces) for pieces in segments]
-        cuts = surplus(lengths, self.recipe.max_tokens)
-        for i, cut in enumerate(cuts):
-            if cut:
-                # Token by token at the front or at the back, each as likely.
-                front = int(rng.binomial(cut, 0.5))
-                segments[i] = trimmed(segments[i], front, cut - front)
-        return segments, is_random
 
 
-def surplus(lengths: list[int], limit: int) -> list[int]:
-    """Tokens to take off each of one or two segments, so that together they have `limit`.
+@dataclass(frozen=True)
+class WordMasking:
+    """How tokens are masked."""
 
-    One after the other off the longer one, and off the second when they are equally long, as
-    google-research/bert does it.
-    """
-    excess = max(0, sum(lengths) - limit)
-    if len(lengths) == 1:
-        return [excess]
-    first, second = lengths
-    longer = min(excess, abs(first - second))
-    of_both = excess - longer
-    off_first = (longer if first > second else 0) + of_both // 2
-    return [off_first, excess - off_first]
+    mask_prob: float
+    """Share of a sample's tokens, including special ones, that are to be predicted."""
+    max_predictions: int
+    """Most tokens of a sample that are to be predicted."""
+    max_ngrams: int
+    """Most words in a row that are chosen together."""
+    favor_longer: bool
+    """Whether more words in a row are likelier than fewer."""
+    mask_token: int
+    vocab_size: int
+    """Random tokens are drawn from all below it."""
+    word_starts_V: npt.NDArray[np.bool_] | None = field(compare=False, repr=False)
+    """Whether a token begins a word; None masks each token by itself."""
+
+    @cached_property
+    def ngram_chances(self) -> npt.NDArray[np.float64]:
+        """Probabilities of 1, 2 ... `max_ngrams` words in a row."""
+        chances = 1.0 / np.arange(1, self.max_ngrams + 1)
+        return (chances[::-1] if self.favor_longer else chances) / chances.sum()
+
+    def choose(
+        self, tokens_S: npt.NDArray[np.int64], segments: Sequence[range], rng: np.random.Generator
+    ) -> npt.NDArray[np.int64]:
+        """Positions of the tokens to be predicted, ascending, int64[P].
+
+        There is at least one, unless every word has more tokens than `max_predictions`.
+
+        Args:
+            segments: positions of the words; the others are special tokens, which are never chosen.
+        """
+        starts_W, stops_W, words_left_W = self._words(tokens_S, segments)
+        sizes_W = (stops_W - starts_W).tolist()
+        wanted = max(1, round(len(tokens_S) * self.mask_prob))
+        left = min(self.max_predictions, wanted)
+        # One draw for all words: search uniform numbers in the cumulative probabilities.
+        drawn = np.searchsorted(self.ngram_chances.cumsum(), rng.random(len(sizes_W)), "right") + 1
+        ngrams_W = np.minimum(np.minimum(drawn, self.max_ngrams), words_left_W).tolist()
+        chosen_W = bytearray(len(sizes_W))
+        for word in rng.permutation(len(sizes_W)).tolist():
+            count = ngrams_W[word]
+            while count and sum(sizes_W[word : word + count]) > left:
+                count -= 1
+            if not count or any(chosen_W[word : word + count]):
+                continue
+            chosen_W[word : word + count] = b"\x01" * count
+            left -= sum(sizes_W[word : word + count])
+            if not left:
+                break
+        if not any(chosen_W) and min(sizes_W) <= self.max_predictions:
+            chosen_W[sizes_W.index(min(sizes_W))] = 1  # exceeds the share, but no word is shorter
+        words = np.flatnonzero(np.frombuffer(chosen_W, np.uint8))
+        ranges = [np.arange(starts_W[word], stops_W[word]) for word in words]
+        return np.concatenate(ranges) if ranges else np.empty(0, np.int64)
+
+    def replace(
+        self, tokens_S: npt.NDArray[np.int64], chosen_P: np.ndarray, rng: np.random.Generator
+    ) -> npt.NDArray[np.int64]:
+        """The tokens with most of the chosen ones replaced."""
+        replaced_S = tokens_S.copy()
+        draw_P = rng.random(len(chosen_P))
+        random_P = rng.integers(self.vocab_size, size=len(chosen_P))
+        replaced_S[chosen_P] = np.where(
+            draw_P < MASKED,
+            self.mask_token,
+            np.where(draw_P < MASKED + RANDOM, random_P, tokens_S[chosen_P]),
+        )
+        return replaced_S
+
+    def _words(
+        self, tokens_S: np.ndarray, segments: Sequence[range]
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """First and stop position of each word, and number of words from it to its segment's
+        end."""
+        starts, stops, words_left = [], [], []
+        for segment in segments:
+            assert segment, "a segment has tokens"
+            if self.word_starts_V is None:
+                start = np.arange(segment.start, segment.stop)
+            else:
+                begins = self.word_starts_V[tokens_S[segment.start : segment.stop]].copy()
+                begins[:1] = True  # of a word that was cut, or that has no mark at the start
+                start = segment.start + np.flatnonzero(begins)
+            starts.append(start)
+            stops.append(np.append(start[1:], segment.stop))
+            words_left.append(np.arange(len(start), 0, -1))
+        return np.concatenate(starts), np.concatenate(stops), np.concatenate(words_left)

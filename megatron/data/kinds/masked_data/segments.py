@@ -1,15 +1,14 @@
-"""Which sentences make each sample: the index of BERT's and T5's datasets.
+"""The sentences of each sample: the index of BERT's and T5's datasets.
 
-In an epoch every document is read from its first sentence on. A sample is made for a length, most
-often the longest: it takes sentences until it has that many tokens, and at the end of a document
-what is left. What goes beyond the longest length is cut off when the sample is made. In a pair the
-sentences are shared out between segments A and B at random; with next-sentence prediction, B is in
-half of the pairs taken from another document instead, and the document is read on behind A, so that
-no sentence is lost to that (Devlin et al. 2018, arXiv:1810.04805, appendix A.2 and their
-create_pretraining_data.py).
+In an epoch every document is read from its first sentence on. A sample is made for a length,
+usually the longest: it takes sentences until it has that many tokens, or the document ends. Tokens
+beyond the longest length are cut off when the sample is read. In a pair the sentences are divided
+between segments A and B at random; with next-sentence prediction, B is in half of the pairs taken
+from another document instead, and the document continues after A, so that no sentence is lost
+(Devlin et al. 2018, arXiv:1810.04805, appendix A.2 and their create_pretraining_data.py).
 
-All documents are read side by side, in rounds: each round makes the next sample of every document
-that has one left. So a round is a few array operations however many documents there are.
+All documents are read in rounds, each of which makes the next sample of every unfinished document
+with a few array operations.
 
 Shape suffixes: N sentences, D documents, R documents that a round makes a sample of.
 """
@@ -17,32 +16,58 @@ Shape suffixes: N sentences, D documents, R documents that a round makes a sampl
 from __future__ import annotations
 
 import logging
+import zlib
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Generic, Literal, TypeVar
 
 import numpy as np
 import numpy.typing as npt
 
-from megatron.data.kinds.masked_data.random_state import epoch_rng
-from megatron.data.kinds.masked_data.sentences import Sentences
+from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.kinds.masked_data.sentence_numbers import (
+    EXCEPTIONS,
+    SentenceNumbers,
+    Sentences,
+    join,
+    token_count,
+    trimmed,
+)
+from megatron.data.samples import Documents, Piece, checked_index
+from megatron.util.digests import digest
 
 logger = logging.getLogger(__name__)
 
+Sample = TypeVar("Sample")
 Pairs = Literal["none", "sentence-order", "next-sentence"]
 SHORTEST = 2
 """Tokens of the shortest length that a sample is made for."""
+# Part of every cache entry's name: raise it when the meaning of the arrays changes.
+INDEX_VERSION = 1
+_EPOCHS, _SAMPLES = 0, 1
+
+
+def epoch_rng(seed: int, part: str, epoch: int) -> np.random.Generator:
+    """Random numbers for the samples of an epoch; `part` is "train", "valid" ..."""
+    return np.random.default_rng([seed, zlib.crc32(part.encode()), _EPOCHS, epoch])
+
+
+def sample_rng(seed: int, part: str, index: int) -> np.random.Generator:
+    """Random numbers within sample `index`: cuts, masks, spans."""
+    return np.random.default_rng([seed, zlib.crc32(part.encode()), _SAMPLES, index])
 
 
 @dataclass(frozen=True)
 class SegmentRules:
-    """How sentences are put together."""
+    """How sentences are combined."""
 
     max_tokens: int
-    """Tokens of the longest length, special tokens not counted."""
+    """Tokens of the longest length, without special tokens."""
     short_seq_prob: float
     """Share of samples that are made for a length drawn evenly from SHORTEST to `max_tokens`."""
     pairs: Pairs
-    """Whether a sample is a pair of segments, and which pairs there are."""
+    """Whether a sample is a pair of segments, and of which kind."""
 
     @property
     def min_sentences(self) -> int:
@@ -55,29 +80,143 @@ class SegmentRules:
         return 2 if self.pairs == "none" else 4
 
 
+class SegmentRecipe(ABC, Generic[Sample]):
+    """Samples of one or two segments of documents that are split into sentences."""
+
+    cache_name: ClassVar[str]
+    seed: int
+
+    @property
+    @abstractmethod
+    def rules(self) -> SegmentRules:
+        """How sentences are combined."""
+
+    @abstractmethod
+    def sample(
+        self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
+    ) -> Sample:
+        """The sample of one or two segments, the second of which may not follow the first."""
+
+    def units(self, documents: Documents) -> int:
+        """The number of documents, which --split divides."""
+        return len(documents.document_indices) - 1
+
+    def build(
+        self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
+    ) -> SegmentDataset[Sample]:
+        """`num_samples` samples of the documents `units`; see `SampleRecipe.build`.
+
+        Raises:
+            ValueError: no sample can be made from the documents.
+        """
+        rules = self.rules
+        boundaries = documents.document_indices[units.start : units.stop + 1]
+        depends_on = {
+            "version": INDEX_VERSION,
+            "sequence lengths": documents.lengths_digest,
+            "documents": [units.start, units.stop],
+            "document boundaries": digest(boundaries.tobytes()),
+            "tokens": rules.max_tokens,
+            "short sequences": rules.short_seq_prob,
+            "pairs": rules.pairs,
+            "samples": num_samples,
+            "seed": self.seed,
+            "part": name,
+        }
+
+        def arrays() -> dict[str, np.ndarray]:
+            documents.verify()
+            sentences = Sentences.of(documents, units, rules.max_tokens)
+            source = documents.prefix
+            segments = build_segments(sentences, rules, num_samples, self.seed, name, source)
+            return {"segments": segments, **sentences.numbers.arrays()}
+
+        index = cache.arrays(f"{self.cache_name}-{name}", depends_on, arrays)
+        return SegmentDataset(documents, self, int(boundaries[0]), name, index)
+
+
+class SegmentDataset(Generic[Sample]):
+    """Samples by number; made by `SegmentRecipe.build`."""
+
+    def __init__(
+        self,
+        documents: Documents,
+        recipe: SegmentRecipe[Sample],
+        first_sequence: int,
+        name: str,
+        index: StoredArrays,
+    ) -> None:
+        self.documents, self.recipe, self.name = documents, recipe, name
+        self._rules = recipe.rules
+        self._first_sequence = first_sequence
+        self._index = index
+
+    def __len__(self) -> int:
+        return len(self._index["segments"])
+
+    def __getitem__(self, index: int, /) -> Sample:
+        segments, is_random, rng = self._segments(index)
+        texts = [join(self.documents, pieces) for pieces in segments]
+        return self.recipe.sample(texts, is_random, rng)
+
+    def origin(self, index: int, /) -> list[Piece]:
+        """Where the text of sample `index` comes from, before tokens of it are replaced."""
+        return [piece for pieces in self._segments(index)[0] for piece in pieces]
+
+    def _segments(self, index: int) -> tuple[list[list[Piece]], bool, np.random.Generator]:
+        """The segments of a sample, whether the second does not follow the first, and the random
+        numbers for the rest."""
+        index = checked_index(index, len(self))
+        rng = sample_rng(self.recipe.seed, self.name, index)
+        limit = self._rules.max_tokens
+        exceptions = (self._index[name] for name in EXCEPTIONS)
+        numbers = SentenceNumbers(self._first_sequence, limit, *exceptions)
+        row = self._index["segments"][index].tolist()
+        segments = [numbers.pieces(self.documents, *row[i : i + 2]) for i in range(0, len(row), 2)]
+        is_random = False
+        if self._rules.pairs == "next-sentence":
+            is_random = row[2] != row[1]
+        elif self._rules.pairs == "sentence-order":
+            is_random = bool(rng.random() < 0.5)
+            if is_random:
+                segments.reverse()
+        for i, cut in enumerate(surplus([token_count(pieces) for pieces in segments], limit)):
+            if cut:
+                # Each token is cut off at the front or the back with equal probability.
+                front = int(rng.binomial(cut, 0.5))
+                segments[i] = trimmed(segments[i], front, cut - front)
+        return segments, is_random, rng
+
+
+def surplus(lengths: list[int], limit: int) -> list[int]:
+    """Tokens to cut off one or two segments, so that they have `limit` tokens together.
+
+    As in google-research/bert one token at a time is cut off the longer one, and off the second if
+    they are equally long.
+    """
+    excess = max(0, sum(lengths) - limit)
+    if len(lengths) == 1:
+        return [excess]
+    first, second = lengths
+    longer = min(excess, abs(first - second))
+    of_both = excess - longer
+    off_first = (longer if first > second else 0) + of_both // 2
+    return [off_first, excess - off_first]
+
+
 def build_segments(
-    sentences: Sentences,
-    rules: SegmentRules,
-    num_samples: int,
-    seed: int,
-    part: str,
-    source: str,
+    sentences: Sentences, rules: SegmentRules, num_samples: int, seed: int, part: str, source: str
 ) -> npt.NDArray[np.integer]:
-    """The sentences of every sample, in the order in which samples are seen.
+    """The sentences of every sample, in the order in which samples are read.
 
-    As many epochs as the samples need are read, each shuffled by itself; sample i does not depend
-    on how many are wanted.
-
-    Args:
-        part: "train", "valid" or "test": has random numbers of its own.
-        source: names the documents in messages.
+    Each epoch is shuffled separately; sample i does not depend on how many are wanted.
 
     Returns:
-        int32[num_samples, columns] (int64 from 2**31 sentences): first sentence of segment A and
-        the one behind its last, then those of B.
+        int32[num_samples, columns] (int64 from 2**31 sentences): first and stop sentence of segment
+        A, then those of B.
 
     Raises:
-        ValueError: no sample can be made of the documents.
+        ValueError: no sample can be made from the documents.
     """
     counts = np.diff(sentences.document_starts_D)
     usable = np.flatnonzero(counts >= rules.min_sentences)
@@ -93,6 +232,7 @@ def build_segments(
         index[filled : filled + len(order)] = rows[order]
         filled += len(order)
         epoch += 1
+    skipped = len(counts) - len(usable)
     logger.info(
         "%s: %d samples for %s of %d documents in %d epochs%s",
         source,
@@ -100,7 +240,9 @@ def build_segments(
         part,
         len(usable),
         epoch,
-        _left_out(rules, counts, len(usable)),
+        f"; {skipped} documents of fewer than {rules.min_sentences} sentences are left out"
+        if skipped
+        else "",
     )
     return index
 
@@ -112,7 +254,7 @@ def _epoch(
     rng: np.random.Generator,
     dtype: type,
 ) -> np.ndarray:
-    """The samples of one epoch, round after round and in each in the order of the documents."""
+    """The samples of one epoch, by round and within a round by document."""
     tokens, bounds = sentences.starts_N, sentences.document_starts_D
     others = _OtherDocuments(sentences) if rules.pairs == "next-sentence" else None
     first, end = bounds[usable], bounds[usable + 1]
@@ -125,7 +267,7 @@ def _epoch(
         np.copyto(length, drawn, where=short)
         stop = np.searchsorted(tokens, tokens[first] + length)
         stop = np.maximum(stop, first + rules.min_sentences)
-        # What is left of the document must make a sample too, or belong to this one.
+        # The rest of the document must make a sample too, or belong to this one.
         stop = np.where(end - stop < rules.min_sentences, end, stop)
         row: np.ndarray = np.empty((len(first), rules.columns), dtype)
         row[:, 0], row[:, 1] = first, stop
@@ -142,14 +284,14 @@ def _epoch(
                 following = stop.copy()
                 following[random] = split[random]
         rounds.append(row)
-        # A single sentence behind a random next one makes no pair: it waits for the next epoch.
+        # A single sentence after a random next one makes no pair and is left to the next epoch.
         more = end - following >= rules.min_sentences
         first, end, documents = following[more], end[more], documents[more]
     return np.concatenate(rounds)
 
 
 class _OtherDocuments:
-    """Draws the sentences that are no continuation."""
+    """Draws sentences that do not continue a document."""
 
     def __init__(self, sentences: Sentences) -> None:
         counts_D = np.diff(sentences.document_starts_D)
@@ -164,9 +306,9 @@ class _OtherDocuments:
     def draw(
         self, documents: np.ndarray, missing: np.ndarray, rng: np.random.Generator
     ) -> tuple[np.ndarray, np.ndarray]:
-        """Sentences (first, stop) of another document for each of `documents`: from one drawn
-        evenly on, until there are `missing` tokens, at least one sentence."""
-        # One of the others: those from the own one on are moved up by one.
+        """Sentences (first, stop) of another document for each of `documents`: from a random one
+        on, at least one, until there are `missing` tokens."""
+        # Skip the own document: numbers from its own on are moved up by one.
         other = rng.integers(0, len(self._first) - 1, len(documents))
         other += other >= self._rank_D[documents]
         first = rng.integers(self._first[other], self._stop[other])
@@ -184,7 +326,7 @@ def _check(
 ) -> None:
     where = f"{source}: the {len(counts)} documents for {part}"
     if len(sentences.starts_N) == 1:
-        raise ValueError(f"{where} hold no tokens")
+        raise ValueError(f"{where} have no tokens")
     if not usable:
         raise ValueError(
             f"{where} have one sentence each, and a pair needs {rules.min_sentences}: preprocess "
@@ -192,13 +334,6 @@ def _check(
         )
     if rules.pairs == "next-sentence" and np.count_nonzero(counts) < 2:
         raise ValueError(
-            f"{where} are a single one, and --bert-pair-task next-sentence takes half of its "
-            "second segments from another document: give it more documents, or use sentence-order"
+            f"{where} are only one document with text, and --bert-pair-task next-sentence takes "
+            "half of its second segments from another one: add documents, or use sentence-order"
         )
-
-
-def _left_out(rules: SegmentRules, counts: np.ndarray, usable: int) -> str:
-    skipped = len(counts) - usable
-    if not skipped:
-        return ""
-    return f"; {skipped} documents of fewer than {rules.min_sentences} sentences are left out"

@@ -5,27 +5,29 @@
     decoder   <pad> <extra_id_0> quick brown <extra_id_1> over the
     labels    <extra_id_0> quick brown <extra_id_1> over the </s>
 
-Shape suffixes: E tokens of the encoder's input, D of the decoder's, padding included.
+The numbers of corrupted tokens and of spans follow from the length alone, as in Raffel et al. 2020
+(arXiv:1910.10683, section 3.1.4) and their random_spans_noise_mask: every full sample has the same
+lengths and needs the same number of sentinels. The places of the spans are drawn evenly from all
+that leave a token between two spans.
+
+Shape suffixes: E tokens of the encoder's input, D of the decoder's, padding included; K spans.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.config.flags import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
-from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.kinds.masked_data.batch import T5Sample
-from megatron.data.kinds.masked_data.index import NO_LABEL, segment_index
-from megatron.data.kinds.masked_data.random_state import sample_rng
-from megatron.data.kinds.masked_data.segments import SHORTEST, SegmentRules
-from megatron.data.kinds.masked_data.sentences import SentenceNumbers, join, token_count, trimmed
-from megatron.data.kinds.masked_data.span_corruption import SpanCorruption
-from megatron.data.samples import Documents, Piece, checked_index
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, T5Sample
+from megatron.data.kinds.masked_data.segments import SHORTEST, SegmentRecipe, SegmentRules
+from megatron.tokenizer.base import Tokenizer
 
 logger = logging.getLogger(__name__)
 
@@ -33,9 +35,10 @@ _DECODER_MULTIPLE = 64
 
 
 @dataclass(frozen=True)
-class T5Recipe:
-    """How T5's samples are made of documents, split into sentences or not."""
+class T5Recipe(SegmentRecipe[T5Sample]):
+    """How T5's samples are made from documents, split into sentences or not."""
 
+    cache_name: ClassVar[str] = "t5"
     encoder_length: int
     """Tokens of the encoder's input, padding included."""
     decoder_length: int
@@ -43,11 +46,10 @@ class T5Recipe:
     seed: int
     short_seq_prob: float
     corruption: SpanCorruption
-    start: int
-    """Token that the decoder begins with: the padding token, as T5 has it."""
     end: int
-    """Token behind the encoder's input and the labels."""
+    """Token after the encoder's input and the labels."""
     pad: int
+    """Also the first token of the decoder's input, as in T5."""
     sentinels: tuple[int, ...]
 
     @classmethod
@@ -64,7 +66,7 @@ class T5Recipe:
         config.check_shares()
         if config.mean_noise_span_length < 1:
             raise ConfigError(
-                f"--mean-noise-span-length {config.mean_noise_span_length}: give a number from 1 on"
+                f"--mean-noise-span-length {config.mean_noise_span_length} must be at least 1"
             )
         if config.max_noise_span_length < config.mean_noise_span_length:
             raise ConfigError(
@@ -78,11 +80,11 @@ class T5Recipe:
         tokens = corruption.most_tokens(encoder, decoder)
         if tokens < SHORTEST:
             raise ConfigError(
-                f"--encoder-seq-length {encoder} and --decoder-seq-length {decoder} leave no room "
+                f"--encoder-seq-length {encoder} and --decoder-seq-length {decoder} are too short "
                 f"for {SHORTEST} tokens and the special ones: make them longer"
             )
         sentinels = tuple(tokenizer.sentinels)
-        needed = max(corruption.lengths(n).spans for n in range(1, tokens + 1))
+        needed = max(corruption.counts(n).spans for n in range(1, tokens + 1))
         if len(sentinels) < needed:
             raise ConfigError(
                 f"the vocabulary has {len(sentinels)} sentinels (<extra_id_0> ...), and samples of "
@@ -96,101 +98,39 @@ class T5Recipe:
             seed,
             config.short_seq_prob,
             corruption,
-            tokenizer.pad,
             tokenizer.eos,
             tokenizer.pad,
             sentinels,
         )
 
     @property
-    def max_tokens(self) -> int:
-        """Tokens of the text of a sample, before its spans are taken out, at most."""
-        return self.corruption.most_tokens(self.encoder_length, self.decoder_length)
+    def rules(self) -> SegmentRules:
+        most = self.corruption.most_tokens(self.encoder_length, self.decoder_length)
+        return SegmentRules(most, self.short_seq_prob, "none")
 
-    def units(self, documents: Documents) -> int:
-        """The number of documents."""
-        return len(documents.document_indices) - 1
-
-    def build(
-        self,
-        documents: Documents,
-        units: range,
-        num_samples: int,
-        name: str,
-        cache: IndexCache,
-    ) -> T5Dataset:
-        """`num_samples` samples of the documents `units`; see SampleRecipe.
-
-        Raises:
-            ValueError: no sample can be made of the documents.
-        """
-        rules = SegmentRules(self.max_tokens, self.short_seq_prob, "none")
-        index = segment_index(documents, units, rules, num_samples, self.seed, name, cache, "t5")
-        first_sequence = int(documents.document_indices[units.start])
-        return T5Dataset(documents, self, first_sequence, name, index)
-
-
-class T5Dataset:
-    """Samples of T5 by number; made by T5Recipe.build."""
-
-    def __init__(
-        self,
-        documents: Documents,
-        recipe: T5Recipe,
-        first_sequence: int,
-        name: str,
-        index: StoredArrays,
-    ) -> None:
-        self.documents = documents
-        self.recipe = recipe
-        self.name = name
-        self._max_tokens = recipe.max_tokens
-        self._first_sequence = first_sequence
-        self._index = index
-
-    def __len__(self) -> int:
-        return len(self._index["segments"])
-
-    def __getitem__(self, index: int, /) -> T5Sample:
-        index = checked_index(index, len(self))
-        rng = sample_rng(self.recipe.seed, self.name, index)
-        text = join(self.documents, self._pieces(index, rng))
-        starts_K, sizes_K = self.recipe.corruption.draw(len(text), rng)
-        sentinels_K = np.array(self.recipe.sentinels[: len(starts_K)])
-        stops_K = starts_K + sizes_K
-        encoder, labels, position = [], [], 0
-        for sentinel, start, stop in zip(sentinels_K[:, None], starts_K, stops_K, strict=True):
-            encoder += [text[position:start], sentinel]
-            labels += [sentinel, text[start:stop]]
-            position = stop
-        end = np.array([self.recipe.end])
-        return self._padded(
-            np.concatenate([*encoder, text[position:], end]), np.concatenate([*labels, end])
-        )
-
-    def origin(self, index: int, /) -> list[Piece]:
-        """Where the text of sample `index` comes from, before its spans were taken out."""
-        index = checked_index(index, len(self))
-        return self._pieces(index, sample_rng(self.recipe.seed, self.name, index))
-
-    def _pieces(self, index: int, rng: np.random.Generator) -> list[Piece]:
-        numbers = SentenceNumbers.from_arrays(self._first_sequence, self._max_tokens, self._index)
-        pieces = numbers.pieces(self.documents, *self._index["segments"][index].tolist())
-        surplus = max(0, token_count(pieces) - self._max_tokens)
-        front = int(rng.binomial(surplus, 0.5))
-        return trimmed(pieces, front, surplus - front)
-
-    def _padded(self, encoder: np.ndarray, labels: np.ndarray) -> T5Sample:
-        recipe = self.recipe
-        encoder_tokens_E = np.full(recipe.encoder_length, recipe.pad, np.int64)
+    def sample(
+        self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
+    ) -> T5Sample:
+        """See `SegmentRecipe.sample`."""
+        (text,) = texts
+        starts_K, sizes_K = self.corruption.draw(len(text), rng)
+        sentinels_K = np.array(self.sentinels[: len(starts_K)])
+        parts, answers, position = [], [], 0
+        for sentinel, start, size in zip(sentinels_K[:, None], starts_K, sizes_K, strict=True):
+            parts += [text[position:start], sentinel]
+            position = start + size
+            answers += [sentinel, text[start:position]]
+        end = np.array([self.end])
+        encoder = np.concatenate([*parts, text[position:], end])
+        labels = np.concatenate([*answers, end])
+        encoder_tokens_E = np.full(self.encoder_length, self.pad, np.int64)
         encoder_tokens_E[: len(encoder)] = encoder
-        decoder_tokens_D = np.full(recipe.decoder_length, recipe.pad, np.int64)
-        decoder_tokens_D[0] = recipe.start
+        decoder_tokens_D = np.full(self.decoder_length, self.pad, np.int64)
         decoder_tokens_D[1 : len(labels)] = labels[:-1]
-        labels_D = np.full(recipe.decoder_length, NO_LABEL, np.int64)
+        labels_D = np.full(self.decoder_length, NO_LABEL, np.int64)
         labels_D[: len(labels)] = labels
-        is_label_D = np.arange(recipe.decoder_length) < len(labels)
-        is_token_E = np.arange(recipe.encoder_length) < len(encoder)
+        is_label_D = np.arange(self.decoder_length) < len(labels)
+        is_token_E = np.arange(self.encoder_length) < len(encoder)
         return T5Sample(
             encoder_tokens_E,
             decoder_tokens_D,
@@ -201,14 +141,85 @@ class T5Dataset:
         )
 
 
+class SpanCounts(NamedTuple):
+    """Token counts of a corrupted text."""
+
+    noise: int
+    """Corrupted tokens."""
+    spans: int
+    """Runs of them; each needs a sentinel."""
+    encoder: int
+    """Tokens of the encoder's input: the uncorrupted ones, the sentinels and the end."""
+    decoder: int
+    """Tokens of the decoder's input, and of the labels."""
+
+
+@dataclass(frozen=True)
+class SpanCorruption:
+    """How spans are drawn."""
+
+    noise_density: float
+    """Share of the tokens that are corrupted."""
+    mean_span: float
+    """Mean tokens of a span."""
+    max_span: int
+    """Most tokens of a span."""
+
+    def counts(self, tokens: int) -> SpanCounts:
+        """The counts for `tokens` >= 1 tokens."""
+        noise = min(max(1, round(tokens * self.noise_density)), max(1, tokens - 1))
+        # There is a token between two spans; and the longest span must not be exceeded.
+        spans = max(round(noise / self.mean_span), -(-noise // self.max_span), 1)
+        spans = min(spans, noise, tokens - noise + 1)
+        return SpanCounts(noise, spans, tokens - noise + spans + 1, noise + spans + 1)
+
+    def most_tokens(self, encoder: int, decoder: int) -> int:
+        """The largest number of tokens such that it and all smaller ones fit inputs of these
+        lengths; 0 if none does."""
+        tokens = 0
+        while True:
+            needed = self.counts(tokens + 1)
+            if needed.encoder > encoder or needed.decoder > decoder:
+                return tokens
+            tokens += 1
+
+    def draw(
+        self, tokens: int, rng: np.random.Generator
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
+        """First token of each span of a text of `tokens`, ascending, and their sizes: int64[K]."""
+        noise, spans, _, _ = self.counts(tokens)
+        sizes_K = self._sizes(noise, spans, rng)
+        # The tokens not needed between spans are distributed over all gaps, both ends included.
+        free = tokens - noise - (spans - 1)
+        bars_K = np.sort(rng.choice(free + spans, spans, replace=False)).astype(np.int64)
+        before_K = bars_K - np.arange(spans)  # free tokens before each span
+        ends_K = np.cumsum(sizes_K)
+        return before_K + np.arange(spans) + ends_K - sizes_K, sizes_K
+
+    def _sizes(self, noise: int, spans: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:
+        """`spans` numbers from 1 to max_span with the sum `noise`."""
+        cuts = np.sort(rng.choice(noise - 1, spans - 1, replace=False)) + 1
+        sizes_K = np.diff(cuts, prepend=0, append=noise).astype(np.int64)
+        limit = max(self.max_span, -(-noise // spans))
+        while (excess := int(np.maximum(sizes_K - limit, 0).sum())) > 0:
+            # The excess goes, one token each, to spans below the limit.
+            np.minimum(sizes_K, limit, out=sizes_K)
+            below = np.flatnonzero(sizes_K < limit)
+            sizes_K[rng.choice(below, min(excess, len(below)), replace=False)] += 1
+            rest = excess - min(excess, len(below))
+            if rest:
+                sizes_K[np.argmin(sizes_K)] += rest
+        return sizes_K
+
+
 def _sequence_lengths(
     config: MaskedDataConfig, seq_length: int, corruption: SpanCorruption
 ) -> tuple[int, int]:
-    """Of the encoder's and the decoder's input."""
+    """Lengths of the encoder's and the decoder's input."""
     encoder = seq_length if config.encoder_seq_length is None else config.encoder_seq_length
     unlimited = int(2 * encoder / (1 - config.mask_prob)) + _DECODER_MULTIPLE
     tokens = corruption.most_tokens(encoder, unlimited)
-    needed = max((corruption.lengths(n).decoder for n in range(1, tokens + 1)), default=1)
+    needed = max((corruption.counts(n).decoder for n in range(1, tokens + 1)), default=1)
     decoder = config.decoder_seq_length
     if decoder is None:
         decoder = -(-needed // _DECODER_MULTIPLE) * _DECODER_MULTIPLE

@@ -7,15 +7,14 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from functools import cached_property
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.kinds.raw_text.records import TextFile, TextRecords, changed, text_records
 from megatron.data.kinds.raw_text.scan import say_what_changed, scan
+from megatron.data.kinds.raw_text.text_files import TextFile, TextRecords, changed, text_records
 from megatron.data.samples import checked_range
 from megatron.data.text_encoder import TextEncoder
 from megatron.util.digests import digest
@@ -72,17 +71,14 @@ class RawTextDocuments:
             ValueError: a record is malformed (names file and line), or no document is found.
         """
         records = text_records(path, text_key, delim)
-        files = [r.file for r in records]
         depends_on: dict[str, Any] = {
             "version": INDEX_VERSION,
-            "files": [
-                [Path(f.path).name, f.size, f.modified_ns, f.content_digest()] for f in files
-            ],
+            "files": [r.file.identity for r in records],
             "key": text_key,
             "delim": delim,
             "text": encoder.identity,
         }
-        cache = cache or IndexCache.beside(files[0].path, None)
+        cache = cache or IndexCache.beside(records[0].file.path, None)
 
         def arrays() -> dict[str, np.ndarray]:
             say_what_changed(cache.folder, depends_on, "raw-text")
@@ -95,7 +91,7 @@ class RawTextDocuments:
 
     @cached_property
     def lengths_digest(self) -> str:
-        """Identifies the sequence lengths, as `IndexedDataset.lengths_digest` does."""
+        """Identifies the sequence lengths."""
         return digest(self.sequence_lengths.tobytes())
 
     def __len__(self) -> int:
@@ -114,24 +110,24 @@ class RawTextDocuments:
         return sequence[offset:stop]
 
     def verify(self) -> None:
-        """Check that the files are still those that were indexed.
-
-        Raises:
-            ValueError: one has changed; the message names it.
-        """
+        """Raises ValueError, which names it, where a file has changed since it was indexed."""
         for records in self._records:
             if TextFile.of(records.file.path) != records.file:
                 raise changed(records.file, 0)
 
     def text(self, document: int) -> str:
-        """The text of a document."""
+        records, start = self._place(document)
+        stop = records.file.size
+        if document + 1 < len(self._offsets):
+            length = int(self._offsets[document + 1] - self._offsets[document])
+            stop = min(stop, start + length)
+        return records.text_at(start, stop)
+
+    def _place(self, document: int) -> tuple[TextRecords, int]:
+        """The file of a document and its offset there."""
         start = int(self._offsets[document])
         number = bisect_right(self._bases, start) - 1
-        end = self._bases[number + 1]
-        if document + 1 < len(self._offsets):
-            end = min(end, int(self._offsets[document + 1]))
-        base = self._bases[number]
-        return self._records[number].text_at(start - base, end - base)
+        return self._records[number], start - self._bases[number]
 
     def __getstate__(self) -> tuple[Any, ...]:
         return self.prefix, self._records, self._encoder, self._index
@@ -148,9 +144,8 @@ class RawTextDocuments:
         sequences = [sequence.astype(self._encoder.dtype) for sequence in document]
         first, last = self.document_indices[number : number + 2].tolist()
         if list(map(len, sequences)) != self.sequence_lengths[first:last].tolist():
-            start = int(self._offsets[number])
-            place = bisect_right(self._bases, start) - 1
-            raise changed(self._records[place].file, start - self._bases[place])
+            records, start = self._place(number)
+            raise changed(records.file, start)
         self._kept[number] = sequences
         self._kept_tokens += sum(map(len, sequences))
         while self._kept_tokens > _KEPT_TOKENS and len(self._kept) > 1:

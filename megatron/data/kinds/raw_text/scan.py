@@ -8,14 +8,15 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
-from megatron.data.json_lines import BYTE_ORDER_MARK, BadLine
-from megatron.data.kinds.raw_text.records import TextRecords
+from megatron.data.json_lines import BYTE_ORDER_MARK, BadLine, lines_in
+from megatron.data.kinds.raw_text.text_files import TextRecords
 from megatron.data.text_encoder import TextEncoder, refused
 from megatron.util.processes import map_in_order, usable_processors
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -26,18 +27,10 @@ _CHARACTERS_AT_ONCE = 1 << 20
 _SHOWN_BYTES = 60
 
 
-class Scanned(NamedTuple):
-    """The documents of a range of a file, those without a token left out."""
-
-    offsets: np.ndarray
-    """Where the records begin in the file, int64[d]."""
-    sequence_lengths: np.ndarray
-    """Tokens in each sequence, int32[n]."""
-    sequences_per_document: np.ndarray
-    """int32[d]."""
-
-
 Range = tuple[TextRecords, tuple[int, int]]
+Scanned = tuple[np.ndarray, np.ndarray, np.ndarray]
+"""The d documents of a range, those without a token left out: where their records begin in the
+file, int64[d]; tokens in each of n sequences, int32[n]; sequences per document, int32[d]."""
 
 
 def scan(
@@ -56,24 +49,24 @@ def scan(
         ValueError: a record is malformed or cannot be tokenized; names file and line.
         ChildProcessError: a process died.
     """
-    bases = list(accumulate((r.file.size for r in records), initial=0))
-    ranges = [(r, span) for r in records for span in r.ranges()]
+    *bases, size = accumulate((r.file.size for r in records), initial=0)
+    ranges = [
+        (r, base, span) for r, base in zip(records, bases, strict=True) for span in r.ranges()
+    ]
     if workers is None:
-        workers = usable_processors() if bases[-1] >= _WORTH_PROCESSES else 1
+        workers = usable_processors() if size >= _WORTH_PROCESSES else 1
     workers = min(workers, len(ranges))
-    prepare = partial(_range_scanner, encoder)
-    offsets, lengths, counts = (
-        [np.empty(0, np.int64)],
-        [np.empty(0, np.int32)],
-        [np.zeros(1, np.int64)],
-    )
-    base_of = dict(zip(map(id, records), bases, strict=False))
+    tasks = ((r, span) for r, _, span in ranges)
+    offsets, lengths = [np.empty(0, np.int64)], [np.empty(0, np.int32)]
+    counts = [np.zeros(1, np.int64)]
     try:
-        scans = map_in_order(iter(ranges), prepare, workers if workers > 1 else 0)
-        for (of_file, _), found in scans:
-            offsets.append(found.offsets + base_of[id(of_file)])
-            lengths.append(found.sequence_lengths)
-            counts.append(found.sequences_per_document)
+        scans = map_in_order(tasks, partial(_scanner, encoder), workers if workers > 1 else 0)
+        with progress_bar("counting tokens", total=size) as bar:
+            for (_, base, (start, stop)), (_, found) in zip(ranges, scans, strict=True):
+                offsets.append(found[0] + base)
+                lengths.append(found[1])
+                counts.append(found[2])
+                bar.update(stop - start)
     except ChildProcessError as error:
         raise ChildProcessError(
             "a process that counts tokens died, most often because memory ran out"
@@ -85,16 +78,11 @@ def scan(
     }
 
 
-def _range_scanner(encoder: TextEncoder) -> Callable[[Range], Scanned]:
-    return lambda task: scan_range(*task, encoder)
+def _scanner(encoder: TextEncoder) -> Callable[[Range], Scanned]:
+    return lambda task: _scan_range(*task, encoder)
 
 
-def scan_range(records: TextRecords, span: tuple[int, int], encoder: TextEncoder) -> Scanned:
-    """The documents of the records that begin in a range of bytes.
-
-    Raises:
-        ValueError: as `scan`.
-    """
+def _scan_range(records: TextRecords, span: tuple[int, int], encoder: TextEncoder) -> Scanned:
     offsets: list[int] = []
     lengths: list[int] = []
     counts: list[int] = []
@@ -114,9 +102,7 @@ def scan_range(records: TextRecords, span: tuple[int, int], encoder: TextEncoder
                 offsets.append(start)
                 counts.append(len(document))
                 lengths.extend(map(len, document))
-    return Scanned(
-        np.array(offsets, np.int64), np.array(lengths, np.int32), np.array(counts, np.int32)
-    )
+    return np.array(offsets, np.int64), np.array(lengths, np.int32), np.array(counts, np.int32)
 
 
 def batches(records: TextRecords, span: tuple[int, int]) -> Iterator[list[tuple[int, str]]]:
@@ -143,12 +129,7 @@ def batches(records: TextRecords, span: tuple[int, int]) -> Iterator[list[tuple[
 
 def located(records: TextRecords, offset: int) -> str:
     """File and line (from 1) of a record, for a message."""
-    lines, left = 1, offset
-    with open(records.file.path, "rb") as file:
-        while left and (block := file.read(min(left, 1 << 24))):
-            lines += block.count(b"\n")
-            left -= len(block)
-    return f"{records.file.path}, line {lines}"
+    return f"{records.file.path}, line {1 + lines_in(records.file.path, offset)}"
 
 
 def _wanted(records: TextRecords) -> str:
@@ -167,28 +148,19 @@ def _wanted(records: TextRecords) -> str:
 
 
 def say_what_changed(folder: Path | None, depends_on: dict[str, Any], name: str) -> None:
-    """Warns when the cache holds an index of the same files as they were before."""
-    if folder is None or not folder.is_dir():
-        return
-
-    depends_on = json.loads(json.dumps(depends_on))  # tuples become lists, as they did there
-
-    def without_state(description: dict[str, Any]) -> dict[str, Any]:
-        names = [file[0] for file in description.get("files", [])]
-        return {**description, "files": names}
-
-    for path in folder.glob(f"{name}-*/description.json"):
+    """Warns when the cache contains an index of an earlier version of the same files."""
+    now = json.loads(json.dumps(depends_on))  # tuples become lists, as in the file
+    files = {file[0]: file for file in now.pop("files")}
+    for path in folder.glob(f"{name}-*/description.json") if folder is not None else ():
         try:
             before = json.loads(path.read_text())["depends_on"]
-            same = without_state(before) == without_state(depends_on)
+            old = {file[0]: file for file in before.pop("files")}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             continue
-        if same:
-            old = {file[0]: file for file in before["files"]}
-            named = [file[0] for file in depends_on["files"] if old[file[0]] != file]
+        if before == now and old.keys() == files.keys():
+            named = ", ".join(name for name in files if old[name] != files[name])
             logger.warning(
-                "%s changed since its documents were last indexed: a run that continues with it "
-                "now sees different samples than it would have seen",
-                ", ".join(named),
+                f"{named} changed since its documents were last indexed: a run that continues with "
+                "it now sees different samples than it would have seen"
             )
             return

@@ -18,7 +18,7 @@ from megatron.corpus.collection.duplicates import (
     read_pairs,
     remove_duplicates,
 )
-from megatron.corpus.collection.fingerprints import shingle_hashes, signatures_DS, similarity
+from megatron.corpus.collection.fingerprints import shingle_hashes, signature_S, similarity
 from megatron.corpus.collection.line_job import LineJobConfig
 
 
@@ -119,7 +119,7 @@ def test_signatures_estimate_similarity():
                 chr(c) for c in rng.integers(0x4E00, 0x9000, 600 - kept)
             )
             exact = jaccard(shingles(letters), shingles(other))
-            rows = signatures_DS([letters, other], 252, i)
+            rows = [signature_S(text, 252, i) for text in (letters, other)]
             errors.append((rows[0] == rows[1]).mean() - exact)
         deviation = (planted * (1 - planted) / 252) ** 0.5
         assert abs(np.mean(errors)) < 4 * deviation / 10

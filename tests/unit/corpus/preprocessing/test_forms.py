@@ -16,7 +16,7 @@ import zstandard
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.inputs import Form, InputFile, find_inputs, partition
-from megatron.corpus.preprocessing.pipeline import preprocess
+from megatron.corpus.preprocessing.preprocess import preprocess
 from megatron.corpus.preprocessing.readers import read_blocks
 from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import BadLine, read_lines
@@ -123,7 +123,7 @@ def test_array_that_is_wrong(tmp_path, tokenizer, data, message):
 
 @pytest.mark.parametrize("size", range(1, 9))
 def test_array_items_are_not_cut(tmp_path, tokenizer, monkeypatch, size):
-    """A number may go on where what was read of it ends."""
+    """A number may continue where what was read of it ends."""
     monkeypatch.setattr("megatron.data.json_lines._ARRAY_BYTES", size)
     path = tmp_path / "in.json"
     path.write_text('[12345, {"text": "a"}, 678]')
@@ -334,7 +334,7 @@ def test_parquet_that_is_wrong(tmp_path, tokenizer, parquet):
     assert decoded(tmp_path / "p_text_document", tokenizer) == ["a", "b"]
     with pytest.raises(ValueError, match="has no column 'body' .*its columns: text, n"):
         run(path, tmp_path / "p", tokenizer, json_keys=("body",))
-    with pytest.raises(ValueError, match="column 'n' .*holds int64, not strings"):
+    with pytest.raises(ValueError, match="column 'n' .*contains int64, not strings"):
         run(path, tmp_path / "p", tokenizer, json_keys=("n",))
     path.write_bytes(path.read_bytes()[:-9])
     with pytest.raises(ValueError, match="in.parquet is damaged or not a Parquet file"):

@@ -196,7 +196,9 @@ def test_fragments(encoder: TextEncoder, tokens: FimTokens) -> None:
     assert abs(cut - 100) <= 5 * 50**0.5
 
 
-def test_document_cut_inside_a_character_stays(encoder: TextEncoder, tokens: FimTokens) -> None:
+def test_a_document_that_ends_inside_a_character_is_not_cut(
+    encoder: TextEncoder, tokens: FimTokens
+) -> None:
     ids = np.array(encoder.tokenizer.tokenize("面" * 9)[1:], np.int64)
     assert "\ufffd" in encoder.tokenizer.detokenize(ids.tolist())
     dataset = make(encoder, [ids] * 20, fim_rate=1.0)
@@ -226,7 +228,7 @@ def test_over_documents_and_in_another_process(
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        ({"fim_rate": 1.5}, "--fim-rate 1.5 must be from 0 to 1"),
+        ({"fim_rate": 1.5}, r"--fim-rate 1.5 must be in \[0, 1\]"),
         ({"fim_spm_rate": -1.0}, "--fim-spm-rate -1.0 must be"),
         ({"fim_fragment_rate": 0.5}, "--fim-fragment-rate 0.5 needs --fim-split-sample"),
     ],

@@ -9,7 +9,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 
 from megatron.config import ConfigError
-from megatron.formats.conversion.hub import check_hub, push
+from megatron.formats.conversion.output import check_hub, push
 
 TOKEN = "hf_standin"
 

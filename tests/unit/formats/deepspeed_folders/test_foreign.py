@@ -13,7 +13,7 @@ from deepspeed.utils.tensor_fragment import fragment_address
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.formats.deepspeed_folders.folder import DeepSpeedFolder
-from megatron.formats.deepspeed_folders.parameters import whole_shards
+from megatron.formats.deepspeed_folders.naming import whole_shards
 from megatron.formats.deepspeed_folders.universal import UniversalFolder
 from megatron.formats.legacy_megatron.names import qkv_to_megatron
 

@@ -7,7 +7,7 @@ import pytest
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import TRACKER, remove_incomplete, replace_folder, unfinished_folder
-from megatron.formats.deepspeed_folders.layout import (
+from megatron.formats.deepspeed_folders.folder import (
     UNIVERSAL_SUFFIX,
     UNIVERSAL_TRACKER,
     is_engine_folder,
@@ -101,7 +101,7 @@ def test_killed_at_every_moment(tmp_path, monkeypatch, form, second):
 @FORMATS
 @pytest.mark.parametrize("call", ["rename", "replace", "fsync"])
 def test_an_error_at_every_moment(tmp_path, monkeypatch, form, call):
-    """The process goes on: what had the name has it again, and nothing hidden is needed."""
+    """The process continues: the old file has its name again, and nothing hidden is needed."""
     for moment in range(40):
         save = tmp_path / str(moment)
         save.mkdir()

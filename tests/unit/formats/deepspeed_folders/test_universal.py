@@ -8,10 +8,9 @@ import torch
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.checkpoint.registry import open_checkpoint
-from megatron.formats.deepspeed_folders import universal_writer
-from megatron.formats.deepspeed_folders.universal import UniversalFolder
-from megatron.formats.deepspeed_folders.universal_writer import write_universal
+from megatron.checkpoint.source import open_checkpoint
+from megatron.formats.deepspeed_folders import universal
+from megatron.formats.deepspeed_folders.universal import UniversalFolder, write_universal
 from megatron.formats.unpickle import load_pickle
 
 TOOL = Path(__file__).parents[4] / "tools" / "convert_checkpoint.py"
@@ -72,7 +71,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, own, monkeypatch):
             raise OSError(28, "No space left on device")
         save(content, path)
 
-    monkeypatch.setattr(universal_writer.torch, "save", full)
+    monkeypatch.setattr(universal.torch, "save", full)
     with pytest.raises(OSError, match="No space"):
         write_universal(own, folder.with_name("v"))
     assert sorted(path.name for path in folder.parent.iterdir()) == ["latest_universal", "u"]
@@ -80,7 +79,7 @@ def test_a_failed_write_leaves_nothing(tmp_path, own, monkeypatch):
 
 
 def test_other_folders_are_not_overwritten(tmp_path, own):
-    with pytest.raises(SystemExit, match="no universal checkpoint; name a new folder"):
+    with pytest.raises(SystemExit, match="not a universal checkpoint; name a new folder"):
         command("--load", tmp_path / "own", "--output", tmp_path / "own")
 
 
@@ -98,7 +97,7 @@ def test_damage_is_named(tmp_path, own):
     with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up\.weight/fp32\.pt"):
         UniversalFolder(folder).tensor("layers.0.mlp.up.weight")
     torch.save({"param": torch.zeros(3)}, path)
-    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up\.weight is \(3,\) there"):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.mlp\.up\.weight is \(3,\), but"):
         UniversalFolder(folder).tensor("layers.0.mlp.up.weight")
 
 

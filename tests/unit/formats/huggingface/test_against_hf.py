@@ -13,14 +13,14 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from megatron.families import build_model
 from megatron.formats.huggingface import ARCHITECTURES, write_model
-from megatron.formats.huggingface.registry import architecture_named
-from megatron.formats.huggingface.reorder import (
+from megatron.formats.huggingface.entries import (
     GATE_AND_UP,
     GROUPED_QKV,
     SAME,
     SEPARATE_QKV,
     Reordering,
 )
+from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.shard import shard_of

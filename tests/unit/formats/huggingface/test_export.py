@@ -1,4 +1,4 @@
-"""The written folder: what transformers makes of it, shards, number formats, all or nothing."""
+"""The written folder: what transformers makes of it, shards, dtypes, all or nothing."""
 
 import json
 from pathlib import Path
@@ -10,10 +10,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megatron.checkpoint.files import CheckpointError, write_json
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.formats.conversion.output import published
 from megatron.formats.huggingface import architecture_of, write_model
 from megatron.formats.huggingface.compare import compare_logits
 from megatron.formats.huggingface.export import plan_shards
-from megatron.formats.huggingface.folder import published
 from megatron.tokenizer.null import NullTokenizer
 
 
@@ -146,7 +146,7 @@ def test_checkpoint_that_is_not_what_its_config_says(reader_of, folder):
     index["layers.7.mlp.up.weight"] = index.pop("layers.1.mlp.up.weight")
     write_json(reader.folder / "index.json", index)
     with pytest.raises(
-        CheckpointError, match="missing layers.1.mlp.up.weight; not expected layers.7"
+        CheckpointError, match="missing layers.1.mlp.up.weight; unexpected layers.7"
     ):
         write_model(CheckpointReader(reader.folder), folder, "float32", 10**9)
 
@@ -268,7 +268,7 @@ def test_what_is_never_replaced(tmp_path):
     (tmp_path / "home").mkdir()
     (tmp_path / "home" / "letter.txt").write_text("")
     with (
-        pytest.raises(CheckpointError, match="holds no converted model"),
+        pytest.raises(CheckpointError, match="is not a converted model"),
         published(tmp_path / "home", True, source),
     ):
         pass

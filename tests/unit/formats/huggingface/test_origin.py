@@ -1,4 +1,4 @@
-"""A model is written as the architecture that it was read from, whatever lies in between."""
+"""A model is written as the architecture that it was read from, whatever it went through."""
 
 import dataclasses
 import json
@@ -8,7 +8,7 @@ import torch
 from hf_cases import CASES
 from safetensors.torch import load_file
 
-from megatron.checkpoint.registry import open_checkpoint, save_copy
+from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import write_checkpoint
 from megatron.formats.huggingface import ARCHITECTURES, architecture_of, write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
@@ -64,9 +64,7 @@ def test_an_origin_that_is_not_known(gpt_config, random_gpt, write_checkpoint, t
     source = open_checkpoint(tmp_path / "save")
     content, lines = write(source, tmp_path / "hf")
     assert content["model_type"] == "gpt2"
-    assert lines[0] == (
-        "written as GPT-2: the weights were read from mamba, which is not known here"
-    )
+    assert lines[0] == ("written as GPT-2: the weights were read from mamba, which is not known")
 
 
 def test_checkpoints_without_an_origin(gpt_config, random_gpt, write_checkpoint, tmp_path):

@@ -157,7 +157,10 @@ def cut(tensors):
     ("change", "message"),
     [
         (drop, r"model.safetensors lacks model.layers.1.mlp.up_proj.weight; .*Llama"),
-        (add, r"model.safetensors holds model.layers.0.self_attn.q_proj.bias; .*no such tensors"),
+        (
+            add,
+            r"model.safetensors contains model.layers.0.self_attn.q_proj.bias; .*no such tensors",
+        ),
         (cut, r"model.safetensors: model.norm.weight has the shape \(31,\); .* makes it \(32,\)"),
     ],
 )
@@ -207,7 +210,7 @@ def test_a_pickle_runs_nothing(wrapped, folder, tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ([1], "holds list, not tensors"),
+        ([1], "contains list, not tensors"),
         ({"model.norm.weight": 3.0}, "'model.norm.weight' is float, not a tensor"),
     ],
 )
@@ -224,7 +227,10 @@ def test_a_pickle_of_something_else(content, message, folder):
         ("{", "index.json is not valid JSON"),
         ("[]", "index.json has no weight_map"),
         ('{"weight_map": {"model.norm.weight": "a.safetensors"}}', "a.safetensors is missing"),
-        ('{"weight_map": {"model.norm.weight": "../a"}}', "names '../a', which is no file of this"),
+        (
+            '{"weight_map": {"model.norm.weight": "../a"}}',
+            "names '../a', which is not a file of this",
+        ),
         ('{"weight_map": {"model.nrom.weight": "all.safetensors"}}', "lacks model.nrom.weight"),
     ],
 )
@@ -242,7 +248,7 @@ def test_what_the_index_does_not_name_counts_too(folder):
     HuggingFaceFolder(folder)
     tensors = load_file(folder / "all.safetensors") | {"extra": torch.zeros(1)}
     save_file(tensors, folder / "all.safetensors")
-    with pytest.raises(CheckpointError, match="holds extra"):
+    with pytest.raises(CheckpointError, match="contains extra"):
         HuggingFaceFolder(folder)
 
 

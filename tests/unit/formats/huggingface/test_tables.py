@@ -6,11 +6,13 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import AutoConfig
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, ModelFlags
+from megatron.formats.features import FEATURES, spelled, without
 from megatron.formats.huggingface import ARCHITECTURES, architecture_named, architecture_of
-from megatron.formats.huggingface.features import FEATURES
+from megatron.formats.huggingface.config_reader import HFConfigReader
 
 PATH = Path("some/config.json")
 
@@ -58,7 +60,7 @@ def test_one_can_be_forced(gpt_config):
     with pytest.raises(ValueError, match="--architecture qwen2: .* Qwen2 needs --add-qkv-bias$"):
         architecture_of(model, "qwen2")
     with pytest.raises(
-        ValueError, match="--architecture lama is unknown; it is one of gpt2, llama"
+        ValueError, match="--architecture lama is unknown; expected one of gpt2, llama"
     ):
         architecture_of(model, "lama")
 
@@ -76,7 +78,7 @@ def test_one_can_be_forced(gpt_config):
         ({"llama": True, "normalization": "LayerNorm"}, "Llama needs --normalization RMSNorm$"),
         ({"llama": True, "swiglu": False}, "Llama needs --swiglu or --glu-activation$"),
         ({"llama": True, "post_norm": True}, "Llama needs no --post-norm$"),
-        ({"llama": True, **GEMMA2, "query_pre_attn_scalar": 1.5}, "that is a whole number"),
+        ({"llama": True, **GEMMA2, "query_pre_attn_scalar": 1.5}, "that is an integer"),
         ({"llama": True, "parallel_residual": True}, "Llama needs no --parallel-residual$"),
     ],
 )
@@ -88,9 +90,10 @@ def test_what_fits_nothing_says_what_would(changes, message, gpt_config):
 def test_every_flag_of_a_requirement_exists():
     """The messages name flags; they must be the flags of the command line."""
     flags = FlagParser(*FLAG_CLASSES)._option_string_actions
-    needs = [need for known in ARCHITECTURES for need in known.requirements]
-    for need in [*needs, *FEATURES.values()]:
-        for flag in re.findall(r"--[a-z0-9-]+", need.wanted):
+    wanted = [need.wanted for known in ARCHITECTURES for need in known.requirements]
+    wanted += [spelled(*item) for known in ARCHITECTURES for item in known.fixed.items()]
+    for words in [*wanted, *map(without, FEATURES)]:
+        for flag in re.findall(r"--[a-z0-9-]+", words):
             assert flag in flags, flag
 
 
@@ -203,14 +206,14 @@ NARROW = SMALL.copy()
 for key in ("head_dim", "num_key_value_heads"):
     del NARROW[key]
 REFUSED = [
-    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "all blocks scale scores alike"),
+    ("gpt2", {"scale_attn_by_inverse_layer_idx": True}, "all blocks must scale scores in the same"),
     ("gpt2", {"scale_attn_weights": False}, "attention scores are always scaled"),
     ("gpt2", {"activation_function": "silu"}, "activation_function is 'silu' .* gelu_new"),
     ("gpt2", {"n_embd": 768, "n_head": 5}, "n_head|num_attention_heads is 5"),
-    ("gpt2", {"n_layer": "12"}, "n_layer is '12' .*positive whole number"),
+    ("gpt2", {"n_layer": "12"}, "n_layer is '12' .*positive integer"),
     ("gpt2", {"n_layer": 12, "num_hidden_layers": 6}, "n_layer is 12, but num_hidden_layers is 6"),
     ("gpt2", {"tie_word_embeddings": "yes"}, "tie_word_embeddings is 'yes' .*true or false"),
-    ("gpt2", {"quantization_config": {"bits": 4}}, "quantization_config = .*'bits': 4.* not known"),
+    ("gpt2", {"quantization_config": {"bits": 4}}, "effect of quantization_config = .*not known"),
     ("llama", SMALL | {"mlp_bias": True}, "mlp_bias is True .*attention_bias is False"),
     ("llama", SMALL | {"rope_scaling": {"rope_type": "proportional"}}, "'proportional'; it must"),
     ("llama", SMALL | {"rope_scaling": {"rope_type": "linear"}}, "rope_type linear needs factor"),
@@ -219,31 +222,31 @@ REFUSED = [
      "rope_theta is 5.0 .*rope_parameters says 6.0"),
     ("llama", SMALL | {"rope_scaling": {"type": "linear", "factor": 2},
                        "rope_parameters": {"rope_type": "linear", "factor": 3}},
-     "rope_scaling is .*rope_parameters says otherwise"),
+     "rope_scaling is .*rope_parameters differs"),
     ("llama", SMALL | {"num_key_value_heads": 3}, "num_key_value_heads is 3 .*must divide"),
     ("llama", SMALL | {"num_local_experts": 8}, "num_local_experts = 8"),
     ("mistral", SMALL | {"layer_types": ["full_attention"] * 3}, "layer_types is .*all blocks"),
     ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 2},
-     "max_window_layers is 2 .*every so-manieth"),
+     "max_window_layers is 2 .*every N-th"),
     ("qwen2", SMALL | {"use_sliding_window": True, "sliding_window": 9,
                        "layer_types": ["chunked_attention"] * 3}, "chunked_attention"),
     ("qwen3", SMALL | {"attention_bias": True}, "attention_bias is True"),
     ("phi3", SMALL | {"rope_scaling": {"type": "longrope", "short_factor": [1.0],
                                        "long_factor": [1.0]}}, "must be a list of 4 positive"),
-    ("gemma2", SMALL | {"use_bidirectional_attention": True}, "attention is causal"),
+    ("gemma2", SMALL | {"use_bidirectional_attention": True}, "attention must be causal"),
     ("gemma2", SMALL | {"layer_types": ["full_attention", "sliding_attention",
-                                        "sliding_attention"]}, "layer_types is .*so-manieth"),
-    ("gemma3_text", SMALL | {"attn_logit_softcapping": 50.0}, "does not bend the scores"),
+                                        "sliding_attention"]}, "layer_types is .*every N-th"),
+    ("gemma3_text", SMALL | {"attn_logit_softcapping": 50.0}, "does not softcap"),
     ("gpt_neox", NARROW | {"attention_bias": False}, "attention_bias is False"),
-    ("opt", NARROW | {"do_layer_norm_before": False}, "do_layer_norm_before is False .*in front"),
+    ("opt", NARROW | {"do_layer_norm_before": False}, "do_layer_norm_before is False .*precede"),
     ("opt", NARROW | {"word_embed_proj_dim": 16}, "word_embed_proj_dim is 16 .*width of the"),
     ("falcon", NARROW | {"alibi": True}, "alibi is True .*rounds them to bfloat16"),
     ("falcon", NARROW | {"new_decoder_architecture": True, "parallel_attn": False},
      "parallel_attn is False .*always parallel"),
-    ("bloom", {"apply_residual_connection_post_layernorm": True}, "residual is not normalised"),
+    ("bloom", {"apply_residual_connection_post_layernorm": True}, "residual cannot be normalised"),
     ("bloom", {"n_inner": 100}, "n_inner is 100 .*four times"),
     ("gemma3", {}, "model_type is 'gemma3' .*images"),
-    ("mixtral", {}, "model_type is 'mixtral' .*experts.*known are gpt2, llama"),
+    ("mixtral", {}, "model_type is 'mixtral' .*experts.*expected one of gpt2, llama"),
 ]  # fmt: skip
 
 
@@ -277,3 +280,36 @@ def test_both_versions_are_read_alike():
     for content in (older, newer):
         del content["head_dim"], content["num_key_value_heads"]
     assert neox.model(older, PATH) == neox.model(newer, PATH)
+
+
+def test_defaults_are_those_of_transformers():
+    """As transformers has them before others are derived: key and value heads are the query heads
+    of the file."""
+    read = {}
+    for model_type in ("llama", "mistral", "gemma2"):
+        content = {"model_type": model_type, "num_attention_heads": 16}
+        read[model_type] = architecture_named(content, PATH).model(content, PATH)
+        theirs = AutoConfig.for_model(model_type, num_attention_heads=16)
+        attention = read[model_type].attention
+        assert attention.num_query_groups == theirs.num_key_value_heads
+        assert attention.kv_channels == theirs.head_dim
+        assert read[model_type].vocabulary.size == theirs.vocab_size
+        assert read[model_type].embedding.tied == theirs.tie_word_embeddings
+    assert read["llama"].attention.num_query_groups == 16
+    assert read["mistral"].attention.num_query_groups == 8
+
+
+def test_a_model_that_transformers_does_not_know():
+    """A key that the file has needs no default; any other is refused by name."""
+    given = HFConfigReader({"hidden_size": 32}, PATH, "Some", "not_a_model_type")
+    assert given.whole("hidden_size") == 32
+    with pytest.raises(CheckpointError, match="has no num_layers, and transformers .* no default"):
+        given.whole("num_layers")
+
+
+def test_rotated_share_of_gemma3_is_refused():
+    part = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    for kind in ("full_attention", "sliding_attention"):
+        content = SMALL | {"model_type": "gemma3_text", "rope_parameters": {kind: part}}
+        with pytest.raises(CheckpointError, match="such models rotate whole heads"):
+            architecture_named(content, PATH).model(content, PATH)

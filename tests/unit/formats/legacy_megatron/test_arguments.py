@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron.config import ModelFlags
-from megatron.config.rope_scaling import llama3_scaling
+from megatron.config.positions import llama3_scaling
 from megatron.formats.legacy_megatron.arguments import (
     arguments_of_model,
     complete,
@@ -75,11 +75,11 @@ def test_fields(arguments, field, value):
         ({"window_size": (127, 0)}, r"window_size \(127, 0\)"),
         ({"hidden_size": None}, "the argument hidden_size is missing"),
         ({"hidden_size": -1}, "hidden_size is missing or not positive"),
-        ({"hidden_size": True}, "hidden_size is True, where int belongs"),
-        ({"hidden_size": 18}, "4 heads do not divide the width 18"),
-        ({"num_key_value_heads": 3}, "3 key and value heads cannot be shared"),
-        ({"rotary_seq_len_interpolation_factor": "x"}, "factor is 'x', where float belongs"),
-        ({"swiglu": 1}, "swiglu is 1, where bool belongs"),
+        ({"hidden_size": True}, "hidden_size is True; expected a value of type int"),
+        ({"hidden_size": 18}, "file.pt: .*18"),
+        ({"num_key_value_heads": 3}, "3 key and value heads do not divide 4"),
+        ({"rotary_seq_len_interpolation_factor": "x"}, "factor is 'x'; expected"),
+        ({"swiglu": 1}, "swiglu is 1; expected a value of type bool"),
     ],
 )
 def test_what_is_refused(arguments, message):
@@ -116,9 +116,9 @@ def test_round_trip(changes):
         llama3_scaling(8.0).to_json().replace("8192", "4096"),
     ],
 )
-def test_stretching_that_megatron_does_not_have(scaling):
+def test_scaling_that_megatron_does_not_have(scaling):
     changes = {"position_embedding_type": "rope", "rope_scaling": scaling}
-    with pytest.raises(ValueError, match="has no --rope-scaling other than"):
+    with pytest.raises(ValueError, match="requires no --rope-scaling other than"):
         arguments_of_model(complete(ModelFlags(**(BASE | changes)), WHERE))
 
 

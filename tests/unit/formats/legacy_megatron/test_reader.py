@@ -9,6 +9,7 @@ import torch
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.slices import Slice
+from megatron.formats.inspection import verify_all
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 
 
@@ -119,6 +120,9 @@ def test_zip_archive(
         source = opened(spelling)
         assert source.folder == path / "release"
         assert_holds(source, weights)
+    (verdict,) = verify_all(path)
+    assert verdict.error is None and verdict.parameters == len(weights)
+    assert (verdict.files, verdict.bytes) == (1, path.stat().st_size)
     assert sorted(tmp_path.rglob("*")) == before, "nothing is unpacked to the disk"
 
 
@@ -168,7 +172,7 @@ def test_nvidia_bert_zip_layout(
     )  # fmt: skip
     source = opened(archived(tmp_path / "save", tmp_path / "bert.zip"))
     assert_holds(source, weights)
-    assert source.refusal.startswith("it is a BERT, which can be inspected and not yet trained")
+    assert source.refusal.startswith("it is a BERT, which can be inspected, but not trained")
     with pytest.raises(CheckpointError, match=r"bert.zip/release: it is a BERT"):
         source.require_model()
 
@@ -248,7 +252,7 @@ def test_a_vocabulary_of_unknown_size_stays_padded(
     write_legacy(tmp_path, weights, model, arguments={"tokenizer_type": "Other"})
     source = opened(tmp_path)
     assert_holds(source, weights)
-    assert any("64 rows and the checkpoint does not say" in note for note in source.notes)
+    assert any("64 rows, and the checkpoint does not say" in note for note in source.notes)
 
 
 @pytest.mark.parametrize(
@@ -257,13 +261,13 @@ def test_a_vocabulary_of_unknown_size_stays_padded(
         ({"num_experts": 8}, "num_experts 8"),
         ({"rotary_interleaved": True}, "rotary_interleaved True"),
         ({"kv_channels": 5}, r"query_key_value.weight has the shape .*kv_channels"),
-        ({"num_layers": 10**9}, "num_layers is 1000000000, but the files hold 4 blocks"),
-        ({"num_layers": 3}, "num_layers is 3, but the files hold 4 blocks"),
+        ({"num_layers": 10**9}, "num_layers is 1000000000, but the files have 4 blocks"),
+        ({"num_layers": 3}, "num_layers is 3, but the files have 4 blocks"),
         ({"swiglu": True}, r"dense_h_to_4h.weight has the shape \(24, 16\)"),
-        ({"hidden_size": "wide"}, "hidden_size is 'wide', where int belongs"),
+        ({"hidden_size": "wide"}, "hidden_size is 'wide'; expected a value of type int"),
         ({"position_embedding_type": "relative"}, "position_embedding_type 'relative'"),
         ({"normalization": "ScaleNorm"}, "normalization 'ScaleNorm'"),
-        ({"add_bias_linear": False}, "bias has no place in the network"),
+        ({"add_bias_linear": False}, "bias is not part of the network"),
         ({"tensor_model_parallel_size": 2}, "mp_rank_01/model_optim_rng.pt is missing"),
         ({"pipeline_model_parallel_size": 2}, "mp_rank_00_000/model_optim_rng.pt is missing|"
                                               "mp_rank_00_001/model_optim_rng.pt is missing"),

@@ -9,8 +9,8 @@ import torch
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.data.gpt_batch import GPTCollator
-from megatron.data.kinds.curriculum.lengths import truncated
-from megatron.data.kinds.masked_data.batch import BertBatch
+from megatron.data.kinds.masked_data.masked_batch import BertBatch
+from megatron.data.pipeline import truncated
 from megatron.training.plan import TrainingPlan
 
 FLAGS = (
@@ -107,7 +107,7 @@ def test_sequence_parallel_divides_every_length():
         TrainingPlan(resolve(settings, 16).config)
 
 
-def test_no_batch_is_taken_before_it_is_asked_for():
+def test_batches_are_cut_one_at_a_time():
     """The step after this one cuts otherwise."""
     lengths = plan("--train-iters 20", section(LINEAR)).lengths
     batches = iter([GPTCollator()([np.arange(65)]) for _ in range(4)])

@@ -8,8 +8,7 @@ import pytest
 from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.curriculum.analysis import analyse, read_rows, write_rows
-from megatron.data.kinds.curriculum.lengths import difficulty
-from megatron.data.kinds.curriculum.order import DrawnSamples, draw_samples
+from megatron.data.kinds.curriculum.order import DrawnSamples, difficulty, draw_samples
 from megatron.data.samples import Piece
 
 METRIC = {
@@ -119,7 +118,7 @@ def test_samples_must_be_within_every_metric(tmp_path):
         assert values["first"][index] <= limit and values["second"][index] <= limit
 
 
-def test_a_longer_run_begins_alike(tmp_path):
+def test_a_longer_run_begins_with_the_same_samples(tmp_path):
     samples = Samples([1, 2, 3, 4] * 10)
     config = sampling(tmp_path, samples)
     short = draw_samples(samples, config, [(4, 5)], 20, IN_MEMORY)
@@ -169,7 +168,7 @@ def refused(match, samples, config, wanted=8, error=ValueError):
         draw_samples(samples, config, [(4, 2)], wanted, IN_MEMORY)
 
 
-def test_what_cannot_be_drawn(tmp_path):
+def test_samples_that_cannot_be_drawn(tmp_path):
     samples = Samples([5, 6, 7, 8])
     refused(
         r"no sample has a hardness of at most 1 \(the lowest hardness is 5\).*min_difficulty",

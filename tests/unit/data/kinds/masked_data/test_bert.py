@@ -8,8 +8,9 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.masked_data.batch import collate_bert
-from megatron.data.kinds.masked_data.bert import BertRecipe, surplus
+from megatron.data.kinds.masked_data.bert import BertRecipe
+from megatron.data.kinds.masked_data.masked_batch import collate_bert
+from megatron.data.kinds.masked_data.segments import surplus
 from megatron.data.loader import MicroBatches
 
 CLS, SEP, PAD, MASK, VOCAB_SIZE = 1, 2, 0, 3, 400_000
@@ -112,7 +113,7 @@ def test_masks(pairs, max_preds, prose, tokenizer):
 
 
 @pytest.mark.parametrize("pairs", TASKS)
-def test_same_samples_whenever_and_wherever(pairs, prose, tokenizer, tmp_path):
+def test_samples_do_not_depend_on_order_or_process(pairs, prose, tokenizer, tmp_path):
     def fresh(cache, samples):
         recipe = BertRecipe.from_config(config(pairs), tokenizer, 128, seed=1234)
         return recipe.build(prose, range(10, 300), samples, "train", cache)

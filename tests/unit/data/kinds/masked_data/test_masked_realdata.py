@@ -13,10 +13,9 @@ from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.t5 import T5Recipe
-from megatron.data.kinds.masked_data.tfrecord_bert import TFRecordRecipe
-from megatron.data.kinds.masked_data.tfrecord_documents import TFRecords
+from megatron.data.kinds.masked_data.tfrecord import TFRecordRecipe, TFRecords
 from megatron.data.sentences import build_splitter
-from megatron.tokenizer.protocol import Tokenizer
+from megatron.tokenizer.base import Tokenizer
 from megatron.tokenizer.sentence_piece import SentencePieceTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 
@@ -158,7 +157,7 @@ def test_tfrecords_of_tensorflow(realdata: Path, wordpiece: WordPieceTokenizer) 
     path = str(realdata / "tfrecord/tf_examples.tfrecord")
     records = TFRecords(path, IndexCache(None))
     assert len(records) == 60
-    recipe = TFRecordRecipe.from_config(wordpiece, 128, 1)
+    recipe = TFRecordRecipe(128, 1, wordpiece.pad, wordpiece.vocab_size)
     dataset = recipe.build(records, range(60), 60, "train", IndexCache(None))
     documents = [
         [int(i) for sentence in text for i in wordpiece.tokenize(sentence)]
@@ -225,6 +224,6 @@ def test_t5_with_its_own_vocabulary(realdata: Path, tmp_path: Path) -> None:
             else:
                 text.append(token)
         decoded = processor.decode(text)
-        assert len(text) <= recipe.max_tokens
+        assert len(text) <= recipe.rules.max_tokens
         if processor.unk_id() not in text:
             assert any(decoded in document for document in plain), decoded

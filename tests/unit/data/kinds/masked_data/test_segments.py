@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from megatron.data.kinds.masked_data.segments import SegmentRules, build_segments
-from megatron.data.kinds.masked_data.sentences import Sentences
+from megatron.data.kinds.masked_data.sentence_numbers import Sentences
 
 LIMIT = 10**6
 
@@ -170,9 +170,13 @@ def test_documents_of_one_sentence_are_left_out_and_counted(counting, caplog):
 @pytest.mark.parametrize(
     "documents, pairs, message",
     [
-        ([[0], []], "none", "the 2 documents for train hold no tokens"),
+        ([[0], []], "none", "the 2 documents for train have no tokens"),
         ([[3], [4]], "sentence-order", "--split-sentences.*--bert-no-binary-head"),
-        ([[3, 4]], "next-sentence", "single one, and --bert-pair-task next-sentence"),
+        (
+            [[3, 4]],
+            "next-sentence",
+            "only one document with text, and --bert-pair-task next-sentence",
+        ),
     ],
 )
 def test_refused(documents, pairs, message, counting):

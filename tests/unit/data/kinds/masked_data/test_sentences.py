@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.data.kinds.masked_data.sentences import Sentences, join, token_count, trimmed
+from megatron.data.kinds.masked_data.sentence_numbers import Sentences, join, token_count, trimmed
 from megatron.data.samples import Piece
 
 
@@ -42,8 +42,8 @@ def test_against_a_list_of_all_sentences(case, counting):
     tokens = join(documents, sentences.numbers.pieces(documents, 0, len(expected)))
     texts = [documents.get(sequence, a, b - a) for sequence, a, b in expected]
     assert tokens.tolist() == [token for text in texts for token in text.tolist()]
-    copy = type(sentences.numbers).from_arrays(
-        sentences.numbers.first_sequence, limit, sentences.numbers.arrays()
+    copy = type(sentences.numbers)(
+        sentences.numbers.first_sequence, limit, **sentences.numbers.arrays()
     )
     assert copy.pieces(documents, 0, len(expected)) == sentences.numbers.pieces(
         documents, 0, len(expected)

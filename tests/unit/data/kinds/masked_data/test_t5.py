@@ -8,9 +8,8 @@ import pytest
 from megatron.config import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.masked_data.batch import collate_t5
-from megatron.data.kinds.masked_data.span_corruption import SpanCorruption
-from megatron.data.kinds.masked_data.t5 import T5Recipe
+from megatron.data.kinds.masked_data.masked_batch import collate_t5
+from megatron.data.kinds.masked_data.t5 import SpanCorruption, T5Recipe
 from megatron.data.loader import MicroBatches
 
 PAD, EOS = 0, 4
@@ -76,13 +75,13 @@ def test_spans_put_back_give_the_source(changes, prose, tokenizer):
         assert all(1 <= size <= 10 for size in sizes)
 
 
-def test_lengths_of_t5():
+def test_counts_of_t5():
     """Raffel et al.: 512 tokens of input, 568 of text, 114 of targets; and short ones."""
     rule = SpanCorruption(0.15, 3.0, 10)
     assert rule.most_tokens(512, 128) == 568
-    assert rule.lengths(568) == (85, 28, 512, 114)
-    assert rule.lengths(1) == (1, 1, 2, 3)
-    assert rule.lengths(2) == (1, 1, 3, 3)
+    assert rule.counts(568) == (85, 28, 512, 114)
+    assert rule.counts(1) == (1, 1, 2, 3)
+    assert rule.counts(2) == (1, 1, 3, 3)
     assert rule.most_tokens(512, 50) == 249  # 37 in 12 spans, and the end: 50
     assert rule.most_tokens(2, 2) == 0
 
@@ -93,7 +92,7 @@ def test_every_length(density, mean, longest):
     """All texts up to 200 tokens: spans within the text, apart, of the promised numbers."""
     rule = SpanCorruption(density, mean, longest)
     for tokens in range(1, 200):
-        noise, spans, encoder, decoder = rule.lengths(tokens)
+        noise, spans, encoder, decoder = rule.counts(tokens)
         starts, sizes = rule.draw(tokens, np.random.default_rng(tokens))
         assert len(starts) == len(sizes) == spans and sizes.sum() == noise
         assert (sizes >= 1).all() and starts[0] >= 0 and starts[-1] + sizes[-1] <= tokens
@@ -105,7 +104,7 @@ def test_every_length(density, mean, longest):
 def test_places_are_even():
     """4 tokens in 2 spans of 10, 2000 times: all ways are as likely. 5 standard deviations."""
     rule = SpanCorruption(0.4, 2.0, 10)
-    assert rule.lengths(10)[:2] == (4, 2)
+    assert rule.counts(10)[:2] == (4, 2)
     counts: dict[tuple[int, ...], int] = {}
     for seed in range(8000):
         starts, sizes = rule.draw(10, np.random.default_rng([3, seed]))
@@ -125,7 +124,7 @@ def test_mean_and_longest_span():
     assert sizes.max() == 10 and sizes.min() == 1
 
 
-def test_same_samples_whenever_and_wherever(prose, tokenizer, tmp_path):
+def test_samples_do_not_depend_on_order_or_process(prose, tokenizer, tmp_path):
     recipe = T5Recipe.from_config(MaskedDataConfig(), tokenizer, 128, seed=1)
     whole = recipe.build(prose, range(300), 500, "train", IndexCache(None))
     cached = recipe.build(prose, range(300), 200, "train", IndexCache(tmp_path))
@@ -155,7 +154,7 @@ def test_text_that_is_not_split_into_sentences(counting, tokenizer):
     """One sequence per document, as for GPT: all of it is read."""
     dataset = build(counting([[1000], [300]]), tokenizer, 12, short_seq_prob=0.0)
     seen = {token for i in range(12) for token in put_together(dataset[i])[0]}
-    assert dataset.recipe.max_tokens == 141
+    assert dataset.recipe.rules.max_tokens == 141
     assert len(seen) == 1300  # 8 samples of the first document, 3 of the second, and one more
 
 
@@ -164,7 +163,7 @@ def test_text_that_is_not_split_into_sentences(counting, tokenizer):
     [
         ({"mean_noise_span_length": 0.5}, "--mean-noise-span-length 0.5"),
         ({"max_noise_span_length": 2}, "--max-noise-span-length 2 is below"),
-        ({"decoder_seq_length": 2}, "--decoder-seq-length 2 leave no room"),
+        ({"decoder_seq_length": 2}, "--decoder-seq-length 2 are too short"),
         ({"encoder_seq_length": 2}, "--encoder-seq-length 2"),
         ({"mask_prob": 2.0}, "--mask-prob 2.0"),
         ({"encoder_seq_length": 2000}, "100 sentinels .* --vocab-extra-ids 111"),
@@ -177,5 +176,5 @@ def test_flags_are_checked(changes, message, tokenizer):
 
 def test_a_short_decoder_shortens_the_encoder(tokenizer, caplog):
     recipe = T5Recipe.from_config(MaskedDataConfig(decoder_seq_length=50), tokenizer, 512, 1)
-    assert recipe.max_tokens == 249 and recipe.encoder_length == 512
+    assert recipe.rules.max_tokens == 249 and recipe.encoder_length == 512
     assert "--decoder-seq-length 50 is less than the 114" in caplog.text

@@ -12,10 +12,13 @@ import numpy as np
 import pytest
 
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.masked_data.batch import collate_bert
-from megatron.data.kinds.masked_data.tfrecord import TFRecordFile, masked_crc
-from megatron.data.kinds.masked_data.tfrecord_bert import TFRecordRecipe
-from megatron.data.kinds.masked_data.tfrecord_documents import TFRecords
+from megatron.data.kinds.masked_data.masked_batch import collate_bert
+from megatron.data.kinds.masked_data.tfrecord import (
+    TFRecordFile,
+    TFRecordRecipe,
+    TFRecords,
+    masked_crc,
+)
 from megatron.data.loader import MicroBatches
 
 PAD, VOCAB_SIZE = 0, 1000
@@ -150,9 +153,9 @@ def test_several_files(tmp_path: Path) -> None:
     assert len(list((tmp_path / "cache").glob("tfrecords-*/description.json"))) == 3
     again = TFRecords(str(tmp_path / "*.tfrecord"), IndexCache(tmp_path / "cache"))
     assert np.array_equal(again.get(8), records.get(8))
-    with pytest.raises(FileNotFoundError, match="no file has a name like"):
+    with pytest.raises(FileNotFoundError, match="matches no file"):
         TFRecords(str(tmp_path / "*.record"), IndexCache(None))
-    with pytest.raises(FileNotFoundError, match=r"no TFRecord file .*d\.tfrecord"):
+    with pytest.raises(FileNotFoundError, match=r"the TFRecord file .*d\.tfrecord does not exist"):
         TFRecords(str(tmp_path / "d.tfrecord"), IndexCache(None))
 
 
@@ -181,12 +184,12 @@ DAMAGE = {
     "a bit of their checksum": (lambda b, starts: flip(b, starts[2] - 1), "record 1: the checksum"),
     "something behind": (lambda b, starts: b + b"more", "record 3: the file ends"),
     "zeros behind": (lambda b, starts: b + bytes(64), "record 3 .* its length is wrong"),
-    "text": (lambda b, starts: b"one sentence\n" * 9, "record 0 .* holds no TFRecords"),
+    "text": (lambda b, starts: b"one sentence\n" * 9, "record 0 .* is not a TFRecord file"),
     "nothing": (lambda b, starts: b"", "is empty"),
     "compressed": (lambda b, starts: gzip.compress(b), "is compressed.*gunzip"),
     "no message": (
         lambda b, starts: b[: starts[1]] + frame(b"\xff" * 9),
-        "record 1 is no tf.train",
+        "record 1 is not a tf.train",
     ),
     "an empty message": (lambda b, starts: b + frame(b""), "record 3 has no input_ids.*nothing"),
 }
@@ -243,8 +246,8 @@ FEATURES = {
     "in the padding": ({"masked_lm_positions": [2, 6, 0]}, "masked_lm_positions .* 6 tokens"),
     "negative position": ({"masked_lm_positions": [2, -1, 0]}, "masked_lm_positions"),
     "twice": ({"masked_lm_positions": [2, 2, 0]}, "all different"),
-    "negative id": ({"input_ids": [-5, 1, 1, 1, 1, 1, 0, 0]}, "negative token ids"),
-    "negative label": ({"masked_lm_ids": [-5, 7, 0]}, "negative token ids"),
+    "negative id": ({"input_ids": [-5, 1, 1, 1, 1, 1, 0, 0]}, "token ids are negative"),
+    "negative label": ({"masked_lm_ids": [-5, 7, 0]}, "token ids are negative"),
 }
 
 

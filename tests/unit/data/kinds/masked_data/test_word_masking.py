@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from megatron.data.kinds.masked_data.word_masking import WordMasking
+from megatron.data.kinds.masked_data.bert import WordMasking
 
 VOCAB_SIZE, MASK = 50_000, 3
 TOKENS = np.arange(1000, 1000 + 512)

@@ -1,0 +1,259 @@
+"""What a transformer block consists of: attention, MLP and norms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, option, shared
+
+GATES = ("swiglu", "geglu")
+"""Activations of gated MLPs."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Attention:
+    """Values that need no resolving."""
+
+    sliding_window: int | None = option(None, bounds=POSITIVE, role="results")
+    """Sliding-window attention: number of tokens that a query attends to, itself included. Without
+    it a query attends to all tokens before it."""
+    window_attn_skip_freq: int | None = option(None, bounds=POSITIVE, role="results")
+    """Every N-th block uses full attention instead of --sliding-window."""
+    attn_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
+    """Softcap c of the attention scores x: c * tanh(x / c)."""
+    attention_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
+    """Dropout probability of the attention weights."""
+    attention_backend: str = option(
+        "sdpa",
+        choices=("sdpa", "cudnn", "eager", "flash"),
+        spellings={"auto": "sdpa", "fused": "cudnn", "unfused": "eager", "local": "eager"},
+    )
+    """Attention kernel: sdpa is torch's scaled_dot_product_attention, cudnn the same with cuDNN's
+    kernel preferred, eager plain matrix products, flash the flash-attn package (packed documents
+    and ALiBi fall back to sdpa). With --attn-logit-softcapping it is always eager: no fused kernel
+    has a softcap. Megatron's auto is sdpa, fused is cudnn, unfused and local are eager."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionFlags(_Attention):
+    """Attention."""
+
+    num_attention_heads: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
+    """Number of attention (query) heads."""
+    group_query_attention: bool = option(False)
+    """Use grouped-query attention; see --num-query-groups."""
+    num_query_groups: int | None = option(
+        None,
+        aliases=("--num-key-value-heads",),
+        derived="num-attention-heads; 1 with --group-query-attention",
+        bounds=POSITIVE,
+        role="weights",
+    )
+    """Number of key and value heads."""
+    kv_channels: int | None = option(
+        None,
+        derived="hidden-size / num-attention-heads",
+        bounds=POSITIVE,
+        role="weights",
+        megatron=True,
+    )
+    """Size of one attention head."""
+    query_pre_attn_scalar: float | None = option(
+        None, derived="kv-channels", bounds=POSITIVE, role="results"
+    )
+    """Attention scores are divided by the square root of this."""
+    add_qkv_bias: bool = option(False, role="weights", megatron=True)
+    """Keep the bias of the query, key and value projections with --disable-bias-linear."""
+    add_attention_bias: bool = option(False, role="weights")
+    """Keep the biases of all attention projections, output included, with --disable-bias-linear."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionConfig(_Attention):
+    """Attention of a block; scores are divided by the root of ``query_pre_attn_scalar``."""
+
+    num_attention_heads: int
+    num_query_groups: int
+    kv_channels: int
+    query_pre_attn_scalar: float
+    qkv_bias: bool
+    proj_bias: bool
+
+    def window(self, layer: int) -> int | None:
+        """Tokens that a query of block ``layer`` (from 0) attends to, itself included; or None."""
+        every = self.window_attn_skip_freq
+        skipped = every is not None and (layer + 1) % every == 0
+        return None if skipped else self.sliding_window
+
+    def flags(self) -> dict[str, Any]:
+        """The flags that give it, by field, where all other linear layers have no biases."""
+        scalar = self.query_pre_attn_scalar
+        return {
+            **shared(self, _Attention),
+            "num_attention_heads": self.num_attention_heads,
+            "group_query_attention": self.num_query_groups < self.num_attention_heads,
+            "num_query_groups": self.num_query_groups,
+            "kv_channels": self.kv_channels,
+            "query_pre_attn_scalar": None if scalar == self.kv_channels else scalar,
+            "add_qkv_bias": self.qkv_bias and not self.proj_bias,
+            "add_attention_bias": self.proj_bias,
+        }
+
+
+def resolve_attention(
+    flags: AttentionFlags, heads: int, hidden_size: int, bias: bool, resolver: ConfigResolver
+) -> AttentionConfig:
+    """Completes the attention; ``bias``: whether all linear layers have biases."""
+    if flags.kv_channels is None:
+        resolver.check_divides("num_attention_heads", "hidden_size")
+    width = resolver.fill(
+        "kv_channels", flags.kv_channels, hidden_size // heads, "hidden-size / num-attention-heads"
+    )
+    groups = flags.num_query_groups
+    if groups is None and flags.group_query_attention:
+        how = "--group-query-attention without --num-query-groups"
+        groups = resolver.put("num_query_groups", 1, how)
+    groups = resolver.fill("num_query_groups", groups, heads, "num-attention-heads")
+    resolver.check_divides("num_query_groups", "num_attention_heads")
+    resolver.put("group_query_attention", groups < heads, "num-query-groups < num-attention-heads")
+    if flags.sliding_window is None:
+        resolver.check_unused("window_attn_skip_freq", "--sliding-window")
+    resolver.check(
+        not (flags.add_attention_bias and bias),
+        "--add-attention-bias needs --disable-bias-linear: without it all linear layers have "
+        "biases",
+    )
+    resolver.check(
+        not (flags.add_attention_bias and flags.add_qkv_bias),
+        "--add-attention-bias and --add-qkv-bias contradict each other: with the second the output "
+        "projection has no bias; give one of them",
+    )
+    scalar = flags.query_pre_attn_scalar
+    return AttentionConfig(
+        **shared(flags, _Attention),
+        num_attention_heads=heads,
+        num_query_groups=groups,
+        kv_channels=width,
+        query_pre_attn_scalar=float(width) if scalar is None else scalar,
+        qkv_bias=bias or flags.add_attention_bias or flags.add_qkv_bias,
+        proj_bias=bias or flags.add_attention_bias,
+    )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPFlags:
+    """MLP."""
+
+    ffn_hidden_size: int | None = option(
+        None,
+        derived="4 x hidden-size; for gated MLPs 8/3 x hidden-size, rounded down to a multiple "
+        "of 64",
+        bounds=POSITIVE,
+        role="weights",
+        megatron=True,
+    )
+    """Inner size of the MLP."""
+    glu_activation: str | None = option(None, choices=GATES, role="results")
+    """Gated MLP: swiglu gates with SiLU, geglu with GELU in its tanh approximation."""
+    swiglu: bool = option(False, megatron=True)
+    """Same as --glu-activation swiglu."""
+    relu: bool = option(False, role="results")
+    """ReLU in the MLP instead of GELU."""
+    squared_relu: bool = option(False, role="results", megatron=True)
+    """Squared ReLU in the MLP instead of GELU."""
+    openai_gelu: bool = option(False, megatron=True)
+    """GELU in its tanh approximation, which is already the default."""
+    bias_gelu_fusion: bool = option(True, off="--no-bias-gelu-fusion", megatron=True)
+    """Exact GELU (erf) instead of its tanh approximation, as in Megatron's unfused path."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MLPConfig:
+    """The MLP of a block: ``activation`` is one of ``swiglu``, ``geglu``, ``relu``,
+    ``squared_relu``, ``gelu_tanh``, ``gelu_erf``."""
+
+    ffn_hidden_size: int
+    activation: str
+    bias: bool
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP has a gate."""
+        return self.activation in GATES
+
+    def flags(self) -> dict[str, Any]:
+        """The flags that give it, by field."""
+        return {
+            "ffn_hidden_size": self.ffn_hidden_size,
+            "glu_activation": self.activation if self.gated else None,
+            "swiglu": self.activation == "swiglu",
+            "relu": self.activation == "relu",
+            "squared_relu": self.activation == "squared_relu",
+            "bias_gelu_fusion": self.activation != "gelu_erf",
+        }
+
+
+def resolve_mlp(
+    flags: MLPFlags, hidden_size: int, bias: bool, resolver: ConfigResolver
+) -> MLPConfig:
+    """Completes the MLP."""
+    activation = _activation(flags, resolver)
+    width, how = 4 * hidden_size, "4 x hidden-size"
+    if activation in GATES:
+        width = int(hidden_size * 8 / 3) // 64 * 64 or hidden_size
+        how = "8/3 x hidden-size, rounded down to a multiple of 64"
+    width = resolver.fill("ffn_hidden_size", flags.ffn_hidden_size, width, how)
+    return MLPConfig(ffn_hidden_size=width, activation=activation, bias=bias)
+
+
+def _activation(flags: MLPFlags, resolver: ConfigResolver) -> str:
+    gate = flags.glu_activation
+    if flags.swiglu:
+        resolver.check(
+            gate in (None, "swiglu"),
+            f"--swiglu contradicts {resolver.show('glu_activation')}; give one of them",
+        )
+        gate = resolver.fill("glu_activation", gate, "swiglu", "--swiglu")
+    elif gate == "swiglu":
+        resolver.put("swiglu", True, "--glu-activation swiglu")
+    requested = {
+        "--swiglu" if gate == "swiglu" else f"--glu-activation {gate}": gate,
+        "--relu": "relu" if flags.relu else None,
+        "--squared-relu": "squared_relu" if flags.squared_relu else None,
+    }
+    given = {flag: activation for flag, activation in requested.items() if activation is not None}
+    resolver.check(
+        len(given) < 2, f"{' contradicts '.join(given)}: an MLP has one activation; give one"
+    )
+    gelu = "gelu_tanh" if flags.bias_gelu_fusion or flags.openai_gelu else "gelu_erf"
+    return next(iter(given.values()), gelu)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NormConfig:
+    """Norms: type and position."""
+
+    normalization: str = option(
+        "LayerNorm",
+        choices=("LayerNorm", "RMSNorm"),
+        spellings={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
+        role="weights",
+        megatron=True,
+    )
+    """Norm before attention, MLP and output head."""
+    norm_epsilon: float = option(
+        1e-5,
+        aliases=("--layernorm-epsilon",),
+        bounds=POSITIVE,
+        megatron=("layernorm_epsilon", "norm_epsilon"),
+    )
+    """Epsilon added to the variance in the norms."""
+    apply_layernorm_1p: bool = option(False, role="weights", megatron=True)
+    """Norms multiply by 1 + weight; the weights start at 0."""
+    qk_layernorm: bool = option(False, role="weights", megatron=True)
+    """Apply the norm to the queries and keys of each head."""
+    embed_layernorm: bool = option(False, role="weights", megatron=True)
+    """Apply the norm to the embeddings before the first block."""
+    post_norm: bool = option(False, role="weights")
+    """Also apply a norm to the outputs of attention and MLP, before the residual addition."""

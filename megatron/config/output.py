@@ -1,0 +1,199 @@
+"""What a run writes: checkpoints, logs and profiles."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints: where, how often, what."""
+
+    save: str | None = option(None)
+    """Folder to save checkpoints in; without it nothing is saved."""
+    load: str | None = option(None)
+    """Folder of checkpoints, of which the newest complete one is loaded, or one checkpoint; of this
+    or another format. Training starts from scratch if the folder has no checkpoint."""
+    load_tag: str | None = option(None)
+    """Load this checkpoint of --load (for example global_step100) instead of the newest."""
+    save_interval: int | None = option(None, bounds=POSITIVE)
+    """Number of iterations between checkpoints; the last iteration is always saved."""
+    checkpoint_format: str = option("safetensors", choices=("safetensors", "deepspeed"))
+    """Format to save in: this project's, which every layout and --load can read, or DeepSpeed's."""
+    async_save: bool = option(False)
+    """Copy the state to host memory and write it while training continues."""
+    keep_last: int | None = option(None, bounds=POSITIVE)
+    """Number of newest checkpoints to keep; older ones are deleted."""
+    keep_every: int | None = option(None, bounds=POSITIVE)
+    """Keep checkpoints of every N-th iteration permanently, in spite of --keep-last."""
+    save_universal: bool = option(False)
+    """Also write each checkpoint as a universal checkpoint of DeepSpeed."""
+    universal_checkpoint: bool = option(False)
+    """Load a universal checkpoint, as DeepSpeed's scripts request it. Not needed: --load recognises
+    the format."""
+    pretrained_checkpoint: str | None = option(None)
+    """Checkpoint to take the initial weights from when --load has none."""
+    use_checkpoint_opt_param_scheduler: bool = option(
+        False, flag="--use-checkpoint-opt_param-scheduler"
+    )
+    """Use the learning rate, the weight decay and their schedules of the loaded checkpoint's run
+    instead of those of the flags."""
+    finetune: bool = option(False)
+    """Load only the weights, and start at iteration 0."""
+    load_optim: bool = option(True, off="--no-load-optim")
+    """Do not load optimizer state."""
+    load_rng: bool = option(True, off="--no-load-rng")
+    """Do not load random states."""
+    save_optim: bool = option(True, off="--no-save-optim")
+    """Do not save optimizer state."""
+    save_rng: bool = option(True, off="--no-save-rng")
+    """Do not save random states."""
+    use_checkpoint_args: bool = option(False)
+    """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
+
+    def check(self, resolver: ConfigResolver) -> None:
+        """Refuses values that contradict each other."""
+        for name in ("save_interval", "keep_last", "keep_every", "async_save", "save_universal"):
+            resolver.check(
+                self.save is not None or not getattr(self, name),
+                f"{resolver.show(name)} needs --save, the folder to save in",
+            )
+        resolver.check(
+            self.keep_every is None or self.keep_last is not None,
+            f"{resolver.show('keep_every')} exempts checkpoints from --keep-last and needs it; "
+            "without both, all are kept",
+        )
+        own, form = self.checkpoint_format == "safetensors", resolver.show("checkpoint_format")
+        resolver.check(
+            own or not self.async_save,
+            f"{resolver.show('async_save')} contradicts {form}: training stops while DeepSpeed "
+            "writes its folders",
+        )
+        resolver.check(
+            own or self.save_optim,
+            f"--no-save-optim contradicts {form}: DeepSpeed's folders keep weights and moments "
+            "together",
+        )
+
+
+@dataclass(frozen=True)
+class LoggingConfig:
+    """Logging: what is reported, where."""
+
+    log_interval: int = option(100, bounds=POSITIVE)
+    """Number of iterations between log lines."""
+    metrics_file: str | None = option(None, derived="metrics.jsonl in --save, if that is given")
+    """JSON-lines file for the metrics of every log line and evaluation."""
+    peak_tflops: float | None = option(None, derived="the accelerator's, or measured on CPU")
+    """Peak TFLOP/s of one device, from which the log computes the model FLOP utilisation."""
+    tensorboard_dir: str | None = option(None)
+    """Folder for TensorBoard; turns its writer on."""
+    tensorboard_log_interval: int = option(1)
+    """Number of iterations between TensorBoard points."""
+    tensorboard_queue_size: int = option(1000)
+    """Number of TensorBoard events that are buffered before a write."""
+    log_timers_to_tensorboard: bool = option(False)
+    """Write iteration times to TensorBoard."""
+    log_batch_size_to_tensorboard: bool = option(False)
+    """Write the global batch size to TensorBoard."""
+    log_learning_rate_to_tensorboard: bool = option(
+        True, off="--no-log-learnig-rate-to-tensorboard", flag="--log-learning-rate-to-tensorboard"
+    )
+    """Write the learning rate to TensorBoard (the off flag's spelling is Megatron's)."""
+    log_loss_scale_to_tensorboard: bool = option(
+        True, off="--no-log-loss-scale-to-tensorboard", flag="--log-loss-scale-to-tensorboard"
+    )
+    """Write the loss scale to TensorBoard."""
+    log_validation_ppl_to_tensorboard: bool = option(False)
+    """Write validation perplexity to TensorBoard."""
+    log_memory_to_tensorboard: bool = option(False)
+    """Write GPU memory use to TensorBoard."""
+    wandb_project: str | None = option(None)
+    """Project in Weights & Biases; turns its writer on."""
+    wandb_exp_name: str | None = option(None)
+    """Name of the run in Weights & Biases."""
+    wandb_save_dir: str | None = option(None)
+    """Folder for the local files of Weights & Biases."""
+    wandb_entity: str | None = option(None)
+    """Team or user in Weights & Biases."""
+
+
+def resolve_logging(
+    flags: LoggingConfig, save: str | None, resolver: ConfigResolver
+) -> LoggingConfig:
+    """Completes the logging of a run with checkpoints in ``save``."""
+    if flags.metrics_file is not None or save is None:
+        return flags
+    file = resolver.put("metrics_file", f"{save.rstrip('/')}/metrics.jsonl", "in --save")
+    return replace(flags, metrics_file=file)
+
+
+@dataclass(frozen=True)
+class ProfilingConfig:
+    """Profiling: which steps, on which ranks, written where."""
+
+    profile: bool = option(False)
+    """Profile some iterations: print where their time goes and write a trace for Perfetto with
+    torch's profiler; under NVIDIA's nsys mark its capture range and NVTX ranges."""
+    profile_step_start: int = option(10, bounds=NOT_NEGATIVE)
+    """Profiling starts after this iteration."""
+    profile_step_end: int = option(12)
+    """Last iteration that is profiled; if only --profile-step-start is given, two after it."""
+    profile_ranks: tuple[int, ...] = option((0,))
+    """Ranks that are profiled; the first one prints the table."""
+    use_pytorch_profiler: bool = option(False)
+    """Use torch's profiler under nsys as well; elsewhere --profile uses it anyway."""
+    profile_dir: str | None = option(None, derived="profile in --save, else in this folder")
+    """Folder for the traces, rank0-step10-12.json.gz."""
+    record_memory_history: bool = option(False)
+    """Record all GPU memory allocations of --profile-ranks, from the start to --profile-step-end or
+    an error such as out of memory."""
+    memory_snapshot_path: str = option("snapshot.pickle")
+    """File for --record-memory-history, shown by https://pytorch.org/memory_viz; the other
+    --profile-ranks append their number to its name."""
+
+
+def resolve_profiling(
+    flags: ProfilingConfig,
+    world_size: int,
+    iterations: int | None,
+    save: str | None,
+    resolver: ConfigResolver,
+) -> ProfilingConfig:
+    """Completes the profiling of a run of ``iterations`` iterations (None: not known)."""
+    start, end, ranks = "profile_step_start", "profile_step_end", "profile_ranks"
+    first, last = flags.profile_step_start, flags.profile_step_end
+    if resolver.given(start) and not resolver.given(end):
+        last = resolver.put(end, first + 2, "profile-step-start + 2")
+    resolver.check(
+        last > first,
+        f"{resolver.show(end)} must be above {resolver.show(start)}: iterations {first + 1} to "
+        f"{last} are recorded",
+    )
+    wanted = flags.profile_ranks
+    shown = f"{resolver.flag(ranks)} {' '.join(map(str, wanted))}"
+    resolver.check(
+        bool(wanted) and all(0 <= rank < world_size for rank in wanted),
+        f"{shown} must be ranks from 0 to {world_size - 1}, the processes of this run",
+    )
+    resolver.check(len(set(wanted)) == len(wanted), f"{shown} names a rank twice")
+    resolver.check(
+        not flags.use_pytorch_profiler or flags.profile,
+        "--use-pytorch-profiler chooses what --profile records with and needs it",
+    )
+    flags = replace(flags, profile_step_end=last)
+    if not (flags.profile or flags.record_memory_history):
+        for name in (start, end, ranks, "profile_dir", "memory_snapshot_path"):
+            if resolver.given(name):
+                resolver.notes.append(f"{resolver.flag(name)} has no effect without --profile")
+        return flags
+    resolver.check(
+        iterations is None or first < iterations,
+        f"{resolver.show(start)} leaves nothing to record: the run ends at iteration {iterations} "
+        f"({resolver.flag('train_iters')})",
+    )
+    folder = f"{save.rstrip('/')}/profile" if save else "profile"
+    how = "profile in --save, else in this folder"
+    return replace(flags, profile_dir=resolver.fill("profile_dir", flags.profile_dir, folder, how))

@@ -1,0 +1,129 @@
+"""Samples of BERT and T5, and their batches.
+
+Shape suffixes: B micro batch, S tokens of a BERT sample, E of a T5 encoder's input, D of its
+decoder's, P predictions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+NO_LABEL = -1
+"""The label of tokens that are not to be predicted, as in Megatron."""
+
+
+class BertSample(NamedTuple):
+    """One sample, padded to the sequence length; the fields are those of `BertBatch`."""
+
+    tokens_S: npt.NDArray[np.int64]
+    types_S: npt.NDArray[np.int64]
+    labels_S: npt.NDArray[np.int64]
+    is_random: int
+    loss_mask_S: npt.NDArray[np.float32]
+    padding_mask_S: npt.NDArray[np.int64]
+
+    @classmethod
+    def padded(
+        cls,
+        tokens: npt.NDArray[np.int64],
+        types: npt.NDArray[np.int64],
+        positions_P: npt.NDArray[np.int64],
+        labels_P: npt.NDArray[np.int64],
+        is_random: int,
+        *,
+        seq_length: int,
+        pad: int,
+    ) -> BertSample:
+        """The sample of some tokens, with labels at some positions."""
+        size = len(tokens)
+        tokens_S = np.full(seq_length, pad, np.int64)
+        tokens_S[:size] = tokens
+        types_S = np.zeros(seq_length, np.int64)
+        types_S[:size] = types
+        labels_S = np.full(seq_length, NO_LABEL, np.int64)
+        labels_S[positions_P] = labels_P
+        loss_mask_S = np.zeros(seq_length, np.float32)
+        loss_mask_S[positions_P] = 1.0
+        padding_mask_S = np.zeros(seq_length, np.int64)
+        padding_mask_S[:size] = 1
+        return cls(tokens_S, types_S, labels_S, is_random, loss_mask_S, padding_mask_S)
+
+
+class BertBatch(NamedTuple):
+    """One micro batch; in this order Megatron's text, types, labels, is_random, loss_mask and
+    padding_mask."""
+
+    tokens_BS: Tensor
+    """Input: special tokens, segments with some tokens replaced, padding; int64."""
+    types_BS: Tensor
+    """0 for `[CLS] A [SEP]` and padding, 1 for `B [SEP]`; int64."""
+    labels_BS: Tensor
+    """The original token where it is to be predicted, -1 elsewhere; int64."""
+    is_random_B: Tensor
+    """1 if the second segment does not follow the first; 0 without pairs; int64."""
+    loss_mask_BS: Tensor
+    """1.0 where a token is to be predicted; float32."""
+    padding_mask_BS: Tensor
+    """1 for tokens, 0 for padding, which is not attended to; int64."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
+        """The batch on another device."""
+        return BertBatch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)
+
+
+class T5Sample(NamedTuple):
+    """One sample, padded to the two sequence lengths; the fields are those of `T5Batch`."""
+
+    encoder_tokens_E: npt.NDArray[np.int64]
+    decoder_tokens_D: npt.NDArray[np.int64]
+    labels_D: npt.NDArray[np.int64]
+    loss_mask_D: npt.NDArray[np.float32]
+    encoder_padding_mask_E: npt.NDArray[np.int64]
+    decoder_padding_mask_D: npt.NDArray[np.int64]
+
+
+class T5Batch(NamedTuple):
+    """One micro batch. Megatron's names are text_enc, text_dec, labels and loss_mask; its three
+    square masks follow from the two padding masks, which are much smaller:
+
+        enc_mask      encoder_padding_mask_BE[:, :, None] * encoder_padding_mask_BE[:, None, :]
+        dec_mask      the same of the decoder's, and no position sees a later one
+        enc_dec_mask  decoder_padding_mask_BD[:, :, None] * encoder_padding_mask_BE[:, None, :]
+    """
+
+    encoder_tokens_BE: Tensor
+    """The text with a sentinel for each span, and the end token; int64."""
+    decoder_tokens_BD: Tensor
+    """The start token and the labels, shifted by one; int64."""
+    labels_BD: Tensor
+    """Each sentinel and its span, and the end token; -1 on padding; int64."""
+    loss_mask_BD: Tensor
+    """1.0 for labels, 0.0 on padding; float32."""
+    encoder_padding_mask_BE: Tensor
+    """1 for tokens, 0 for padding; int64."""
+    decoder_padding_mask_BD: Tensor
+    """1 for tokens, 0 for padding; int64."""
+
+    def to(self, device: torch.device | str, non_blocking: bool = False) -> T5Batch:
+        """The batch on another device."""
+        return T5Batch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)
+
+
+def collate_bert(samples: Sequence[BertSample]) -> BertBatch:
+    """Stacks samples of equal length."""
+    return BertBatch._make(map(_stack, zip(*samples, strict=True)))
+
+
+def collate_t5(samples: Sequence[T5Sample]) -> T5Batch:
+    """Stacks samples of equal lengths."""
+    return T5Batch._make(map(_stack, zip(*samples, strict=True)))
+
+
+def _stack(values: Sequence[np.ndarray | int]) -> Tensor:
+    return torch.from_numpy(np.stack([np.asarray(value) for value in values]))

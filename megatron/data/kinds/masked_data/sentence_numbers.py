@@ -1,0 +1,139 @@
+"""Numbers for the sentences of some documents: none is empty, none longer than a limit.
+
+A sentence is a sequence of the documents. Empty ones are left out, and one that is longer than a
+sample counts as several, so that a text that was not split into sentences is still read whole.
+
+Shape suffixes: N sentences, D documents.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.data.samples import Documents, Piece
+
+EXCEPTIONS = ("exceptions", "exception_starts", "exception_counts")
+
+
+class SentenceNumbers(NamedTuple):
+    """Finds the tokens of a sentence; its size does not grow with the corpus."""
+
+    first_sequence: int
+    """The first sequence of the documents."""
+    limit: int
+    """Most tokens of a sentence."""
+    exceptions: npt.NDArray[np.int64]
+    """Sequences that are not exactly one sentence, ascending: [X]."""
+    exception_starts: npt.NDArray[np.int64]
+    """Number of the first sentence of each, or of the next sentence if it has none: [X]."""
+    exception_counts: npt.NDArray[np.int64]
+    """Number of sentences of each: [X]."""
+
+    def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
+        """The arrays by name, for the cache."""
+        return {name: getattr(self, name) for name in EXCEPTIONS}
+
+    def pieces(self, documents: Documents, start: int, stop: int) -> list[Piece]:
+        """The tokens of the sentences `start` to `stop` - 1, in order."""
+        sentences = np.arange(start, stop)
+        sequences, parts = self._locate(sentences)
+        found: list[Piece] = []
+        lengths = documents.sequence_lengths[sequences]
+        for sequence, part, length in zip(
+            sequences.tolist(), parts.tolist(), lengths.tolist(), strict=True
+        ):
+            first, last = part * self.limit, min((part + 1) * self.limit, length)
+            if found and found[-1].sequence == sequence:
+                found[-1] = found[-1]._replace(stop=last)
+            else:
+                found.append(Piece(documents.prefix, sequence, first, last))
+        return found
+
+    def _locate(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Sequence of each sentence, and its number within that sequence."""
+        if not len(self.exceptions):
+            return self.first_sequence + sentences, np.zeros_like(sentences)
+        # The last exception at or before the sentence, which contains it or is counted from.
+        x = np.searchsorted(self.exception_starts, sentences, side="right") - 1
+        before_all = x < 0
+        x = np.maximum(x, 0)
+        part = sentences - self.exception_starts[x]
+        after = part - self.exception_counts[x]
+        sequence = self.exceptions[x] + np.maximum(after + 1, 0)
+        part = np.where(after >= 0, 0, part)
+        sequence = np.where(before_all, self.first_sequence + sentences, sequence)
+        return sequence, np.where(before_all, 0, part)
+
+
+class Sentences(NamedTuple):
+    """The sentences of some documents, to choose those of each sample."""
+
+    numbers: SentenceNumbers
+    starts_N: npt.NDArray[np.int64]
+    """Number of the first token of each sentence, and of the end: int64[N + 1]."""
+    document_starts_D: npt.NDArray[np.int64]
+    """Number of the first sentence of each document, and of the end: int64[D + 1]."""
+
+    @classmethod
+    def of(cls, documents: Documents, units: range, limit: int) -> Sentences:
+        """The sentences of the documents `units`, at most `limit` tokens each."""
+        boundaries = documents.document_indices[units.start : units.stop + 1]
+        first, last = int(boundaries[0]), int(boundaries[-1])
+        lengths = documents.sequence_lengths[first:last]
+        counts = -(-lengths // limit)
+        exceptions = np.flatnonzero(counts != 1)
+        document_starts = boundaries - first
+        exception_starts = exceptions
+        if len(exceptions):
+            starts = _starts(counts)
+            document_starts = starts[document_starts]
+            exception_starts = starts[exceptions]
+            del starts
+            lengths = _split(lengths, counts, limit)
+        numbers = SentenceNumbers(
+            first, limit, first + exceptions, exception_starts, counts[exceptions].astype(np.int64)
+        )
+        return cls(numbers, _starts(lengths), document_starts)
+
+
+def join(documents: Documents, pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
+    """The tokens of pieces, in order."""
+    tokens = [documents.get(p.sequence, p.start, p.stop - p.start) for p in pieces]
+    return np.concatenate(tokens).astype(np.int64) if tokens else np.empty(0, np.int64)
+
+
+def token_count(pieces: Sequence[Piece]) -> int:
+    """Total tokens of pieces."""
+    return sum(piece.stop - piece.start for piece in pieces)
+
+
+def trimmed(pieces: Sequence[Piece], front: int, back: int) -> list[Piece]:
+    """Pieces without their first `front` and last `back` tokens."""
+    kept = []
+    position, end = 0, token_count(pieces) - back
+    for piece in pieces:
+        start = piece.start + max(front - position, 0)
+        stop = min(piece.stop, piece.start + end - position)
+        if start < stop:
+            kept.append(piece._replace(start=start, stop=stop))
+        position += piece.stop - piece.start
+    return kept
+
+
+def _starts(counts: np.ndarray) -> npt.NDArray[np.int64]:
+    starts = np.zeros(len(counts) + 1, np.int64)
+    np.cumsum(counts, dtype=np.int64, out=starts[1:])
+    return starts
+
+
+def _split(lengths: np.ndarray, counts: np.ndarray, limit: int) -> np.ndarray:
+    """The lengths of the sentences of sequences with `counts` each: the last one has the rest."""
+    split = np.full(int(counts.sum(dtype=np.int64)), limit, np.int32)
+    ends = np.cumsum(counts, dtype=np.int64)
+    some = counts > 0
+    split[ends[some] - 1] = lengths[some] - (counts[some] - 1) * limit
+    return split

@@ -1,0 +1,186 @@
+"""Optimizer steps that the CPU queues without reading a number from the device.
+
+DeepSpeed's optimizers read the norm of the gradients to decide whether to step and how to clip: the
+CPU waits there for the whole backward pass, and then the device for the CPU. Here norm, clipping
+factor and the decision stay on the device. torch's fused AdamW changes nothing, step counts
+included, where its ``found_inf`` tensor is 1. The results are DeepSpeed's, bitwise where nothing is
+clipped; the norm is summed in another order, so that clipped results are equal to rounding.
+
+DeepSpeed's own steps, with their reads, remain for fp16 (the loss scale is a number on the CPU),
+for offloaded optimizer state, and for SGD, which has no ``found_inf``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
+from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.engine.deepspeed_json import Json, offloads
+from megatron.engine.deepspeed_patches import queues, take_norm_over
+from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
+from megatron.parallel.mesh import MODEL, SHARDED, Mesh
+
+
+def can_defer(config: RunConfig, settings: Json) -> bool:
+    """Whether :class:`AsyncOptimizerStep` can replace DeepSpeed's own steps in this run."""
+    offloaded = any(offloads(settings, key) for key in ("offload_optimizer", "offload_param"))
+    adam = config.optimizer.optimizer == "adam"
+    if not adam or config.precision.fp16 or offloaded:
+        return False
+    in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
+    return queues(config.engine.zero_stage, in_fp32)
+
+
+class AsyncOptimizerStep:
+    """Norm, clipping, and the guard against gradients that are not finite, all on the device.
+
+    Args:
+        wrapper: DeepSpeed's optimizer around ``optimizer``; ``optimizer`` itself at stage 0.
+        optimizer: torch's AdamW, fused.
+        params: the parameters of which this process has a part.
+        clip_grad: largest norm; 0 for any.
+        hold: after a step with gradients that are not finite, change no weight any more: when the
+            trainer learns of that step, the weights are still those before it.
+
+    Attributes:
+        norm: of the last step, before clipping; infinite when not finite. A scalar on the device.
+        held: 1.0 if the last step changed no weight, else 0.0. A float32 scalar on the device.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        optimizer: torch.optim.Optimizer,
+        params: Iterable[nn.Parameter],
+        mesh: Mesh,
+        device: torch.device,
+        clip_grad: float,
+        hold: bool,
+    ) -> None:
+        self._wrapper, self._optimizer = wrapper, optimizer
+        self._params, self._mesh = list(params), mesh
+        whole = wrapper is optimizer or isinstance(wrapper, BF16_Optimizer)
+        among = SHARDED if whole else MODEL
+        self._counted = {param for param in self._params if owned(param, mesh, among)}
+        self._device, self._clip_grad, self._hold = device, clip_grad, hold
+        self.norm: Tensor
+        self.held: Tensor | None = None
+        self._factor: Tensor | None = None
+        if wrapper is optimizer:
+            self._measure: Callable[[], Tensor] = self._whole_norm
+        elif isinstance(wrapper, BF16_Optimizer):
+            self._measure = self._accumulated_norm
+        elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
+            self._measure = self._partitioned_norm_3
+        else:
+            self._measure = self._partitioned_norm
+        if wrapper is not optimizer:
+            take_norm_over(wrapper, self._clip, self._flat_gradient, self._step_accumulated)
+
+    @torch.no_grad()
+    def prepare(self) -> None:
+        """Measures the gradients of a step, so that the following update clips or does nothing."""
+        norm = self._measure()
+        bad = norm.isfinite().logical_not()
+        held = bad.to(torch.float32)
+        if self._hold and self.held is not None:
+            held = torch.maximum(held, self.held)
+        self.norm, self.held = norm.masked_fill(bad, float("inf")), held
+        self._optimizer.found_inf = held  # type: ignore[attr-defined]
+        if self._wrapper is self._optimizer and self._factor is not None:
+            whole = [param.grad for param in self._params if param.grad is not None]
+            torch._foreach_mul_(whole, self._factor)
+
+    def _clip(self, grads: Sequence[Tensor]) -> None:
+        if self._factor is not None:
+            for grad in grads:
+                grad.mul_(self._factor)
+
+    def _whole_norm(self) -> Tensor:
+        """Stage 0: gradients of whole parameters, the same on all replicas."""
+        norm = gradient_norm(self._params, self._mesh)
+        if self._clip_grad > 0:
+            self._factor = clipping_factor(norm, self._clip_grad)
+        return norm
+
+    def _partitioned_norm(self) -> Tensor:
+        """Stages 1 and 2: this data-parallel rank's parts, flat or as views."""
+        wrapper, found = self._wrapper, []
+        for number in range(len(wrapper.bit16_groups)):
+            grads = wrapper.averaged_gradients[number]
+            grads = (grad for grad in grads if not getattr(grad, "_zero_padding", False))
+            params = wrapper.params_in_partition[number]
+            found.append([g for g, p in zip(grads, params, strict=False) if p in self._counted])
+        return self._scaled_norm(found, torch.float32)
+
+    def _flat_gradient(self, number: int) -> Tensor:
+        """Stages 1 and 2: a group's gradient as one vector in the dtype of the weights that it
+        updates; DeepSpeed would make one in the dtype of the parameters first."""
+        grads = self._wrapper.averaged_gradients[number]
+        flat = getattr(grads, "flat_partition", None)
+        if flat is not None:
+            return flat.view(-1)
+        weights = self._wrapper.single_partition_of_fp32_groups[number]
+        flat = torch.empty_like(weights)
+        sizes = [grad.numel() for grad in grads]
+        *parts, padding = flat.split([*sizes, flat.numel() - sum(sizes)])
+        torch._foreach_copy_(parts, [grad.reshape(-1) for grad in grads])
+        padding.zero_()
+        return flat
+
+    def _partitioned_norm_3(self) -> Tensor:
+        """Stage 3: this rank's part of every parameter."""
+        wrapper, counted = self._wrapper, self._counted
+        found = [
+            [g for p, g in zip(params, wrapper.averaged_gradients[n], strict=True) if p in counted]
+            for n, params in enumerate(wrapper.fp16_groups)
+        ]
+        return self._scaled_norm(found, torch.float64)
+
+    def _accumulated_norm(self) -> Tensor:
+        """Stage 1 with float32 sums: gradients of whole parameters, of which a part is updated."""
+        wrapper = self._wrapper
+        found = [
+            grad
+            for params, grads, there in zip(
+                wrapper.bf16_groups,
+                wrapper.fp32_groups_gradients,
+                wrapper.fp32_groups_has_gradients,
+                strict=True,
+            )
+            for param, grad, has in zip(params, grads, there, strict=True)
+            if has and param in self._counted
+        ]
+        single = torch.float32
+        norm = norm_of_groups([found], single, single, [self._mesh.group(*SHARDED)], self._device)
+        if self._clip_grad > 0:
+            self._factor = clipping_factor(norm, self._clip_grad)
+        return norm
+
+    def _scaled_norm(self, grads: list[list[Tensor]], result: torch.dtype) -> Tensor:
+        groups = [self._mesh.data, self._mesh.model]
+        # DeepSpeed makes float64 copies of all gradients for this: 5% of a small step.
+        norm = norm_of_groups(grads, torch.float32, result, groups, self._device)
+        if self._clip_grad > 0:
+            # DeepSpeed's formula; a shorter one rounds differently.
+            self._factor = 1.0 / ((norm + 1e-6) / self._clip_grad).clamp(min=1.0)
+        return norm
+
+    @torch.no_grad()
+    def _step_accumulated(self) -> None:
+        """BF16_Optimizer.step without its reads; clips only the part that it updates."""
+        wrapper = self._wrapper
+        grads = wrapper.fp32_groups_gradient_flat_partition
+        self._clip(grads)
+        for weights, grad in zip(wrapper.fp32_groups_flat_partition, grads, strict=True):
+            weights.grad = grad
+        self._optimizer.step()
+        wrapper._lazy_init_hp_params_optimizer_state()
+        wrapper.update_lp_params()
+        wrapper.clear_hp_grads()

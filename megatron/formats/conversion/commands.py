@@ -1,0 +1,352 @@
+"""``to-hf``, ``from-hf``, ``to-megatron`` and ``to-universal``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import MEGATRON_TRACKER
+from megatron.checkpoint.reader import CheckpointReader
+from megatron.checkpoint.source import (
+    DTYPES,
+    FoundCheckpoint,
+    Source,
+    locate_checkpoint,
+    open_checkpoint,
+    run_of,
+)
+from megatron.checkpoint.writer import write_checkpoint
+from megatron.config import ConfigError, parse_configs
+from megatron.config.flags import option
+from megatron.formats.conversion.output import check_hub, need, published, push
+from megatron.formats.deepspeed_folders.folder import UNIVERSAL_TRACKER, is_universal
+from megatron.formats.deepspeed_folders.universal import write_universal
+from megatron.formats.huggingface.compare import ATOL, RTOL, Comparison, compare_logits
+from megatron.formats.huggingface.export import write_model
+from megatron.formats.huggingface.source import HuggingFaceFolder
+from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
+from megatron.formats.legacy_megatron.writer import write_megatron
+from megatron.inference.load import model_of, training_dtype
+from megatron.util.progress import say
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+
+
+@dataclass(frozen=True)
+class _LoadConfig:
+    """The checkpoint that is converted."""
+
+    load: str | None = option(None)
+    """Folder of checkpoints, or one checkpoint, of any format."""
+    iteration: int | None = option(None, derived="the newest complete checkpoint")
+    """Iteration of the checkpoint."""
+
+
+@dataclass(frozen=True)
+class ToHFConfig:
+    """Conversion to Hugging Face."""
+
+    output: str | None = option(None)
+    """Folder for the model; it must be new or empty."""
+    architecture: str | None = option(
+        None, derived="the one that the weights were read from, or else the plainest that fits"
+    )
+    """model_type to write, for example mistral."""
+    dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
+    """dtype of the weights."""
+    max_shard_size: str = option("5GB")
+    """Largest safetensors file, for example 500MB, 5GB or 4GiB."""
+    overwrite: bool = option(False)
+    """Replace the model in --output."""
+    push_to_hub: str | None = option(None)
+    """Repository to upload the model to, as owner/name; created if it does not exist. The token is
+    that of `hf auth login`, or HF_TOKEN."""
+    private: bool = option(False)
+    """Create the repository as a private one."""
+
+
+def to_hf(argv: Sequence[str]) -> None:
+    """Converts, compares logits, and gives the result its name only if they agree.
+
+    Raises:
+        ConfigError: a flag is missing or wrong, or a package is not installed.
+        CheckpointError: the checkpoint cannot be read or converted, or the logits differ.
+        OSError: the hub cannot be reached or refuses.
+    """
+    checkpoint, config = _parsed(
+        argv, "to-hf", "Writes a checkpoint as a model of Hugging Face.", _LoadConfig, ToHFConfig
+    )
+    load, output = required(checkpoint, "load"), required(config, "output")
+    shard_bytes = parse_size(config.max_shard_size)
+    need("to-hf", "transformers")
+    if config.private and config.push_to_hub is None:
+        raise ConfigError("--private concerns the repository of --push-to-hub, which is not given")
+    if config.push_to_hub is not None:
+        check_hub(config.push_to_hub)
+    found = _located(load, checkpoint.iteration)
+    with published(Path(output), config.overwrite, found.folder) as folder:
+        source = found.open()
+        dtype = config.dtype or _dtype_of(source)
+        write_model(source, folder, dtype, shard_bytes, config.architecture, progress=say)
+        # Our weights are rounded like theirs.
+        ours = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
+        result = compare_logits(ours, folder, source.model)
+        _require_agreement(
+            result, f"transformers computes other logits than the checkpoint {source.folder}",
+            output,
+        )  # fmt: skip
+    print(f"{output}: {source.folder} in {dtype}; {result}")
+    if config.push_to_hub is not None:
+        print(f"pushed to {push(Path(output), config.push_to_hub, config.private)}")
+
+
+@dataclass(frozen=True)
+class FromHFConfig:
+    """Conversion from Hugging Face."""
+
+    input: str | None = option(None)
+    """Folder with config.json, weights, and the tokenizer's files if there are any."""
+    output: str | None = option(None)
+    """Folder of checkpoints to create; it must be new or empty."""
+    max_shard_size: str = option("5GB")
+    """Largest safetensors file, for example 500MB, 5GB or 4GiB."""
+    overwrite: bool = option(False)
+    """Replace the checkpoints in --output."""
+
+
+def from_hf(argv: Sequence[str]) -> None:
+    """Converts, compares logits, and gives the result its name only if they agree.
+
+    Raises:
+        ConfigError: a flag is missing or wrong, or a package is not installed.
+        CheckpointError: the model cannot be read or represented, or the logits differ.
+    """
+    (config,) = _parsed(
+        argv, "from-hf", "Writes a model of Hugging Face as a checkpoint.", FromHFConfig
+    )
+    path, output = Path(required(config, "input")), Path(required(config, "output"))
+    shard_bytes = parse_size(config.max_shard_size)
+    need("from-hf", "transformers")
+    if HuggingFaceFolder.locate(path, None) is None:
+        why = "it has no config.json" if path.is_dir() else "the folder does not exist"
+        raise CheckpointError(f"--input {path}: {why}; name a downloaded model")
+    source = HuggingFaceFolder(path)
+    with published(output, config.overwrite, path, mark=MEGATRON_TRACKER) as folder:
+        if source.tokenizer is None:
+            print(
+                f"no tokenizer: {path} has no tokenizer files, so training needs --tokenizer-type "
+                "and its files"
+            )
+        # The checkpoint uses its own copy of the tokenizer, wherever it is moved.
+        source.tokenizer = None
+        written = write_checkpoint(
+            folder, source, iteration=0, moments=False, max_file_bytes=shard_bytes, progress=say
+        )
+        ours = model_of(CheckpointReader(written), torch.float32, torch.device("cpu"))
+        result = compare_logits(ours, path, source.model, strict=False)
+        _require_agreement(
+            result, f"the checkpoint computes other logits than transformers with {path}", output
+        )
+    print(
+        f"{output}: {source.architecture.title} of {path}, {len(source.names())} parameters; "
+        f"{result}"
+    )
+    print(f"train on it with --load {output} --use-checkpoint-args")
+
+
+@dataclass(frozen=True)
+class ToMegatronConfig:
+    """Conversion to Megatron-LM's old layout."""
+
+    output: str | None = option(None)
+    """Folder of checkpoints to write in; --load of Megatron."""
+    target_tensor_parallel_size: int = option(1)
+    """Tensor-parallel size to write for."""
+    target_pipeline_parallel_size: int = option(1)
+    """Pipeline-parallel size to write for."""
+    dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")
+    """dtype of the weights."""
+    release: bool = option(False)
+    """Write release instead of iter_<iteration>: weights to start from, which Megatron loads
+    without --no-load-optim and --no-load-rng."""
+    checking: bool = option(True, off="--no-checking")
+    """Do not read the result back to compare it with the checkpoint."""
+
+
+def to_megatron(argv: Sequence[str]) -> None:
+    """Writes the weights as Megatron-LM's ranks would, and reads them back.
+
+    Raises:
+        ConfigError: a flag is missing or wrong.
+        ValueError: Megatron has no such network, or the sizes do not divide it.
+        CheckpointError: the checkpoint is damaged, or what is read back differs.
+    """
+    checkpoint, config = _parsed(
+        argv, "to-megatron", "Writes a checkpoint in the layout of Megatron-LM's version 3.",
+        _LoadConfig, ToMegatronConfig,
+    )  # fmt: skip
+    load, output = required(checkpoint, "load"), Path(required(config, "output"))
+    source = opened(load, checkpoint.iteration)
+    sizes = config.target_tensor_parallel_size, config.target_pipeline_parallel_size
+    export_megatron(source, output, sizes, config.dtype, config.release, config.checking)
+
+
+def opened(load: str, iteration: int | None = None) -> Source:
+    """Opens a checkpoint and prints what was assumed where it does not say.
+
+    Raises:
+        CheckpointError: it does not exist, or is damaged.
+    """
+    source = open_checkpoint(load, _wanted(iteration))
+    for note in source.notes:
+        print(f"{source.folder}: {note}")
+    return source
+
+
+def export_megatron(
+    source: Source,
+    output: Path,
+    sizes: tuple[int, int],
+    dtype: str | None = None,
+    release: bool = False,
+    checking: bool = True,
+) -> None:
+    """Writes a checkpoint in Megatron's old layout, and prints a summary.
+
+    Args:
+        source: the checkpoint.
+        output: folder of checkpoints.
+        sizes: tensor-parallel and pipeline-parallel size.
+        dtype: of the weights; None for the one it was trained in.
+        release: leave the iteration out.
+        checking: read the result back before it gets its name.
+
+    Raises:
+        ValueError: Megatron has no such network, or the sizes do not divide it.
+        CheckpointError: the checkpoint is damaged, or what is read back differs.
+    """
+    dtype = dtype or _dtype_of(source)
+    iteration = source.state.get("iteration")
+    if iteration is None and isinstance(source, MegatronCheckpoint):
+        iteration = source.iteration  # weights only, of a run that had one
+    if release:
+        iteration = None
+
+    def check(folder: Path) -> None:
+        written = MegatronCheckpoint(folder)
+        for name in source.names():
+            wanted = source.tensor(name).to(DTYPES[dtype]).float()
+            if not torch.equal(written.tensor(name), wanted):
+                raise CheckpointError(f"{folder}: {name} differs from {source.folder}")
+
+    folder = write_megatron(
+        source, output, *sizes, iteration, dtype, progress=say,
+        check=check if checking else None,
+    )  # fmt: skip
+    result = "read back and equal, bit by bit" if checking else "not read back"
+    print(
+        f"{folder}: {source.folder} in {dtype} for tensor-parallel size {sizes[0]} and pipeline-"
+        f"parallel size {sizes[1]}; {len(source.names())} parameters, {result}"
+    )
+    if iteration is not None:
+        print("it has weights only: load it with --no-load-optim --no-load-rng or --finetune")
+
+
+@dataclass(frozen=True)
+class ToUniversalConfig:
+    """Conversion to DeepSpeed's universal checkpoint."""
+
+    output: str | None = option(None)
+    """Folder to create, for example checkpoints/global_step100_universal; latest_universal beside
+    it will name it."""
+    zero_stage: int = option(1, choices=(1, 2, 3))
+    """ZeRO stage of the scripts that will load it; 1 and 2 load the same."""
+
+
+def to_universal(argv: Sequence[str]) -> None:
+    """Converts a checkpoint.
+
+    Raises:
+        ConfigError: a flag is missing or wrong.
+        CheckpointError: the checkpoint does not exist, or is damaged.
+    """
+    checkpoint, config = _parsed(
+        argv, "to-universal", "Writes a checkpoint as DeepSpeed's universal one, for "
+        "load_universal.", _LoadConfig, ToUniversalConfig,
+    )  # fmt: skip
+    load, output = required(checkpoint, "load"), Path(required(config, "output"))
+    if output.exists() and not (output.is_dir() and is_universal(output)):
+        raise ConfigError(
+            f"--output {output} exists and is not a universal checkpoint; name a new folder"
+        )
+    found = _located(load, checkpoint.iteration)
+    if output.resolve() == found.folder.resolve():
+        raise ConfigError(f"--output {output} is the checkpoint that is read")
+    write_universal(found.open(), output, config.zero_stage, progress=say)
+    stages = "3" if config.zero_stage == 3 else "1 and 2"
+    print(
+        f"{output}: {found.folder} for loaders of ZeRO stages {stages}; "
+        f"{output.parent / UNIVERSAL_TRACKER} names it"
+    )
+
+
+def required(config: Any, field: str) -> str:
+    """The value of a required flag.
+
+    Raises:
+        ConfigError: it was not given.
+    """
+    value = getattr(config, field)
+    if value is None:
+        raise ConfigError(f"--{field.replace('_', '-')} is missing")
+    return value
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 5GB (10^9) or 4GiB (2^30).
+
+    Raises:
+        ConfigError: it is not a size.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)?", text.strip().upper())
+    size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match and match[2] != "IB" else 0
+    if size < 1:
+        raise ConfigError(
+            f"--max-shard-size {text} is not a size; write 500MB, 5GB or 4GiB, or a number of bytes"
+        )
+    return size
+
+
+def _parsed(argv: Sequence[str], command: str, description: str, *classes: type) -> list[Any]:
+    prog = f"convert_checkpoint.py {command}"
+    return list(parse_configs(classes, argv, prog=prog, description=description))
+
+
+def _wanted(iteration: int | None) -> str | None:
+    return None if iteration is None else str(iteration)
+
+
+def _located(load: str, iteration: int | None) -> FoundCheckpoint:
+    found = locate_checkpoint(load, _wanted(iteration))
+    if found is None:
+        raise CheckpointError(f"--load {load}: there is no complete checkpoint")
+    return found
+
+
+def _dtype_of(source: Source) -> str:
+    """The dtype that a checkpoint's run computed in, or else that it is stored in."""
+    return str(training_dtype(run_of(source))).removeprefix("torch.")
+
+
+def _require_agreement(result: Comparison, what: str, output: str | Path) -> None:
+    if not result.agree:
+        raise CheckpointError(
+            f"{what}: the largest difference is {result.largest:.3g} (allowed {ATOL:g} + {RTOL:g} "
+            f"x logit); --output {output} is not written"
+        )

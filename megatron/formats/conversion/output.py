@@ -1,0 +1,129 @@
+"""Where a converted model goes: a folder that is complete or absent, and the Hugging Face hub."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import replace_folder, unfinished_folder
+from megatron.config import ConfigError
+
+
+@contextmanager
+def published(
+    output: Path, overwrite: bool, source: Path, mark: str = "generation_config.json"
+) -> Iterator[Path]:
+    """A temporary folder beside ``output``, which replaces it when the block ends without an error.
+
+    Args:
+        output: the result.
+        overwrite: whether an earlier result there can be replaced.
+        source: folder that is being converted; never removed.
+        mark: file by which an earlier result is recognised.
+
+    Raises:
+        CheckpointError: ``output`` must not be replaced, or cannot be written.
+    """
+    output = output.resolve()
+    _check(output, overwrite, source.resolve(), mark)
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(unfinished_folder(output))
+        except OSError as error:
+            raise CheckpointError(f"--output {output}: cannot write there: {error}") from None
+        yield temporary
+        replace_folder(temporary, output, {})
+
+
+def _check(output: Path, overwrite: bool, source: Path, mark: str) -> None:
+    if not output.exists():
+        return
+    if not output.is_dir():
+        raise CheckpointError(f"--output {output} is a file; name a folder")
+    if not any(output.iterdir()):
+        return
+    if not overwrite:
+        raise CheckpointError(
+            f"--output {output} is not empty; give --overwrite to replace it or name another folder"
+        )
+    if source.is_relative_to(output) or output.is_relative_to(source):
+        raise CheckpointError(f"--output {output} and the checkpoint {source} contain each other")
+    if not (output / mark).is_file():
+        raise CheckpointError(
+            f"--output {output} is not a converted model (it has no {mark}), so --overwrite does "
+            "not replace it; name another folder"
+        )
+
+
+def need(command: str, package: str) -> None:
+    """Requires an installed package.
+
+    Raises:
+        ConfigError: it is not installed.
+    """
+    if importlib.util.find_spec(package) is None:
+        raise ConfigError(f"{command} needs {package}: pip install {package.replace('_', '-')}")
+
+
+def check_hub(repository: str) -> None:
+    """Refuses what could not be uploaded, before the conversion starts.
+
+    Raises:
+        ConfigError: the client is not installed, or the name of the repository is invalid.
+    """
+    need("--push-to-hub", "huggingface_hub")
+    from huggingface_hub.utils import HFValidationError, validate_repo_id
+
+    try:
+        validate_repo_id(repository)
+    except HFValidationError as error:
+        raise ConfigError(f"--push-to-hub {repository}: {_line(error)}") from None
+
+
+def push(folder: Path, repository: str, private: bool) -> str:
+    """Creates the repository if it does not exist, and uploads a folder's files in one commit.
+
+    Args:
+        folder: the model.
+        repository: ``owner/name``, or a name of the user's own.
+        private: whether a new repository is private.
+
+    Returns:
+        Address of the repository.
+
+    Raises:
+        OSError: the hub cannot be reached or refuses; the folder stays.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError
+
+    api = HfApi()
+    try:
+        url = api.create_repo(repository, private=private, exist_ok=True, repo_type="model")
+        api.upload_folder(
+            repo_id=url.repo_id,
+            folder_path=folder,
+            repo_type="model",
+            commit_message="Upload model",
+        )
+        return str(url)
+    except Exception as error:  # what the client's HTTP library raises differs between versions
+        why = _line(error)
+        if isinstance(error, HfHubHTTPError):
+            status = getattr(error.response, "status_code", None)
+            hint = "; log in with `hf auth login` or set HF_TOKEN" if status in (401, 403) else ""
+            why = f"status {status}: {why}{hint}"
+        raise OSError(
+            f"--push-to-hub {repository}: {api.endpoint}: {why}. The model is complete in "
+            f"{folder}; `hf upload {repository} {folder}` uploads it"
+        ) from None
+
+
+def _line(error: Exception) -> str:
+    """A message on one line, shortened where it is long."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    return (text if len(text) <= 300 else f"{text[:300]}...").rstrip(".")

@@ -1,0 +1,336 @@
+"""The files of an engine's folder: which file has which slice of a parameter.
+
+::
+
+    mp_rank_<M>_model_states.pt                        stages 0 to 2, a file per model-parallel rank
+    [bf16_]zero_pp_rank_<D>_mp_rank_<M>_model_states.pt                                    stage 3
+    [bf16_]zero_pp_rank_<D>_mp_rank_<M>_optim_states.pt          stages 1 to 3, per data rank D too
+    layer_<L>-model_<T>-model_states.pt                  a pipeline's layer on tensor rank T
+
+Model-parallel ranks count tensor ranks fastest, then pipeline stages. ZeRO stores parameters as
+slices of flat groups; ``param_slice_mappings`` (DeepSpeed 0.7.1 and later) lists them at stages 1
+and 2, and they follow from ``param_shapes`` at stage 3.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from functools import cache, lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.formats.unpickle import load_pickle
+
+_MODEL = re.compile(r"(?:(?:(?:bf|fp)16_)?zero_pp_rank_0_)?mp_rank_(\d+)_model_states\.pt")
+_OPTIMIZER = re.compile(r"(?:(?:bf|fp)16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_?optim_states\.pt")
+_DATA_RANK = re.compile(r"zero_pp_rank_\d+_")
+_LAYER = re.compile(r"layer_(\d+)-model_(\d+)-model_states\.pt")
+MOMENTS = ("exp_avg", "exp_avg_sq", "momentum_buffer")
+"""Optimizer state that is read, by torch's names."""
+
+
+class FlatSlice(NamedTuple):
+    """A part of a parameter's share: ``length`` elements from ``start`` on of a data rank's flat
+    group."""
+
+    data_rank: int
+    group: int
+    start: int
+    length: int
+
+
+class EngineFiles:
+    """The files of one folder, opened when they are first needed.
+
+    Attributes:
+        tensor_size: tensor-parallel size of the run.
+        pipeline_size: number of its pipeline ranks.
+        layers: files of a pipeline's layers, by place in the list and tensor rank.
+
+    Raises:
+        CheckpointError: files are missing.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._models: dict[int, Path] = {}
+        self._optimizers: dict[int, dict[int, Path]] = {}
+        self.layers: dict[int, dict[int, Path]] = {}
+        for path in sorted(folder.iterdir()):
+            if match := _MODEL.fullmatch(path.name):
+                self._models[int(match[1])] = path
+            elif match := _OPTIMIZER.fullmatch(path.name):
+                self._optimizers.setdefault(int(match[2]), {})[int(match[1])] = path
+            elif match := _LAYER.fullmatch(path.name):
+                self.layers.setdefault(int(match[1]), {})[int(match[2])] = path
+        self._open = lru_cache(maxsize=None)(load_pickle)
+        self._slices = cache(self._find_slices)
+        found: tuple[tuple[str, Collection[int]], ...] = (
+            ("model states", self._models), ("optimizer states", self._optimizers),
+        )  # fmt: skip
+        for what, ranks in found:
+            if sorted(ranks) != list(range(len(ranks))):
+                missing = min(set(range(max(ranks))) - set(ranks))
+                raise CheckpointError(f"{folder} has no {what} of model-parallel rank {missing}")
+        if not self._models:
+            raise CheckpointError(f"{folder} has no model states")
+        if self._optimizers and len(self._optimizers) != len(self._models):
+            raise CheckpointError(
+                f"{folder} has model states of {len(self._models)} model-parallel ranks and "
+                f"optimizer states of {len(self._optimizers)}"
+            )
+        self._check_data_ranks()
+        self.tensor_size, self.pipeline_size = self._sizes()
+        self._refuse_round_robin()
+
+    def _check_data_ranks(self) -> None:
+        """Each model-parallel rank has an optimizer file of every data rank, and no other."""
+        size = self._data_size()
+        for files in self._optimizers.values():
+            path = next(iter(files.values()))
+            for data_rank in range(size or max(files) + 1):
+                if data_rank not in files:
+                    name = _DATA_RANK.sub(f"zero_pp_rank_{data_rank}_", path.name)
+                    raise CheckpointError(
+                        f"{self.folder} has no {name}, the optimizer states of data rank "
+                        f"{data_rank}{f' of {size}' if size else ''}"
+                    )
+            if size and max(files) >= size:
+                raise CheckpointError(
+                    f"{files[max(files)]} is of another save: this one has {size} data ranks; "
+                    "move such files away"
+                )
+
+    def _data_size(self) -> int | None:
+        """Data-parallel size of the run; None where the files do not say."""
+        if not self._optimizers:
+            return None
+        counts = self._zero(0, min(self._optimizers[0])).get("partition_count")
+        if isinstance(counts, Sequence):
+            # One per parameter group; groups of experts are on fewer ranks.
+            counts = max((int(count) for count in counts), default=None)
+        size = self.model_states().get("dp_world_size") if counts is None else counts
+        return None if size is None else int(size)
+
+    def _sizes(self) -> tuple[int, int]:
+        known = self.model_states().get("checkpoint_parallel_dimensions")
+        if isinstance(known, dict):
+            tensor, pipeline = int(known["tp_degree"]), int(known["pp_degree"])
+        else:
+            tensor = max((len(ranks) for ranks in self.layers.values()), default=len(self._models))
+            pipeline = len(self._models) // tensor
+        if tensor * pipeline != len(self._models):
+            raise CheckpointError(
+                f"{self.folder} has {len(self._models)} files of model states for {tensor} tensor "
+                f"x {pipeline} pipeline ranks"
+            )
+        for layer, ranks in self.layers.items():
+            if sorted(ranks) != list(range(tensor)):
+                raise CheckpointError(
+                    f"{self.folder} has layer {layer} of {len(ranks)} of {tensor} tensor ranks"
+                )
+        return tensor, pipeline
+
+    def _refuse_round_robin(self) -> None:
+        config = self.model_states().get("ds_config")
+        zero = config.get("zero_optimization", {}) if isinstance(config, dict) else {}
+        if zero.get("round_robin_gradients") and len(self._optimizers.get(0, {})) > 1:
+            raise CheckpointError(
+                f"{self.folder} was saved with round_robin_gradients, with which DeepSpeed writes "
+                "a wrong param_slice_mappings; save it again without"
+            )
+
+    def model_states(self, rank: int = 0) -> dict[str, Any]:
+        """The model states of a model-parallel rank, with what the script saved beside them."""
+        return self._dict(self._models[rank])
+
+    def _dict(self, path: Path) -> dict[str, Any]:
+        content = self._open(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} is not a dictionary")
+        return content
+
+    def _zero(self, rank: int, data_rank: int) -> dict[str, Any]:
+        path = self._optimizers[rank][data_rank]
+        content = self._dict(path).get("optimizer_state_dict")
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} has no optimizer_state_dict")
+        return content
+
+    def _find_slices(self, rank: int) -> dict[str, list[FlatSlice]]:
+        """The slices of each parameter of a model-parallel rank, by its names."""
+        found: dict[str, list[FlatSlice]] = {}
+        files = self._optimizers.get(rank, {})
+        for data_rank in files:
+            state = self._zero(rank, data_rank)
+            if "fp32_flat_groups" in state:
+                slices = self._stage_3(rank, data_rank, len(files), state)
+            elif "param_slice_mappings" in state:
+                slices = (
+                    (name, FlatSlice(data_rank, group, int(each.start), int(each.numel)))
+                    for group, mapping in enumerate(state["param_slice_mappings"])
+                    for name, each in mapping.items()
+                )
+            else:
+                raise CheckpointError(
+                    f"{files[data_rank]} has no param_slice_mappings: it was saved by DeepSpeed "
+                    "before 0.7.1, or by an optimizer that is not ZeRO's"
+                )
+            for name, each in slices:
+                found.setdefault(name, []).append(each)
+        return found
+
+    def _stage_3(
+        self, rank: int, data_rank: int, size: int, state: Mapping[str, Any]
+    ) -> Iterator[tuple[str, FlatSlice]]:
+        groups = state.get("ds_zero_partition_groups") or []
+        for group, shapes in enumerate(self.model_states(rank)["param_shapes"]):
+            known = groups[group] if group < len(groups) else {}
+            count = known.get("partition_count", size)
+            place = known.get("partition_rank", data_rank)
+            start = 0
+            for name, shape in shapes.items():
+                whole = math.prod(shape)
+                part = -(-whole // count)
+                length = max(0, min(part, whole - place * part))
+                yield name, FlatSlice(data_rank, group, start, length)
+                start += part
+
+    def _shapes(self, rank: int) -> dict[str, tuple[int, ...]]:
+        """Shapes of the parameters in the ZeRO files of a model-parallel rank, by its names."""
+        groups = self.model_states(rank).get("param_shapes") or []
+        groups = [groups] if isinstance(groups, Mapping) else groups
+        return {name: tuple(shape) for shapes in groups for name, shape in shapes.items()}
+
+    def names(self) -> list[str]:
+        """All parameters by the folder's names; those of a layer file begin with its place in the
+        pipeline's list."""
+        found: dict[str, None] = {}
+        for rank in range(len(self._models)):
+            found |= dict.fromkeys([*self._slices(rank), *self._module(rank)])
+        for place in sorted(self.layers):
+            found |= {f"{place}.{key}": None for key in self._dict(self.layers[place][0])}
+        return list(found)
+
+    def _module(self, rank: int) -> Mapping[str, Tensor]:
+        module = self.model_states(rank).get("module")
+        return module if isinstance(module, Mapping) else {}
+
+    def shares(
+        self, name: str, kind: str, registered: Callable[[int, str], str]
+    ) -> list[Tensor] | None:
+        """A parameter's or a moment's share on each tensor rank; None if it does not exist.
+
+        Args:
+            name: the folder's name.
+            kind: ``weight`` or a moment.
+            registered: the folder's name of a parameter in a layer file, from its place and key.
+
+        Raises:
+            CheckpointError: the ZeRO files lack it, or a part of it.
+        """
+        found = [self._share(tensor_rank, name, kind) for tensor_rank in range(self.tensor_size)]
+        if all(share is not None for share in found):
+            return [share for share in found if share is not None]
+        if kind == "weight":
+            for place, files in self.layers.items():
+                for key in self._dict(files[0]):
+                    if registered(place, key) == name:
+                        return [self._dict(files[rank])[key] for rank in range(self.tensor_size)]
+        return None
+
+    def _share(self, tensor_rank: int, name: str, kind: str) -> Tensor | None:
+        for stage in range(self.pipeline_size):
+            rank = stage * self.tensor_size + tensor_rank
+            slices = self._slices(rank).get(name)
+            if slices:
+                pieces = [self._read(rank, each, kind) for each in slices if each.length]
+                if any(piece is None for piece in pieces):
+                    return None
+                flat = torch.cat([piece.float() for piece in pieces if piece is not None])
+                return self._shaped(rank, name, flat)
+            if rank in self._optimizers and name in self._shapes(rank):
+                # The module's weights are a half-precision copy, and only frozen parameters have no
+                # other.
+                raise CheckpointError(
+                    f"{self.folder}: {name} is in none of the ZeRO files of model-parallel rank "
+                    f"{rank}, whose optimizer updates it"
+                )
+            if kind == "weight" and name in self._module(rank):
+                return self._module(rank)[name]
+            # At stage 0 the optimizer numbers its parameters; older saves do not name them.
+            order = list(self.model_states(rank).get("optimizer_parameters", ()))
+            if kind != "weight" and name in order:
+                state = self.model_states(rank)["optimizer"]["state"]
+                return state.get(order.index(name), {}).get(kind)
+        return None
+
+    def _shaped(self, rank: int, name: str, flat: Tensor) -> Tensor:
+        shape = self._shapes(rank).get(name)
+        if shape is None:
+            return flat
+        if flat.numel() != math.prod(shape):
+            raise CheckpointError(
+                f"{self.folder}: {name} has {flat.numel()} of {math.prod(shape)} elements in the "
+                f"ZeRO files of model-parallel rank {rank}"
+            )
+        return flat.view(shape)
+
+    def _read(self, rank: int, wanted: FlatSlice, kind: str) -> Tensor | None:
+        path = self._optimizers[rank][wanted.data_rank]
+        state = self._zero(rank, wanted.data_rank)
+        if kind == "weight":
+            groups = state.get("fp32_flat_groups", state.get("single_partition_of_fp32_groups"))
+            values = groups[wanted.group] if groups is not None else None
+        else:
+            values = _group_state(state, wanted.group).get(kind)
+        if not isinstance(values, Tensor):
+            if kind == "weight":
+                raise CheckpointError(f"{path} has no float32 weights of group {wanted.group}")
+            return None
+        end = wanted.start + wanted.length
+        if values.numel() < end:
+            raise CheckpointError(
+                f"{path}: {kind} of group {wanted.group} has {values.numel()} elements, and should "
+                f"have {end} or more"
+            )
+        return values.reshape(-1)[wanted.start : end]
+
+    def _first_state(self) -> Mapping[str, Any]:
+        """The optimizer's state of the first group, or at stage 0 of the first parameter."""
+        if self._optimizers:
+            return _group_state(self._zero(0, 0), 0)
+        optimizer = self.model_states().get("optimizer")
+        if not isinstance(optimizer, Mapping) or "optimizer_parameters" not in self.model_states():
+            return {}
+        return next(iter(optimizer.get("state", {}).values()), {})
+
+    def moments(self) -> list[str]:
+        """The members of :data:`MOMENTS` that the folder has."""
+        state = self._first_state()
+        return [kind for kind in MOMENTS if isinstance(state.get(kind), Tensor)]
+
+    def optimizer_step(self) -> int:
+        """Number of updates by the optimizer's own count; 0 where it does not count."""
+        step = self._first_state().get("step")
+        if step is None and self._optimizers:
+            state = self._zero(0, 0)
+            inner = state.get("base_optimizer_state", state.get("optimizer_state_dict"))
+            groups = inner.get("param_groups", [{}]) if isinstance(inner, Mapping) else [{}]
+            step = state.get("base_optimizer_state_step", groups[0].get("step", 0))
+        return int(step or 0)
+
+
+def _group_state(state: Mapping[str, Any], group: int) -> Mapping[str, Any]:
+    """The optimizer's state of a flat group, at any stage."""
+    inner = state.get("base_optimizer_state", state.get("optimizer_state_dict", {}))
+    if isinstance(inner, Mapping):
+        inner = inner.get("state", {})
+        return inner.get(group, {})
+    return inner[group] if group < len(inner) else {}

@@ -1,0 +1,180 @@
+"""An architecture of `transformers`: its config.json and its tensors, and ours."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from megatron.checkpoint.source import resolved
+from megatron.config import ModelConfig, ModelFlags
+from megatron.formats.features import FEATURES, Requirement, features_of, spelled, without
+from megatron.formats.huggingface.config_reader import (
+    ACTIVATION_NAMES,
+    ACTIVATIONS,
+    GATES,
+    HFConfigReader,
+    Keys,
+)
+from megatron.formats.huggingface.entries import Entry
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """An entry for one parameter of one model; ``ours`` and ``theirs`` have the block's number."""
+
+    ours: str
+    theirs: tuple[str, ...]
+    entry: Entry
+    model: ModelConfig
+
+    def to_hf(self, values: Tensor) -> dict[str, Tensor]:
+        """Their tensors, from the whole parameter without padding."""
+        parts = self.entry.form.to_hf(values, self.model)
+        return dict(zip(self.theirs, (part.contiguous() for part in parts), strict=True))
+
+    def from_hf(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The inverse of :meth:`to_hf`: the whole parameter, from their tensors in order."""
+        return self.entry.form.from_hf(tensors, self.model).contiguous()
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of `transformers` and how our models map to it.
+
+    Attributes:
+        title: its usual name.
+        model_type: its name in config.json, and for ``--architecture``.
+        causal_lm: its class in `transformers`.
+        entries: the table of its tensors.
+        keys: keys of config.json that mean the same as a field of :class:`ModelFlags`.
+        fixed: fields that have this value in every such model.
+        features: members of :data:`FEATURES` that its models may have besides those of ``keys``.
+        gated: whether the MLP has a gate.
+        requirements: further conditions on a configuration.
+        write: the other keys of config.json, which may replace some of ``keys``.
+        read: the other fields, from config.json and the fields of ``keys``; every key that it reads
+            counts as understood.
+        only_read: further keys and fields, which are read and not written.
+        defaults: defaults of keys that the configuration class of `transformers` does not have.
+        base_prefix: start of the names of all tensors but the head; files that were saved without
+            a head lack it.
+        family: of the models that it can represent.
+    """
+
+    title: str
+    model_type: str
+    causal_lm: str
+    entries: tuple[Entry, ...]
+    keys: Keys
+    fixed: Mapping[str, Any]
+    read: Callable[[HFConfigReader, dict[str, Any]], dict[str, Any]]
+    write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
+    features: frozenset[str] = frozenset()
+    gated: bool = False
+    requirements: tuple[Requirement, ...] = ()
+    only_read: Keys = field(default_factory=dict)
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    base_prefix: str = "model."
+    family: str = ModelConfig.family
+
+    def __post_init__(self) -> None:
+        assert self.features <= set(FEATURES)
+
+    def config(self, model: ModelConfig) -> dict[str, Any]:
+        """The keys of config.json that describe the network, as transformers 4 and 5 read them."""
+        values = vars(model.flags()) | {"activation": ACTIVATION_NAMES[model.mlp.activation]}
+        return {
+            "architectures": [self.causal_lm],
+            "model_type": self.model_type,
+            "vocab_size": model.vocabulary.size,
+            "tie_word_embeddings": model.embedding.tied,
+            **{
+                names if isinstance(names, str) else names[0]: values[ours]
+                for names, ours in self.keys.items()
+            },
+            **self.write(model),
+        }
+
+    def model(self, content: dict[str, Any], path: Path) -> ModelConfig:
+        """The network that a config.json at ``path`` describes, written by transformers 4
+        or 5.
+
+        Raises:
+            CheckpointError: a value cannot be represented, or a key is not known.
+        """
+        given = HFConfigReader(content, path, self.title, self.model_type, self.defaults)
+        vocab_size, tied = given.whole("vocab_size"), given.flag("tie_word_embeddings")
+        # Without a key for it there is no dropout.
+        fields = {"hidden_dropout": 0.0, **self.fixed}
+        keys = {**self.keys, **self.only_read}
+        fields |= given.fields(keys, GATES if self.gated else ACTIVATIONS)
+        _derive_sizes(given, fields)
+        fields |= self.read(given, fields)
+        heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
+        if heads % groups:
+            given.refuse(
+                ("num_key_value_heads",), groups, f"it must divide num_attention_heads {heads}"
+            )
+        given.refuse_the_rest()
+        flags = ModelFlags(
+            **fields,
+            seq_length=fields["max_position_embeddings"],
+            untie_embeddings_and_output_weights=not tied,
+            hf_architecture=self.model_type,
+        )
+        return resolved(flags, path).with_vocabulary(vocab_size)
+
+    def misfits(self, model: ModelConfig) -> list[str]:
+        """The flags that the configuration lacks to fit; empty when it fits."""
+        if model.family != self.family:
+            return [f"a model of the family {self.family}"]
+        flags = model.flags()
+        wanted = [
+            spelled(name, value)
+            for name, value in self.fixed.items()
+            if getattr(flags, name) != value
+        ]
+        if self.gated and not model.mlp.gated:
+            wanted.append("--swiglu or --glu-activation")
+        if model.mlp.gated and not self.gated:
+            wanted.append("no --swiglu and no --glu-activation")
+        wanted += [need.wanted for need in self.requirements if not need.holds(model)]
+        allowed = self.features | set(self.keys.values()) | set(self.fixed)
+        surplus = features_of(model) - allowed
+        return wanted + [without(feature) for feature in FEATURES if feature in surplus]
+
+    def parameters(self, model: ModelConfig) -> Iterator[Parameter]:
+        """The table for one model: blocks in order, between what comes before and after them."""
+        present = [entry for entry in self.entries if entry.when(model)]
+        places = [place for place, entry in enumerate(present) if "{n}" in entry.ours]
+        first, end = places[0], places[-1] + 1
+        for entry in present[:first]:
+            yield Parameter(entry.ours, entry.theirs, entry, model)
+        for n in range(model.num_layers):
+            for entry in present[first:end]:
+                names = tuple(name.format(n=n) for name in entry.theirs)
+                yield Parameter(entry.ours.format(n=n), names, entry, model)
+        for entry in present[end:]:
+            yield Parameter(entry.ours, entry.theirs, entry, model)
+
+    def to_hf(
+        self, model: ModelConfig, source: Callable[[str], Tensor]
+    ) -> Iterator[tuple[str, Tensor]]:
+        """(name, tensor) in their form, from whole parameters by canonical name."""
+        for parameter in self.parameters(model):
+            yield from parameter.to_hf(source(parameter.ours)).items()
+
+
+def _derive_sizes(given: HFConfigReader, fields: dict[str, Any]) -> None:
+    """Fills in the sizes that the file leaves to others."""
+    hidden, heads = fields["hidden_size"], fields["num_attention_heads"]
+    fields["ffn_hidden_size"] = fields.get("ffn_hidden_size") or 4 * hidden
+    fields["num_query_groups"] = fields.get("num_query_groups") or heads
+    if fields.get("kv_channels") is None:
+        if hidden % heads:
+            given.refuse("num_attention_heads", heads, f"it must divide the hidden size {hidden}")
+        fields["kv_channels"] = hidden // heads

@@ -1,0 +1,196 @@
+"""Describes, compares and verifies checkpoints of any format."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import complete_tags
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
+
+
+@dataclass(frozen=True)
+class TensorFacts:
+    """One parameter, or one of its moments (``kind``): the shape without padding, the stored dtype,
+    the norm, and whether all elements are finite; the last two are None when it was not read."""
+
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    dtype: str
+    norm: float | None
+    finite: bool | None
+
+    @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+
+def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
+    """Facts of every tensor; without ``norms`` no tensor is read.
+
+    Raises:
+        CheckpointError: a tensor is missing or malformed.
+    """
+    for name in source.names():
+        for kind in source.kinds(name):
+            norm = finite = None
+            if norms:
+                values = source.tensor(name, kind)
+                norm, finite = _norm(values), bool(values.isfinite().all())
+            shape = source.shape(name)
+            yield TensorFacts(name, kind, shape, source.dtype(name, kind), norm, finite)
+
+
+def run_facts(source: Source) -> dict[str, Any]:
+    """Counters, layout and dtype of the run that wrote a checkpoint, as far as they are known."""
+    keys = ("iteration", "consumed_samples", "optimizer_step")
+    facts = {key: source.state[key] for key in keys if key in source.state}
+    if source.run is not None:
+        parallel, precision = source.run.parallel, source.run.precision
+        facts["layout"] = (
+            f"tensor {parallel.tensor_model_parallel_size} x "
+            f"pipeline {parallel.pipeline_model_parallel_size} x "
+            f"data {parallel.data_parallel_size}, ZeRO stage {source.run.engine.zero_stage}"
+        )
+        if parallel.pipeline_model_parallel_size > 1:
+            facts["layout"] += f", {parallel.pipeline_schedule}"
+        facts["trained in"] = next(
+            (name for name in ("bf16", "fp16") if getattr(precision, name)), "fp32"
+        )
+    return facts
+
+
+def model_facts(source: Source) -> dict[str, Any]:
+    """The values of the network's configuration that differ from the defaults."""
+    flags = source.model.flags()
+    values = {field: getattr(flags, field.name) for field in dataclasses.fields(flags)}
+    return {field.name: value for field, value in values.items() if value != field.default}
+
+
+def files_of(checkpoint: Path) -> list[Path]:
+    """All files of a checkpoint, or the archive that contains it."""
+    place = next(path for path in (checkpoint, *checkpoint.parents) if path.exists())
+    return [place] if place.is_file() else [path for path in place.rglob("*") if path.is_file()]
+
+
+def bytes_on_disk(checkpoint: Path) -> int:
+    """Size of all files of a checkpoint."""
+    return sum(path.stat().st_size for path in files_of(checkpoint))
+
+
+@dataclass(frozen=True)
+class TensorDifference:
+    """How one tensor differs between two checkpoints: in words, or where only values differ, by the
+    largest absolute difference and the norm of the difference relative to the norm in the first."""
+
+    name: str
+    kind: str
+    what: str | None = None
+    largest: float = 0.0
+    relative: float = 0.0
+
+
+def tensor_differences(first: Source, second: Source) -> Iterator[TensorDifference]:
+    """The tensors that differ, bit for bit, or that only one has.
+
+    Raises:
+        CheckpointError: a tensor is missing or malformed.
+    """
+    ours, theirs = set(first.names()), set(second.names())
+    for name in dict.fromkeys([*first.names(), *second.names()]):
+        kinds_here = first.kinds(name) if name in ours else ()
+        kinds_there = second.kinds(name) if name in theirs else ()
+        for kind in dict.fromkeys([*kinds_here, *kinds_there]):
+            if kind not in kinds_there:
+                yield TensorDifference(name, kind, "only in the first")
+            elif kind not in kinds_here:
+                yield TensorDifference(name, kind, "only in the second")
+            elif first.shape(name) != second.shape(name):
+                yield TensorDifference(
+                    name, kind, f"shape {first.shape(name)} and {second.shape(name)}"
+                )
+            else:
+                here, there = first.tensor(name, kind), second.tensor(name, kind)
+                if not torch.equal(here, there):
+                    apart = (here.double() - there.double()).abs()
+                    scale = _norm(here) or 1.0
+                    yield TensorDifference(
+                        name, kind, None, float(apart.max()), _norm(apart) / scale
+                    )
+
+
+def model_differences(first: Source, second: Source) -> list[str]:
+    """Values of the network's configuration that differ, a line each."""
+    here, there = (dataclasses.asdict(source.model.flags()) for source in (first, second))
+    return [
+        f"{name}: {json.dumps(value)} and {json.dumps(there[name])}"
+        for name, value in here.items()
+        if value != there[name] and name != "padded_vocab_size"
+    ]
+
+
+def _norm(values: Tensor) -> float:
+    return float(torch.linalg.vector_norm(values, dtype=torch.float64))
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The result of verifying one checkpoint: the numbers of its files, their bytes and its
+    parameters, and what is wrong with it, with the file's name; None when nothing is."""
+
+    folder: Path
+    files: int = 0
+    bytes: int = 0
+    parameters: int = 0
+    error: str | None = None
+
+
+def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
+    """Verifies the checkpoint that loading would choose, or all of a folder.
+
+    Args:
+        path: one checkpoint of any format, or a folder of several.
+        every: in a folder of this project's checkpoints, all of them.
+    """
+    tags: list[str | None] = []
+    if every and path.is_dir():
+        tags += complete_tags(path)
+    for wanted in tags or [None]:
+        try:
+            found = locate_checkpoint(path, wanted)
+            if found is None:
+                raise CheckpointError(f"{path}: there is no complete checkpoint")
+        except (ValueError, OSError) as error:
+            yield Verdict(path / (wanted or ""), error=str(error))
+        else:
+            yield _verified(found)
+    if tags:
+        # Each can be intact, and the tracker name none of them.
+        try:
+            locate_checkpoint(path)
+        except (ValueError, OSError) as error:
+            yield Verdict(path, error=str(error))
+
+
+def _verified(found: FoundCheckpoint) -> Verdict:
+    """Checks what loading checks, and reads every tensor."""
+    names, error = list[str](), None
+    try:
+        source = found.open()
+        names = list(source.names())
+        source.check_tensors()
+    except (ValueError, OSError) as caught:
+        error = str(caught)
+    size = bytes_on_disk(found.folder)
+    return Verdict(found.folder, len(files_of(found.folder)), size, len(names), error)

@@ -1,0 +1,316 @@
+"""The files of an old Megatron checkpoint: where they are, and what one rank's file contains.
+
+::
+
+    <load>/latest_checkpointed_iteration.txt         a number, or release
+    <load>/iter_0000100/mp_rank_00/model_optim_rng.pt          tensor rank
+    <load>/iter_0000100/mp_rank_00_001/model_optim_rng.pt      tensor and pipeline rank
+    <load>/release/mp_rank_00/model_optim_rng.pt
+
+A checkpoint in a zip archive has a path like ``megatron_lm_345m_v0.0.zip/release``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import io
+import re
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, NamedTuple, NoReturn
+
+from torch import Tensor
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.folder import MEGATRON_TRACKER
+from megatron.formats.legacy_megatron.names import is_buffer
+from megatron.formats.unpickle import load_pickle
+
+MODEL_FILES = ("model_optim_rng.pt", "model_rng.pt")
+"""Names of a rank's file; the second with a distributed optimizer."""
+VERSIONS = (0.0, 1.0, 2.0, 3.0)
+"""Values of ``checkpoint_version``; they differ in the order of query-key-value rows."""
+
+_RANK = re.compile(r"mp_rank_(\d+)(?:_(\d+))?(_\d+)?")
+_TAG = re.compile(r"release|iter_(\d+)")
+
+
+class Rank(NamedTuple):
+    """A process in the layout that wrote a checkpoint."""
+
+    pipeline: int
+    tensor: int
+
+
+def iteration_folder(iteration: int | None) -> str:
+    """Megatron's name of a checkpoint; ``release`` for weights without an iteration."""
+    return "release" if iteration is None else f"iter_{iteration:07d}"
+
+
+def rank_folder(tensor: int, pipeline: int, pipeline_size: int) -> str:
+    """Megatron's name of a rank's folder."""
+    return f"mp_rank_{tensor:02d}" + (f"_{pipeline:03d}" if pipeline_size > 1 else "")
+
+
+def find_megatron(path: Path, wanted: str | None) -> Path | None:
+    """The checkpoint to read.
+
+    Args:
+        path: a folder or archive of checkpoints, one checkpoint, or the file of its only rank.
+        wanted: ``release``, an iteration or ``iter_0000100``; None for the newest.
+
+    Raises:
+        CheckpointError: there are some, but not the wanted one.
+    """
+    if path.name in MODEL_FILES and _RANK.fullmatch(path.parent.name):
+        path = path.parent.parent
+    archive, _ = split_archive(path)
+    if archive is None and not path.is_dir():
+        return None
+    found = {path / PurePosixPath(name).parent.parent for name in _model_files(path)}
+    if not found:
+        return None
+    checkpoints = {folder.name: folder for folder in found if folder != path}
+    if path in found:
+        if wanted not in (None, *_spellings(path.name)):
+            raise CheckpointError(f"{path} is one checkpoint, and not {wanted}")
+        return path
+    if wanted is None:
+        wanted = _named_by_tracker(path, found)
+    if wanted is None:
+        numbers = {name: int(match[1] or -1) for name in checkpoints if (match := _TAG.match(name))}
+        wanted = max(numbers, key=lambda name: numbers[name])
+    for name, folder in checkpoints.items():
+        if wanted in _spellings(name):
+            return folder
+    _missing(path, wanted, found)
+
+
+def split_archive(path: Path) -> tuple[Path | None, str]:
+    """The zip archive that contains a path, if any, and the rest of the path."""
+    for place in (path, *path.parents):
+        if place.is_file() and zipfile.is_zipfile(place):
+            inner = path.relative_to(place).as_posix()
+            return place, "" if inner == "." else inner
+        if place.exists():
+            break
+    return None, ""
+
+
+def rank_files(folder: Path) -> dict[Rank, Path]:
+    """The files of a checkpoint, a rank each.
+
+    Raises:
+        CheckpointError: some are missing, or experts are spread over ranks.
+    """
+    found: dict[Rank, Path] = {}
+    for name in sorted(_model_files(folder)):
+        inner = PurePosixPath(name)
+        match = _RANK.fullmatch(inner.parent.name)
+        if match is None or len(inner.parts) != 2:
+            continue
+        if match[3] is not None:
+            raise CheckpointError(
+                f"{folder / name}: the third number is of experts, which are not read"
+            )
+        found.setdefault(Rank(int(match[2] or 0), int(match[1])), folder / name)
+    if not found:
+        raise CheckpointError(f"{folder} has no mp_rank_00/{MODEL_FILES[0]}")
+    pipeline = max(rank.pipeline for rank in found) + 1
+    tensor = max(rank.tensor for rank in found) + 1
+    return require_ranks(found, folder, tensor, pipeline)
+
+
+def require_ranks(
+    found: dict[Rank, Path], folder: Path, tensor: int, pipeline: int
+) -> dict[Rank, Path]:
+    """The files of all ranks of a layout, in order.
+
+    Raises:
+        CheckpointError: one is missing.
+    """
+    wanted = [Rank(p, t) for p in range(pipeline) for t in range(tensor)]
+    for rank in wanted:
+        if rank not in found:
+            name = rank_folder(rank.tensor, rank.pipeline, pipeline)
+            raise CheckpointError(f"{folder / name / MODEL_FILES[0]} is missing")
+    return {rank: found[rank] for rank in wanted}
+
+
+def _load(path: Path) -> Any:
+    """The content of a rank's file, on disk or in an archive."""
+    archive, inner = split_archive(path)
+    if archive is None or not inner:
+        return load_pickle(path)
+    try:
+        with zipfile.ZipFile(archive) as opened, opened.open(inner) as member:
+            head = member.read(2)
+            member.seek(0)
+            # Torch seeks in its own zip files; a compressed member would be inflated again for
+            # every step back.
+            file: IO[bytes] = io.BytesIO(member.read()) if head == b"PK" else member
+            return load_pickle(_Named(file, str(path)))  # type: ignore[arg-type]
+    except (zipfile.BadZipFile, KeyError, OSError, NotImplementedError, RuntimeError) as error:
+        raise CheckpointError(f"{path} cannot be read from the archive: {error}") from None
+
+
+class _Named:
+    """A file under the name that messages should show."""
+
+    def __init__(self, file: IO[bytes], name: str) -> None:
+        self._file, self.name = file, name
+
+    def __getattr__(self, attribute: str) -> Any:
+        return getattr(self._file, attribute)
+
+
+def _model_files(path: Path) -> list[str]:
+    """Paths of the ranks' files of one checkpoint or of several, relative to ``path``."""
+    archive, inner = split_archive(path)
+    if archive is None:
+        names = [
+            each.relative_to(path).as_posix()
+            for file in MODEL_FILES
+            for pattern in (f"mp_rank_*/{file}", f"*/mp_rank_*/{file}")
+            for each in path.glob(pattern)
+        ]
+    else:
+        prefix = f"{inner}/" if inner else ""
+        try:
+            with zipfile.ZipFile(archive) as opened:
+                members = opened.namelist()
+        except (zipfile.BadZipFile, OSError) as error:
+            raise CheckpointError(f"{archive} is a damaged archive: {error}") from None
+        names = [name.removeprefix(prefix) for name in members if name.startswith(prefix)]
+    return [name for name in names if _is_model_file(PurePosixPath(name))]
+
+
+def _is_model_file(name: PurePosixPath) -> bool:
+    if name.is_absolute() or ".." in name.parts or name.name not in MODEL_FILES:
+        return False
+    if len(name.parts) < 2 or _RANK.fullmatch(name.parts[-2]) is None:
+        return False
+    return len(name.parts) == 2 or _TAG.fullmatch(name.parts[-3]) is not None
+
+
+def _named_by_tracker(path: Path, found: set[Path]) -> str | None:
+    """What the tracker names; None without one."""
+    for root in {folder.parent for folder in found}:
+        tracker = root / MEGATRON_TRACKER
+        archive, inner = split_archive(tracker)
+        try:
+            if archive is not None:
+                with zipfile.ZipFile(archive) as opened:
+                    text = opened.read(inner).decode(errors="replace")
+            else:
+                text = tracker.read_text(errors="replace")
+        except (FileNotFoundError, KeyError):
+            continue
+        named = text.strip()
+        if not (named == "release" or named.isdecimal()):
+            raise CheckpointError(f"{tracker} has {named!r}; expected a number or release")
+        if not any(named in _spellings(folder.name) for folder in found):
+            _missing(tracker, named, found)
+        return named
+    return None
+
+
+def _spellings(name: str) -> tuple[str, ...]:
+    """The values of ``wanted`` that name a checkpoint."""
+    match = _TAG.fullmatch(name)
+    if match is None or match[1] is None:
+        return (name,)
+    number = str(int(match[1]))
+    return name, match[1], number, f"global_step{number}"
+
+
+def _missing(where: Path, wanted: str | None, found: set[Path]) -> NoReturn:
+    names = ", ".join(sorted(folder.name for folder in found))
+    raise CheckpointError(f"{where}: there is no checkpoint {wanted}; there are {names}")
+
+
+@dataclass(frozen=True)
+class RankFile:
+    """The content of a rank's file.
+
+    Attributes:
+        path: the file.
+        version: its ``checkpoint_version``.
+        iteration: steps done; None where it does not say (released models).
+        arguments: the arguments of the run; empty if the file has none.
+        chunks: parameters by Megatron's name, levels joined by dots, in the order of registration;
+            several dictionaries with virtual pipeline stages.
+        optimizer: state of the optimizer, as Megatron nests it; None without one.
+    """
+
+    path: Path
+    version: float
+    iteration: int | None
+    arguments: Mapping[str, Any]
+    chunks: tuple[Mapping[str, Tensor], ...]
+    optimizer: Any
+
+    @classmethod
+    def open(cls, path: Path) -> RankFile:
+        """Reads a file; tensors of a zip file on disk are read when they are first used.
+
+        Raises:
+            CheckpointError: it is damaged, or not of this format.
+        """
+        content = _load(path)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{path} is not a dictionary")
+        version = content.get("checkpoint_version", 0)
+        if isinstance(version, bool) or version not in VERSIONS:
+            raise CheckpointError(f"{path} has checkpoint_version {version!r}; expected 0 to 3")
+        iteration = content.get("iteration", content.get("total_iters"))
+        if iteration is not None and not isinstance(iteration, int):
+            raise CheckpointError(f"{path}: iteration is {iteration!r}; expected an integer")
+        arguments = content.get("args")
+        if not isinstance(arguments, argparse.Namespace | None):
+            raise CheckpointError(f"{path}: args are {type(arguments).__name__}, not a namespace")
+        named = {} if arguments is None else vars(arguments)
+        return cls(
+            path,
+            float(version),
+            iteration,
+            {name: value for name, value in named.items() if not isinstance(value, Tensor)},
+            tuple(_flat(content[key], path) for key in _chunk_keys(content, path)),
+            content.get("optimizer"),
+        )
+
+
+def _chunk_keys(content: Mapping[str, Any], path: Path) -> list[str]:
+    """``model``, or ``model0``, ``model1``, ... of a rank with several stages."""
+    if "model" in content:
+        return ["model"]
+    numbered = [
+        key for key in content if isinstance(key, str) and key.removeprefix("model").isdecimal()
+    ]
+    keys = [f"model{number}" for number in range(len(numbered))]
+    if not keys or set(keys) != set(numbered):
+        raise CheckpointError(
+            f"{path} has no model, nor model0, model1, ...; it has {', '.join(map(str, content))}"
+        )
+    return keys
+
+
+def _flat(nested: Any, path: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The tensors of nested dictionaries, by their keys joined by dots."""
+    if not isinstance(nested, dict):
+        raise CheckpointError(f"{path}: {prefix or 'model'} is not a dictionary")
+    found: dict[str, Tensor] = {}
+    for key, value in nested.items():
+        if not isinstance(key, str):
+            raise CheckpointError(f"{path}: {prefix or 'model'} has the key {key!r}, not a name")
+        name = f"{prefix}.{key}" if prefix else key
+        if isinstance(value, Tensor):
+            if not is_buffer(name):
+                found[name] = value.detach()
+        elif isinstance(value, dict):
+            found |= _flat(value, path, name)
+        elif value is not None and not is_buffer(name):
+            raise CheckpointError(f"{path}: {name} is {type(value).__name__}, not a tensor")
+    return found

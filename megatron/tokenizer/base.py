@@ -1,0 +1,206 @@
+"""The base class of all tokenizers, special tokens, and reading and writing of files."""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config import ConfigError, TokenizerConfig
+from megatron.util.files import write_whole
+
+TextSource = Callable[[], Iterable[str]]
+"""Gives texts, the same ones each time it is called."""
+TokenIds = npt.NDArray[np.int32]
+"""The ids of one text, 1-D."""
+WordStarts = npt.NDArray[np.bool_]
+"""Whether each token begins a word, [vocab_size]."""
+_SENTINEL = re.compile(r"<extra_id_(\d+)>")
+
+
+@dataclass(frozen=True)
+class SpecialIds:
+    """Ids of the special tokens that a vocabulary has; `Tokenizer` documents them."""
+
+    cls: int | None = None
+    sep: int | None = None
+    pad: int | None = None
+    mask: int | None = None
+    bos: int | None = None
+    eos: int | None = None
+    eod: int | None = None
+    sentinels: tuple[int, ...] = ()
+
+    def tokens(self, token_of_id: Mapping[int, str]) -> dict[str, str]:
+        """As tokenizer_config.json of `transformers` names them: "pad_token" and so on."""
+        ids = {name: getattr(self, name) for name in ("pad", "bos", "eos", "cls", "sep", "mask")}
+        return {f"{name}_token": token_of_id[i] for name, i in ids.items() if i is not None}
+
+
+class SpecialId:
+    """An attribute of a tokenizer; a ValueError names the vocabulary that lacks the token."""
+
+    def __init__(self, role: str) -> None:
+        self._role = role
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, tokenizer: Tokenizer, owner: type) -> int:
+        value = getattr(tokenizer.special_ids, self._name)
+        if value is None:
+            role = f"{self._role} ({self._name})"
+            raise ValueError(f"{tokenizer.source} has no token for the {role}{tokenizer.hint}")
+        return value
+
+
+class Tokenizer(ABC):
+    """Turns text into token ids and back.
+
+    Special ids raise a ValueError where the vocabulary has no such token.
+    """
+
+    cls = SpecialId("start of sequence")
+    """Begins a sequence of BERT's."""
+    sep = SpecialId("separator")
+    """Ends each sentence in a sequence of BERT's."""
+    pad = SpecialId("padding")
+    """Fills up a sequence."""
+    mask = SpecialId("mask")
+    """Stands for a token to be predicted."""
+    bos = SpecialId("beginning of text")
+    eos = SpecialId("end of text")
+    eod = SpecialId("end of document")
+
+    def __init__(self, source: str, vocab_size: int, ids: SpecialIds, hint: str = "") -> None:
+        """`source` names the vocabulary in messages, `hint` how to get missing special tokens."""
+        self.source, self.special_ids, self.hint = source, ids, hint
+        self._vocab_size = vocab_size
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids: every id is below it. Padding for tensor parallelism is not counted."""
+        return self._vocab_size
+
+    @property
+    def sentinels(self) -> list[int]:
+        """Ids of `<extra_id_0>`, `<extra_id_1>` and on, T5's spans; may be empty."""
+        return list(self.special_ids.sentinels)
+
+    @functools.cached_property
+    def word_starts(self) -> WordStarts:
+        """Whether a token begins a word, for whole-word masking, [vocab_size], read-only.
+
+        WordPiece: all but those with `##`. SentencePiece and the byte-level encodings: those that
+        begin with the space before a word (so the first word of a text need not have a mark), with
+        white space, and the special tokens.
+        """
+        marks = self._find_word_starts()
+        marks.flags.writeable = False
+        return marks
+
+    def tokenize(self, text: str) -> list[int]:
+        """Ids of one text.
+
+        Raises:
+            ValueError: the text cannot be tokenized, for example a lone surrogate.
+        """
+        return self._encode(text).tolist()
+
+    def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
+        """Ids of each text; the fast way for many."""
+        return [self._encode(text) for text in texts]
+
+    @abstractmethod
+    def detokenize(self, ids: Sequence[int]) -> str:
+        """Text of ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD.
+
+        Raises:
+            ValueError: an id is not in the vocabulary.
+        """
+
+    @abstractmethod
+    def save_pretrained(self, directory: str | Path) -> None:
+        """Writes the files from which `transformers.AutoTokenizer.from_pretrained(directory)`
+        makes a tokenizer with the same ids."""
+
+    @abstractmethod
+    def _encode(self, text: str) -> TokenIds: ...
+
+    @abstractmethod
+    def _find_word_starts(self) -> WordStarts: ...
+
+    def _check_ids(self, ids: Iterable[int]) -> None:
+        for i in ids:
+            if not 0 <= i < self._vocab_size:
+                raise ValueError(
+                    f"token id {i} is outside the vocabulary of {self._vocab_size} ({self.source})"
+                )
+
+
+def sentinel_ids(vocab: Mapping[str, int]) -> tuple[int, ...]:
+    """Ids of `<extra_id_0>`, `<extra_id_1>` and on in a vocabulary, up to the first one missing."""
+    found = {int(m[1]): i for token, i in vocab.items() if (m := _SENTINEL.fullmatch(token))}
+    ids: list[int] = []
+    while len(ids) in found:
+        ids.append(found[len(ids)])
+    return tuple(ids)
+
+
+def sentinel_names(count: int) -> list[str]:
+    """`<extra_id_0>` to `<extra_id_{count - 1}>`."""
+    return [f"<extra_id_{n}>" for n in range(count)]
+
+
+def required(config: TokenizerConfig, field: str, what: str) -> str:
+    """The value of a path field that this tokenizer type needs; ConfigError without one."""
+    value = getattr(config, field)
+    if not value:
+        flag = "--" + field.replace("_", "-")
+        raise ConfigError(f"--tokenizer-type {config.tokenizer_type} needs {flag}: {what}")
+    return value
+
+
+def refuse_extra_ids(config: TokenizerConfig) -> None:
+    """Raises ConfigError on --vocab-extra-ids, for a vocabulary that is fixed by its files."""
+    if config.vocab_extra_ids:
+        raise ConfigError(
+            f"--vocab-extra-ids {config.vocab_extra_ids} does not go with --tokenizer-type "
+            f"{config.tokenizer_type}: its vocabulary is fixed by its files; leave the flag out"
+        )
+
+
+def read_text(path: str | Path, flag: str) -> str:
+    """A whole UTF-8 file, line ends unchanged.
+
+    Raises FileNotFoundError; ValueError if it is not UTF-8.
+    """
+    path = Path(path)
+    if not path.is_file():
+        found = "is a folder" if path.is_dir() else "does not exist"
+        raise FileNotFoundError(f"{flag} {path} {found}; it must be a file")
+    try:
+        return path.read_bytes().decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{flag} {path} is not UTF-8 text: {error}") from None
+
+
+def write_text(path: Path, text: str | bytes) -> None:
+    """Replaces a UTF-8 file, or one of bytes, at once."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(path, text.encode() if isinstance(text, str) else text)
+
+
+def write_pretrained(directory: str | Path, encoding: Any, **settings: Any) -> None:
+    """Writes tokenizer.json, of a `tokenizers.Tokenizer`, and tokenizer_config.json."""
+    write_text(Path(directory, "tokenizer.json"), encoding.to_str(pretty=True))
+    text = json.dumps(settings, ensure_ascii=False, indent=2) + "\n"
+    write_text(Path(directory, "tokenizer_config.json"), text)
