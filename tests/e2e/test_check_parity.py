@@ -246,7 +246,10 @@ def test_no_process_is_left_behind(tmp_path, number):
         ("--layouts tp2,tq2", "unknown 'tq2'"),
         ("--layouts tp2 --data-path nowhere", "--tokenizer-type is missing"),
         ("--layouts tp2 --num-attention-heads 3", "--num-attention-heads 3 must divide"),
-        ("--layouts tp2 --json nowhere/out.json", "--json nowhere/out.json: there is no such"),
+        (
+            "--layouts tp2 --json nowhere/out.json",
+            "--json nowhere/out.json: its folder does not exist",
+        ),
         ("", "--layouts is missing"),
     ],
 )
