@@ -343,6 +343,10 @@ def fresh_folder(folder: Path, prepared: Path, wanted: str) -> Path:
     return folder
 
 
+_NUMBER = re.compile(r"(?:\\[-+])?\d+(?:(?:\\\.|,)\d+)*(?:e\\?[-+]\d+)?")
+"""A number in an escaped pattern."""
+
+
 def matches(expected: Sequence[str], printed: str, numbers_vary: bool) -> bool:
     """Whether a page's output block describes what was printed."""
     pattern = []
