@@ -1,6 +1,6 @@
 #!/usr/bin/env python
 # PYTHON_ARGCOMPLETE_OK
-"""Converts checkpoints to the forms of other projects, and from them.
+"""Converts checkpoints to and from the formats of other projects.
 
     python tools/convert_checkpoint.py to-hf --load checkpoints --output hf
     python tools/convert_checkpoint.py from-hf --input hf --output checkpoints

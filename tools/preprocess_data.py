@@ -12,8 +12,8 @@ from collections.abc import Sequence
 
 from megatron.config import TokenizerConfig, parse_configs
 from megatron.corpus.preprocessing.config import PreprocessConfig
-from megatron.corpus.preprocessing.pipeline import preprocess
-from megatron.corpus.preprocessing.progress import PreprocessSummary
+from megatron.corpus.preprocessing.preprocess import preprocess
+from megatron.corpus.preprocessing.reporting import PreprocessSummary
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -22,7 +22,7 @@ from megatron.corpus.preprocessing.inputs import (
     read_batches,
     total_bytes,
 )
-from megatron.corpus.preprocessing.progress import Progress
+from megatron.corpus.preprocessing.reporting import Progress
 from megatron.data.json_lines import BadLine, texts_of_line
 from megatron.tokenizer.train import KINDS, TRAINED_FILES, train_tokenizer
 

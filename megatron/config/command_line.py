@@ -5,9 +5,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import importlib.metadata
 import os
-import platform
 import re
 import sys
 import typing
@@ -187,25 +185,24 @@ def run_command(
 
 
 def _completed_command(commands: Mapping[str, str]) -> str | None:
-    """The command of which a shell completes the flags. Its parser sees the words after it."""
+    """The command whose flags a shell completes."""
     start = int(os.environ.get("_ARGCOMPLETE", "0"))
     words = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0"))].split(" ")
     words = [word for word in words[:-1] if word]
-    if not start or len(words) <= start or words[start] not in commands:
-        return None
-    os.environ["_ARGCOMPLETE"] = str(start + 1)
-    return words[start]
+    return words[start] if 0 < start < len(words) and words[start] in commands else None
 
 
 def versions() -> str:
     """This project's version and those that its runs depend on, without importing them."""
+    from importlib.metadata import PackageNotFoundError, version  # costs every start 20 ms
+
     found = [f"megatron-deepspeed {megatron.__version__}"]
     for package in ("torch", "deepspeed"):
         try:
-            found.append(f"{package} {importlib.metadata.version(package)}")
-        except importlib.metadata.PackageNotFoundError:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
             found.append(f"{package} not installed")
-    return ", ".join([*found, f"Python {platform.python_version()}"])
+    return ", ".join([*found, f"Python {sys.version.split()[0]}"])
 
 
 class _Version(argparse.Action):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, make_dataclass
+from typing import Any
 
 from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option
 from megatron.config.model import ModelConfig
@@ -161,126 +162,85 @@ def _check_widths(
         )
 
 
-@dataclass(frozen=True)
-class LegacyFlags:
-    """Accepted from older scripts; each says what happens instead."""
+_CACHE = "sample indices are in --data-cache-path"
+_TIMES = '"wall_clock_breakdown" in the DeepSpeed JSON times the parts of a step'
+_OVERLAP = '"overlap_comm" of zero_optimization in the DeepSpeed JSON does this'
+_COMPILE = "fusion comes from --torch-compile"
+_SCALES = "scales are computed from the current values"
+_UNUSED = {
+    "--use-distributed-optimizer": "DeepSpeed's ZeRO does this; set --zero-stage 1",
+    "--DDP-impl local|torch|FSDP": "DeepSpeed's engine reduces the gradients",
+    "--use-flash-attn --use-flash-attn-v2": "--attention-backend chooses the kernel",
+    "--exit-signal-handler": "a run always saves and exits on SIGTERM, SIGINT and SIGUSR1",
+    "--no-masked-softmax-fusion": "there is no separate softmax kernel",
+    "--no-bias-dropout-fusion": _COMPILE,
+    "--no-gradient-accumulation-fusion": "DeepSpeed's engine accumulates",
+    "--attention-softmax-in-fp32": "the attention kernels accumulate their softmax in float32",
+    "--no-query-key-layer-scaling": "attention scores are never scaled by the layer number",
+    "--contiguous-checkpointing": "recomputed activations are not copied",
+    "--use-cpu-initialization": "weights are always initialised on the CPU, equal for every layout",
+    "--data-impl mmap|infer": "the memory-mapped .bin/.idx format is the only one",
+    "--loose-json": "JSON files have one object per line in any case",
+    "--data-efficiency-curriculum-learning": '"data_efficiency" in the DeepSpeed JSON is enough',
+    "--return-data-index": "tools/show_batch.py says which samples a step had",
+    "--train-idx-path STR": _CACHE,
+    "--train-doc-idx-path STR": _CACHE,
+    "--train-sample-idx-path STR": _CACHE,
+    "--train-shuffle-idx-path STR": _CACHE,
+    "--log-params-norm": "only the gradient norm is logged, always",
+    "--log-num-zeros-in-grad": "zeros in gradients are not counted",
+    "--log-throughput": "throughput is always logged",
+    "--log-progress": "--metrics-file records the progress of a run",
+    "--log-world-size-to-tensorboard": "checkpoints contain the number of processes",
+    "--log-optimizer-states-to-tensorboard": "optimizer state is in the checkpoints only",
+    "--timing-log-level INT": _TIMES,
+    "--timing-log-option max|minmax|all": _TIMES,
+    "--override-opt_param-scheduler --override-lr-scheduler": (
+        "the schedules always follow the flags, also after a resume"
+    ),
+    "--partition-activations": "use --recompute-granularity",
+    "--checkpoint-in-cpu": "activation checkpoints stay on the device",
+    "--synchronize-each-layer": "the CPU never synchronizes after a layer",
+    "--profile-backward": '"flops_profiler" in the DeepSpeed JSON profiles a step',
+    "--no-async-tensor-model-parallel-allreduce": (
+        "collectives of the backward pass always overlap its matrix products"
+    ),
+    "--overlap-grad-reduce": _OVERLAP,
+    "--overlap-param-gather": _OVERLAP,
+    "--no-persist-layer-norm": "the norms are torch's",
+    "--no-rope-fusion": _COMPILE,
+    "--fp8-margin INT": _SCALES,
+    "--fp8-amax-history-len INT": _SCALES,
+    "--fp8-amax-compute-algo most_recent|max": _SCALES,
+    "--use-mcore-models": "there is one implementation of each model",
+    "--transformer-impl local|transformer_engine": "there is one implementation",
+    "--dataloader-type single|": "samples are read in one pass, in Megatron's order",
+    "--mmap-warmup": "data files are read as they are needed",
+    "--manual-gc": "Python collects garbage by itself",
+}
+"""Flags that are accepted from scripts of other trainers, and what happens instead."""
 
-    use_distributed_optimizer: bool = option(
-        False, note="DeepSpeed's ZeRO does this; set --zero-stage 1"
-    )
-    ddp_impl: str | None = option(
-        None,
-        flag="--DDP-impl",
-        choices=("local", "torch", "FSDP"),
-        note="DeepSpeed's engine reduces the gradients",
-    )
-    use_flash_attn: bool = option(
-        False,
-        aliases=("--use-flash-attn-v2",),
-        note="--attention-backend chooses the kernel",
-    )
-    exit_signal_handler: bool = option(
-        False, note="a run always saves and exits on SIGTERM, SIGINT and SIGUSR1"
-    )
-    masked_softmax_fusion: bool = option(
-        True, off="--no-masked-softmax-fusion", note="there is no separate softmax kernel"
-    )
-    bias_dropout_fusion: bool = option(
-        True, off="--no-bias-dropout-fusion", note="fusion comes from --torch-compile"
-    )
-    gradient_accumulation_fusion: bool = option(
-        True, off="--no-gradient-accumulation-fusion", note="DeepSpeed's engine accumulates"
-    )
-    attention_softmax_in_fp32: bool = option(
-        False, note="the attention kernels accumulate their softmax in float32"
-    )
-    query_key_layer_scaling: bool = option(
-        True,
-        off="--no-query-key-layer-scaling",
-        note="attention scores are never scaled by the layer number",
-    )
-    contiguous_checkpointing: bool = option(
-        False, flag="--contiguous-checkpointing", note="recomputed activations are not copied"
-    )
-    use_cpu_initialization: bool = option(
-        False, note="weights are always initialised on the CPU, equal for every layout"
-    )
-    data_impl: str | None = option(
-        None, choices=("mmap", "infer"), note="the memory-mapped .bin/.idx format is the only one"
-    )
-    loose_json: bool = option(False, note="JSON files have one object per line in any case")
-    data_efficiency_curriculum_learning: bool = option(
-        False, note='"data_efficiency" in the DeepSpeed JSON is enough'
-    )
-    return_data_index: bool = option(
-        False, note="tools/show_batch.py says which samples a step had"
-    )
-    train_idx_path: str | None = option(None, note="sample indices are in --data-cache-path")
-    train_doc_idx_path: str | None = option(None, note="sample indices are in --data-cache-path")
-    train_sample_idx_path: str | None = option(None, note="sample indices are in --data-cache-path")
-    train_shuffle_idx_path: str | None = option(
-        None, note="sample indices are in --data-cache-path"
-    )
-    log_params_norm: bool = option(False, note="only the gradient norm is logged, always")
-    log_num_zeros_in_grad: bool = option(False, note="zeros in gradients are not counted")
-    log_throughput: bool = option(False, note="throughput is always logged")
-    log_progress: bool = option(False, note="--metrics-file records the progress of a run")
-    log_world_size_to_tensorboard: bool = option(
-        False, note="the number of processes is in the configuration that checkpoints contain"
-    )
-    log_optimizer_states_to_tensorboard: bool = option(
-        False, note="optimizer state is in the checkpoints only"
-    )
-    timing_log_level: int | None = option(
-        None, note='"wall_clock_breakdown" in the DeepSpeed JSON times the parts of a step'
-    )
-    timing_log_option: str | None = option(
-        None,
-        choices=("max", "minmax", "all"),
-        note='"wall_clock_breakdown" in the DeepSpeed JSON times the parts of a step',
-    )
-    override_opt_param_scheduler: bool = option(
-        False,
-        flag="--override-opt_param-scheduler",
-        aliases=("--override-lr-scheduler",),
-        note="the schedules always follow the flags, also after a resume",
-    )
-    partition_activations: bool = option(False, note="use --recompute-granularity")
-    checkpoint_in_cpu: bool = option(False, note="activation checkpoints stay on the device")
-    synchronize_each_layer: bool = option(False, note="the CPU never synchronizes after a layer")
-    profile_backward: bool = option(
-        False, note='"flops_profiler" in the DeepSpeed JSON profiles a step'
-    )
-    async_tensor_model_parallel_allreduce: bool = option(
-        True,
-        off="--no-async-tensor-model-parallel-allreduce",
-        note="collectives of the backward pass always overlap its matrix products",
-    )
-    overlap_grad_reduce: bool = option(
-        False, note='"overlap_comm" of zero_optimization in the DeepSpeed JSON does this'
-    )
-    overlap_param_gather: bool = option(
-        False, note='"overlap_comm" of zero_optimization in the DeepSpeed JSON does this'
-    )
-    persist_layer_norm: bool = option(
-        True, off="--no-persist-layer-norm", note="the norms are torch's"
-    )
-    rope_fusion: bool = option(
-        True, off="--no-rope-fusion", note="fusion comes from --torch-compile"
-    )
-    fp8_margin: int | None = option(None, note="scales come from the current values")
-    fp8_amax_history_len: int | None = option(
-        None, note="scales are computed from the current values"
-    )
-    fp8_amax_compute_algo: str | None = option(
-        None, choices=("most_recent", "max"), note="scales are computed from the current values"
-    )
-    use_mcore_models: bool = option(False, note="there is one implementation of each model")
-    transformer_impl: str | None = option(
-        None, choices=("local", "transformer_engine"), note="there is one implementation"
-    )
-    dataloader_type: str | None = option(
-        None, choices=("single",), note="samples are read in one pass, in Megatron's order"
-    )
-    mmap_warmup: bool = option(False, note="data files are read as they are needed")
-    manual_gc: bool = option(False, note="Python collects garbage by itself")
+
+def _unused(words: str, note: str) -> tuple[str, Any, Any]:
+    """A field for ``make_dataclass``: a flag with its aliases, or with its value: INT, STR or
+    choices with at least one ``|``."""
+    flag, *others = words.split()
+    name = flag[2:].replace("-", "_").lower()
+    if others and not others[0].startswith("-"):
+        kind = int if others[0] == "INT" else str
+        choices = [word for word in others[0].split("|") if word] if "|" in others[0] else None
+        return name, kind | None, option(None, flag=flag, choices=choices, note=note)
+    if flag.startswith("--no-"):
+        return name.removeprefix("no_"), bool, option(True, off=flag, note=note)
+    return name, bool, option(False, flag=flag, aliases=others, note=note)
+
+
+LegacyFlags = make_dataclass(
+    "LegacyFlags",
+    [_unused(words, note) for words, note in _UNUSED.items()],
+    frozen=True,
+    namespace={
+        "__doc__": "Accepted from other trainers' scripts, and not used.",
+        "__module__": __name__,
+    },
+)

@@ -128,7 +128,7 @@ def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
 @functools.cache
 def field_help(cls: type) -> dict[str, str]:
     """Help text of each field: the string literal that follows it in the source, and the note."""
-    body = _class_bodies(cls.__module__)[cls.__name__]
+    body = _class_bodies(cls.__module__).get(cls.__name__, [])
     texts: dict[str, str] = {}
     for base in cls.__bases__:
         if dataclasses.is_dataclass(base):

@@ -104,14 +104,8 @@ def _sample_dtype(num_samples: int) -> np.dtype:
 
 
 def blend_indices(weights: Sequence[float], num_samples: int) -> tuple[np.ndarray, np.ndarray]:
-    """The dataset, and the sample of it, for each sample of the blend.
-
-    Args:
-        weights: share of each dataset, summing to 1.
-
-    Returns:
-        dataset numbers, int16[num_samples], and sample numbers, uint32 (int64 from 2**32 samples).
-    """
+    """Dataset number, int16[num_samples], and sample number in it, uint32 (int64 from 2**32
+    samples), for each sample of the blend."""
     shares = np.asarray(weights, np.float64)
     # Normalised a second time, as in Megatron: the last bit of a weight can decide a tie.
     shares = shares / shares.sum()

@@ -51,10 +51,8 @@ class GPTCollator:
     """Stacks samples into a GPTBatch.
 
     A sample is int64[S + 1], whose positions, attention and loss follow from its end-of-document
-    tokens and the flags, or a PackedSample, which contains them. A batch may have both.
-
-    Raises:
-        ValueError: a flag needs the end-of-document token and the tokenizer has none.
+    tokens and the flags, or a PackedSample, which contains them. A batch may have both. ValueError
+    if a flag needs the end-of-document token and the tokenizer has none.
     """
 
     eod_token: int | None = None

@@ -42,8 +42,6 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
     the whole job, without what is read ahead.
 
     Args:
-        dataset: sample i is int64[seq_length + 1].
-        collate: makes one batch of a list of samples.
         micro_batch_size: samples of one rank in one micro step.
         data_rank: this rank among the `data_size` data-parallel ranks.
         consumed_samples: samples that all ranks together have read before.
@@ -113,12 +111,7 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
 
 
 class TrainingData(NamedTuple):
-    """The data that a model is trained and evaluated on.
-
-    Attributes:
-        datasets: samples of training, validation and test.
-        collate: makes a micro batch of samples.
-    """
+    """The samples that a model is trained and evaluated on, and the collator of their batches."""
 
     datasets: Datasets
     collate: Callable[[Sequence[Any]], Any]

@@ -8,16 +8,8 @@ from pathlib import Path
 
 
 def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
-    """Files of a path, sorted.
-
-    Args:
-        pattern: a file, a folder (its files at any depth with one of the endings), or a glob.
-        endings: of the wanted files in a folder.
-
-    Raises:
-        FileNotFoundError: there is no such file.
-        ValueError: it is a URL.
-    """
+    """The sorted files of a path: a file, a folder (its files at any depth with one of some
+    endings), or a glob; FileNotFoundError if without any, ValueError for a URL."""
     if "://" in pattern:
         raise ValueError(
             f"{pattern} is a URL; only .bin/.idx files can be read from URLs, by --data-path and "

@@ -96,17 +96,13 @@ class SequenceLengths:
         return self._samples[stage] + -(-missing // self._lengths[stage])
 
     def cut(self, batches: Iterator[Any], iteration: int) -> Iterator[Any]:
-        """Batches cut, one at a time, to the length of the step after ``iteration`` steps.
-
-        Raises:
-            ValueError: samples of this type cannot be cut.
-        """
+        """Batches cut, one at a time, to the length of the step after ``iteration`` steps."""
         length = self.at(iteration)
         return batches if length == self.seq_length else (truncated(b, length) for b in batches)
 
 
 def truncated(batch: Any, seq_length: int) -> Any:
-    """The first tokens of every sample: equal to the batch of samples of seq_length + 1 tokens."""
+    """The first tokens of every sample; ValueError if the samples cannot be cut."""
     if not hasattr(batch, "shortened"):
         raise ValueError(
             f"a curriculum of sequence lengths cuts samples of GPTs; a {type(batch).__name__} is "
@@ -116,11 +112,8 @@ def truncated(batch: Any, seq_length: int) -> Any:
 
 
 class DataKind:
-    """The implementation of a kind of data; ``KIND`` of ``megatron.data.kinds.<name>``.
-
-    The kind's flags, in ``megatron/config/kinds/<name>.py``, decide which of these methods are
-    called.
-    """
+    """The implementation of a kind of data, ``KIND`` of ``megatron.data.kinds.<name>``; its flags
+    in ``megatron/config/kinds/<name>.py`` decide which of these methods are called."""
 
     def reader(self, data: DataPipeline) -> SourceReader:
         """The reader of files of this kind; ValueError if flags contradict each other."""
@@ -165,10 +158,7 @@ def acting_kinds(config: RunConfig) -> list[DataKind]:
 
 
 def sequence_lengths(config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths:
-    """The length of the samples of each step of a run.
-
-    Args:
-        samples: number of samples consumed after a number of steps.
+    """The length of the samples of each step of a run; see `DataKind.lengths`.
 
     Raises:
         ConfigError: a length does not fit the run.
@@ -190,17 +180,14 @@ def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
 
 
 class DataPipeline(ABC):
-    """The data of a run; subclasses make a family's samples.
-
-    Attributes:
-        takes: types of samples that the model can be trained on; see `KindConfig.samples`.
-        flags: kinds whose flags describe the family's own samples.
-        unit: what a sequence of the files is; raw text is split into sentences as needed.
-    """
+    """The data of a run; subclasses make a family's samples."""
 
     takes: ClassVar[frozenset[str]] = frozenset({DOCUMENTS})
+    """Types of samples that the model can be trained on; see `KindConfig.samples`."""
     flags: ClassVar[frozenset[str]] = frozenset()
+    """Kinds whose flags describe the family's own samples."""
     unit: ClassVar[str] = "document"
+    """A sequence of the files; raw text is split into sentences as needed."""
 
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self.config, self.tokenizer = config, tokenizer

@@ -56,10 +56,6 @@ class RemoteDataset(IndexedDataset):
     Token ids are checked chunk by chunk as they are fetched, see `limit_ids`: checking all in
     advance would fetch them all.
 
-    Args:
-        prefix: URL of the .bin and the .idx, without the endings.
-        cache_path: folder of the local cache.
-
     Raises:
         FileNotFoundError: one of the two files is missing.
         ValueError: the files are damaged, or a package that reads such URLs is missing.
@@ -151,13 +147,7 @@ class ChunkedTokens:
 
 
 class RemoteFile:
-    """One version of a remote file, with its local copies.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: the package for such URLs is missing.
-        OSError: it cannot be reached.
-    """
+    """One version of a remote file, with its local copies; errors: see `RemoteDataset`."""
 
     def __init__(self, url: str, cache: Path) -> None:
         self.url = url

@@ -57,9 +57,6 @@ class MicroBatchSampler:
 def parse_skipped(values: Sequence[str]) -> tuple[range, ...]:
     """Positions in the order of the data that are skipped, ascending.
 
-    Args:
-        values: FIRST:LAST each; the second one counts in the stream without the first, and so on.
-
     Raises:
         ConfigError: a value is not FIRST:LAST.
     """
@@ -88,11 +85,7 @@ def position(skipped: Sequence[range], consumed_samples: int) -> int:
 
 
 class SkippedSamples(RenumberedSamples[Sample]):
-    """A dataset without some of its samples; its length stays the same.
-
-    Args:
-        dataset: all samples.
-        skipped: positions in it, ascending.
+    """A dataset without the samples at some positions, ascending; its length stays the same.
 
     Raises:
         ConfigError: a range is beyond the end of the data, or nothing is left.
@@ -115,10 +108,6 @@ class SkippedSamples(RenumberedSamples[Sample]):
 
 def check_skipped(before: Sequence[str], now: Sequence[str], consumed_samples: int) -> None:
     """Check that a run can continue with other ranges without repeating or losing a sample.
-
-    Args:
-        before: --skip-samples of the run that consumed `consumed_samples`.
-        now: --skip-samples of the run that continues it.
 
     Raises:
         ConfigError: a sample skipped before would be read, or one read before would be skipped.

@@ -102,7 +102,6 @@ class SampleRecipe(Protocol[Sample_co]):
         Args:
             units: the ones to read, of `units(documents)`.
             name: of the part ("train" ...), for messages and the cache.
-            cache: where index arrays are kept, by a hash of everything that they depend on.
 
         Raises:
             ValueError: no sample can be made from the documents.

@@ -37,7 +37,7 @@ from megatron.corpus.preprocessing.inputs import (
     expand_inputs,
     total_bytes,
 )
-from megatron.corpus.preprocessing.progress import Progress
+from megatron.corpus.preprocessing.reporting import Progress
 from megatron.util.processes import map_in_order
 
 if TYPE_CHECKING:

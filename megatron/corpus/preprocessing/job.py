@@ -5,7 +5,7 @@
     lock               held by the process that works there
     N-KEY.bin          tokens of the key, the final .bin
     N-KEY.lengths      int32, tokens in each sequence
-    N-KEY.documents    int32, sequences in each document
+    N-KEY.documents    int64, sequences before each document and after the last
     N-KEY.idx          made of the two at the end
 
 The journal describes what had reached the disk before it. What the files contain beyond that, after
@@ -21,20 +21,20 @@ import re
 import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import IO, Any, BinaryIO
 
 import numpy as np
 
 from megatron.corpus.preprocessing.encode import BlockEncoder, EncodedBlock
 from megatron.corpus.preprocessing.inputs import Form, InputFile
-from megatron.corpus.preprocessing.progress import BadLines, KeySummary, located
 from megatron.corpus.preprocessing.readers import FileRange, RecordBlock, read_blocks
-from megatron.data.indexed.dataset import CODE_OF_DTYPE, HEADER, MAGIC, VERSION
+from megatron.corpus.preprocessing.reporting import BadLines, KeySummary, located
+from megatron.data.indexed.dataset_writer import Spool, index_parts, naming
 from megatron.data.json_lines import lines_in
 from megatron.util.digests import digest
 from megatron.util.files import sync, write_whole
@@ -46,7 +46,6 @@ _FORMAT = 2
 """Of the folder; a job does not continue another format's."""
 _JOURNAL, _DESCRIPTION, _LOCK = "journal.json", "description.json", "lock"
 _BUFFER_BYTES = 1 << 16
-_INDEX_ENTRIES = 1 << 20
 
 Description = dict[str, Any]
 
@@ -82,7 +81,8 @@ class PreprocessJob:
         self.folder, self._inputs, self._encoder = folder, inputs, encoder
         self._config = encoder.config
         self._bytes_before = [0, *accumulate(file.bytes_to_read for file in inputs)]
-        self._outputs: list[list[BinaryIO]] = []
+        self._outputs: list[tuple[BinaryIO, Spool, Spool]] = []
+        """Tokens, sequence lengths and document bounds of each key."""
         self.notice: str | None = None
         self.has_journal = False
         self._lock = lock_folder(folder)
@@ -130,17 +130,20 @@ class PreprocessJob:
                     self._save()
                     saved = time.monotonic()
         self._save()
-        for prefix, key in zip(self.prefixes, state.keys, strict=True):
-            write_index(prefix, self._encoder.dtype, key.sequences, key.documents)
+        for prefix, (_, lengths, bounds) in zip(self.prefixes, self._outputs, strict=True):
+            path = _with_ending(prefix, ".idx")
+            with naming(path), path.open("wb") as file:
+                dtype = self._encoder.dtype.newbyteorder("<")
+                file.writelines(index_parts(dtype, lengths, bounds))
+                sync(file)
         state.is_complete = True
         self._save()
 
     def close(self) -> None:
         """Releases the folder."""
-        for files in self._outputs:
-            for file in files:
-                with suppress(OSError):  # a full disk, which has been reported
-                    file.close()
+        for file in self._files():
+            with suppress(OSError):  # a full disk, which has been reported
+                file.close()
         self._outputs = []
         self._lock.release()
 
@@ -159,11 +162,12 @@ class PreprocessJob:
             state.file, state.lines = block.number, 0
         if encoded.bad_lines:
             self._add_bad_lines(block, encoded)
-        for texts, files, summary in zip(encoded.texts, self._outputs, state.keys, strict=True):
-            arrays = (texts.tokens, texts.sequence_lengths, texts.sequences_per_document)
-            for file, values in zip(files, arrays, strict=True):
-                with _naming(file):
-                    file.write(values.data)
+        for texts, outputs, summary in zip(encoded.texts, self._outputs, state.keys, strict=True):
+            tokens, lengths, bounds = outputs
+            with naming(tokens.name):
+                tokens.write(texts.tokens.data)
+            bounds.append(lengths.count + np.cumsum(texts.sequences_per_document, dtype=np.int64))
+            lengths.append(texts.sequence_lengths)
             summary.add(texts)
         state.cursor, state.lines = block.cursor, state.lines + encoded.lines
         before = state.bytes_read
@@ -190,10 +194,9 @@ class PreprocessJob:
 
     def _save(self) -> None:
         """Brings the work so far to the disk, for a crash of this process or of the machine."""
-        for files in self._outputs:
-            for file in files:
-                with _naming(file):
-                    sync(file)
+        for file in self._files():
+            with naming(file.name):
+                sync(file)
         journal = {"description": self._digest, **dataclasses.asdict(self.state)}
         write_whole(self.folder / _JOURNAL, json.dumps(journal, indent=1).encode())
         self.has_journal = True
@@ -210,11 +213,23 @@ class PreprocessJob:
         self.state = found or JobState([KeySummary(str(prefix)) for prefix in self.prefixes])
         if self.state.is_complete:
             return
-        for sizes in self._sizes(self.state):
-            files = [path.open("ab", _BUFFER_BYTES) for path in sizes]
-            self._outputs.append(files)
-            for file, size in zip(files, sizes.values(), strict=True):
-                file.truncate(size)
+        for key, sizes in zip(self.state.keys, self._sizes(self.state), strict=True):
+            tokens, lengths, bounds = (path.open("a+b", _BUFFER_BYTES) for path in sizes)
+            _, of_lengths, of_bounds = sizes
+            spools = (
+                Spool(lengths, "<i4", of_lengths, key.sequences),
+                Spool(bounds, "<i8", of_bounds, key.documents + 1),
+            )
+            self._outputs.append((tokens, *spools))
+            for file, size in zip((tokens, lengths, bounds), sizes.values(), strict=True):
+                file.truncate(size)  # which extends new bounds by the first, a zero
+
+    def _files(self) -> list[IO[bytes]]:
+        return [
+            file
+            for tokens, *spools in self._outputs
+            for file in (tokens, *(s.file for s in spools))
+        ]
 
     def _sizes(self, state: JobState) -> Iterator[dict[Path, int]]:
         """The files of each key and how many bytes of them are done."""
@@ -222,7 +237,7 @@ class PreprocessJob:
             yield {
                 _with_ending(prefix, ".bin"): key.tokens * self._encoder.dtype.itemsize,
                 _with_ending(prefix, ".lengths"): 4 * key.sequences,
-                _with_ending(prefix, ".documents"): 4 * key.documents,
+                _with_ending(prefix, ".documents"): 8 * (key.documents + 1),
             }
 
     def _found(self, description: Description) -> JobState | None:
@@ -285,48 +300,6 @@ def lock_folder(folder: Path) -> Lock:
 def _lines_before(file: InputFile) -> int:
     """Lines of a file before those that a partition reads of it."""
     return 1 + lines_in(file.path, file.start - 1) if file.path and file.start else 0
-
-
-def write_index(prefix: Path, dtype: np.dtype, sequences: int, documents: int) -> None:
-    """Writes PREFIX.idx from PREFIX.lengths and PREFIX.documents, in constant memory.
-
-    Raises:
-        OSError: it cannot be written, as on a full disk.
-    """
-    dtype = dtype.newbyteorder("<")
-    lengths, counts = _with_ending(prefix, ".lengths"), _with_ending(prefix, ".documents")
-    with _with_ending(prefix, ".idx").open("wb") as file, _naming(file):
-        file.write(HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[dtype], sequences, documents + 1))
-        for values, _ in _sums(lengths, sequences):
-            file.write(values.data)
-        for values, sums in _sums(lengths, sequences):
-            file.write(((sums - values) * dtype.itemsize).data)
-        file.write(np.zeros(1, "<i8").data)
-        for _, sums in _sums(counts, documents):
-            file.write(sums.data)
-        sync(file)
-
-
-def _sums(path: Path, count: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """A file's int32 values, some at a time, and for each the sum up to and with it (int64)."""
-    total = np.int64(0)
-    with path.open("rb") as file:
-        for start in range(0, count, _INDEX_ENTRIES):
-            size = min(_INDEX_ENTRIES, count - start)
-            values = np.frombuffer(file.read(4 * size), "<i4")
-            assert len(values) == size
-            sums = np.cumsum(values, dtype="<i8") + total
-            yield values, sums
-            total = sums[-1]
-
-
-@contextmanager
-def _naming(file: BinaryIO) -> Iterator[None]:
-    """Names the file in the error of a failed write (full disk), which does not."""
-    try:
-        yield
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, file.name) from error
 
 
 def _with_ending(prefix: Path, ending: str) -> Path:

@@ -57,12 +57,8 @@ class IndexFile:
 
     Opening a huge file checks a part of its entries; `verify` checks all of them.
 
-    Args:
-        path: the file.
-        name: for messages; None: its path.
-
     Raises:
-        ValueError: the file is damaged or cut short; the message names it.
+        ValueError: the file is damaged or cut short; the message names it by `name` or its path.
     """
 
     dtype: np.dtype
@@ -269,12 +265,8 @@ class IndexedDataset(Sequence[np.ndarray]):
         return self.get(index)
 
     def get(self, index: int, offset: int = 0, length: int | None = None) -> np.ndarray:
-        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`.
-
-        Raises:
-            IndexError: the sequence does not exist, or the range is outside of it.
-            ValueError: its entries in the .idx are damaged.
-        """
+        """`length` tokens (default: the rest) of sequence `index`, starting at token `offset`;
+        IndexError if they do not exist, ValueError if its entries in the .idx are damaged."""
         index = operator.index(index)
         if not -len(self) <= index < len(self):
             raise IndexError(f"sequence {index} of {self.index_file.name}, which has {len(self)}")
@@ -323,9 +315,6 @@ class IndexedDataset(Sequence[np.ndarray]):
 
         Args:
             extremes: the smallest and the largest id with their positions in the .bin, int64[2, 2].
-
-        Raises:
-            ValueError: naming the file, the sequence, the id and the vocabulary size.
         """
         for token, position in extremes.tolist():
             if token >= 0 and (vocab_size is None or token < vocab_size):

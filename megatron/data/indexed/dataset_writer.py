@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
-from typing import BinaryIO
+from typing import IO, BinaryIO
 
 import numpy as np
 import numpy.typing as npt
@@ -50,9 +50,11 @@ class IndexedDatasetWriter:
         folder.mkdir(parents=True, exist_ok=True)
         self._bin_part = Path(f"{self._bin}.partial-{os.getpid()}")
         self._idx_part = Path(f"{self._idx}.partial-{os.getpid()}")
-        self._lengths = _Spool(folder, "<i4", self._idx_part)
-        self._bounds = _Spool(folder, "<i8", self._idx_part)
-        self._modes = _Spool(folder, "i1", self._idx_part)
+        self._lengths, self._bounds, self._modes = (
+            # Unnamed, so that it disappears if the process dies.
+            Spool(tempfile.TemporaryFile(dir=folder, buffering=1 << 16), dtype, self._idx_part)  # noqa: SIM115
+            for dtype in ("<i4", "<i8", "i1")
+        )
         self._bounds.append(np.zeros(1, "<i8"))
         self._open = True
         self._stream: BinaryIO = self._bin_part.open("wb", buffering=1 << 20)
@@ -60,11 +62,8 @@ class IndexedDatasetWriter:
     def add_document(
         self, sequences: Sequence[npt.ArrayLike], modes: Sequence[int] | None = None
     ) -> None:
-        """Append one document: 1-D sequences, and optionally a mode for each.
-
-        Raises:
-            ValueError: a token does not fit the dtype.
-        """
+        """Append one document: 1-D sequences, and optionally a mode for each; ValueError if a token
+        does not fit the dtype."""
         checked = [self._checked_tokens(sequence) for sequence in sequences]
         self.add_documents(
             np.concatenate([np.empty(0, self.dtype), *checked]),
@@ -80,16 +79,11 @@ class IndexedDatasetWriter:
         sequences_per_document: npt.ArrayLike,
         modes: Sequence[int] | npt.ArrayLike | None = None,
     ) -> None:
-        """Append many documents at once.
+        """Append many documents at once; ValueError as for `add_document`, or if counts disagree.
 
         Args:
             tokens: all tokens concatenated, 1-D.
-            sequence_lengths: tokens in each sequence; they sum to the number of tokens.
-            sequences_per_document: they sum to the number of sequences.
             modes: one per sequence, for all documents of a file or for none.
-
-        Raises:
-            ValueError: the counts disagree, or a token does not fit the dtype.
         """
         tokens = self._checked_tokens(tokens)
         lengths = _counts(sequence_lengths, "sequence_lengths", len(tokens), "tokens")
@@ -103,7 +97,7 @@ class IndexedDatasetWriter:
         kinds = np.asarray([] if modes is None else modes, dtype="i1")
         if modes is not None and len(kinds) != len(lengths):
             raise ValueError(f"{len(kinds)} modes for {len(lengths)} sequences")
-        with _naming(self._bin_part):
+        with naming(self._bin_part):
             self._stream.write(tokens.data)
         self._bounds.append(np.cumsum(per_document) + self._lengths.count)
         self._lengths.append(lengths)
@@ -133,7 +127,7 @@ class IndexedDatasetWriter:
         with bar, path.open("rb") as source:
             while block := source.read(_BLOCK * other.dtype.itemsize):
                 tokens = np.frombuffer(block, other.dtype).astype(self.dtype, copy=False)
-                with _naming(self._bin_part):
+                with naming(self._bin_part):
                     self._stream.write(tokens.data)
                 bar.update(len(block))
         first = self._lengths.count
@@ -155,11 +149,12 @@ class IndexedDatasetWriter:
                     f"{self._idx}: {self._modes.count} of {self._lengths.count} sequences have a "
                     "mode; give one for all or for none"
                 )
-            with _naming(self._bin_part):
+            with naming(self._bin_part):
                 sync(self._stream)
                 self._stream.close()
-            with _naming(self._idx_part), self._idx_part.open("wb") as file:
-                file.writelines(self._index_parts())
+            with naming(self._idx_part), self._idx_part.open("wb") as file:
+                parts = index_parts(self.dtype, self._lengths, self._bounds, self._modes)
+                file.writelines(parts)
                 sync(file)
             publish(self._bin_part, self._idx_part, self.prefix)
             self._open = False
@@ -204,18 +199,6 @@ class IndexedDatasetWriter:
                         f"({bounds.min} to {bounds.max}), the dtype of {self._bin}"
                     )
         return np.ascontiguousarray(tokens, dtype=self.dtype)
-
-    def _index_parts(self) -> Iterator[bytes | memoryview]:
-        code = CODE_OF_DTYPE[self.dtype]
-        yield HEADER.pack(MAGIC, VERSION, code, self._lengths.count, self._bounds.count)
-        yield from (block.data for block in self._lengths.blocks())
-        end = 0
-        for lengths in self._lengths.blocks():
-            ends = end + np.cumsum(lengths, dtype="<i8")
-            yield ((ends - lengths) * self.dtype.itemsize).data
-            end = int(ends[-1])
-        yield from (block.data for block in self._bounds.blocks())
-        yield from (block.data for block in self._modes.blocks())
 
 
 def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
@@ -282,27 +265,49 @@ def publish(new_bin: Path, new_idx: Path, prefix: str) -> None:
     os.replace(new_idx, idx_path(prefix))
 
 
-class _Spool:
-    """A long array in an unnamed temporary file, which disappears if the process dies."""
+class Spool:
+    """A long array in a file, which is appended to."""
 
-    def __init__(self, folder: Path, dtype: str, path: Path) -> None:
-        self._dtype = np.dtype(dtype)
-        self._path = path
-        self._file = tempfile.TemporaryFile(dir=folder, buffering=1 << 16)  # noqa: SIM115
-        self.count = 0
+    def __init__(self, file: IO[bytes], dtype: str, path: Path, count: int = 0) -> None:
+        """`file`, open to append and read, has `count` values; errors name `path`."""
+        self.file, self.count = file, count
+        self._dtype, self._path = np.dtype(dtype), path
 
     def append(self, values: np.ndarray) -> None:
-        with _naming(self._path):
-            self._file.write(np.ascontiguousarray(values, self._dtype).data)
+        with naming(self._path):
+            self.file.write(np.ascontiguousarray(values, self._dtype).data)
         self.count += len(values)
 
     def blocks(self) -> Iterator[np.ndarray]:
-        self._file.seek(0)
-        while block := self._file.read(_BLOCK * self._dtype.itemsize):
+        self.file.seek(0)
+        while block := self.file.read(_BLOCK * self._dtype.itemsize):
             yield np.frombuffer(block, self._dtype)
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()
+
+
+def index_parts(
+    dtype: np.dtype, lengths: Spool, bounds: Spool, modes: Spool | None = None
+) -> Iterator[bytes | memoryview]:
+    """The bytes of an .idx, a part at a time.
+
+    Args:
+        dtype: of the tokens, little-endian.
+        lengths: tokens in each sequence, int32.
+        bounds: number of sequences before each document and after the last, int64.
+        modes: of each sequence, or empty; int8.
+    """
+    yield HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[dtype], lengths.count, bounds.count)
+    yield from (block.data for block in lengths.blocks())
+    end = 0
+    for block in lengths.blocks():
+        ends = end + np.cumsum(block, dtype="<i8")
+        yield ((ends - block) * dtype.itemsize).data
+        end = int(ends[-1])
+    yield from (block.data for block in bounds.blocks())
+    if modes is not None:
+        yield from (block.data for block in modes.blocks())
 
 
 def _blocks(values: np.ndarray) -> Iterator[np.ndarray]:
@@ -318,7 +323,7 @@ def _counts(values: npt.ArrayLike, name: str, total: int, unit: str) -> np.ndarr
 
 
 @contextmanager
-def _naming(path: Path) -> Iterator[None]:
+def naming(path: Path | str) -> Iterator[None]:
     """Adds the file's name to errors of writing, such as a full disk."""
     try:
         yield

@@ -55,7 +55,7 @@ class ToHFConfig:
     output: str | None = option(None)
     """Folder for the model; it must be new or empty."""
     architecture: str | None = option(
-        None, derived="what the weights were read from, or else the plainest that the model fits"
+        None, derived="the one that the weights were read from, or else the plainest that fits"
     )
     """model_type to write, for example mistral."""
     dtype: str | None = option(None, choices=tuple(DTYPES), derived="as trained")

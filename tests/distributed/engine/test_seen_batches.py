@@ -90,11 +90,11 @@ def test_text_for_people(data, capsys):
     [
         ("--iteration 5", "--iteration 5: the run has steps 1 to 4"),
         ("--iteration 0", "--iteration and --world-size start at 1"),
-        ("--rank 1", "--rank 1 is none of --world-size 1"),
+        ("--rank 1", "--rank 1 must be below --world-size 1"),
         ("--world-size 3", "global-batch-size"),
     ],
 )
-def test_what_cannot_be_shown(flags, message):
+def test_steps_that_cannot_be_shown(flags, message):
     with pytest.raises(SystemExit, match=message):
         main([*TINY, "--train-iters", "4", *flags.split()])
 

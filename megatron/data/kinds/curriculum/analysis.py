@@ -70,11 +70,9 @@ def analyse(
     ``NAME_index_to_sample_percentile_merged`` with a hundredth of the values in each row.
 
     Args:
-        dataset: the samples.
         metrics: some of :data:`METRICS`. ``seqlen`` counts tokens without padding; ``vocab_rarity``
             is the sum of -log(share of the token among all tokens of the dataset), rounded down.
         vocab_size: rows of the (padded) token embedding.
-        processes: that read the samples.
         progress: called with the number of samples read and their total.
 
     Raises:

@@ -100,14 +100,12 @@ def draw_samples(
     num_samples: int,
     cache: IndexCache,
 ) -> DrawnSamples[Sample]:
-    """The samples that a run consumes, drawn by their difficulty.
+    """The `num_samples` samples that a run may consume, drawn by their difficulty.
 
     Args:
-        dataset: the samples to draw from; those that were analysed.
+        dataset: the samples that were analysed.
         batches: the batch sizes of the run's steps in turn, (size, number of steps); the last one
             continues indefinitely.
-        num_samples: how many the run may consume.
-        cache: where the order is kept.
 
     Raises:
         FileNotFoundError, ValueError: files of a metric are missing, damaged, or of other samples;

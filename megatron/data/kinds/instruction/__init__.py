@@ -11,7 +11,7 @@ from megatron.data.build import SourceReader
 from megatron.data.indexed import idx_path
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
 from megatron.data.kinds.instruction.examples import InstructionExamples
-from megatron.data.kinds.instruction.recipe import InstructionRecipe
+from megatron.data.kinds.instruction.packing import InstructionRecipe
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.sources import DataSource
 

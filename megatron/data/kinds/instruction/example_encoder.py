@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.kinds.instruction import InstructionConfig
-from megatron.data.kinds.instruction.records import ANSWER, Example
+from megatron.data.kinds.instruction.conversations import ANSWER, Example
 from megatron.data.text_encoder import refused, tokenizer_identity
 from megatron.tokenizer import Tokenizer
 

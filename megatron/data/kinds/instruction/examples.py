@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -12,11 +12,12 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
+from megatron.data.kinds.instruction.conversations import Example, read_examples
 from megatron.data.kinds.instruction.example_encoder import ExampleEncoder
-from megatron.data.kinds.instruction.records import Example, read_examples
-from megatron.data.kinds.raw_text.records import text_files
+from megatron.data.kinds.raw_text.text_files import text_files
 from megatron.data.samples import checked_range
 from megatron.util.digests import digest
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +65,8 @@ class InstructionExamples:
 
         def arrays() -> dict[str, np.ndarray]:
             logger.info("tokenizing the examples of %s, once", path)
-            return _encoded((pair for f in files for pair in read_examples(f.path)), encoder)
+            examples = (pair for f in files for pair in read_examples(f.path))
+            return _encoded(progress_bar("tokenizing", examples, unit=" examples"), encoder)
 
         examples = cls(path, cache.arrays("instruction", depends_on, arrays))
         if not len(examples):
@@ -115,9 +117,10 @@ class InstructionExamples:
 
 
 def _encoded(
-    examples: Iterator[tuple[str, Example]], encoder: ExampleEncoder
+    examples: Iterable[tuple[str, Example]], encoder: ExampleEncoder
 ) -> dict[str, np.ndarray]:
     tokens, counted, lengths, first = [], [], [], []
+    examples = iter(examples)
     while batch := list(islice(examples, _AT_ONCE)):
         encoded = encoder(batch)
         tokens.append(np.concatenate([e.tokens for e in encoded]))

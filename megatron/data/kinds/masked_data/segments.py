@@ -95,11 +95,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
     def sample(
         self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
     ) -> Sample:
-        """The sample of one or two segments.
-
-        Args:
-            is_random: whether the second segment does not follow the first.
-        """
+        """The sample of one or two segments, the second of which may not follow the first."""
 
     def units(self, documents: Documents) -> int:
         """The number of documents, which --split divides."""
@@ -214,10 +210,6 @@ def build_segments(
     """The sentences of every sample, in the order in which samples are read.
 
     Each epoch is shuffled separately; sample i does not depend on how many are wanted.
-
-    Args:
-        part: "train", "valid" or "test"; each has its own random numbers.
-        source: of the documents, for messages.
 
     Returns:
         int32[num_samples, columns] (int64 from 2**31 sentences): first and stop sentence of segment

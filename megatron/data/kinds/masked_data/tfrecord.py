@@ -256,7 +256,7 @@ class TFRecords(Documents):
         path: a file, or a glob such as data/part-*.tfrecord, sorted by name.
 
     Raises:
-        FileNotFoundError: there is no such file.
+        FileNotFoundError: a file does not exist.
         ValueError: a record is damaged or not a BERT sample; the message names file and record.
     """
 
@@ -363,7 +363,7 @@ class TFRecordRecipe:
         """`num_samples` samples of the records `units`; see `SampleRecipe.build`.
 
         Raises:
-            ValueError: there is no record, or one is too long or of another vocabulary.
+            ValueError: no record is left, or one is too long or of another vocabulary.
         """
         assert isinstance(documents, TFRecords), "TFRecordRecipe makes samples of TFRecords"
         if not units:

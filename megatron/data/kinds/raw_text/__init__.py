@@ -11,8 +11,8 @@ from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.data.build import SourceReader
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.raw_text.documents import RawTextDocuments
-from megatron.data.kinds.raw_text.records import text_records
 from megatron.data.kinds.raw_text.scan import batches
+from megatron.data.kinds.raw_text.text_files import text_records
 from megatron.data.pipeline import DataKind, DataPipeline
 from megatron.data.sentences import available_splitter
 from megatron.data.sources import DataSource

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache, StoredArrays
-from megatron.data.kinds.raw_text.records import TextFile, TextRecords, changed, text_records
 from megatron.data.kinds.raw_text.scan import say_what_changed, scan
+from megatron.data.kinds.raw_text.text_files import TextFile, TextRecords, changed, text_records
 from megatron.data.samples import checked_range
 from megatron.data.text_encoder import TextEncoder
 from megatron.util.digests import digest

@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from megatron.data.json_lines import BYTE_ORDER_MARK, BadLine, lines_in
-from megatron.data.kinds.raw_text.records import TextRecords
+from megatron.data.kinds.raw_text.text_files import TextRecords
 from megatron.data.text_encoder import TextEncoder, refused
 from megatron.util.processes import map_in_order, usable_processors
+from megatron.util.progress import progress_bar
 
 logger = logging.getLogger(__name__)
 
@@ -60,10 +61,12 @@ def scan(
     counts = [np.zeros(1, np.int64)]
     try:
         scans = map_in_order(tasks, partial(_scanner, encoder), workers if workers > 1 else 0)
-        for (_, base, _), (_, found) in zip(ranges, scans, strict=True):
-            offsets.append(found[0] + base)
-            lengths.append(found[1])
-            counts.append(found[2])
+        with progress_bar("counting tokens", total=size) as bar:
+            for (_, base, (start, stop)), (_, found) in zip(ranges, scans, strict=True):
+                offsets.append(found[0] + base)
+                lengths.append(found[1])
+                counts.append(found[2])
+                bar.update(stop - start)
     except ChildProcessError as error:
         raise ChildProcessError(
             "a process that counts tokens died, most often because memory ran out"
@@ -146,27 +149,18 @@ def _wanted(records: TextRecords) -> str:
 
 def say_what_changed(folder: Path | None, depends_on: dict[str, Any], name: str) -> None:
     """Warns when the cache contains an index of an earlier version of the same files."""
-    if folder is None or not folder.is_dir():
-        return
-
-    depends_on = json.loads(json.dumps(depends_on))  # tuples become lists, as they did there
-
-    def without_state(description: dict[str, Any]) -> dict[str, Any]:
-        names = [file[0] for file in description.get("files", [])]
-        return {**description, "files": names}
-
-    for path in folder.glob(f"{name}-*/description.json"):
+    now = json.loads(json.dumps(depends_on))  # tuples become lists, as in the file
+    files = {file[0]: file for file in now.pop("files")}
+    for path in folder.glob(f"{name}-*/description.json") if folder is not None else ():
         try:
             before = json.loads(path.read_text())["depends_on"]
-            same = without_state(before) == without_state(depends_on)
+            old = {file[0]: file for file in before.pop("files")}
         except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError):
             continue
-        if same:
-            old = {file[0]: file for file in before["files"]}
-            named = [file[0] for file in depends_on["files"] if old[file[0]] != file]
+        if before == now and old.keys() == files.keys():
+            named = ", ".join(name for name in files if old[name] != files[name])
             logger.warning(
-                "%s changed since its documents were last indexed: a run that continues with it "
-                "now sees different samples than it would have seen",
-                ", ".join(named),
+                f"{named} changed since its documents were last indexed: a run that continues with "
+                "it now sees different samples than it would have seen"
             )
             return

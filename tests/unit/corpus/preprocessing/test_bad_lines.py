@@ -12,7 +12,7 @@ import pytest
 
 from megatron.config import TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
-from megatron.corpus.preprocessing.pipeline import preprocess
+from megatron.corpus.preprocessing.preprocess import preprocess
 from megatron.tokenizer.train import train_byte_level_bpe
 
 ROOT = Path(__file__).parents[4]

@@ -16,7 +16,7 @@ import zstandard
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.inputs import Form, InputFile, find_inputs, partition
-from megatron.corpus.preprocessing.pipeline import preprocess
+from megatron.corpus.preprocessing.preprocess import preprocess
 from megatron.corpus.preprocessing.readers import read_blocks
 from megatron.data.indexed import IndexedDataset
 from megatron.data.json_lines import BadLine, read_lines

@@ -16,7 +16,7 @@ import pytest
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
-from megatron.corpus.preprocessing.pipeline import preprocess
+from megatron.corpus.preprocessing.preprocess import preprocess
 from megatron.data.indexed import IndexedDataset
 from megatron.tokenizer import build_tokenizer
 from megatron.tokenizer.train import train_byte_level_bpe
@@ -366,7 +366,7 @@ def test_keyboard_interrupt_leaves_nothing(tmp_path, out, monkeypatch):
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("megatron.corpus.preprocessing.pipeline.Progress.update", interrupt)
+    monkeypatch.setattr("megatron.corpus.preprocessing.preprocess.Progress.update", interrupt)
     with pytest.raises(KeyboardInterrupt):
         run(path, out / "p")
     assert left_in(out) == []

@@ -20,7 +20,7 @@ import zstandard
 from megatron.config import TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.job import lock_folder
-from megatron.corpus.preprocessing.pipeline import preprocess
+from megatron.corpus.preprocessing.preprocess import preprocess
 
 ROOT = Path(__file__).parents[4]
 NULL = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=1000)
@@ -112,8 +112,8 @@ def points():
         "remove": (Path, "unlink"),
         "sync": (os, "fsync"),
         "block": (job.PreprocessJob, "_add"),
-        "write": (job, "_naming"),
-        "index": (job, "_sums"),
+        "write": (job.Spool, "append"),
+        "index": (job.Spool, "blocks"),
     }
 
 
@@ -333,7 +333,7 @@ def test_interrupt_keeps_what_is_done(mixed, whole, tmp_path, capfd, monkeypatch
             raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr("megatron.corpus.preprocessing.pipeline.Progress.update", interrupt)
+        patch.setattr("megatron.corpus.preprocessing.preprocess.Progress.update", interrupt)
         run(mixed, tmp_path / "out" / "p", append_eod=True)
     assert "keeps what is done; the same command continues" in capfd.readouterr().err
     run(mixed, tmp_path / "out" / "p", append_eod=True)

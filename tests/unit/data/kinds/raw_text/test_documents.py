@@ -19,14 +19,14 @@ from torch.utils.data import DataLoader
 from megatron.config import DataConfig, TokenizerConfig
 from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
-from megatron.corpus.preprocessing.pipeline import preprocess
+from megatron.corpus.preprocessing.preprocess import preprocess
 from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.indexed import IndexedDataset, IndexedDatasetWriter
 from megatron.data.kinds.raw_text import open_raw_text, read_texts, text_settings
 from megatron.data.kinds.raw_text.documents import RawTextDocuments
-from megatron.data.kinds.raw_text.records import JsonLines, text_files
 from megatron.data.kinds.raw_text.scan import scan
+from megatron.data.kinds.raw_text.text_files import JsonLines, text_files
 from megatron.data.sources import parts_of
 from megatron.data.text_encoder import TextEncoder, TextSettings
 from megatron.tokenizer.train import train_byte_level_bpe
@@ -172,7 +172,7 @@ def test_ranges_are_cut_anywhere(size: int, gpt2, tmp_path: Path, monkeypatch) -
     path.write_text("\n" + path.read_text() + path.read_text().replace("\n\n", "\n"))
     encoder = TextEncoder(TextSettings(gpt2))
     whole = RawTextDocuments.open(str(path), encoder, cache=IndexCache(None))
-    monkeypatch.setattr("megatron.data.kinds.raw_text.records._RANGE_BYTES", size)
+    monkeypatch.setattr("megatron.data.kinds.raw_text.text_files._RANGE_BYTES", size)
     cut = RawTextDocuments.open(str(path), encoder, cache=IndexCache(None))
     assert len(cut._records[0].ranges()) > 30
     for name in ("record_offsets", "sequence_lengths", "document_indices"):
@@ -180,7 +180,7 @@ def test_ranges_are_cut_anywhere(size: int, gpt2, tmp_path: Path, monkeypatch) -
 
 
 def test_processes_find_the_same(gpt2: TokenizerConfig, tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setattr("megatron.data.kinds.raw_text.records._RANGE_BYTES", 2000)
+    monkeypatch.setattr("megatron.data.kinds.raw_text.text_files._RANGE_BYTES", 2000)
     path = write_lines(tmp_path / "text.jsonl", texts(100))
     raw = RawTextDocuments.open(str(path), TextEncoder(TextSettings(gpt2)))
     found = scan(raw._records, raw._encoder, workers=2)
@@ -324,8 +324,8 @@ def test_malformed_lines(line: str, message: str, gpt2: TokenizerConfig, tmp_pat
 @pytest.mark.parametrize("size", [10, 30, 1000])
 def test_line_without_end(size: int, gpt2: TokenizerConfig, tmp_path: Path, monkeypatch) -> None:
     """It is refused after so many bytes; the ranges inside it hold nothing."""
-    monkeypatch.setattr("megatron.data.kinds.raw_text.records.LONGEST_RECORD", 20)
-    monkeypatch.setattr("megatron.data.kinds.raw_text.records._RANGE_BYTES", size)
+    monkeypatch.setattr("megatron.data.kinds.raw_text.text_files.LONGEST_RECORD", 20)
+    monkeypatch.setattr("megatron.data.kinds.raw_text.text_files._RANGE_BYTES", size)
     path, encoder = tmp_path / "text.jsonl", TextEncoder(TextSettings(gpt2))
     path.write_text(f'{{"text": "{"a" * 8}"}}\n' * 3)  # of 20 bytes and an end
     assert len(RawTextDocuments.open(str(path), encoder)) == 3

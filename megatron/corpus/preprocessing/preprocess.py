@@ -16,14 +16,13 @@ from megatron.corpus.preprocessing.config import PreprocessConfig
 from megatron.corpus.preprocessing.encode import BlockEncoder, EncodeConfig
 from megatron.corpus.preprocessing.inputs import InputFile, find_inputs, partition
 from megatron.corpus.preprocessing.job import JobState, PreprocessJob, key_prefixes, lock_folder
-from megatron.corpus.preprocessing.progress import (
+from megatron.corpus.preprocessing.reporting import (
     BadLines,
     KeySummary,
     PreprocessSummary,
     Progress,
 )
-from megatron.data.indexed import IndexedDatasetWriter
-from megatron.data.indexed.dataset_writer import publish
+from megatron.data.indexed.dataset_writer import merge_datasets, publish
 from megatron.data.sentences import available_splitter
 from megatron.data.text_encoder import TextSettings
 from megatron.util.processes import usable_processors
@@ -160,9 +159,7 @@ class _Preprocessing:
         merged = key_prefixes(folder, keys)
         of_parts = [key_prefixes(part, keys) for part in self._parts]
         for number, prefix in enumerate(merged):
-            with IndexedDatasetWriter(prefix, self._encoder.dtype) as writer:
-                for of_part in of_parts:
-                    writer.merge(of_part[number])
+            merge_datasets([str(of_part[number]) for of_part in of_parts], str(prefix))
         return merged
 
     def _final_prefixes(self) -> list[str]:

@@ -33,7 +33,7 @@ TextRecord = tuple[int, str | BadLine]
 
 
 class TextFile(NamedTuple):
-    """A file as it was when it was opened."""
+    """A file and its state when it was opened."""
 
     path: str
     size: int
@@ -67,8 +67,7 @@ class TextFile(NamedTuple):
 
 
 def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextFile]:
-    """The files of a path: itself, those below a folder sorted by path, or what a glob matches,
-    sorted.
+    """The files of a path: itself, or the sorted ones of a folder or a glob.
 
     Args:
         endings: of the files to read in a folder.
@@ -81,8 +80,8 @@ def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextF
     for name in found:
         if name.endswith(PACKED_ENDINGS):
             raise ValueError(
-                f"{name} cannot be read as it is, from any place on: unpack it to JSON lines (or, "
-                "of text, make a .bin/.idx with tools/preprocess_data.py)"
+                f"{name} cannot be read in place: unpack it to JSON lines, or convert its text to "
+                "a .bin/.idx with tools/preprocess_data.py"
             )
     return [TextFile.of(name) for name in found]
 

@@ -4,7 +4,12 @@ from pathlib import Path
 
 import pytest
 
-from megatron.data.kinds.instruction.records import Example, Turn, parse_example, read_examples
+from megatron.data.kinds.instruction.conversations import (
+    Example,
+    Turn,
+    parse_example,
+    read_examples,
+)
 
 
 def user(text: str, context: str = "") -> Turn:

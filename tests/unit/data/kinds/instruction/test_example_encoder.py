@@ -9,8 +9,8 @@ from transformers import AutoTokenizer
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.kinds.instruction import InstructionConfig
+from megatron.data.kinds.instruction.conversations import Example, parse_example
 from megatron.data.kinds.instruction.example_encoder import EncodedExample, ExampleEncoder
-from megatron.data.kinds.instruction.records import Example, parse_example
 from megatron.tokenizer import build_tokenizer
 
 from .conftest import CHATML, MARKED, Built
