@@ -343,6 +343,10 @@ def fresh_folder(folder: Path, prepared: Path, wanted: str) -> Path:
     return folder
 
 
+_NUMBER = re.compile(r"(?:\\[-+])?\d+(?:(?:\\\.|,)\d+)*(?:e\\?[-+]\d+)?")
+"""A number in an escaped pattern."""
+
+
 def matches(expected: Sequence[str], printed: str, numbers_vary: bool) -> bool:
     """Whether a page's output block describes what was printed."""
     pattern = []
@@ -353,9 +357,7 @@ def matches(expected: Sequence[str], printed: str, numbers_vary: bool) -> bool:
         text = re.escape(line.rstrip()).replace(r"\.\.\.", ".*?")
         if numbers_vary:
             text = re.sub(r"(?:\\ )+", r"\\s+", text)
-            text = re.sub(
-                r"(?:\\[-+])?\d+(?:(?:\\\.|,)\d+)*(?:e(?:\\)?[-+]\d+)?", r"[-+\\d.,e]+", text
-            )
+            text = _NUMBER.sub(r"[-+\\d.,e]+", text)
         pattern.append(text + r"\s*\n")
     cleaned = "".join(f"{line.rstrip()}\n" for line in printed.strip("\n").splitlines())
     return re.fullmatch("".join(pattern), cleaned) is not None
