@@ -16,6 +16,7 @@ import os
 import queue
 import signal
 import threading
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -73,6 +74,8 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         ending = multiprocessing.RawValue(ctypes.c_bool, False)
         if num_workers:
             atexit.register(setattr, ending, "value", True)  # before multiprocessing's own hook
+        # torch counts the one core that a rank is bound to, and advises against the default of two.
+        warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
         loader: DataLoader[Any] = DataLoader(
             dataset,  # type: ignore[arg-type]  # map-style by protocol, not by inheritance
             batch_sampler=sampler,  # type: ignore[arg-type]
