@@ -25,17 +25,15 @@ from megatron.parallel.random import dropout_seed
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step, which the device may still be computing: converting a tensor to
-    a number synchronizes with it.
+    """Result of an optimizer step; what is on the device may still be computed, and reading it
+    waits.
 
     Attributes:
         loss: the minimised number, the weighted sum of ``losses``; a scalar on the device.
-        losses: means over micro batches and data-parallel ranks by name, scalars on the device.
         grad_norm: global 2-norm of the gradients before clipping, infinite when they are not
             finite; a scalar on the device, or a number.
         skipped: 1 if the gradients were not finite and no weight changed, else 0; a scalar on the
             device, or a bool.
-        loss_scale: factor of the loss in the backward pass.
     """
 
     loss: Tensor
@@ -49,10 +47,7 @@ class TrainEngine:
     """A model in training; made by :func:`build_engine`.
 
     Args:
-        backend: this process's layers, initialised.
         names: canonical name of each parameter of which this process has a part.
-        optimizer: torch's optimizer.
-        engine: DeepSpeed's engine around model and optimizer.
         asynchronous: whether steps are :class:`AsyncOptimizerStep`.
     """
 
@@ -99,13 +94,10 @@ class TrainEngine:
         lr: float,
         weight_decay: float,
     ) -> StepResult:
-        """Takes ``micro_batches`` batches through the model and updates the weights once.
-
-        All work is queued when this returns, without synchronizing with the device, except for the
-        numbers that fp16, SGD and offloaded state need, and for DeepSpeed's streams at stage 3 and
-        with ``overlap_comm``.
-        ``consumed_samples`` counts those of all earlier steps.
-        """
+        """Takes ``micro_batches`` batches through the model and updates the weights once, without
+        synchronizing with the device, except for the numbers that fp16, SGD and offloaded state
+        need, at stage 3, and with ``overlap_comm``. ``consumed_samples`` counts those of all
+        earlier steps."""
         set_rates(self.optimizer, lr, weight_decay)
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
