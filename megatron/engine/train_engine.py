@@ -102,7 +102,7 @@ class TrainEngine:
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
         sums = self.backend.accumulate(batches, seeds)
-        scale_before = self._loss_scale()
+        scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         norm, held = self.update()
         losses = self.mean_losses(sums, micro_batches)
         return StepResult(self.spec.total(losses), losses, norm, held, scale_before)
@@ -175,9 +175,6 @@ class TrainEngine:
     def optimizer_wrapper(self) -> Any:
         """DeepSpeed's optimizer around :attr:`optimizer` (the same object at stage 0)."""
         return self.engine.optimizer
-
-    def _loss_scale(self) -> float:
-        return float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
 
     def _mean_over_ranks(self, values: Tensor) -> Tensor:
         """Sums over pipeline stages, all but one of which have zeros; means over data ranks."""
