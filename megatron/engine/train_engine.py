@@ -30,6 +30,7 @@ class StepResult:
 
     Attributes:
         loss: the minimised number, the weighted sum of ``losses``; a scalar on the device.
+        losses: means over micro batches and data-parallel ranks by name, scalars on the device.
         grad_norm: global 2-norm of the gradients before clipping, infinite when they are not
             finite; a scalar on the device, or a number.
         skipped: 1 if the gradients were not finite and no weight changed, else 0; a scalar on the
