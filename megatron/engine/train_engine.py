@@ -30,6 +30,7 @@ class StepResult:
 
     Attributes:
         loss: the minimised number, the weighted sum of ``losses``; a scalar on the device.
+        losses: means over micro batches and data-parallel ranks by name, scalars on the device.
         grad_norm: global 2-norm of the gradients before clipping, infinite when they are not
             finite; a scalar on the device, or a number.
         skipped: 1 if the gradients were not finite and no weight changed, else 0; a scalar on the
@@ -102,7 +103,7 @@ class TrainEngine:
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
         sums = self.backend.accumulate(batches, seeds)
-        scale_before = self._loss_scale()
+        scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         norm, held = self.update()
         losses = self.mean_losses(sums, micro_batches)
         return StepResult(self.spec.total(losses), losses, norm, held, scale_before)
@@ -175,9 +176,6 @@ class TrainEngine:
     def optimizer_wrapper(self) -> Any:
         """DeepSpeed's optimizer around :attr:`optimizer` (the same object at stage 0)."""
         return self.engine.optimizer
-
-    def _loss_scale(self) -> float:
-        return float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
 
     def _mean_over_ranks(self, values: Tensor) -> Tensor:
         """Sums over pipeline stages, all but one of which have zeros; means over data ranks."""

@@ -44,7 +44,7 @@ def generate(
     on_token: OnToken | None = None,
 ) -> list[Continuation]:
     """Continues each prompt up to ``max_new_tokens`` tokens, or to the end of its document
-    (``eod``).
+    (``eod``). ``model`` must be in evaluation mode, on one process.
 
     Prompts of equal length go through the model together, at most ``batch_size`` at a time, without
     padding, so that a continuation does not depend on other prompts. ``on_token`` gets each new

@@ -205,7 +205,8 @@ def _write_files(
         note(path)
 
     shards = whole_shards(run.model)
-    step = _optimizer_step(source)
+    count = source.state.get("optimizer_step")
+    step = torch.tensor(float(count)) if count else None
     for name in progress_bar("writing", source.names(), unit=" parameters"):
         place = written / "zero" / name
         place.mkdir()
@@ -254,11 +255,6 @@ def _how_to_cut(shard: Shard) -> dict[str, Any]:
     if cut.unpadded is not None:
         found["vocab_tensor"] = True
     return found
-
-
-def _optimizer_step(source: Source) -> Tensor | None:
-    step = source.state.get("optimizer_step")
-    return None if not step else torch.tensor(float(step))
 
 
 def _optimizer_state(run: RunConfig, step: Tensor | None, stage: int) -> dict[str, Any]:

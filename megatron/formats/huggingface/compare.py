@@ -42,10 +42,10 @@ class Comparison:
 def compare_logits(
     ours: LayerStack, folder: Path, model: ModelConfig, strict: bool = True, seed: int = 1234
 ) -> Comparison:
-    """Compares logits on random tokens at the first and at the last positions of the model, in
-    float64 where rounding to float32 exceeds what is allowed. With ``strict`` `transformers` must
-    find all weights and no other in the folder. Raises CheckpointError if `transformers` finds
-    weights missing or superfluous in the folder."""
+    """Compares logits of ``ours`` (float32, on the CPU) and ``folder`` on random tokens at the
+    first and at the last positions of the model, in float64 where rounding to float32 exceeds what
+    is allowed. With ``strict`` `transformers` must find all weights and no other in the folder.
+    Raises CheckpointError if `transformers` finds weights missing or superfluous in the folder."""
     theirs = _load(folder, model, strict)
     # Without absolute positions their code accepts none.
     relative = model.positions.position_embedding_type in ("alibi", "none")
