@@ -186,7 +186,9 @@ def check_file(
         if size is None:
             raise CheckpointError(f"{path} is missing")
         if size != facts["bytes"]:
-            raise CheckpointError(f"{path} has {size} bytes, the manifest says {facts['bytes']}")
+            raise CheckpointError(
+                f"{path} has {size} bytes, but the manifest says {facts['bytes']}"
+            )
         found = sha256_of_file(path, read)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

@@ -164,5 +164,7 @@ def differences(saved: ModelConfig, wanted: ModelConfig) -> list[str]:
     for name, old in saved.shaping().items():
         new = here.get(name, old)
         if old != new:
-            lines.append(f"{name} is {json.dumps(old)} there and {json.dumps(new)} here")
+            lines.append(
+                f"{name} is {json.dumps(old)} in the checkpoint and {json.dumps(new)} in this run"
+            )
     return lines

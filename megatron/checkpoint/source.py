@@ -249,5 +249,5 @@ def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = 
     CheckpointError if it does not exist or is damaged."""
     found = locate_checkpoint(load, wanted)
     if found is None:
-        raise CheckpointError(f"{load}: there is no complete checkpoint")
+        raise CheckpointError(f"{load}: no complete checkpoint found")
     return found.open(verify)

@@ -71,7 +71,7 @@ class ParallelFlags:
     """Logits are computed in chunks of this many MiB while the loss is computed; 0 computes all at
     once."""
     checkpoint_activations: bool = option(False, aliases=("--deepspeed-activation-checkpointing",))
-    """Older spelling of --recompute-granularity full --recompute-method uniform."""
+    """Older name of --recompute-granularity full --recompute-method uniform."""
     distributed_backend: str | None = option(
         None, choices=("nccl", "gloo"), derived="nccl on GPUs, gloo on CPU"
     )
@@ -155,8 +155,9 @@ def _replicas(
     model_parallel = size * flags.pipeline_model_parallel_size
     resolver.check(
         world_size % model_parallel == 0,
-        f"{resolver.show(tensor)} x {resolver.show(pipeline)} must divide the {world_size} "
-        "processes",
+        f"{resolver.show(tensor)} x {resolver.show(pipeline)} must divide the number of "
+        f"processes, {world_size}; start a multiple of {model_parallel} processes, or choose other "
+        "sizes",
     )
     for name in ("num_attention_heads", "ffn_hidden_size"):
         resolver.check_divides(tensor, name)

@@ -51,7 +51,7 @@ class PositionsFlags(_Positions):
     """Longest sequence that the model supports; with learned_absolute the number of rows of the
     position embedding."""
     use_rotary_position_embeddings: bool = option(False)
-    """Older spelling of --position-embedding-type rope."""
+    """Older name of --position-embedding-type rope."""
     rope_scaling: str | None = option(None, role="results")
     """RoPE scaling, as JSON in the form of Hugging Face's config.json: rope_type (linear, dynamic,
     llama3, yarn, longrope) and its parameters."""

@@ -189,8 +189,8 @@ class DatasetBuilder:
                 "documents, is empty"
             )
         return (
-            f"--split {blend.split} gives {part} no document of {path}, which has {total}: give "
-            f"{part} a larger share, or 0 to do without it, or more documents"
+            f"--split {blend.split} gives {part} no document of {path}, which has {total}: set "
+            f"the share of {part} to a larger value, or to 0 to do without it, or add documents"
         )
 
     def _weights(self, flag: str, groups: Sequence[Sequence[Chosen]]) -> list[float]:

@@ -47,7 +47,7 @@ def load_checkpoint(
     differing = differences(source.model, engine.config.model)
     if differing:
         raise CheckpointError(
-            f"{found.folder} has another architecture: {'; '.join(differing)} "
+            f"{found.folder} has a different architecture: {'; '.join(differing)} "
             "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
     together(engine, lambda: load_weights(engine, source))

@@ -159,7 +159,7 @@ def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
         try:
             found = locate_checkpoint(path, wanted)
             if found is None:
-                raise CheckpointError(f"{path}: there is no complete checkpoint")
+                raise CheckpointError(f"{path}: no complete checkpoint found")
         except (ValueError, OSError) as error:
             yield Verdict(path / (wanted or ""), error=str(error))
         else:

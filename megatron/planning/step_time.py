@@ -29,9 +29,10 @@ class Hardware:
     gpu_memory: str = option("80GiB")
     """Memory of one GPU, as in 80GiB."""
     memory_reserve: str = option("4GiB")
-    """Part of it that is kept free for CUDA, NCCL, workspaces of kernels and fragmentation."""
+    """Part of --gpu-memory that is kept free for CUDA, NCCL, workspaces of kernels and
+    fragmentation."""
     gpus_per_node: int = option(8)
-    """GPUs of a node, which fast links connect."""
+    """Number of GPUs per node, connected by fast links."""
     peak_tflops: float = option(312.0)
     """Dense 16-bit peak of one GPU, TFLOP/s (A100 312, H100 and H200 989, B200 2250)."""
     utilisation: float = option(0.6)

@@ -195,8 +195,9 @@ class Reporter(Callback):
 def _layout(config: RunConfig) -> str:
     layout = config.parallel
     pipeline, data = layout.pipeline_model_parallel_size, layout.data_parallel_size
+    processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
     words = [
-        f"{layout.world_size} processes, pipeline x data x tensor = "
+        f"{processes}, pipeline x data x tensor = "
         f"{pipeline} x {data} x {layout.tensor_model_parallel_size}"
     ]
     if pipeline > 1:
@@ -220,4 +221,4 @@ def _peak(config: RunConfig, device: torch.device) -> float | None:
 def _peak_source(config: RunConfig, device: torch.device) -> str:
     if config.logging.peak_tflops is not None:
         return "--peak-tflops"
-    return "data sheet" if device.type != "cpu" else "measured by matrix products at start"
+    return "data sheet" if device.type != "cpu" else "measured with matrix products at start-up"

@@ -39,9 +39,9 @@ class CleanupConfig:
     """Cleaning documents."""
 
     input: tuple[str, ...] = option(())
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     dropped: str | None = option(None)
     """A file for the documents left out, with the reason under the key "dropped"."""
     text_key: str = option("text")
@@ -145,7 +145,7 @@ class FixConfig:
     """Filtering and repairing documents."""
 
     input_files: tuple[str, ...] = option((), aliases=("--input",))
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     tasks: tuple[str, ...] = option(())
     """What to do: remove_512 (documents of fewer than 512 characters), remove_256_javascript
     (fewer than 256, and the word javascript), remove_512_non_english (fewer than 512, and another

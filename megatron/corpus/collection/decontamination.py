@@ -55,11 +55,11 @@ class FilterConfig:
     """LAMBADA as JSON lines with the key text."""
     task_file: tuple[str, ...] = option(())
     """Further evaluation sets: FILE:KEY for the texts under a key of JSON lines, FILE for a text
-    file with a text on each line; plain or packed."""
+    file with a text on each line; plain or compressed."""
     dedup_dataset: tuple[str, ...] = option(())
     """The corpus, JSON lines, and the key of its text: corpus.json text."""
     output: str | None = option(None)
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst. Without it, only
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst. Without it, only
     --save-dictionary is written."""
     max_ngram_size: int = option(13)
     """Words of an n-gram."""

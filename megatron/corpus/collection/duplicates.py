@@ -60,7 +60,7 @@ class DuplicateConfig:
     """Finding near-duplicates."""
 
     inputs: tuple[str, ...] = option((), aliases=("--input",))
-    """JSON-lines files, plain or packed, each followed by the key of its ids: cc.json cc_id
+    """JSON-lines files, plain or compressed, each followed by the key of its ids: cc.json cc_id
     news.json url."""
     output: str | None = option(None)
     """File of the duplicates found: a line {"id": [{"other id": similarity}, ...]} each."""
@@ -310,9 +310,9 @@ class RemoveConfig:
     groups: str | None = option(None)
     """The file that group_duplicate_url.py wrote."""
     input: tuple[str, ...] = option(())
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     removed: str | None = option(None)
     """A file for the documents left out."""
     id_key: str = option("url")

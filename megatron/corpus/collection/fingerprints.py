@@ -5,7 +5,7 @@ A folder per input file, complete once about.json exists:
     about.json       how it was made
     signatures.u32   MinHash signatures, uint32[documents, seeds]
     ids.jsonl        an id a line
-    texts.bin        the texts, each packed by zstd
+    texts.bin        the texts, each compressed with zstd
     sizes.i64        bytes of each in texts.bin, int64[documents]
 
 Shape suffixes: D documents, S seeds (values of a signature).

@@ -147,7 +147,7 @@ def partial_path(path: Path) -> Path:
 
 
 class OutputFile:
-    """A file, packed as its name says, that grows from one checkpoint to the next. Every checkpoint
+    """A file, compressed as its name says, that grows from one checkpoint to the next. Every checkpoint
     ends a gzip member or zstd frame, so that the bytes up to it are complete; members and frames
     one after another make one file of the format."""
 
@@ -193,7 +193,7 @@ def publish(path: Path) -> None:
 
 
 def write_packed(path: Path, data: bytes) -> None:
-    """Writes a file at once, packed as its name says."""
+    """Writes a file at once, compressed as its name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if data and (pack := _PACKERS.get(path.suffix)):
         packer = pack()

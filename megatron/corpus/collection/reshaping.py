@@ -40,7 +40,7 @@ class SplitConfig:
     """Splitting a corpus into train, valid and test."""
 
     input: tuple[str, ...] = option((), aliases=("--input-files", "--input_files"))
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output_dir: str | None = option(None, aliases=("--output_dir",))
     """Folder for train.jsonl, valid.jsonl and test.jsonl."""
     split: str = option("90,5,5")
@@ -54,7 +54,7 @@ class SplitConfig:
     seed: int = option(1234)
     """Another seed makes another split."""
     pack: str = option("none", choices=("none", "gz", "zst"))
-    """How the parts are packed."""
+    """Compression of the parts."""
 
 
 def split_corpus(config: SplitConfig, running: LineJobConfig) -> JobReport:
@@ -133,9 +133,9 @@ class AddIdConfig:
     """Numbering documents."""
 
     input_file: tuple[str, ...] = option((), aliases=("--input",))
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output_file: str | None = option(None, aliases=("--output",))
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     id_prefix: str | None = option(None)
     """Beginning of each id: PREFIX-0000000001 and so on."""
     id_key: str = option("adlr_id")
@@ -166,9 +166,9 @@ class MergeConfig:
     """Merging files."""
 
     json_path: tuple[str, ...] = option((".",), aliases=("--json_path", "--input"))
-    """Folders with *.json or *.jsonl, plain or packed, or files, or globs; in order of name."""
+    """Folders with *.json or *.jsonl, plain or compressed, or files, or globs; in order of name."""
     output_file: str = option("merged_output.json", aliases=("--output_file", "--output"))
-    """The file to write, packed if its name ends in .gz or .zst."""
+    """The file to write, compressed if its name ends in .gz or .zst."""
 
 
 def merge(config: MergeConfig, running: LineJobConfig) -> JobReport:
@@ -190,9 +190,9 @@ class PresplitConfig:
     """Splitting documents into sentences."""
 
     input: tuple[str, ...] = option(())
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     text_key: str = option("text")
     """Key of the text."""
     sentence_splitter: str = option("auto", choices=("auto", "punkt", "rules"))

@@ -70,9 +70,9 @@ class UrlConfig:
     """Choosing web addresses."""
 
     input: tuple[str, ...] = option(())
-    """Folders with *.txt files, or files, of one address a line, plain or packed."""
+    """Folders with *.txt files, or files, of one address a line, plain or compressed."""
     output: str | None = option(None)
-    """The file to write, packed if its name ends in .gz or .zst."""
+    """The file to write, compressed if its name ends in .gz or .zst."""
     rejected: str | None = option(None)
     """A file for the addresses left out, each after its reason and a tab."""
     min_length: int = option(9)

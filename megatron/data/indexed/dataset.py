@@ -92,7 +92,7 @@ class IndexFile:
                 else "the two files come from different runs, or the .idx is older than the .bin"
             )
             raise ValueError(
-                f"{name} has {size} bytes, but {self.name} describes {self.bin_bytes}: {cause}; "
+                f"{name} has {size} bytes, but {self.name} expects {self.bin_bytes}: {cause}; "
                 "copy both files again or run the preprocessing again"
             )
 
@@ -113,7 +113,7 @@ class IndexFile:
         if size < HEADER.size:
             raise ValueError(
                 f"{self.name} has {size} bytes, less than the {HEADER.size} of its header: "
-                "the copy or the preprocessing that wrote it was cut short"
+                "it was cut short; copy the file again or run the preprocessing again"
             )
         raw = map_file(path, np.dtype("u1"))
         magic, version, code, sequences, boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
@@ -135,8 +135,9 @@ class IndexFile:
         if size not in (expected, expected + sequences):
             raise ValueError(
                 f"{self.name} has {size} bytes, but its header ({sequences} sequences, "
-                f"{boundaries} document boundaries) makes {expected}: "
+                f"{boundaries} document boundaries) requires {expected}: "
                 + ("it was cut short" if size < expected else "something was appended to it")
+                + "; copy the file again or run the preprocessing again"
             )
         self.dtype = DTYPE_OF_CODE[code]
         lengths_end = HEADER.size + 4 * sequences

@@ -124,8 +124,8 @@ def from_hf(argv: Sequence[str]) -> None:
     shard_bytes = parse_size(config.max_shard_size)
     need("from-hf", "transformers")
     if HuggingFaceFolder.locate(path, None) is None:
-        why = "it has no config.json" if path.is_dir() else "the folder does not exist"
-        raise CheckpointError(f"--input {path}: {why}; name a downloaded model")
+        why = "config.json not found" if path.is_dir() else "the folder does not exist"
+        raise CheckpointError(f"--input {path}: {why}; expected the folder of a Hugging Face model")
     source = HuggingFaceFolder(path)
     with published(output, config.overwrite, path, mark=MEGATRON_TRACKER) as folder:
         if source.tokenizer is None:
@@ -298,7 +298,7 @@ def _wanted(iteration: int | None) -> str | None:
 def _located(load: str, iteration: int | None) -> FoundCheckpoint:
     found = locate_checkpoint(load, _wanted(iteration))
     if found is None:
-        raise CheckpointError(f"--load {load}: there is no complete checkpoint")
+        raise CheckpointError(f"--load {load}: no complete checkpoint found")
     return found
 
 

@@ -96,10 +96,10 @@ def test_every_type_is_in_the_documentation_and_the_help():
 @pytest.mark.parametrize(
     "config, message",
     [
-        (TokenizerConfig(), "--tokenizer-type is missing; it is one of GPT2BPETokenizer"),
+        (TokenizerConfig(), "--tokenizer-type is missing; expected one of GPT2BPETokenizer"),
         (
             TokenizerConfig(tokenizer_type="GPT2Tokenizer"),
-            "--tokenizer-type GPT2Tokenizer is unknown; it is one of .* Did you mean GPT2BPE",
+            "--tokenizer-type GPT2Tokenizer is unknown; expected one of .* Did you mean GPT2BPE",
         ),
         (TokenizerConfig(tokenizer_type="GPT2BPETokenizer"), "needs --vocab-file"),
         (

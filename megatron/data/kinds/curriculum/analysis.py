@@ -231,7 +231,7 @@ def read_rows(prefix: str) -> MetricRows:
     size = bin_file.stat().st_size
     if size != total * dtype.itemsize:
         raise ValueError(
-            f"{bin_file} has {size} bytes, but {idx_file} describes {total * dtype.itemsize}: it "
+            f"{bin_file} has {size} bytes, but {idx_file} expects {total * dtype.itemsize}: it "
             "was cut short, or the two come from different analyses"
         )
     return MetricRows(map_file(bin_file, dtype), ends)
