@@ -41,7 +41,7 @@ from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
 
 _PROCESS = "slices-{:05d}.json"
-"""A process's part of the index and the facts of its files, for :func:`complete`."""
+"""A process's part of the index and the facts of its files, for :func:`finish_checkpoint`."""
 
 
 class SliceWriter:
@@ -115,7 +115,7 @@ def _bytes(tensors: Mapping[str, Tensor]) -> int:
     return sum(values.nbytes for values in tensors.values())
 
 
-def complete(
+def finish_checkpoint(
     save: Path,
     iteration: int,
     processes: int,
@@ -183,5 +183,5 @@ def write_checkpoint(
             CONFIG: run_of(source, moments).to_dict(),
             STATE: state | ({"iteration": iteration} if state else {}),
         }
-        complete(save, iteration, 1, contents, source.copy_tokenizer)
+        finish_checkpoint(save, iteration, 1, contents, source.copy_tokenizer)
     return save / tag(iteration)

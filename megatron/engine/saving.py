@@ -26,7 +26,7 @@ from megatron.checkpoint.folder import (
 )
 from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import open_checkpoint, save_copy
-from megatron.checkpoint.writer import SliceWriter, complete
+from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.gradient_norm import owned
 from megatron.engine.state import loss_scaler_state, optimizer_step, owned_slices
@@ -203,7 +203,7 @@ class CheckpointWriter:
             STATE: job.state,
         }
         world = self.engine.mesh.world.size
-        return complete(self.folder, job.iteration, world, contents, self.save_tokenizer)
+        return finish_checkpoint(self.folder, job.iteration, world, contents, self.save_tokenizer)
 
     def _follow_up(self, iteration: int) -> list[str]:
         """The universal copy and the deletion of older checkpoints; returns notes on failures."""

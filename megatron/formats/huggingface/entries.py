@@ -1,4 +1,4 @@
-"""The lines of a family's table: which parameter is stored in which of Hugging Face's tensors.
+"""The lines of an architecture's table: which parameter is in which of Hugging Face's tensors.
 
 Shapes: N query heads, K key and value heads, D head width, F inner width of the MLP, H hidden size.
 Rows of our query-key-value weight are all queries, all keys, all values: [(N + 2K) D, H].
