@@ -126,7 +126,13 @@ def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Wo
     context = mp.get_context("spawn")
     pipe, far_end = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(far_end, log, function, args), daemon=True)
-    process.start()
+    # On Ctrl-C the parent ends its processes: they inherit the blocked signal, so that it does not
+    # interrupt an interpreter that is still starting. The parent gets it once it is unblocked.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     far_end.close()
     return _Worker(rank, process, pipe, log)
 
@@ -161,7 +167,6 @@ def _launched(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _work(pipe: Connection, log: Path, function: Callable[..., Any], args: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -147,7 +147,7 @@ def partial_path(path: Path) -> Path:
 
 
 class OutputFile:
-    """A file, compressed as its name says, that grows from one checkpoint to the next. Every checkpoint
+    """A file, compressed as its name says, that grows from one checkpoint to the next. Each one
     ends a gzip member or zstd frame, so that the bytes up to it are complete; members and frames
     one after another make one file of the format."""
 
