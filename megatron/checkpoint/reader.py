@@ -124,7 +124,6 @@ class CheckpointReader(Source):
         return entries
 
     def _stored(self, name: str, kind: str, entry: IndexEntry, first: int, end: int) -> Tensor:
-        """Elements [first, end) of a slice."""
         file = entry.files.get(kind)
         if file is None:
             raise CheckpointError(f"{self.folder} has no {kind} of {name}")

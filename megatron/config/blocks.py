@@ -179,7 +179,6 @@ class MLPConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
         return self.activation in GATES
 
     def flags(self) -> dict[str, Any]:
@@ -197,7 +196,6 @@ class MLPConfig:
 def resolve_mlp(
     flags: MLPFlags, hidden_size: int, bias: bool, resolver: ConfigResolver
 ) -> MLPConfig:
-    """Completes the MLP."""
     activation = _activation(flags, resolver)
     width, how = 4 * hidden_size, "4 x hidden-size"
     if activation in GATES:

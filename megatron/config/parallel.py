@@ -176,7 +176,6 @@ def _replicas(
 def _schedule(
     flags: ParallelFlags, model: ModelConfig, resolver: ConfigResolver
 ) -> tuple[str, int]:
-    """The schedule, and stages per process."""
     chunks, blocks = (
         "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     )  # fmt: skip
@@ -228,7 +227,6 @@ def _chunks(layers: int, ranks: int, wanted: int, resolver: ConfigResolver) -> i
 def _check_partition(
     flags: ParallelFlags, model: ModelConfig, stages: int, resolver: ConfigResolver
 ) -> None:
-    """Checks --pipeline-partition, and that every stage has a block."""
     layers, partition = model.num_layers, flags.pipeline_partition
     resolver.check(
         stages <= layers,
@@ -256,7 +254,6 @@ def _check_partition(
 
 
 def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:
-    """Granularity and method of recomputation."""
     granularity = flags.recompute_granularity
     for flag, given, meaning in (
         ("--checkpoint-activations", flags.checkpoint_activations, "full"),

@@ -34,11 +34,9 @@ class RankError(RuntimeError):
 
 class Ranks:
     """Processes that run a generator function of a module and return the values that it yields.
-
-    They run on this machine's CPU with a launcher's environment variables. Their output is kept for
-    the message of :class:`RankError`. Each is a new interpreter, which imports the main module like
-    any other. Leaving the context ends them; so does the end of the process that started them.
-    """
+    They run on this machine's CPU with a launcher's environment variables; each is a new
+    interpreter, which imports the main module. Leaving the context ends them; so does the end of
+    the process that started them. Their output is kept for :class:`RankError`."""
 
     def __init__(self, size: int, function: Callable[..., Iterable[Any]], *args: Any) -> None:
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -55,11 +53,8 @@ class Ranks:
             raise
 
     def results(self) -> list[Any]:
-        """The next value that the function yields on each rank.
-
-        Raises:
-            RankError: a process ended instead.
-        """
+        """The next value that the function yields on each rank. Raises RankError if a process ended
+        instead."""
         found: dict[int, Any] = {}
         pending: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers}
         while pending:
@@ -149,7 +144,6 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _launched(rank: int, size: int, port: int) -> dict[str, str]:
-    """torchrun's variables for a worker."""
     interfaces = {name for _, name in socket.if_nameindex()}
     return {
         "RANK": str(rank),

@@ -29,8 +29,6 @@ from megatron.util.processes import is_main_process
 
 
 class _LogFormatter(logging.Formatter):
-    """The plain message, after "warning:" where it is one."""
-
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
         return f"warning: {message}" if record.levelno >= logging.WARNING else message
@@ -212,7 +210,6 @@ def _layout(config: RunConfig) -> str:
 
 
 def _peak(config: RunConfig, device: torch.device) -> float | None:
-    """Peak FLOP/s of one device: given, from its data sheet, or measured on a CPU."""
     if config.logging.peak_tflops is not None:
         return config.logging.peak_tflops * 1e12
     if device.type != "cpu":

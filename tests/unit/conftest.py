@@ -10,7 +10,7 @@ from torch import Tensor
 
 from megatron.checkpoint.folder import incomplete_folder
 from megatron.checkpoint.slices import Slice
-from megatron.checkpoint.writer import SliceWriter, complete
+from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.config import RunConfig
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack
@@ -95,7 +95,7 @@ def write_checkpoint() -> Callable[..., Path]:
         writer.finish()
         contents = {"config.json": config.to_dict(), "state.json": {"iteration": step}}
         save_tokenizer = (lambda folder: None) if tokenizer is None else tokenizer.save_pretrained
-        complete(save, step, 1, contents, save_tokenizer)
+        finish_checkpoint(save, step, 1, contents, save_tokenizer)
         return save / f"global_step{step}"
 
     return write

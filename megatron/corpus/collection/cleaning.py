@@ -118,10 +118,8 @@ def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> R
 
 
 def language_finder() -> Callable[[str], str]:
-    """Text to the code of its language (ISO 639-1 or -3); "zxx" where there are no words.
-
-    The model is in the package py3langid; datatrove's language filter downloads fastText's.
-    """
+    """Text to the code of its language (ISO 639-1 or -3); "zxx" where there are no words. The model
+    is in the package py3langid; datatrove's language filter downloads fastText's."""
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     return lambda text: identifier.classify(text[:_LANGUAGE_CHARACTERS])[0]
 

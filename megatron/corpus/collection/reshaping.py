@@ -84,22 +84,16 @@ def _split_step(config: SplitConfig, bounds: Sequence[int]) -> RecordStep:
 
 
 def hash_of(record: JsonRecord, key: str, seed: int) -> int:
-    """64 bits of BLAKE2b, keyed by the seed, of the value of a key.
-
-    Raises:
-        BadRecordError: the record has no such key.
-    """
+    """64 bits of BLAKE2b, keyed by the seed, of the value of a key; BadRecordError without such a
+    key."""
     value = record.value(key)
     data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
     return hash64(data, str(seed).encode())
 
 
 def cumulative_shares(split: str) -> tuple[float, ...]:
-    """Where train, valid and test end, as shares of all; the last is exactly 1.
-
-    Raises:
-        ConfigError: these are not three numbers from 0 up with a sum above 0.
-    """
+    """Where train, valid and test end, as shares of all; the last is exactly 1. Raises ConfigError
+    unless these are three numbers from 0 up with a sum above 0."""
     try:
         numbers = [float(number) for number in split.split(",")]
     except ValueError:
@@ -110,12 +104,8 @@ def cumulative_shares(split: str) -> tuple[float, ...]:
 
 
 def exact_bounds(hashes: npt.NDArray[np.uint64], ends: Sequence[float]) -> tuple[int, ...]:
-    """Bounds that cut the documents at the given shares, as near as equal texts let them.
-
-    Args:
-        hashes: one for each document, [n].
-        ends: cumulative shares of the parts, the last 1.
-    """
+    """Bounds that cut the documents, of which `hashes` are [n], at the given cumulative shares, the
+    last of which is 1, as near as equal texts let them."""
     values, counts = np.unique(hashes, return_counts=True)
     below = np.concatenate(([0], np.cumsum(counts)))  # documents before each different hash
     bounds = []
@@ -182,11 +172,8 @@ class MergeConfig:
 
 
 def merge(config: MergeConfig, running: LineJobConfig) -> JobReport:
-    """Writes the lines of all files to one. The output, if it exists, is no input.
-
-    Raises:
-        ValueError, OSError: see `line_job.run`.
-    """
+    """Writes the lines of all files to one. The output, if it exists, is no input. Errors: see
+    `line_job.run`."""
     output = Path(config.output_file)
     inputs = [str(p) for p in json_inputs(config.json_path) if p.resolve() != output.resolve()]
     if not inputs:

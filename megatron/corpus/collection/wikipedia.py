@@ -53,7 +53,6 @@ class WikipediaConfig:
 
 
 def read_wikipedia(config: WikipediaConfig, running: LineJobConfig) -> JobReport:
-    """Writes the articles of WikiExtractor's files."""
     inputs, output = required(config, "input", "output")
     job = LineJob(
         "wikiextractor_json",
@@ -148,11 +147,8 @@ def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
 
 
 def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
-    """Lines in batches none of which ends inside an article.
-
-    Raises:
-        ValueError: an article is longer than 256 MiB, so that its end seems to be missing.
-    """
+    """Lines in batches none of which ends inside an article. Raises ValueError if an article is
+    longer than 256 MiB, so that its end seems to be missing."""
     held: LineBatch | None = None
     for batch in read_lines(paths):
         if held is not None and held.path != batch.path:
@@ -182,11 +178,7 @@ def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
 
 def extracted_files(patterns: Iterable[str]) -> list[Path]:
     """Files of WikiExtractor: those named wiki_* in a folder and its subfolders, or as given.
-
-    Raises:
-        FileNotFoundError: no file is found.
-        ValueError: one is compressed with bzip2.
-    """
+    Raises FileNotFoundError if no file is found, ValueError if one is compressed with bzip2."""
     files: dict[Path, None] = {}
     for pattern in map(Path, patterns):
         found = sorted(pattern.rglob("wiki_*")) if pattern.is_dir() else [pattern]

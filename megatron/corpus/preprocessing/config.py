@@ -60,11 +60,8 @@ class PreprocessConfig:
     """Keep the order of the input."""
 
     def check(self) -> None:
-        """Checks the flags before anything is read.
-
-        Raises:
-            ConfigError: a flag is missing or out of range.
-        """
+        """Checks the flags before anything is read. Raises ConfigError if a flag is missing or out
+        of range."""
         if not self.input:
             raise ConfigError("--input is missing: the files to read")
         if not self.output_prefix:

@@ -38,12 +38,10 @@ def best_dtype(vocab_size: int | None) -> np.dtype:
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """The token file of a prefix."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """The index file of a prefix."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -53,13 +51,9 @@ _BLOCKS_AT_OPENING = 64
 
 
 class IndexFile:
-    """Lengths, offsets and document boundaries of the sequences of a `.bin`.
-
-    Opening a huge file checks a part of its entries; `verify` checks all of them.
-
-    Raises:
-        ValueError: the file is damaged or cut short; the message names it by `name` or its path.
-    """
+    """Lengths, offsets and document boundaries of the sequences of a `.bin`. Opening a huge file
+    checks a part of its entries; `verify` checks all of them. Raises ValueError if the file is
+    damaged or cut short."""
 
     dtype: np.dtype
     """Of the tokens."""
@@ -78,12 +72,10 @@ class IndexFile:
         self._check_entries(_BLOCKS_AT_OPENING)
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self.sequence_lengths)
 
     @property
     def bin_bytes(self) -> int:
-        """Expected size of the .bin."""
         if not len(self):
             return 0
         return int(self.sequence_offsets[-1]) + self._bytes_of(len(self) - 1)
@@ -229,16 +221,10 @@ class Tokens(Protocol):
 
 
 class IndexedDataset(Sequence[np.ndarray]):
-    """Read-only, memory-mapped view of `prefix.bin` and `prefix.idx`; item i is sequence i.
-
-    Items are read-only views into the file, of dtype `.dtype`. The arrays are those of `IndexFile`.
-    Unpickling (in loader workers) reopens the files.
-
-    Raises:
-        FileNotFoundError: one of the two files is missing.
-        ValueError: the files are damaged, cut short, or do not belong together; the message names
-            the file, both sizes and the likely cause.
-    """
+    """Read-only, memory-mapped view of `prefix.bin` and `prefix.idx`; item i is sequence i. Items
+    are read-only views into the file, of dtype `.dtype`. The arrays are those of `IndexFile`.
+    Unpickling (in loader workers) reopens the files. Raises FileNotFoundError if one of the two
+    files is missing, ValueError if the files are damaged, cut short, or do not belong together."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
@@ -313,10 +299,8 @@ class IndexedDataset(Sequence[np.ndarray]):
 
     def check_ids(self, extremes: np.ndarray, vocab_size: int | None) -> None:
         """Check that token ids are in a vocabulary; without one, that they are not negative.
-
-        Args:
-            extremes: the smallest and the largest id with their positions in the .bin, int64[2, 2].
-        """
+        `extremes` are the smallest and the largest id with their positions in the .bin, int64[2,
+        2]."""
         for token, position in extremes.tolist():
             if token >= 0 and (vocab_size is None or token < vocab_size):
                 continue

@@ -12,7 +12,7 @@ from megatron.checkpoint.manifest import verify
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.slices import Slice
 from megatron.checkpoint.source import Source, locate_checkpoint, open_checkpoint, run_of
-from megatron.checkpoint.writer import SliceWriter, complete
+from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.checkpoint.writer import write_checkpoint as write
 from megatron.config import TokenizerConfig
 
@@ -109,7 +109,7 @@ def test_what_several_processes_hold_is_one_checkpoint(tmp_path, source):
             writer.add(name, own, [(kind, own.cut(source.tensor(name, kind))) for kind in kinds])
         writer.finish()
     contents = {"config.json": run_of(source).to_dict(), "state.json": source.state}
-    size = complete(tmp_path, 4, 2, contents, lambda folder: None)
+    size = finish_checkpoint(tmp_path, 4, 2, contents, lambda folder: None)
     found = open_checkpoint(tmp_path)
     for (name, kind), values in source.tensors.items():
         assert torch.equal(found.tensor(name, kind), values)

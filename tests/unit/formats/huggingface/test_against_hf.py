@@ -81,7 +81,11 @@ def meaning(folder):
     }
 
 
-def both_ways(model_type, case, hf_model, tmp_path):
+ALL_CASES = [(model_type, case) for model_type, cases in CASES.items() for case in cases]
+
+
+@pytest.mark.parametrize(("model_type", "case"), ALL_CASES)
+def test_against_hf(model_type, case, hf_model, tmp_path):
     theirs, folder, back = hf_model(model_type, **CASES[model_type][case]), *(
         tmp_path / name for name in ("theirs", "back")
     )  # fmt: skip
@@ -105,70 +109,6 @@ def both_ways(model_type, case, hf_model, tmp_path):
     assert_same_logits(ours_of(source), again.eval(), model_type)
 
 
-def test_every_architecture_has_cases():
-    assert {known.model_type for known in ARCHITECTURES} == set(CASES)
-
-
-@pytest.mark.parametrize("case", CASES["gpt2"])
-def test_against_hf_gpt2(case, hf_model, tmp_path):
-    both_ways("gpt2", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["llama"])
-def test_against_hf_llama(case, hf_model, tmp_path):
-    both_ways("llama", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["mistral"])
-def test_against_hf_mistral(case, hf_model, tmp_path):
-    both_ways("mistral", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["qwen2"])
-def test_against_hf_qwen2(case, hf_model, tmp_path):
-    both_ways("qwen2", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["qwen3"])
-def test_against_hf_qwen3(case, hf_model, tmp_path):
-    both_ways("qwen3", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["phi3"])
-def test_against_hf_phi3(case, hf_model, tmp_path):
-    both_ways("phi3", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["gemma2"])
-def test_against_hf_gemma2(case, hf_model, tmp_path):
-    both_ways("gemma2", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["gemma3_text"])
-def test_against_hf_gemma3(case, hf_model, tmp_path):
-    both_ways("gemma3_text", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["gpt_neox"])
-def test_against_hf_gpt_neox(case, hf_model, tmp_path):
-    both_ways("gpt_neox", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["opt"])
-def test_against_hf_opt(case, hf_model, tmp_path):
-    both_ways("opt", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["falcon"])
-def test_against_hf_falcon(case, hf_model, tmp_path):
-    both_ways("falcon", case, hf_model, tmp_path)
-
-
-@pytest.mark.parametrize("case", CASES["bloom"])
-def test_against_hf_bloom(case, hf_model, tmp_path):
-    both_ways("bloom", case, hf_model, tmp_path)
-
-
 GRADIENTS = [
     ("gpt2", "untied"), ("llama", "llama3"), ("llama", "attention_biases"), ("mistral", "window"),
     ("qwen2", "window"),
@@ -176,6 +116,12 @@ GRADIENTS = [
     ("gemma3_text", "scaled"), ("gpt_neox", "untied"), ("gpt_neox", "sequential"),
     ("opt", "tied"), ("falcon", "7b"), ("falcon", "40b"), ("bloom", "tied"),
 ]  # fmt: skip
+
+
+def test_every_architecture_is_compared():
+    known = {architecture.model_type for architecture in ARCHITECTURES}
+    assert known == {model_type for model_type, _ in ALL_CASES}
+    assert known == {model_type for model_type, _ in GRADIENTS}
 
 
 @pytest.mark.parametrize(("model_type", "case"), GRADIENTS)

@@ -197,6 +197,12 @@ NO_EFFECT = {
 }  # fmt: skip
 """Fields that do nothing beside the others of such a model."""
 
+
+def test_every_architecture_is_thought_of():
+    known = {architecture.model_type for architecture in ARCHITECTURES}
+    assert known == set(BASES) == set(NO_EFFECT)
+
+
 SMALL = {
     "hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "head_dim": 8,
     "max_position_embeddings": 64, "num_key_value_heads": 4,
