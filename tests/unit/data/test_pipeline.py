@@ -103,7 +103,7 @@ def test_mock_data_is_for_a_gpt(family):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (InstructionConfig(packing=True), "--packing would change nothing: this run has no instruction"),
+        (InstructionConfig(packing=True), "--packing would change nothing: this run has no instr"),
         (RawTextConfig(text_key="x"), "--text-key would change nothing: this run has no raw text"),
         (MaskedDataConfig(mask_prob=0.2), "--mask-prob would change nothing"),
         (FimConfig(fim_rate=0.9), "--fim-rate would change nothing: it needs"),
