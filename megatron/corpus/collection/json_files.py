@@ -148,8 +148,8 @@ def partial_path(path: Path) -> Path:
 
 class OutputFile:
     """A file, compressed as its name says, that grows from one checkpoint to the next. Every
-    checkpoint ends a gzip member or zstd frame, so that the bytes up to it are complete; members and frames
-    one after another make one file of the format."""
+    checkpoint ends a gzip member or zstd frame, so that the bytes up to it are complete; members
+    and frames one after another make one file of the format."""
 
     def __init__(self, path: Path, size: int) -> None:
         """Opens PATH.partial and cuts it to `size` bytes, those of the last checkpoint. Raises
