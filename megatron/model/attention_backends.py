@@ -61,8 +61,8 @@ class AttentionScoring:
         scalar, window = attention.query_pre_attn_scalar, attention.window(layer)
         if kind == "full" and window is not None:
             raise ConfigError(
-                f"--sliding-window {window} limits the tokens before a token, but in the blocks "
-                "of this model a token sees those after it too: leave it out"
+                f"--sliding-window {window} limits attention to earlier tokens, but in the blocks "
+                "of this model a token also attends to later ones: leave the flag out"
             )
         slopes: tuple[float, ...] = ()
         if config.positions.position_embedding_type == "alibi" and kind != "cross":

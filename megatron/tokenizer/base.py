@@ -163,7 +163,7 @@ def refuse_extra_ids(config: TokenizerConfig) -> None:
     """Raises ConfigError on --vocab-extra-ids, for a vocabulary that is fixed by its files."""
     if config.vocab_extra_ids:
         raise ConfigError(
-            f"--vocab-extra-ids {config.vocab_extra_ids} does not go with --tokenizer-type "
+            f"--vocab-extra-ids {config.vocab_extra_ids} cannot be used with --tokenizer-type "
             f"{config.tokenizer_type}: its vocabulary is fixed by its files; leave the flag out"
         )
 

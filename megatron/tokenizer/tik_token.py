@@ -109,8 +109,8 @@ class TikTokenizer(Tokenizer):
         size = vocab_size or min(_JSON_LIMIT, len(tokens) + len(names))
         if not len(names) + 256 <= size <= len(tokens) + len(names):
             raise ConfigError(
-                f"--vocab-size {size} does not go with --tokenizer-model {path} of {len(tokens)} "
-                f"tokens: with {len(names)} special ones it is {len(names) + 256} to "
+                f"--vocab-size {size} does not fit --tokenizer-model {path} of {len(tokens)} "
+                f"tokens: with {len(names)} special ones it must be {len(names) + 256} to "
                 f"{len(tokens) + len(names)}"
             )
         ranks = {t: len(names) + n for n, t in enumerate(tokens[: size - len(names)])}

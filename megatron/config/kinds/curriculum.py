@@ -125,7 +125,7 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
     if sampling.section("dynamic_batching").enabled:
         raise ConfigError(
             f"{sampling.path}.dynamic_batching: a batch has --global-batch-size samples here; "
-            "remove the key, or let batches grow by --rampup-batch-size"
+            "remove the key, or increase the batch size with --rampup-batch-size"
         )
     learning = sampling.section("curriculum_learning")
     if not sampling.enabled or not learning.enabled:

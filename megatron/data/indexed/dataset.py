@@ -128,7 +128,7 @@ class IndexFile:
             )
         if code not in DTYPE_OF_CODE:
             raise ValueError(
-                f"{self.name} has dtype code {code}; known are "
+                f"{self.name} has dtype code {code}; expected one of "
                 + ", ".join(f"{c} ({d.name})" for c, d in DTYPE_OF_CODE.items())
             )
         expected = HEADER.size + 12 * sequences + 8 * boundaries

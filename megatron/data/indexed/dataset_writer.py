@@ -201,8 +201,8 @@ def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
     for prefix in prefixes:
         if Path(prefix).absolute() == output:
             raise ValueError(
-                f"--output-prefix {output_prefix} is one of the inputs: write elsewhere, or remove "
-                f"{bin_path(output_prefix).name} and {idx_path(output_prefix).name} first"
+                f"--output-prefix {output_prefix} is one of the inputs: choose another prefix, or "
+                f"remove {bin_path(output_prefix).name} and {idx_path(output_prefix).name} first"
             )
     inputs = [IndexedDataset(prefix) for prefix in prefixes]
     dtype = _common_dtype(inputs)

@@ -111,13 +111,13 @@ def test_every_type_is_in_the_documentation_and_the_help():
         (TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=0), "--vocab-size is 0"),
         (
             TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=5, vocab_extra_ids=100),
-            "--vocab-extra-ids 100 does not go with",
+            "--vocab-extra-ids 100 cannot be used with",
         ),
         (
             TokenizerConfig(
                 tokenizer_type="Llama2Tokenizer", tokenizer_model="m", vocab_extra_ids=1
             ),
-            "--vocab-extra-ids 1 does not go with",
+            "--vocab-extra-ids 1 cannot be used with",
         ),
         (TokenizerConfig(tokenizer_type="BertWordPieceCase"), "needs --vocab-file: .*none is down"),
         (

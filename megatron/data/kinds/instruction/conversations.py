@@ -99,7 +99,7 @@ def _turns(messages: Any, key: str) -> list[Turn]:
             speaker = _string(message, "from")
             if speaker not in _ROLE_OF_SPEAKER:
                 raise ValueError(
-                    f'a message is from "{speaker}"; known are {", ".join(_ROLE_OF_SPEAKER)}'
+                    f'a message is from "{speaker}"; expected one of {", ".join(_ROLE_OF_SPEAKER)}'
                 )
             turns.append(Turn(_ROLE_OF_SPEAKER[speaker], _string(message, "value")))
         else:

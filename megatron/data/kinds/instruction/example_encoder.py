@@ -71,7 +71,7 @@ class ExampleEncoder:
                 self._template = of_transformers.get_chat_template()
             if config.prompt_format == "chat" and self._template is None:
                 raise ConfigError(
-                    "--prompt-format chat: the tokenizer brings no chat template; give "
+                    "--prompt-format chat: the tokenizer has no chat template; give "
                     "--chat-template FILE"
                 )
 

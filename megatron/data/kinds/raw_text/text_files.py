@@ -73,8 +73,8 @@ def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextF
     for name in found:
         if name.endswith(PACKED_ENDINGS):
             raise ValueError(
-                f"{name} cannot be read in place: unpack it to JSON lines, or convert its text to "
-                "a .bin/.idx with tools/preprocess_data.py"
+                f"{name} cannot be read in place: decompress it to JSON lines, or convert its text "
+                "to a .bin/.idx with tools/preprocess_data.py"
             )
     return [TextFile.of(name) for name in found]
 
@@ -223,6 +223,6 @@ def text_records(path: str, text_key: str, delim: str | None) -> list[TextRecord
 def changed(file: TextFile, offset: int) -> ValueError:
     """What to raise when a record is not where it was."""
     return ValueError(
-        f"{file.path} has changed while it was in use: there is another record at byte {offset} "
-        "than when it was indexed; start the run again (its samples will be different)"
+        f"{file.path} has changed while it was in use: there is a different record at byte "
+        f"{offset} than when it was indexed; start the run again (its samples will be different)"
     )
