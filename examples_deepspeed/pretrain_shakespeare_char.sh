@@ -42,7 +42,7 @@ LAUNCHER=${LAUNCHER:-python} TOKENIZER='' DATA_PATH=$text/char_text_document
 if [[ -z ${DRY_RUN:-} ]]; then
     python - "$SHAKESPEARE" "$text" <<'PYTHON'
 import json, pathlib, sys
-from megatron.tokenizer.byte_level import CHARACTER_OF_BYTE
+from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE
 
 text, folder = pathlib.Path(sys.argv[1]).read_bytes(), pathlib.Path(sys.argv[2])
 if not text.isascii():

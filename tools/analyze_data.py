@@ -33,9 +33,9 @@ class AnalysisConfig:
     analyzing_metric: tuple[str, ...] = option(("vocab_rarity",))
     """Metrics: seqlen (tokens without padding), vocab_rarity (how rare the tokens are)."""
     analyzing_num_threads: int = option(1)
-    """Processes that read the samples."""
+    """Number of processes that read the samples."""
     world_size: int = option(1)
-    """Processes of the run."""
+    """Number of processes of the run."""
 
     def check(self) -> None:
         """Raises ConfigError for invalid values."""

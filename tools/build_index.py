@@ -31,9 +31,9 @@ class BuildConfig:
     """Build: processes; all flags of pretrain_gpt.py describe the run."""
 
     workers: int | None = option(None, derived="one per processor")
-    """Processes that build, each one dataset at a time."""
+    """Number of processes that build, each one dataset at a time."""
     world_size: int = option(1)
-    """Processes of the run."""
+    """Number of processes of the run."""
     samples: str = option("gpt", choices=family_names())
     """Model family of the samples."""
 

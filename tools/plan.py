@@ -13,7 +13,7 @@ Step time: FLOPs / (utilisation x peak) + exposed bytes / bandwidth + the pipeli
 (p - 1) / (v m) of the work (Narayanan et al. 2021, arXiv:2104.04473). The assumptions are printed,
 and each is a flag. docs/guides/planning.md has the formulas.
 
-Exit status: 0; 1 if nothing fits; 2 for wrong flags.
+Exit status: 0 if a layout fits; 1 if none fits; 2 if the command line is wrong.
 """
 
 import dataclasses

@@ -8,8 +8,8 @@ text, and which tokens count in the loss:
     python tools/show_batch.py --iteration 1200 --world-size 8 [the flags of pretrain_gpt.py]
 
 Text that does not count in the loss is in [[double brackets]]; in BERT's samples, "a -> b" means
-that the model reads a and must predict b. The batch depends on nothing but the flags and the number
-of processes of the run from its first step on.
+that the model reads a and must predict b. The batch depends only on the flags and on the number
+of processes: give those that the run has had since its first step.
 """
 
 import json
@@ -35,13 +35,13 @@ class ShowConfig:
     """Show: output; all flags of pretrain_gpt.py describe the run."""
 
     iteration: int = option(1)
-    """The step, from 1."""
+    """Step to show, counted from 1."""
     world_size: int = option(1)
-    """Processes of the run."""
+    """Number of processes of the run."""
     rank: int | None = option(None, derived="all")
     """Print only the samples of this rank."""
     max_characters: int = option(400)
-    """Characters of a sample's text to print; 0 prints all."""
+    """Maximum number of characters of a sample's text to print; 0 prints all."""
     samples: str = option("gpt", choices=family_names())
     """Model family of the samples."""
     json: bool = option(False)

@@ -32,8 +32,9 @@ class TrainTokenizerConfig:
     """Tokenizer training: which text, and how large a vocabulary."""
 
     input: tuple[str, ...] = option(())
-    """Files, globs or folders, plain or packed by gzip or zstd. Names in .json or .jsonl (then .gz
-    or .zst) are JSON lines, others are text. Of a folder, *.json, *.jsonl and *.txt are read."""
+    """Files, globs or folders, plain or compressed with gzip or zstd. Files that end in .json or
+    .jsonl (then .gz or .zst) are JSON lines, others are text. In a folder, *.json, *.jsonl and
+    *.txt are read."""
     json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key",))
     """Keys of the texts in JSON lines."""
     vocab_size: int | None = option(None)
@@ -49,7 +50,8 @@ class TrainTokenizerConfig:
     """Kind of SentencePiece model."""
     byte_fallback: bool = option(False)
     """SentencePiece as in Llama 2: text and its spaces stay as they are, digits are tokens of their
-    own, and characters outside the vocabulary become bytes; every text comes back as it was."""
+    own, and characters outside the vocabulary become bytes; every text can be restored
+    exactly."""
 
     def check(self) -> None:
         for flag, value in (

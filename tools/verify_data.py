@@ -12,7 +12,8 @@ token id against the vocabulary (with tokenizer flags, or --vocab-size alone), a
 both files against PREFIX.sha256 if that exists. --write-checksums writes that file if the dataset
 is intact; `sha256sum -c` reads it too.
 
-Exit status: 0 if all is intact; 1 if anything is damaged or missing; 2 for wrong flags.
+Exit status: 0 if all is intact; 1 if anything is damaged or missing; 2 if the command line is
+wrong.
 """
 
 import sys

@@ -142,13 +142,13 @@ def _flow(stations: Sequence[tuple[str, str]], title: str) -> str:
 
 
 def batch() -> str:
-    """The way of a batch."""
-    return _flow(BATCH, "The way of a batch, from files to the result of a step")
+    """The path of a batch."""
+    return _flow(BATCH, "The path of a batch, from files to the result of a step")
 
 
 def checkpoint() -> str:
-    """The way of a checkpoint."""
-    return _flow(CHECKPOINT, "The way of a checkpoint, from the engine to another layout")
+    """The path of a checkpoint."""
+    return _flow(CHECKPOINT, "The path of a checkpoint, from the engine to another layout")
 
 
 def package_imports() -> dict[str, set[str]]:

@@ -92,11 +92,8 @@ def remove_incomplete(save: Path) -> None:
 
 
 def discard(folder: Path) -> None:
-    """Deletes a checkpoint; a partly deleted one never has its name.
-
-    Raises:
-        OSError: it cannot be renamed, and is unchanged.
-    """
+    """Deletes a checkpoint; a partly deleted one never has its name. Raises OSError if it cannot be
+    renamed, and is unchanged."""
     name = folder.name.removeprefix(".").removesuffix(".replaced")
     deleted = folder.with_name(f".{name}.deleted")
     shutil.rmtree(deleted, ignore_errors=True)
@@ -105,14 +102,9 @@ def discard(folder: Path) -> None:
 
 
 def publish(save: Path, iteration: int, facts: dict[str, Facts]) -> Path:
-    """Turns a fully written incomplete folder into the newest checkpoint.
-
-    ``facts`` are the manifest entries of its files. Whenever the process is killed, the tracker
-    names a complete checkpoint.
-
-    Raises:
-        OSError: a file cannot be written; the checkpoints are unchanged.
-    """
+    """Turns a fully written incomplete folder into the newest checkpoint; ``facts`` are the
+    manifest entries of its files. Whenever the process is killed, the tracker names a complete
+    checkpoint. Raises OSError if a file cannot be written; the checkpoints are unchanged."""
     written, name = incomplete_folder(save, iteration), tag(iteration)
     write_manifest(written, facts)
     replace_folder(written, save / name, {MEGATRON_TRACKER: f"{iteration}", TRACKER: name})
@@ -134,18 +126,12 @@ def unfinished_folder(final: Path) -> Iterator[Path]:
 
 
 def replace_folder(written: Path, final: Path, trackers: Mapping[str, str]) -> None:
-    """Renames a fully written folder of any format to ``final``, and deletes what had that name.
+    """Renames a fully written folder of any format to ``final`` and deletes what had that name;
+    then replaces ``trackers``, text of files beside it by name.
 
-    At every moment the old or the new folder has the name or is :func:`standing_in` for it.
-
-    Args:
-        written: the folder, beside ``final``; its files are on the disk.
-        final: its name.
-        trackers: text of files beside it, by name, that are replaced afterwards.
-
-    Raises:
-        OSError: something cannot be renamed or written; the old folder has its name again, unless
-            only a tracker could not be replaced.
+    At every moment the old or the new folder has the name or is :func:`standing_in` for it. Raises
+    OSError if something cannot be renamed or written; the old folder has its name again, unless
+    only a tracker could not be replaced.
     """
     save, replaced = final.parent, None
     staged: dict[Path, Path] = {}
@@ -191,7 +177,6 @@ def _make_room(final: Path) -> Path | None:
 
 
 def _complete(save: Path, name: str) -> Path | None:
-    """The path of a tag's checkpoint, if it is complete."""
     for folder in (save / name, standing_in(save / name)):
         if folder is not None and (folder / MANIFEST).is_file():
             return folder
@@ -210,19 +195,13 @@ def complete_tags(save: Path) -> list[str]:
 
 
 def find(load: str, wanted: str | None = None) -> Path | None:
-    """The checkpoint to load.
+    """The folder of the checkpoint to load: ``load`` itself, or in it the one of a tag
+    (``global_step100``) or an iteration, by default the one that the tracker names (without a
+    tracker: the newest complete one). None if there is no checkpoint, or the tracker names one of
+    another format.
 
-    Args:
-        load: a folder of checkpoints, or one checkpoint.
-        wanted: a tag (``global_step100``) or an iteration; None for the one that the tracker names
-            (without a tracker: the newest complete one).
-
-    Returns:
-        Its folder; None if there is no checkpoint, or the tracker names one of another format.
-
-    Raises:
-        CheckpointError: the wanted checkpoint is missing or incomplete, the tracker is empty or
-            names no checkpoint, or the folder's checkpoints are in another format.
+    Raises CheckpointError if the wanted checkpoint is missing or incomplete, the tracker is empty
+    or names no checkpoint, or the folder's checkpoints are in another format.
     """
     root = Path(load)
     if (root / MANIFEST).is_file():
@@ -267,17 +246,8 @@ def lock_folder(
     wait_seconds: float = _WAIT_SECONDS,
 ) -> Lock:
     """Locks a folder of checkpoints, which is created if necessary, for one run; the file ``.lock``
-    there names the holder.
-
-    Args:
-        save: the folder.
-        say: called with a line for the user.
-        wait_seconds: how long to wait for a holder on another host.
-
-    Raises:
-        CheckpointError: another run saves there.
-        OSError: the folder cannot be created or written to.
-    """
+    there names the holder. ``wait_seconds`` is for a holder on another host. Raises CheckpointError
+    if another run saves there; OSError if the folder cannot be created or written to."""
     save.mkdir(parents=True, exist_ok=True)
     path, told, deadline = save / LOCK, False, time.monotonic() + wait_seconds
     while True:

@@ -40,13 +40,8 @@ def tensor_key(name: str, kind: str, part: str = "") -> str:
 
 @dataclass(frozen=True)
 class IndexEntry:
-    """Where a slice of a parameter is stored.
-
-    Attributes:
-        slice: the slice.
-        files: file with the elements of ``weight`` and of each moment.
-        part: distinguishes several slices of one parameter in one process; part of their keys.
-    """
+    """Where a slice of a parameter is stored: ``files`` are those of ``weight`` and of each moment;
+    ``part`` distinguishes several slices of one parameter in one process, as part of their keys."""
 
     slice: Slice
     files: dict[str, str]
@@ -85,16 +80,9 @@ class IndexEntry:
 
 
 def read_index(folder: Path, files: Mapping[str, Any]) -> dict[str, list[IndexEntry]]:
-    """Reads and checks a checkpoint's index: the slices of each parameter by canonical name.
-
-    Args:
-        folder: the checkpoint.
-        files: what its manifest lists.
-
-    Raises:
-        CheckpointError: slices overlap, leave a gap, disagree about shape or kinds, or are in files
-            that the manifest does not list.
-    """
+    """Reads and checks a checkpoint's index: the slices of each parameter by canonical name. Raises
+    CheckpointError if slices overlap, leave a gap, disagree about shape or kinds, or are in files
+    that the manifest, ``files``, does not list."""
     path = folder / INDEX
     try:
         index = {
@@ -144,11 +132,8 @@ def write_manifest(folder: Path, facts: dict[str, Facts]) -> None:
 
 
 def manifest(folder: Path) -> dict[str, Facts]:
-    """Manifest entries of a checkpoint by file name.
-
-    Raises:
-        CheckpointError: the manifest is missing or damaged.
-    """
+    """Manifest entries of a checkpoint by file name; CheckpointError if it is missing or
+    damaged."""
     path = folder / MANIFEST
     raw = read_bytes(path)
     content = parse_json(path, raw)
@@ -178,18 +163,10 @@ def _is_entry(item: tuple[str, object]) -> bool:
 
 
 def verify(folder: Path, share: int = 0, shares: int = 1) -> None:
-    """Compares a checkpoint's files and its index with the manifest.
-
-    Args:
-        folder: a checkpoint.
-        share: check only every ``shares``-th file, starting with this one, so that ranks can divide
-            the work; share 0 also checks the index and the counters.
-        shares: number of ranks that divide the work.
-
-    Raises:
-        CheckpointError: a file is missing or differs in size or checksum, or the index's slices do
-            not cover each parameter; the message names the file.
-    """
+    """Compares a checkpoint's files and its index with the manifest: every ``shares``-th file,
+    starting with ``share``, so that ranks can divide the work; share 0 also checks the index and
+    the counters. Raises CheckpointError if a file is missing or differs in size or checksum, or the
+    index's slices do not cover each parameter."""
     files = manifest(folder)
     mine = list(files.items())[share::shares]
     with progress_bar(f"verifying {folder}", total=sum(facts["bytes"] for _, facts in mine)) as bar:
@@ -209,7 +186,9 @@ def check_file(
         if size is None:
             raise CheckpointError(f"{path} is missing")
         if size != facts["bytes"]:
-            raise CheckpointError(f"{path} has {size} bytes, the manifest says {facts['bytes']}")
+            raise CheckpointError(
+                f"{path} has {size} bytes, but the manifest says {facts['bytes']}"
+            )
         found = sha256_of_file(path, read)
     except OSError as error:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from None

@@ -124,7 +124,6 @@ class CheckpointReader(Source):
         return entries
 
     def _stored(self, name: str, kind: str, entry: IndexEntry, first: int, end: int) -> Tensor:
-        """Elements [first, end) of a slice."""
         file = entry.files.get(kind)
         if file is None:
             raise CheckpointError(f"{self.folder} has no {kind} of {name}")
@@ -165,5 +164,7 @@ def differences(saved: ModelConfig, wanted: ModelConfig) -> list[str]:
     for name, old in saved.shaping().items():
         new = here.get(name, old)
         if old != new:
-            lines.append(f"{name} is {json.dumps(old)} there and {json.dumps(new)} here")
+            lines.append(
+                f"{name} is {json.dumps(old)} in the checkpoint and {json.dumps(new)} in this run"
+            )
     return lines

@@ -24,15 +24,10 @@ from megatron.parallel.shard import Ranges, Shard
 
 @dataclass(frozen=True)
 class Slice:
-    """A flat run of elements of a rank's share of a parameter.
-
-    Attributes:
-        shape: shape of the whole parameter, without padding.
-        cuts: (dimension, ranges) of each cut dimension, in order; the share consists of these
-            ranges, one after the other, and of all of the other dimensions.
-        start: first element of the flattened share.
-        end: element after the last one.
-    """
+    """A flat run of elements, from ``start`` to before ``end``, of a rank's share of a parameter.
+    ``shape`` is that of the whole parameter, without padding; ``cuts`` has (dimension, ranges) of
+    each cut dimension, in order: the share consists of these ranges, one after the other, and of
+    all of the other dimensions."""
 
     shape: tuple[int, ...]
     cuts: tuple[tuple[int, Ranges], ...]
@@ -102,7 +97,6 @@ class Slice:
 
     @cached_property
     def _boxes(self) -> list[_Box]:
-        """The slice as boxes of the parameter."""
         ranges = {dim: _joined(of_dim) for dim, of_dim in self.cuts}
         found = []
         for box in _boxes(self.share_shape, self.start, self.end):
@@ -117,7 +111,6 @@ class Slice:
         return found
 
     def _place(self, box: _Box, starts: tuple[int, ...]) -> int:
-        """Place in the slice of an element of a box."""
         return box.offset + sum(map(mul, map(sub, starts, box.starts), self._strides))
 
 
@@ -162,11 +155,9 @@ class Overlap:
 
 
 def tiles(shape: tuple[int, ...], slices: Iterable[Slice]) -> bool:
-    """Whether slices cover a parameter of that shape, each element once.
-
-    The runs of data-parallel ranks must follow one another in each share. Along each cut dimension
-    the shares' ranges must fill it, and there must be a share for each product of them.
-    """
+    """Whether slices cover a parameter of that shape, each element once. The runs of data-parallel
+    ranks must follow one another in each share. Along each cut dimension the shares' ranges must
+    fill it, and there must be a share for each product of them."""
     shares: dict[tuple[Any, ...], list[Slice]] = {}
     for held in slices:
         shares.setdefault(held.cuts, []).append(held)
@@ -220,7 +211,6 @@ def _boxes(shape: tuple[int, ...], start: int, end: int) -> Iterator[tuple[tuple
 
 
 def _joined(ranges: Ranges) -> Ranges:
-    """The ranges, with adjacent ones joined."""
     found: list[tuple[int, int]] = []
     for start, length in ranges:
         if found and sum(found[-1]) == start:

@@ -41,8 +41,6 @@ class Source(ABC):
 
     Attributes:
         title: the format's name in messages.
-        folder: the checkpoint's folder or file.
-        model: the network, with its vocabulary.
         tokenizer: None if the checkpoint does not describe it.
         run: configuration of the run that wrote it; None if the checkpoint does not contain it.
         state: ``iteration``, ``consumed_samples``, ``optimizer_step``, ``loss_scaler``; empty if
@@ -63,15 +61,9 @@ class Source(ABC):
     @classmethod
     @abstractmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
-        """The path of a checkpoint of this format; None if ``path`` has none.
-
-        Args:
-            path: one checkpoint, or a folder of several with a tracker that names the newest.
-            wanted: a tag or an iteration; None for the newest.
-
-        Raises:
-            CheckpointError: there are checkpoints, but not the wanted one.
-        """
+        """The path of a checkpoint of this format; None if ``path``, one checkpoint or a folder
+        with a tracker, has none. ``wanted`` is a tag or an iteration; None for the newest. Raises
+        CheckpointError if there are checkpoints, but not the wanted one."""
 
     @classmethod
     def family(cls, folder: Path) -> str:
@@ -79,11 +71,8 @@ class Source(ABC):
         return ModelConfig.family
 
     def __init__(self, folder: Path) -> None:
-        """Opens what :meth:`locate` found.
-
-        Raises:
-            CheckpointError: a file is missing or malformed, or the network cannot be represented.
-        """
+        """Opens what :meth:`locate` found. Raises CheckpointError if a file is missing or
+        malformed, or the network cannot be represented."""
         self.folder, self.state = folder, {}
 
     def require_model(self) -> None:
@@ -93,17 +82,9 @@ class Source(ABC):
 
     @classmethod  # noqa: B027
     def verify(cls, folder: Path, share: int = 0, shares: int = 1) -> None:
-        """Compares the files with their checksums, if the format has them.
-
-        Args:
-            folder: what :meth:`locate` found.
-            share: check only every ``shares``-th file, starting with this one, so that ranks can
-                divide the work.
-            shares: number of ranks that divide the work.
-
-        Raises:
-            CheckpointError: a file is missing or damaged.
-        """
+        """Compares the files with their checksums, if the format has them: every ``shares``-th
+        file, starting with ``share``, so that ranks can divide the work. Raises CheckpointError if
+        a file is missing or damaged."""
 
     @abstractmethod
     def names(self) -> Sequence[str]:
@@ -123,11 +104,8 @@ class Source(ABC):
 
     @abstractmethod
     def tensor(self, name: str, kind: str = "weight") -> Tensor:
-        """A whole parameter, or one of its moments, without padding, float32, on the CPU.
-
-        Raises:
-            CheckpointError: it is missing or malformed; the message names the file.
-        """
+        """A whole parameter, or one of its moments, without padding, float32, on the CPU. Raises
+        CheckpointError if it is missing or malformed."""
 
     def read(self, name: str, kind: str, wanted: Slice) -> Tensor:
         """A slice of a parameter, flat, float32, as :meth:`tensor`; overridden by formats that can
@@ -156,11 +134,8 @@ class Source(ABC):
 
 
 def resolved(flags: ModelFlags, where: Path) -> ModelConfig:
-    """The network that the flags of another program's checkpoint describe.
-
-    Raises:
-        CheckpointError: it is not supported here; the message names the file ``where``.
-    """
+    """The network that the flags of another program's checkpoint, the file ``where``, describe.
+    Raises CheckpointError if it is not supported here."""
     try:
         return flags.resolve()
     except ConfigError as error:
@@ -208,12 +183,8 @@ def reader(name: str) -> type[Source]:
 
 def save_copy(name: str, source: Source, save: Path, stage: int) -> Path:
     """Writes a copy in a format of :data:`WRITERS` into the folder ``save`` of checkpoints, for
-    runs of a ZeRO stage; returns its path.
-
-    Raises:
-        CheckpointError: the source is damaged.
-        OSError: a file cannot be written; nothing is left behind.
-    """
+    runs of a ZeRO stage; returns its path. Raises CheckpointError if the source is damaged; OSError
+    if a file cannot be written; nothing is left behind."""
     return resolve_name(WRITERS[name])(source, save, stage)
 
 
@@ -224,11 +195,8 @@ class FoundCheckpoint(NamedTuple):
     folder: Path
 
     def open(self, verify: bool = True) -> Source:
-        """Opens it, by default after comparing the files with their checksums.
-
-        Raises:
-            CheckpointError: it is damaged or not supported here.
-        """
+        """Opens it, by default after comparing the files with their checksums. Raises
+        CheckpointError if it is damaged or not supported here."""
         if verify:
             self.form.verify(self.folder)
         return self.form(self.folder)
@@ -237,19 +205,10 @@ class FoundCheckpoint(NamedTuple):
 def locate_checkpoint(
     load: str | Path, wanted: str | None = None, prefer: str = "native"
 ) -> FoundCheckpoint | None:
-    """Finds a checkpoint of any format.
-
-    Args:
-        load: one checkpoint, or a folder of several.
-        wanted: a tag or an iteration; None for the newest.
-        prefer: the format to look for first.
-
-    Returns:
-        None if the folder does not exist or has neither checkpoints nor trackers.
-
-    Raises:
-        CheckpointError: the wanted checkpoint, or the one that a tracker names, does not exist.
-    """
+    """Finds a checkpoint of any format, first of ``prefer``; ``wanted`` is a tag or an iteration,
+    None for the newest. None if the folder does not exist or has neither checkpoints nor trackers.
+    Raises CheckpointError if the wanted checkpoint, or the one that a tracker names, does not
+    exist."""
     path, refusal = Path(load), None
     tracker = path / TRACKER
     names = [] if _is_empty(path) else sorted(READERS, key=lambda name: name != prefer)
@@ -286,12 +245,9 @@ def _is_empty(path: Path) -> bool:
 
 
 def open_checkpoint(load: str | Path, wanted: str | None = None, verify: bool = True) -> Source:
-    """Finds and opens a checkpoint of any format; see :func:`locate_checkpoint`.
-
-    Raises:
-        CheckpointError: it does not exist or is damaged.
-    """
+    """Finds and opens a checkpoint of any format; see :func:`locate_checkpoint`. Raises
+    CheckpointError if it does not exist or is damaged."""
     found = locate_checkpoint(load, wanted)
     if found is None:
-        raise CheckpointError(f"{load}: there is no complete checkpoint")
+        raise CheckpointError(f"{load}: no complete checkpoint found")
     return found.open(verify)

@@ -47,16 +47,10 @@ _PROCESS = "slices-{:05d}.json"
 class SliceWriter:
     """Writes one process's slices into an incomplete checkpoint.
 
-    Args:
-        folder: the incomplete checkpoint.
-        process: the process's number, part of its files' names.
-        max_file_bytes: largest size of a file with more than one tensor, for a process that writes
-            alone: its files are numbered on. Such files are sorted by tensor name. None to keep
-            everything in memory until :meth:`finish`.
-        progress: called with a line about each file.
-
-    Attributes:
-        tensors: what is not yet written, float32 (random state: uint8), by file and key.
+    ``max_file_bytes``, for a process that writes alone, is the largest size of a file with more
+    than one tensor: its files are numbered on, and sorted by tensor name. Without it, ``tensors``
+    has everything in memory until :meth:`finish`, float32 (random state: uint8), by file and key.
+    ``progress`` is called with a line about each file.
     """
 
     def __init__(
@@ -76,14 +70,9 @@ class SliceWriter:
     def add(
         self, name: str, held: Slice, tensors: Iterable[tuple[str, Tensor]], part: str = ""
     ) -> None:
-        """Adds a slice of a parameter.
-
-        Args:
-            name: canonical name of the parameter.
-            held: the slice, which is not empty.
-            tensors: (kind, elements) of ``weight`` and of each moment.
-            part: see :class:`IndexEntry`.
-        """
+        """Adds a slice, not empty, of the parameter with the canonical name ``name``; ``tensors``
+        are (kind, elements) of ``weight`` and of each moment. For ``part`` see
+        :class:`IndexEntry`."""
         shape = held.share_shape if held.is_whole_share else (held.numel,)
         files = {
             kind: self.put(
@@ -134,18 +123,9 @@ def finish_checkpoint(
     save_tokenizer: Callable[[Path], object],
 ) -> int:
     """Completes the checkpoint that all processes have written, publishes it, and returns its size
-    in bytes.
-
-    Args:
-        save: folder of checkpoints, which contains the incomplete one.
-        iteration: its iteration.
-        processes: number of processes that have finished writing.
-        contents: contents of the other JSON files, by name.
-        save_tokenizer: writes the tokenizer's files into a folder, if there are any.
-
-    Raises:
-        OSError: a file cannot be written; the other checkpoints are unchanged.
-    """
+    in bytes. ``contents`` are those of the other JSON files, by name; ``save_tokenizer`` writes the
+    tokenizer's files into a folder. Raises OSError if a file cannot be written; the other
+    checkpoints are unchanged."""
     folder = incomplete_folder(save, iteration)
     index: dict[str, list[Any]] = {}
     facts: dict[str, Facts] = {}
@@ -179,18 +159,10 @@ def write_checkpoint(
 ) -> Path:
     """Writes any checkpoint in this project's format, parameter by parameter; returns its folder.
 
-    Args:
-        save: folder of checkpoints.
-        source: the checkpoint to convert.
-        iteration: the new checkpoint's iteration; None for the source's, or 0.
-        moments: whether optimizer state is written too.
-        max_file_bytes: largest size of a safetensors file with more than one tensor.
-        progress: called with a line about each file.
-
-    Raises:
-        CheckpointError: the source is damaged or cannot be used as a model, or ``save`` contains
-            checkpoints.
-        OSError: a file cannot be written; nothing is left behind.
+    The iteration is by default the source's, or 0. ``moments`` decides whether optimizer state is
+    written too; for ``max_file_bytes`` and ``progress`` see :class:`SliceWriter`. Raises
+    CheckpointError if the source is damaged or cannot be used as a model, or ``save`` contains
+    checkpoints; OSError if a file cannot be written; nothing is left behind.
     """
     source.require_model()
     if save.is_dir() and (known := complete_tags(save)):

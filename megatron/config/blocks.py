@@ -197,7 +197,6 @@ class MLPConfig:
 
     @property
     def gated(self) -> bool:
-        """Whether the MLP has a gate."""
         return self.activation in GATES
 
     def flags(self) -> dict[str, Any]:
@@ -215,7 +214,6 @@ class MLPConfig:
 def resolve_mlp(
     flags: MLPFlags, hidden_size: int, bias: bool, resolver: ConfigResolver
 ) -> MLPConfig:
-    """Completes the MLP."""
     activation = _activation(flags, resolver)
     assert activation in MLP_ACTIVATIONS, activation
     width, how = 4 * hidden_size, "4 x hidden-size"

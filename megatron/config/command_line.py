@@ -82,7 +82,6 @@ class CommandParser(argparse.ArgumentParser):
         return "\n\n".join([f"{text}\nexamples:", *examples]) + "\n" if examples else text
 
     def error(self, message: str) -> NoReturn:
-        """Says what is wrong in one line, without the long list of flags, and exits with 2."""
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
@@ -156,15 +155,9 @@ def parse_configs(
 def run_command(
     commands: Mapping[str, str], description: str | None, argv: Sequence[str] | None = None
 ) -> None:
-    """Calls the command that the first word names with the words that follow.
-
-    Args:
-        commands: ``package.module:function`` of each command, imported when it is called.
-        description: the program's docstring.
-
-    Raises:
-        ConfigError, CheckpointError, OSError: what the command raises.
-    """
+    """Calls the command that the first word names with the words that follow. ``commands`` are the
+    ``package.module:function`` of each, imported when it is called. Raises what the command
+    raises."""
     words = list(sys.argv[1:] if argv is None else argv)
     parser = CommandParser(description, usage="%(prog)s COMMAND [flags]")
     parser.add_argument(
@@ -185,7 +178,6 @@ def run_command(
 
 
 def _completed_command(commands: Mapping[str, str]) -> str | None:
-    """The command whose flags a shell completes."""
     start = int(os.environ.get("_ARGCOMPLETE", "0"))
     words = os.environ.get("COMP_LINE", "")[: int(os.environ.get("COMP_POINT", "0"))].split(" ")
     words = [word for word in words[:-1] if word]
@@ -248,8 +240,6 @@ def _default_text(field: dataclasses.Field) -> str:
 
 
 def _with_blocks(text: str) -> str:
-    """A docstring with each example in a block of its own."""
-
     def block(found: re.Match[str]) -> str:
         lines = (line.strip() for line in found[1].splitlines())
         return "\n    {}\n".format("\n        ".join(lines))

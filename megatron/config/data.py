@@ -95,7 +95,8 @@ class TokenizerConfig:
     tokenizer_type: str | None = option(None)
     """Tokenizer: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase,
     SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer, HFTokenizer,
-    ByteLevelTokenizer, NullTokenizer, or a name of 2019's scripts (docs/guides/tokenizers.md)."""
+    ByteLevelTokenizer, NullTokenizer, or a name from the scripts of 2019
+    (docs/guides/tokenizers.md)."""
     vocab_file: str | None = option(None, aliases=("--vocab",))
     """Vocabulary file: vocab.json (GPT2BPETokenizer) or vocab.txt (BertWordPiece...)."""
     merge_file: str | None = option(None)
@@ -110,8 +111,8 @@ class TokenizerConfig:
     (bert-large-cased)."""
     vocab_size: int | None = option(None)
     """NullTokenizer: number of token ids, without the end-of-document token. SentencePiece: size of
-    a model that is trained. TikTokenizer: number of tokens used of a JSON vocabulary, special
-    tokens included."""
+    a model that is trained. TikTokenizer: number of tokens of a JSON vocabulary that are used,
+    special tokens included."""
     vocab_extra_ids: int = option(0)
     """Number of sentinel tokens <extra_id_0>, <extra_id_1>, ... added to the vocabulary (T5)."""
     tiktoken_pattern: str | None = option(None, choices=("v1", "v2"))

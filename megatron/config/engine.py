@@ -21,7 +21,7 @@ class EngineConfig:
     """DeepSpeed: its configuration file and ZeRO."""
 
     deepspeed: bool = option(False)
-    """Train with DeepSpeed, which is always the case."""
+    """Train with DeepSpeed. Not needed: this is always the case."""
     deepspeed_config: str | None = option(
         None, flag="--deepspeed_config", aliases=("--deepspeed-config",)
     )

@@ -72,16 +72,12 @@ def option(
     """A config field that is also a flag.
 
     Args:
-        default: value when the flag is absent.
         flag: name of the flag if it is not ``--field-name``.
-        aliases: further accepted names.
         off: for a boolean that defaults to True, the flag that makes it False.
-        choices: the accepted values.
         spellings: other spellings of some choices, and their meaning.
         note: for flags that are accepted and not used, what happens instead; needs no help text.
         derived: how the value is derived when neither a flag nor the JSON gives one.
         internal: the field is filled by the program and has no flag.
-        bounds: the accepted numbers.
         role: what it affects, for code that needs all such fields.
         megatron: whether Megatron's checkpoints have an argument of this name and meaning, or its
             names there, the first of which is written.
@@ -105,7 +101,6 @@ def option(
 
 
 def flag_of(field: dataclasses.Field) -> str:
-    """The main flag of a config field."""
     return field.metadata.get("flag") or field.metadata.get("off") or _dashed(field.name)
 
 
@@ -162,16 +157,12 @@ def flag_value(hint: Any) -> tuple[type, int | str | None]:
 
 
 def value_type(hint: Any) -> type:
-    """The type of a field's value, or of its elements."""
     return flag_value(hint)[0]
 
 
 def check_value(field: dataclasses.Field, hint: Any, setting: Setting) -> Setting:
-    """Checks a setting from a file as the command line checks a flag's value.
-
-    Raises:
-        ConfigError: the value is not of the field's type ``hint``, or not one of its choices.
-    """
+    """Checks a setting from a file as the command line checks a flag's value; ConfigError if it is
+    not of the type ``hint``, or not one of the choices."""
     value, (wanted, _) = setting.value, flag_value(hint)
     if wanted is float and type(value) is int:
         return Setting(float(value), setting.origin)
@@ -193,11 +184,8 @@ def build(cls: type[C], settings: Settings) -> C:
 
 class ConfigResolver:
     """Values and origins of all flags while a configuration is resolved, for messages and
-    ``--explain-config``; lines for the user are in ``notes``.
-
-    Raises:
-        ConfigError: a number is out of its bounds.
-    """
+    ``--explain-config``; lines for the user are in ``notes``. ConfigError if a number is out of its
+    bounds."""
 
     def __init__(self, classes: Sequence[type], settings: Settings) -> None:
         fields = [field for cls in classes for field in dataclasses.fields(cls)]
@@ -215,7 +203,6 @@ class ConfigResolver:
                 self.check(bounds.hold(value), f"{self.show(field.name)} {bounds.rule}")
 
     def given(self, name: str) -> bool:
-        """Whether the value is not the default."""
         return self.origins[name] != "default"
 
     def put(self, name: str, value: T, how: str) -> T:
@@ -235,11 +222,9 @@ class ConfigResolver:
         return tuple(value for value in given.values() if value is not None)
 
     def flag(self, name: str) -> str:
-        """The flag that sets a field."""
         return self._flags[name]
 
     def show(self, name: str) -> str:
-        """Flag, value and origin, for a message."""
         origin, flag = self.origins[name], self.flag(name)
         place = "" if origin == f"flag {flag}" else f" ({origin})"
         return f"{flag} {self.values[name]}{place}"

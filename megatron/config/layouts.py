@@ -23,18 +23,9 @@ RECOMPUTE = ("selective", "uniform", "block")
 class Layout:
     """The values of a run that decide whether its combination of features is supported.
 
-    Attributes:
-        tensor, pipeline, data: parallel sizes.
-        sequence: sequence parallelism.
-        schedule: pipeline schedule, one of :data:`SCHEDULES`.
-        chunks: pipeline stages per process.
-        zero: ZeRO stage.
-        precision: one of :data:`PRECISIONS`.
-        grads_in_fp32: whether half-precision gradients are accumulated in float32.
-        recompute: one of :data:`RECOMPUTE`; None recomputes nothing.
-        offload_optimizer, offload_param: device that the state is offloaded to, if any.
-        micro_batches: micro batches per step, each number in a ramp-up of the batch size; empty
-            when it is not known, or nothing is trained.
+    ``chunks`` are pipeline stages per process; ``recompute`` is None where nothing is recomputed;
+    ``micro_batches`` per step has each number in a ramp-up of the batch size, and is empty when it
+    is not known, or nothing is trained.
     """
 
     tensor: int = 1
@@ -144,16 +135,9 @@ def complete_schedule(schedule: str | None, chunks: int | None) -> tuple[str, in
 
 @dataclass(frozen=True)
 class Rule:
-    """Why some layouts are not supported.
-
-    Attributes:
-        name: a short name.
-        values: the fields of a layout that contradict each other.
-        refuses: whether the rule applies to a layout.
-        reason: why, as a clause.
-        better: what to do instead, as a clause.
-        ramp: what else to do if the batch size is ramped up, as a clause.
-    """
+    """Why some layouts are not supported: ``values`` are the fields that contradict each other;
+    ``reason``, ``better`` (what to do instead) and ``ramp`` (what else, if the batch size is ramped
+    up) are clauses."""
 
     name: str
     values: tuple[str, ...]
@@ -298,11 +282,8 @@ _WORDS: dict[str, tuple[str, Any]] = {
 
 
 def parse_layout(name: str) -> Layout:
-    """The layout of a short name, such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not.
-
-    Raises:
-        ConfigError: a token is unknown, or repeats a value.
-    """
+    """The layout of a short name, such as ``tp2-sp-pp2-dp2-zero1-bf16``, supported or not. Raises
+    ConfigError if a token is unknown, or repeats a value."""
     values: dict[str, Any] = {}
     sizes = {token: key for key, token in _SIZES.items()}
     for token in name.split("-"):

@@ -167,11 +167,8 @@ class ModelConfig(_Network):
 
 
 def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
-    """Completes and checks the network.
-
-    Raises:
-        ConfigError: values are missing or contradict each other; the message names them.
-    """
+    """Completes and checks the network; ConfigError if values are missing or contradict each
+    other."""
     layers, hidden, heads, length = resolver.require(
         num_layers=flags.num_layers,
         hidden_size=flags.hidden_size,

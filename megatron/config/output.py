@@ -14,8 +14,8 @@ class CheckpointConfig:
     save: str | None = option(None)
     """Folder to save checkpoints in; without it nothing is saved."""
     load: str | None = option(None)
-    """Folder of checkpoints, of which the newest complete one is loaded, or one checkpoint; of this
-    or another format. Training starts from scratch if the folder has no checkpoint."""
+    """Folder of checkpoints (the newest complete one is loaded) or one checkpoint, in the format of
+    this project or another. Training starts from scratch if the folder has no checkpoint."""
     load_tag: str | None = option(None)
     """Load this checkpoint of --load (for example global_step100) instead of the newest."""
     save_interval: int | None = option(None, bounds=POSITIVE)
@@ -27,12 +27,12 @@ class CheckpointConfig:
     keep_last: int | None = option(None, bounds=POSITIVE)
     """Number of newest checkpoints to keep; older ones are deleted."""
     keep_every: int | None = option(None, bounds=POSITIVE)
-    """Keep checkpoints of every N-th iteration permanently, in spite of --keep-last."""
+    """Keep checkpoints of every N-th iteration permanently, regardless of --keep-last."""
     save_universal: bool = option(False)
     """Also write each checkpoint as a universal checkpoint of DeepSpeed."""
     universal_checkpoint: bool = option(False)
-    """Load a universal checkpoint, as DeepSpeed's scripts request it. Not needed: --load recognises
-    the format."""
+    """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats.
+    Not needed otherwise: --load recognises the format."""
     pretrained_checkpoint: str | None = option(None)
     """Checkpoint to take the initial weights from when --load has none."""
     use_checkpoint_opt_param_scheduler: bool = option(
@@ -140,7 +140,8 @@ class ProfilingConfig:
     profile_step_start: int = option(10, bounds=NOT_NEGATIVE)
     """Profiling starts after this iteration."""
     profile_step_end: int = option(12)
-    """Last iteration that is profiled; if only --profile-step-start is given, two after it."""
+    """Last iteration that is profiled; if only --profile-step-start is given, that
+    iteration + 2."""
     profile_ranks: tuple[int, ...] = option((0,))
     """Ranks that are profiled; the first one prints the table."""
     use_pytorch_profiler: bool = option(False)

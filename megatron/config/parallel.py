@@ -71,7 +71,7 @@ class ParallelFlags:
     """Logits are computed in chunks of this many MiB while the loss is computed; 0 computes all at
     once."""
     checkpoint_activations: bool = option(False, aliases=("--deepspeed-activation-checkpointing",))
-    """Older spelling of --recompute-granularity full --recompute-method uniform."""
+    """Older name of --recompute-granularity full --recompute-method uniform."""
     distributed_backend: str | None = option(
         None, choices=("nccl", "gloo"), derived="nccl on GPUs, gloo on CPU"
     )
@@ -155,8 +155,9 @@ def _replicas(
     model_parallel = size * flags.pipeline_model_parallel_size
     resolver.check(
         world_size % model_parallel == 0,
-        f"{resolver.show(tensor)} x {resolver.show(pipeline)} must divide the {world_size} "
-        "processes",
+        f"{resolver.show(tensor)} x {resolver.show(pipeline)} must divide the number of "
+        f"processes, {world_size}; start a multiple of {model_parallel} processes, or choose other "
+        "sizes",
     )
     for name in ("num_attention_heads", "ffn_hidden_size"):
         resolver.check_divides(tensor, name)
@@ -175,7 +176,6 @@ def _replicas(
 def _schedule(
     flags: ParallelFlags, model: ModelConfig, resolver: ConfigResolver
 ) -> tuple[str, int]:
-    """The schedule, and stages per process."""
     chunks, blocks = (
         "num_virtual_stages_per_pipeline_rank", "num_layers_per_virtual_pipeline_stage",
     )  # fmt: skip
@@ -227,7 +227,6 @@ def _chunks(layers: int, ranks: int, wanted: int, resolver: ConfigResolver) -> i
 def _check_partition(
     flags: ParallelFlags, model: ModelConfig, stages: int, resolver: ConfigResolver
 ) -> None:
-    """Checks --pipeline-partition, and that every stage has a block."""
     layers, partition = model.num_layers, flags.pipeline_partition
     resolver.check(
         stages <= layers,
@@ -255,7 +254,6 @@ def _check_partition(
 
 
 def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:
-    """Granularity and method of recomputation."""
     granularity = flags.recompute_granularity
     for flag, given, meaning in (
         ("--checkpoint-activations", flags.checkpoint_activations, "full"),

@@ -51,7 +51,7 @@ class PositionsFlags(_Positions):
     """Longest sequence that the model supports; with learned_absolute the number of rows of the
     position embedding."""
     use_rotary_position_embeddings: bool = option(False)
-    """Older spelling of --position-embedding-type rope."""
+    """Older name of --position-embedding-type rope."""
     rope_scaling: str | None = option(None, role="results")
     """RoPE scaling, as JSON in the form of Hugging Face's config.json: rope_type (linear, dynamic,
     llama3, yarn, longrope) and its parameters."""
@@ -163,7 +163,6 @@ class RopeScaling:
 
     Attributes:
         rope_type: ``default``, ``linear``, ``dynamic``, ``llama3``, ``yarn`` or ``longrope``.
-        factor: how many times longer sequences get.
         original_max_position_embeddings: sequence length before the scaling.
         low_freq_factor: llama3: wavelengths above the original length / this are scaled in full.
         high_freq_factor: llama3: wavelengths below the original length / this are not scaled.
@@ -197,12 +196,8 @@ class RopeScaling:
 
     @classmethod
     def parse(cls, text: str, pairs: int) -> RopeScaling:
-        """Reads and checks the JSON.
-
-        Args:
-            text: a JSON object with ``rope_type`` (or ``type``) and its parameters.
-            pairs: rotated channel pairs of a head; longrope has a factor for each.
-        """
+        """Reads and checks a JSON object with ``rope_type`` (or ``type``) and its parameters;
+        longrope has a factor for each of ``pairs``, the rotated channel pairs of a head."""
         try:
             values = json.loads(text)
         except json.JSONDecodeError as error:
@@ -267,7 +262,6 @@ def _check_names(text: str, kind: str, given: set[str]) -> None:
 
 
 def _checked(text: str, name: str, value: Any, pairs: int) -> Any:
-    """A value in the type of its field."""
     if name == "truncate":
         if isinstance(value, bool):
             return value

@@ -87,10 +87,7 @@ class RunConfig:
     @classmethod
     def from_dict(cls, parts: Mapping[str, Mapping[str, Any]]) -> RunConfig:
         """The inverse of :meth:`to_dict`; missing fields get defaults, unknown ones are ignored.
-
-        Raises:
-            ConfigError: the model's values contradict each other.
-        """
+        Raises ConfigError if the model's values contradict each other."""
         classes = {**PARTS, "model": ModelFlags}
         built = {name: _from_json(part, parts.get(name, {})) for name, part in classes.items()}
         return cls.of(built | {"model": built["model"].resolve()})
@@ -184,14 +181,9 @@ FLAG_CLASSES: tuple[type, ...] = (*PART_FLAGS.values(), LegacyFlags)
 
 @dataclass(frozen=True)
 class Resolved:
-    """A complete configuration with the origin of every value.
-
-    Attributes:
-        values: value of each flag, by field.
-        origins: origin of each: ``default``, ``flag --x``, ``file.json: key``, ``derived: how`` or
-            ``checkpoint``.
-        notes: lines for the user about flags with an unexpected effect or none.
-    """
+    """A complete configuration with the origin of every value: ``default``, ``flag --x``,
+    ``file.json: key``, ``derived: how`` or ``checkpoint``; ``notes`` are lines for the user about
+    flags with an unexpected effect or none."""
 
     config: RunConfig
     values: Mapping[str, Any]
@@ -207,12 +199,8 @@ class Resolved:
 
 
 def resolve(settings: Settings, world_size: int) -> Resolved:
-    """Completes and checks the settings of a run of ``world_size`` processes.
-
-    Raises:
-        ConfigError: a required value is missing, values contradict each other, or the layout is not
-            supported; the message names flags and values, and what would be right.
-    """
+    """Completes and checks the settings of a run of ``world_size`` processes. Raises ConfigError if
+    a required value is missing, values contradict each other, or the layout is not supported."""
     resolver = ConfigResolver(tuple(PART_FLAGS.values()), settings)
     model = resolve_model(build(ModelFlags, settings), resolver)
     parallel = resolve_parallel(build(ParallelFlags, settings), model, world_size, resolver)

@@ -29,8 +29,6 @@ Sample_co = TypeVar("Sample_co", covariant=True)
 
 
 class BlendedDataset(Generic[Sample_co]):
-    """Samples of several datasets, by weight."""
-
     def __init__(self, parts: Sequence[SampleDataset[Sample_co]], index: StoredArrays) -> None:
         self.parts = parts
         self._index = index
@@ -66,7 +64,6 @@ class BlendedDataset(Generic[Sample_co]):
         return dataset[sample]
 
     def origin(self, index: int, /) -> Sequence[Piece]:
-        """Where sample `index` comes from, in the order of its tokens."""
         dataset, sample = self._place(index)
         return dataset.origin(sample)
 
@@ -79,11 +76,8 @@ class BlendedDataset(Generic[Sample_co]):
 
 
 def normalised_weights(weights: Sequence[float], flag: str) -> list[float]:
-    """Weights that sum to 1.
-
-    Raises:
-        ValueError: one is not a finite number above 0; `flag` is where they were given.
-    """
+    """Weights that sum to 1. Raises ValueError, which names `flag`, if one is not a finite number
+    above 0."""
     bad = [weight for weight in weights if not (0 < weight < math.inf)]
     if bad or not weights:
         raise ValueError(

@@ -25,10 +25,8 @@ Job = Callable[[], object]
 
 
 class Datasets(NamedTuple):
-    """Samples by part; validation and test may have several sets, by name.
-
-    A part without wanted samples, or without documents by the split, is None or empty.
-    """
+    """Samples by part; validation and test may have several sets, by name. A part without wanted
+    samples, or without documents by the split, is None or empty."""
 
     train: SampleDataset[Any] | None
     valid: Mapping[str, SampleDataset[Any]]
@@ -36,16 +34,12 @@ class Datasets(NamedTuple):
 
 
 class SourceReader(NamedTuple):
-    """How files of one kind become samples."""
-
     open: Callable[[str, DataSource], Documents]
     """Opens one path of a source; ValueError and OSError name files that cannot be used."""
     recipe: SampleRecipe[Any]
 
 
 class Chosen(NamedTuple):
-    """Documents of a file that belong to a part."""
-
     source: DataSource
     path: str
     units: range
@@ -53,13 +47,9 @@ class Chosen(NamedTuple):
 
 @dataclass(frozen=True)
 class DatasetBuilder:
-    """Builds datasets, without a GPU or a process group.
-
-    Args:
-        readers: makes the reader of each kind of source, when the first one is met; may raise
-            ValueError for flags that contradict that kind only.
-        cache_path: folder of the index arrays; None: beside the data.
-    """
+    """Builds datasets, without a GPU or a process group. `readers` makes the reader of each kind of
+    source when the first one is met, and may raise ValueError for flags of that kind; without
+    `cache_path`, index arrays are stored beside the data."""
 
     readers: Mapping[str, Callable[[], SourceReader]]
     cache_path: str | None = None
@@ -67,14 +57,8 @@ class DatasetBuilder:
     _opened: dict[tuple[str, str, str | None], Documents] = field(default_factory=dict)
 
     def datasets(self, parts: Parts, sample_counts: tuple[int, int, int]) -> Datasets:
-        """All samples of a run.
-
-        Args:
-            sample_counts: samples wanted for training, and for each set of validation and test.
-
-        Raises:
-            ValueError, OSError: files that cannot be used; the message names flag and file.
-        """
+        """All samples of a run; `sample_counts` are those wanted for training, and for each set of
+        validation and test. Raises ValueError or OSError for files that cannot be used."""
         for_train, *for_held_out = sample_counts
         if for_train and parts.train is None:
             raise ValueError(
@@ -124,15 +108,9 @@ class DatasetBuilder:
     def samples(
         self, blend: Blend, part: str, num_samples: int, name: str | None = None
     ) -> SampleDataset[Any] | None:
-        """The samples of one blend; None if no samples are wanted.
-
-        Files that have no documents for validation or test are left out of them with a warning: the
-        default split does that to the test part of a small corpus, which should still train. If
-        none is left the result is None too.
-
-        Raises:
-            ValueError, OSError: see :meth:`datasets`.
-        """
+        """The samples of one blend; None if no samples are wanted or no file has documents for the
+        part. Files without any are left out with a warning: the default split does that to the test
+        part of a small corpus, which should still train. Errors: see :meth:`datasets`."""
         if not num_samples:
             return None
         groups = []
@@ -190,7 +168,6 @@ class DatasetBuilder:
         return self._reader(source.kind).recipe.units(documents)
 
     def _units(self, blend: Blend, source: DataSource, path: str) -> range:
-        """The documents of a file that belong to the part."""
         try:
             total = self._total(source, path)
         except FileNotFoundError as error:
@@ -212,8 +189,8 @@ class DatasetBuilder:
                 "documents, is empty"
             )
         return (
-            f"--split {blend.split} gives {part} no document of {path}, which has {total}: give "
-            f"{part} a larger share, or 0 to do without it, or more documents"
+            f"--split {blend.split} gives {part} no document of {path}, which has {total}: set "
+            f"the share of {part} to a larger value, or to 0 to do without it, or add documents"
         )
 
     def _weights(self, flag: str, groups: Sequence[Sequence[Chosen]]) -> list[float]:
@@ -236,7 +213,6 @@ class DatasetBuilder:
         return weights
 
     def _tokens(self, chosen: Chosen) -> float:
-        """Tokens of some of the documents of a file, estimated from their mean."""
         source, path, units = chosen
         tokens = int(self._documents(source, path).sequence_lengths.sum(dtype="int64"))
         return tokens * len(units) / self._total(source, path)
@@ -244,8 +220,6 @@ class DatasetBuilder:
 
 @dataclass(frozen=True)
 class _Recording:
-    """A recipe that records what is to be built, as jobs."""
-
     recipe: SampleRecipe[Any]
     jobs: list[Job]
 
@@ -264,12 +238,8 @@ _jobs: list[Job] = []
 
 
 def in_processes(jobs: Sequence[Job], workers: int) -> None:
-    """Run all jobs, up to `workers` at a time, in forked processes.
-
-    Raises:
-        Exception: the first one that a job raised; no further job is started then.
-        OSError: a process was killed, for example by the system when memory ran out.
-    """
+    """Run all jobs, up to `workers` at a time, in forked processes. Raises the first error of a
+    job, after which no job is started; OSError if a process was killed."""
     if workers <= 1 or len(jobs) <= 1:
         for job in jobs:
             job()

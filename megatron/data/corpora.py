@@ -46,8 +46,6 @@ class DataSource:
 
 @dataclass(frozen=True)
 class Corpora:
-    """The content of a corpora file."""
-
     path: str = "corpora.json"
     sources: Mapping[str, DataSource] = field(default_factory=dict)
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -55,11 +53,9 @@ class Corpora:
     """Tokenizer flags that a corpus was tokenized with, by field name (vocab_file ...)."""
 
     def find(self, name: str, weight: float | None, flag: str) -> list[tuple[str, DataSource]]:
-        """The corpora of a name with their weights; ConfigError for an unknown name.
-
-        A weight from the command line replaces that in the file; for a group it is divided in
-        proportion to the weights of its corpora, which must all have one.
-        """
+        """The corpora of a name with their weights; ConfigError for an unknown name. A weight from
+        the command line replaces that in the file; for a group it is divided in proportion to the
+        weights of its corpora, which must all have one."""
         found = [(each, self.sources[each]) for each in self.expand(name, flag)]
         if weight is None:
             return found
@@ -97,15 +93,8 @@ class Corpora:
 def read_corpora(
     path: str, kinds: tuple[str, ...], kind_of: Callable[[str], str] = lambda path: INDEXED
 ) -> Corpora:
-    """Reads a corpora file.
-
-    Args:
-        kinds: the known types.
-        kind_of: the type of a path, for a corpus without one.
-
-    Raises:
-        ConfigError: it is missing or malformed; the message names the corpus.
-    """
+    """Reads a corpora file. `kinds` are the known types, `kind_of` gives the type of a path for a
+    corpus without one. Raises ConfigError if the file is missing or malformed."""
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
     except FileNotFoundError:
@@ -144,11 +133,8 @@ def read_corpora(
 
 
 def parse_range(first: str, last: str, where: str) -> tuple[float, float]:
-    """A range of documents in fractions of their number; a missing end is 0 or 1.
-
-    Raises:
-        ConfigError: it is not a range; the message begins with `where`.
-    """
+    """A range of documents in fractions of their number; a missing end is 0 or 1. Raises
+    ConfigError, whose message begins with `where`, if it is not a range."""
     try:
         start, end = float(first or 0), float(last or 1)
     except ValueError:

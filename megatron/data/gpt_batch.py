@@ -17,8 +17,6 @@ from megatron.data.samples import PackedSample
 
 
 class GPTBatch(NamedTuple):
-    """One micro batch."""
-
     tokens_BS: Tensor
     """Input, int64."""
     labels_BS: Tensor
@@ -31,7 +29,6 @@ class GPTBatch(NamedTuple):
     """int64; a token attends to equal ids only. None if it attends across documents."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
-        """The batch on another device."""
         return GPTBatch._make(
             None if tensor is None else tensor.to(device, non_blocking=non_blocking)
             for tensor in self
@@ -48,12 +45,9 @@ class GPTBatch(NamedTuple):
 
 @dataclass(frozen=True)
 class GPTCollator:
-    """Stacks samples into a GPTBatch.
-
-    A sample is int64[S + 1], whose positions, attention and loss follow from its end-of-document
-    tokens and the flags, or a PackedSample, which contains them. A batch may have both. ValueError
-    if a flag needs the end-of-document token and the tokenizer has none.
-    """
+    """Stacks samples into a GPTBatch: int64[S + 1], whose positions, attention and loss follow from
+    its end-of-document tokens and the flags, or PackedSamples, which contain them. ValueError if a
+    flag needs the end-of-document token and the tokenizer has none."""
 
     eod_token: int | None = None
     reset_position_ids: bool = False
@@ -101,7 +95,6 @@ class GPTCollator:
 
 
 def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatch:
-    """The batch with some rows replaced by packed samples."""
     shape = batch.tokens_BS.shape
     positions_BS, document_ids_BS = batch.position_ids_BS, batch.document_ids_BS
     if positions_BS is None:
@@ -122,7 +115,6 @@ def _document_ids(is_eod_BS: Tensor) -> Tensor:
 
 
 def _restarting_positions(is_last_BS: Tensor) -> Tensor:
-    """Positions that restart at 0 after the last token of each document."""
     positions_S = torch.arange(is_last_BS.shape[1])
     start_BS = torch.zeros_like(is_last_BS, dtype=torch.int64)
     start_BS[:, 1:] = torch.where(is_last_BS[:, :-1], positions_S[1:], 0)

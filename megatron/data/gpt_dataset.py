@@ -32,10 +32,8 @@ MEAN_MOCK_DOCUMENT = 64
 
 @dataclass(frozen=True)
 class GPTRecipe:
-    """Samples of seq_length + 1 tokens, in Megatron's order.
-
-    As in Megatron, every sequence of a file counts as a document.
-    """
+    """Samples of seq_length + 1 tokens, in Megatron's order. As in Megatron, every sequence of a
+    file counts as a document."""
 
     seq_length: int
     """Tokens of a sample that the model reads."""
@@ -43,17 +41,13 @@ class GPTRecipe:
     """Of the shuffles."""
 
     def units(self, documents: Documents) -> int:
-        """Number of sequences, which --split divides."""
         return len(documents)
 
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> GPTDataset:
-        """At least `num_samples` samples of the sequences `units`; see `SampleRecipe.build`.
-
-        Raises:
-            ValueError: the documents have no tokens, or their index is damaged.
-        """
+        """At least `num_samples` samples of the sequences `units`; see `SampleRecipe.build`. Raises
+        ValueError if the documents have no tokens, or their index is damaged."""
         lengths = documents.sequence_lengths
         if not lengths[units.start : units.stop].any():
             raise ValueError(
@@ -234,7 +228,6 @@ class GPTIndex:
         return index
 
     def _sample_index(self, document_index: np.ndarray, dtype: np.dtype) -> Iterator[np.ndarray]:
-        """Blocks of rows, in order."""
         s, rows = self.seq_length, self.plan.total_samples + 1
         most = max(1, _ROWS_AT_ONCE * len(document_index) // rows)
         at_once = min(_DOCUMENTS_AT_ONCE, most)
@@ -269,11 +262,9 @@ def _shuffle_parts(rng: np.random.RandomState, index: np.ndarray, boundary: int 
 
 @dataclass(frozen=True)
 class MockGPTDataset:
-    """Synthetic samples for `--mock-data`; sample i is a function of (seed, part, i) alone.
-
-    A sample is made of short documents; each counts upwards (modulo the vocabulary) from a random
-    token and ends with `eod_token`, so that the loss falls within a few steps.
-    """
+    """Synthetic samples for `--mock-data`; sample i is a function of (seed, part, i) alone. A
+    sample is made of short documents; each counts upwards (modulo the vocabulary) from a random
+    token and ends with `eod_token`, so that the loss falls within a few steps."""
 
     num_samples: int
     seq_length: int
@@ -298,5 +289,4 @@ class MockGPTDataset:
         return tokens.astype(np.int64)
 
     def origin(self, index: int, /) -> list[Piece]:
-        """The whole sample as one sequence."""
         return [Piece("--mock-data", index, 0, self.seq_length + 1)]

@@ -62,7 +62,6 @@ class StoredArrays(Mapping[str, np.ndarray]):
         self._folder = folder
 
     def damaged(self, what: str) -> ValueError:
-        """The error to raise for invalid content."""
         if self._folder is None:
             return ValueError(f"an index in memory is damaged: {what}")
         return _damaged(self._folder, what)
@@ -92,11 +91,9 @@ class IndexCache:
 
     @classmethod
     def beside(cls, prefix: str, data_cache_path: str | None) -> IndexCache:
-        """The folder of `--data-cache-path`, else `index-cache/` beside the data.
-
-        For a glob pattern that is beside the first part with a wildcard, for a URL in the working
-        directory.
-        """
+        """The folder of `--data-cache-path`, else `index-cache/` beside the data. For a glob
+        pattern that is beside the first part with a wildcard, for a URL in the working
+        directory."""
         if data_cache_path is not None:
             return cls(Path(data_cache_path), required=True)
         if "://" in prefix:
@@ -114,14 +111,9 @@ class IndexCache:
     ) -> StoredArrays:
         """The arrays of an entry, built if it does not exist.
 
-        Args:
-            name: start of the entry's folder name.
-            depends_on: everything the arrays depend on, as JSON values.
-            layout: what the arrays must be, if known in advance.
-
-        Raises:
-            ValueError: the entry is damaged or cannot be read; the message names the folder.
-            OSError: the folder is required and cannot be written.
+        `depends_on` is everything that the arrays depend on, as JSON values; `layout` is what they
+        must be, if known in advance. Raises ValueError if the entry is damaged; OSError if the
+        folder is required and cannot be written.
         """
         if self.folder is None:
             return _in_memory(build)
@@ -208,7 +200,6 @@ class _Entry:
         return content["digests"]
 
     def publish(self, built: Built) -> StoredArrays:
-        """Write the arrays of an entry that does not exist yet."""
         part = self.folder.with_name(f"{self.folder.name}.partial-{uuid.uuid4().hex}")
         part.mkdir()
         try:

@@ -26,8 +26,6 @@ _BRACKETS = re.compile(r"[\[\]{}]")
 
 @dataclass(frozen=True)
 class BadLine:
-    """Why a line cannot be used."""
-
     number: int
     """Counted from 1."""
     reason: str
@@ -42,11 +40,9 @@ def read_lines(
     start: int = 0,
     stop: int | None = None,
 ) -> Iterator[tuple[int, bytes]]:
-    """Offset and content, without the line break, of the lines that begin in a range of bytes.
-
-    Of a line of more than `longest` bytes only the first `longest + 1` or so are read into memory
-    and given; the caller tells it by its length. With `start`, the stream must be seekable.
-    """
+    """Offset and content, without the line break, of the lines that begin in a range of bytes. Of a
+    line of more than `longest` bytes only the first `longest + 1` or so are read into memory and
+    given; the caller tells it by its length. With `start`, the stream must be seekable."""
     at = start
     if start:
         assert stop is not None
@@ -78,11 +74,9 @@ def lines_in(path: Path | str, stop: int) -> int:
 
 
 def texts_of_line(line: bytes, number: int, keys: Sequence[str]) -> list[str] | BadLine:
-    """The strings under `keys` in a line with a JSON object.
-
-    orjson parses; what it refuses is tried again with Python's parser, which accepts NaN and the
-    like in other fields. Of a key that occurs twice, the last value counts.
-    """
+    """The strings under `keys` in a line with a JSON object. orjson parses; what it refuses is
+    tried again with Python's parser, which accepts NaN and the like in other fields. Of a key that
+    occurs twice, the last value counts."""
     try:
         record = orjson.loads(line)
     except orjson.JSONDecodeError:
@@ -177,12 +171,7 @@ class ArrayReader:
         self._number = 1
 
     def __iter__(self) -> Iterator[bytes]:
-        """Each item without line breaks.
-
-        Raises:
-            ValueError: not a JSON array; names the item. What follows a malformed item cannot be
-                told apart, so such an item cannot be skipped.
-        """
+        """Each item without line breaks. Raises ValueError if it is not a JSON array."""
         self._expect("[")
         if self._next_character() == "]":
             self._at += 1

@@ -36,21 +36,12 @@ Batch = TypeVar("Batch")
 
 
 class MicroBatches(Iterator[Batch], Generic[Batch]):
-    """Iterates over micro batches.
+    """Iterates over micro batches: `num_workers` processes read ahead, and copies to a GPU overlap
+    with its work. ValueError if another batch is requested at the end of the dataset.
 
     A training step takes one per micro step; workers keep running between steps and between
     evaluations, which continue where the last one stopped. `consumed_samples` is the position of
     the whole job, without what is read ahead.
-
-    Args:
-        micro_batch_size: samples of one rank in one micro step.
-        data_rank: this rank among the `data_size` data-parallel ranks.
-        consumed_samples: samples that all ranks together have read before.
-        num_workers: processes that read ahead; with 0 batches are read on demand in this process.
-        device: where batches are wanted; copies to a GPU overlap with its work.
-
-    Raises:
-        ValueError: another batch is requested at the end of the dataset.
     """
 
     def __init__(
@@ -107,7 +98,6 @@ class MicroBatches(Iterator[Batch], Generic[Batch]):
         return batch
 
     def close(self) -> None:
-        """Stop the workers; there are no more batches."""
         if self._prefetcher is not None:
             self._prefetcher.close()
         self._batches, self._prefetcher = iter(()), None
@@ -125,11 +115,9 @@ class TrainingData(NamedTuple):
 
 
 def _ignore_signals(ending: Any, worker_id: int) -> None:
-    """In a worker: ignore all signals but the trainer's own at its end.
-
-    Schedulers signal every process of a job. The trainer then saves and stops; a worker that died
-    first would make the save fail.
-    """
+    """In a worker: ignore all signals but the trainer's own at its end. Schedulers signal every
+    process of a job. The trainer then saves and stops; a worker that died first would make the save
+    fail."""
 
     def on_terminate(number: int, frame: object) -> None:
         if ending.value:
@@ -161,11 +149,9 @@ class AsArrays(Generic[Batch]):
 
 
 class Prefetcher(Iterator[Batch], Generic[Batch]):
-    """Takes batches from a source in a thread and converts them to tensors.
-
-    An error of the source is raised in the place of its batch, and ends the iteration. At most
-    `ahead` batches are ready and unused.
-    """
+    """Takes batches from a source in a thread and converts them to tensors. An error of the source
+    is raised in the place of its batch, and ends the iteration. At most `ahead` batches are ready
+    and unused."""
 
     def __init__(
         self, source: Iterator[Any], device: torch.device | None = None, ahead: int = 2
@@ -195,7 +181,6 @@ class Prefetcher(Iterator[Batch], Generic[Batch]):
         return batch
 
     def close(self) -> None:
-        """Ends the thread; there are no more batches."""
         self._end = StopIteration()
         self._closing.set()
         with contextlib.suppress(queue.Empty):  # the thread may be waiting for space

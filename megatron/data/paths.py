@@ -32,7 +32,6 @@ def expand(pattern: str, endings: Sequence[str]) -> list[Path]:
 
 
 def _is_ours(path: Path, folder: Path) -> bool:
-    """Whether a file belongs to an index cache of this project or to unfinished output."""
     *folders, name = path.relative_to(folder).parts
     return ".partial" in name or any(
         each == "index-cache" or each.endswith(".preprocessing") for each in folders

@@ -57,13 +57,9 @@ class SampleTokens(NamedTuple):
 
 
 class SequenceLengths:
-    """Tokens of a sample at each step: always the same, or growing in stages.
-
-    Args:
-        seq_length: tokens of a whole sample.
-        stages: (number of steps before, tokens of a sample from then on), ascending from step 0.
-        samples: number of samples consumed after a number of steps; with `stages` only.
-    """
+    """Tokens of a sample at each step: always the same, or growing in `stages`, (number of steps
+    before, tokens of a sample from then on), ascending from step 0; these need `samples`, the
+    number of samples consumed after a number of steps."""
 
     def __init__(
         self,
@@ -148,7 +144,6 @@ class DataKind:
 
 
 def kind_named(name: str) -> DataKind:
-    """Imports the kind of data of that name."""
     return import_module(f"megatron.data.kinds.{name}").KIND
 
 
@@ -158,11 +153,8 @@ def acting_kinds(config: RunConfig) -> list[DataKind]:
 
 
 def sequence_lengths(config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths:
-    """The length of the samples of each step of a run; see `DataKind.lengths`.
-
-    Raises:
-        ConfigError: a length does not fit the run.
-    """
+    """The length of the samples of each step of a run; see `DataKind.lengths`. Raises ConfigError
+    if a length does not fit the run."""
     found = (kind.lengths(config, samples) for kind in acting_kinds(config))
     return next(filter(None, found), None) or SequenceLengths(config.model.seq_length)
 
@@ -219,15 +211,9 @@ class DataPipeline(ABC):
     def datasets(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list
     ) -> Datasets:
-        """The samples of training, validation and test; those of training in the order of the run.
-
-        Args:
-            sample_counts: samples wanted of each.
-            batch_sizes: of the run, for an order that depends on them.
-
-        Raises:
-            ValueError, OSError: flags or files that cannot be used; the message names them.
-        """
+        """The samples of training, validation and test; those of training in the order of the run,
+        which may depend on `batch_sizes`. Raises ValueError or OSError for flags or files that
+        cannot be used."""
         found = self._unordered(sample_counts)
         train = found.train
         if train is None:
@@ -243,7 +229,6 @@ class DataPipeline(ABC):
         self._builder().prebuild(self.parts, sample_counts, workers)
 
     def _unordered(self, sample_counts: tuple[int, int, int]) -> Datasets:
-        """All samples, those of training in the order of the family's recipe."""
         if not self.config.data.mock_data:
             self._refuse_unused()
             return self._builder().datasets(self.parts, sample_counts)
@@ -274,7 +259,6 @@ class DataPipeline(ABC):
         return kind_named(name).reader(self)
 
     def _refuse_unused(self) -> None:
-        """Refuses flags that have no effect in this run."""
         read = {source.kind for blend in self.parts.blends() for source in blend.sources}
         for name in kind_classes():
             kind = self.config.part(name)
@@ -297,25 +281,17 @@ class DataPipeline(ABC):
 
 
 def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:
-    """The indexed dataset of a path or URL; errors: see `IndexedDataset` and `RemoteDataset`.
-
-    Args:
-        cache_path: folder that keeps what was fetched (--object-storage-cache-path).
-    """
+    """The indexed dataset of a path or URL, whose fetched parts are kept in `cache_path`; errors:
+    see `IndexedDataset` and `RemoteDataset`."""
     if "://" in prefix:
         return RemoteDataset(prefix, cache_path or DEFAULT_CACHE)
     return IndexedDataset(prefix)
 
 
 def check_vocabulary(indexed: IndexedDataset, vocab_size: int, cache: IndexCache) -> None:
-    """Check that all token ids are below `vocab_size`.
-
-    Reads the whole .bin once; the result is cached by the file's size, date and lengths. A remote
-    file is checked as it is read.
-
-    Raises:
-        ValueError: naming the file, the sequence, the id and the vocabulary size.
-    """
+    """Check that all token ids are below `vocab_size`; ValueError otherwise. Reads the whole .bin
+    once; the result is cached by the file's size, date and lengths. A remote file is checked as it
+    is read."""
     if indexed.dtype.kind not in "iu":
         raise ValueError(
             f"{indexed.prefix}.bin contains {indexed.dtype.name} values, not token ids"

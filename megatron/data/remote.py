@@ -54,12 +54,9 @@ class RemoteDataset(IndexedDataset):
     """An indexed dataset at a URL; item i is sequence i.
 
     Token ids are checked chunk by chunk as they are fetched, see `limit_ids`: checking all in
-    advance would fetch them all.
-
-    Raises:
-        FileNotFoundError: one of the two files is missing.
-        ValueError: the files are damaged, or a package that reads such URLs is missing.
-        OSError: the files cannot be reached, or the cache cannot be written.
+    advance would fetch them all. Raises FileNotFoundError if one of the two files is missing;
+    ValueError if the files are damaged, or a package that reads such URLs is missing; OSError if
+    the files cannot be reached, or the cache cannot be written.
     """
 
     def __init__(self, prefix: str, cache_path: str | os.PathLike[str]) -> None:
@@ -213,7 +210,6 @@ class RemoteFile:
 
     @contextmanager
     def _errors(self, what: str) -> Iterator[None]:
-        """Turns errors of many libraries into ones for users, with the URL."""
         protocol = self.url.split("://", 1)[0].split("::", 1)[0]
         try:
             yield

@@ -55,11 +55,8 @@ class MicroBatchSampler:
 
 
 def parse_skipped(values: Sequence[str]) -> tuple[range, ...]:
-    """Positions in the order of the data that are skipped, ascending.
-
-    Raises:
-        ConfigError: a value is not FIRST:LAST.
-    """
+    """Positions in the order of the data that are skipped, ascending. Raises ConfigError if a value
+    is not FIRST:LAST."""
     skipped: tuple[range, ...] = ()
     for value in values:
         first, _, last = value.partition(":")
@@ -85,11 +82,8 @@ def position(skipped: Sequence[range], consumed_samples: int) -> int:
 
 
 class SkippedSamples(RenumberedSamples[Sample]):
-    """A dataset without the samples at some positions, ascending; its length stays the same.
-
-    Raises:
-        ConfigError: a range is beyond the end of the data, or nothing is left.
-    """
+    """A dataset without the samples at some positions, ascending; its length stays the same. Raises
+    ConfigError if a range is beyond the end of the data, or nothing is left."""
 
     def __init__(self, dataset: SampleDataset[Sample], skipped: tuple[range, ...]) -> None:
         super().__init__(dataset)
@@ -102,16 +96,12 @@ class SkippedSamples(RenumberedSamples[Sample]):
             )
 
     def number(self, index: int) -> int:
-        """The number of sample `index` in the original dataset."""
         return position(self.skipped, checked_index(index, len(self)) % self._kept)
 
 
 def check_skipped(before: Sequence[str], now: Sequence[str], consumed_samples: int) -> None:
-    """Check that a run can continue with other ranges without repeating or losing a sample.
-
-    Raises:
-        ConfigError: a sample skipped before would be read, or one read before would be skipped.
-    """
+    """Check that a run can continue with other ranges: ConfigError if a sample skipped before would
+    be read, or one read before would be skipped."""
     old, new = parse_skipped(before), parse_skipped(now)
     reached = position(old, consumed_samples - 1) + 1 if consumed_samples else 0
     if _below(old, reached) != _below(new, reached):

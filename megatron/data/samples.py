@@ -84,7 +84,6 @@ class RenumberedSamples(ABC, Generic[Sample_co]):
         return self.dataset[self.number(index)]
 
     def origin(self, index: int, /) -> Sequence[Piece]:
-        """Where sample `index` comes from, in the order of its tokens."""
         return self.dataset.origin(self.number(index))
 
 
@@ -97,15 +96,9 @@ class SampleRecipe(Protocol[Sample_co]):
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> SampleDataset[Sample_co]:
-        """At least `num_samples` samples of some of the documents, in an order fixed by the recipe.
-
-        Args:
-            units: the ones to read, of `units(documents)`.
-            name: of the part ("train" ...), for messages and the cache.
-
-        Raises:
-            ValueError: no sample can be made from the documents.
-        """
+        """At least `num_samples` samples of some of the `units(documents)`, in an order fixed by
+        the recipe; `name` is that of the part, for messages and the cache. Raises ValueError if no
+        sample can be made from the documents."""
 
 
 def checked_index(index: int, length: int) -> int:
@@ -119,14 +112,9 @@ def checked_index(index: int, length: int) -> int:
 def checked_range(
     lengths: npt.NDArray[np.integer], index: int, offset: int, length: int | None, name: str
 ) -> tuple[int, int]:
-    """A sequence's number, and the token after `length` (default: the rest) from `offset` on.
-
-    Args:
-        lengths: tokens in each sequence of `name`.
-
-    Raises:
-        IndexError: no such sequence, or the range leaves it.
-    """
+    """A sequence's number, and the token after `length` (default: the rest) from `offset` on;
+    IndexError if there is no such sequence, or the range leaves it. `lengths` are the tokens in
+    each sequence of `name`."""
     index = operator.index(index)
     if not 0 <= index < len(lengths):
         raise IndexError(f"sequence {index} of {name}, which has {len(lengths)}")

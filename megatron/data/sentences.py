@@ -32,10 +32,8 @@ _NEXT_START = re.compile(r"\s*[\"'“‘«(\[¿¡]*(.?)", re.DOTALL)
 
 
 class SentenceSplitter:
-    """Text to its sentences, without the white space between them.
-
-    With `keep_newlines`, the line breaks after a sentence stay at its end.
-    """
+    """Text to its sentences, without the white space between them. With `keep_newlines`, the line
+    breaks after a sentence stay at its end."""
 
     def __init__(self, find_spans: SpanFinder, keep_newlines: bool = False) -> None:
         self._find_spans = find_spans
@@ -51,11 +49,8 @@ class SentenceSplitter:
 
 
 def build_splitter(kind: str, lang: str, keep_newlines: bool) -> SentenceSplitter:
-    """The splitter of --sentence-splitter `kind` ("rules" or "punkt") for a language.
-
-    Raises:
-        ConfigError: `kind` is punkt, and NLTK or its data for the language is missing.
-    """
+    """The splitter of --sentence-splitter `kind` ("rules" or "punkt") for a language. Raises
+    ConfigError if `kind` is punkt, and NLTK or its data for the language is missing."""
     if kind == "rules":
         abbreviations = frozenset(_ABBREVIATIONS.get(lang, "").split())
         return SentenceSplitter(lambda text: rule_spans(text, abbreviations), keep_newlines)
@@ -75,11 +70,9 @@ def available_splitter(lang: str) -> str:
 
 
 def rule_spans(text: str, abbreviations: frozenset[str] = frozenset()) -> Iterator[Span]:
-    """Sentences by rules.
-
-    One ends at . ! ? … before white space and at 。！？, unless the full stop belongs to an
-    abbreviation or an initial ("J. S. Bach"), or a small letter follows; and at an empty line.
-    """
+    """Sentences by rules. One ends at . ! ? … before white space and at 。！？, unless the full
+    stop belongs to an abbreviation or an initial ("J. S. Bach"), or a small letter follows; and at
+    an empty line."""
     start = _skip_space(text, 0)
     for match in _END.finditer(text):
         end = match.end()

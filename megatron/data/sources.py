@@ -28,8 +28,6 @@ _PAIRS = (
 
 @dataclass(frozen=True)
 class Blend:
-    """The sources of one part."""
-
     flag: str
     """The flag that named them, for messages."""
     sources: tuple[DataSource, ...]
@@ -53,17 +51,13 @@ class Parts(NamedTuple):
     test: Mapping[str, Blend] = {}
 
     def blends(self) -> list[Blend]:
-        """All of them."""
         train = [self.train] if self.train else []
         return [*train, *self.valid.values(), *self.test.values()]
 
 
 def with_corpora(settings: Settings) -> Settings:
-    """Adds the tokenizer flags that the corpora of --train-data and the like come with.
-
-    Raises:
-        ConfigError: they contradict the flags, or each other.
-    """
+    """Adds the tokenizer flags that the corpora of --train-data and the like come with. Raises
+    ConfigError if they contradict the flags, or each other."""
     given = {name: settings[name].value for name in _NAMED if name in settings}
     if not any(given.values()):
         return settings
@@ -86,11 +80,8 @@ def with_corpora(settings: Settings) -> Settings:
 
 
 def parts_of(config: RunConfig) -> Parts:
-    """The files of a run.
-
-    Raises:
-        ConfigError: flags contradict each other or files that they name cannot be read.
-    """
+    """The files of a run. Raises ConfigError if flags contradict each other or files that they name
+    cannot be read."""
     data, kinds = config.data, [kind for kind in config.kinds if kind.files is not None]
 
     def kind_of(path: str) -> str:
@@ -112,24 +103,16 @@ def _types() -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class BlendReader:
-    """Reads blends from the flags.
-
-    Args:
-        kind_of: kind of the files of a path, if the corpora file does not say.
-        eval_text_key: of the text in JSON files for evaluation; None: as for training.
-        corpora: the names for --train-data and the like.
-    """
+    """Reads blends from the flags. `kind_of` gives the kind of a path's files, if the corpora file
+    does not; `corpora` are the names for --train-data and the like."""
 
     kind_of: Callable[[str], str] = lambda path: INDEXED
     eval_text_key: str | None = None
     corpora: Corpora = field(default_factory=Corpora)
 
     def parts(self, data: DataConfig) -> Parts:
-        """The blends of a run.
-
-        Raises:
-            ConfigError: flags contradict each other or files that they name cannot be read.
-        """
+        """The blends of a run. Raises ConfigError if flags contradict each other or files that they
+        name cannot be read."""
         flags = {
             "--data-path": data.data_path,
             "--data-args-path": _words(data.data_args_path, "--data-args-path"),
@@ -168,7 +151,6 @@ class BlendReader:
         return Parts(blends[0], valid, test)
 
     def _own(self, data: DataConfig) -> dict[tuple[str, str], Blend]:
-        """Blends of files that belong to one part, by part and name."""
         found: dict[tuple[str, str], Blend] = {}
         per_split = _per_split(data.per_split_data_args_path)
         for part in PARTS:
@@ -261,11 +243,8 @@ class BlendReader:
 
 
 def parse_split(split: str) -> tuple[float, float, float]:
-    """Shares of a `--split` string, normalised to a sum of 1; missing ones are 0.
-
-    Raises:
-        ConfigError: the string is not up to three numbers >= 0, one of them > 0.
-    """
+    """Shares of a `--split` string, normalised to a sum of 1; missing ones are 0. Raises
+    ConfigError if the string is not up to three numbers >= 0, one of them > 0."""
     try:
         shares = [float(part) for part in split.replace("/", ",").split(",")]
     except ValueError:
@@ -281,15 +260,10 @@ def parse_split(split: str) -> tuple[float, float, float]:
 
 
 def split_documents(split: str, num_documents: int) -> tuple[range, range, range]:
-    """The documents of training, validation and test, contiguous and in file order.
-
-    As in Megatron each share of the documents is rounded, and the surplus of the sum is subtracted
-    from every boundary after the first. (Where that makes a boundary negative Megatron would read
-    documents from the end of the file; here it is 0.)
-
-    Raises:
-        ConfigError: see `parse_split`.
-    """
+    """The documents of training, validation and test, contiguous and in file order. As in Megatron
+    each share of the documents is rounded, and the surplus of the sum is subtracted from every
+    boundary after the first. (Where that makes a boundary negative Megatron would read documents
+    from the end of the file; here it is 0.) Errors: see `parse_split`."""
     counts = (round(share * num_documents) for share in parse_split(split))
     bounds = list(accumulate(counts, initial=0))
     surplus = bounds[-1] - num_documents
@@ -328,7 +302,6 @@ def _number(text: str) -> float | None:
 
 
 def _words(path: str | None, flag: str) -> tuple[str, ...]:
-    """The words of a file, quoted as on a command line."""
     if path is None:
         return ()
     words = tuple(shlex.split(_text(path, flag), comments=True))

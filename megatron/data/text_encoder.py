@@ -38,10 +38,8 @@ class TextSettings:
 
 
 class TextEncoder:
-    """Encodes texts; loads its tokenizer on first use, once in every process.
-
-    Pickles as its settings.
-    """
+    """Encodes texts; loads its tokenizer on first use, once in every process. Pickles as its
+    settings."""
 
     def __init__(self, settings: TextSettings, tokenizer: Tokenizer | None = None) -> None:
         """`tokenizer` is that of the settings, where it is loaded already."""
@@ -71,11 +69,7 @@ class TextEncoder:
 
     @cached_property
     def eod(self) -> npt.NDArray[np.int32] | None:
-        """Ends a document; int32[1].
-
-        Raises:
-            ValueError: the tokenizer has no such token.
-        """
+        """Ends a document; int32[1]. Raises ValueError if the tokenizer has no such token."""
         if not self.settings.append_eod:
             return None
         try:
@@ -94,11 +88,8 @@ class TextEncoder:
         return build_splitter(self.settings.splitter, settings.lang, settings.keep_newlines)
 
     def __call__(self, texts: Sequence[str]) -> list[list[npt.NDArray[np.int32]]]:
-        """The sequences of each text's document; an empty list for a text without a token.
-
-        Raises:
-            ValueError: a text cannot be tokenized, or there is no end-of-document token.
-        """
+        """The sequences of each text's document; an empty list for a text without a token. Raises
+        ValueError if a text cannot be tokenized, or there is no end-of-document token."""
         sentences = [self._sentences(text) for text in texts]
         ids = iter(self.tokenizer.tokenize_batch([s for of_text in sentences for s in of_text]))
         documents = []

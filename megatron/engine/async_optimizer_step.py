@@ -1,13 +1,10 @@
 """Optimizer steps that the CPU queues without reading a number from the device.
 
-DeepSpeed's optimizers read the norm of the gradients to decide whether to step and how to clip: the
-CPU waits there for the whole backward pass, and then the device for the CPU. Here norm, clipping
-factor and the decision stay on the device. torch's fused AdamW changes nothing, step counts
-included, where its ``found_inf`` tensor is 1. The results are DeepSpeed's, bitwise where nothing is
-clipped; the norm is summed in another order, so that clipped results are equal to rounding.
-
-DeepSpeed's own steps, with their reads, remain for fp16 (the loss scale is a number on the CPU),
-for offloaded optimizer state, and for SGD, which has no ``found_inf``.
+DeepSpeed's optimizers read the norm of the gradients to decide whether to step and how to clip, so
+the CPU waits for the backward pass. Here norm, clipping factor and decision stay on the device;
+torch's fused AdamW changes nothing where its ``found_inf`` tensor is 1. Results are DeepSpeed's,
+bitwise where nothing is clipped. DeepSpeed's own steps remain for fp16 (the loss scale is a number
+on the CPU), offloaded optimizer state, and SGD, which has no ``found_inf``.
 """
 
 from __future__ import annotations
@@ -42,9 +39,6 @@ class AsyncOptimizerStep:
 
     Args:
         wrapper: DeepSpeed's optimizer around ``optimizer``; ``optimizer`` itself at stage 0.
-        optimizer: torch's AdamW, fused.
-        params: the parameters of which this process has a part.
-        clip_grad: largest norm; 0 for any.
         hold: after a step with gradients that are not finite, change no weight any more: when the
             trainer learns of that step, the weights are still those before it.
 
@@ -103,14 +97,12 @@ class AsyncOptimizerStep:
                 grad.mul_(self._factor)
 
     def _whole_norm(self) -> Tensor:
-        """Stage 0: gradients of whole parameters, the same on all replicas."""
         norm = gradient_norm(self._params, self._mesh)
         if self._clip_grad > 0:
             self._factor = clipping_factor(norm, self._clip_grad)
         return norm
 
     def _partitioned_norm(self) -> Tensor:
-        """Stages 1 and 2: this data-parallel rank's parts, flat or as views."""
         wrapper, found = self._wrapper, []
         for number in range(len(wrapper.bit16_groups)):
             grads = wrapper.averaged_gradients[number]
@@ -135,7 +127,6 @@ class AsyncOptimizerStep:
         return flat
 
     def _partitioned_norm_3(self) -> Tensor:
-        """Stage 3: this rank's part of every parameter."""
         wrapper, counted = self._wrapper, self._counted
         found = [
             [g for p, g in zip(params, wrapper.averaged_gradients[n], strict=True) if p in counted]

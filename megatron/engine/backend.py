@@ -67,16 +67,9 @@ class Backend(ABC):
 
     @abstractmethod
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
-        """Forward and backward of a step's micro batches, gradients averaged over data ranks.
-
-        Args:
-            batches: one is taken for each seed.
-            seeds: of the dropout masks of each micro batch; None without dropout.
-
-        Returns:
-            Sums of the named losses in order, float64 [N], where they are computed; zeros on other
-            pipeline stages.
-        """
+        """Forward and backward of a step's micro batches, gradients averaged over data ranks;
+        ``seeds`` are those of the dropout masks. Returns sums of the named losses in order, float64
+        [N]; zeros on pipeline stages that do not compute them."""
 
     @abstractmethod
     def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
@@ -160,12 +153,8 @@ class PlainBackend(Backend):
 
 def runs_graphs(config: RunConfig, device: torch.device) -> bool:
     """Whether blocks run as CUDA graphs, so that ``torch.compiler.cudagraph_mark_step_begin`` must
-    be called before each pass through the model.
-
-    A graph writes its outputs to the same memory every time. Without the call torch regards every
-    compiled block as a new step that may overwrite the previous one: without a later backward pass,
-    as in an evaluation, a block would overwrite its own input (pytorch issue 160281).
-    """
+    be called before each pass: without it a block could overwrite its own input, as a graph writes
+    its outputs to the same memory every time (pytorch issue 160281)."""
     fast = config.fast_paths
     return fast.torch_compile and fast.torch_compile_mode in GRAPH_MODES and device.type == "cuda"
 

@@ -92,11 +92,8 @@ def _adapt_settings(
 
 
 def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.device) -> None:
-    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says.
-
-    Raises:
-        ConfigError: the GPU has no 8-bit GEMMs.
-    """
+    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says. Raises
+    ConfigError if the GPU has no 8-bit GEMMs."""
     fast = config.fast_paths
     if fast.fp8_format is None:
         return
@@ -131,9 +128,7 @@ def _check_float8(device: torch.device, name: str) -> None:
 
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
     """Compiles every block in place; without a compiler they stay eager, which a line reports.
-
-    Blocks of the same shape share compiled code. Every sequence length is compiled separately.
-    """
+    Blocks of the same shape share compiled code. Every sequence length is compiled separately."""
     if device.type == "cuda":
         # Triton compiles the code that launches its kernels, with Python's headers.
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
@@ -159,11 +154,9 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
 
 
 def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
-    """Copies the first gradient of every parameter.
-
-    Autograd would keep the graph's own output as ``grad``, which the next micro batch overwrites
-    before its gradients are added: the sum is silently wrong (pytorch issue 169545).
-    """
+    """Copies the first gradient of every parameter. Autograd would keep the graph's own output as
+    ``grad``, which the next micro batch overwrites before its gradients are added: the sum is
+    silently wrong (pytorch issue 169545)."""
 
     def own(param: nn.Parameter, grad: Tensor) -> Tensor | None:
         return grad.clone() if param.grad is None else None

@@ -1,9 +1,6 @@
-"""Saves the folder of DeepSpeed's own engine: ``--checkpoint-format deepspeed``.
-
-Stock DeepSpeed resumes from it at the same layout, its ``ds_to_universal`` converts it, and
-``--load`` reads it at any layout. Besides DeepSpeed's files it contains this project's
-configuration and counters, which are also in the client state to survive a conversion.
-"""
+"""Saves the folder of DeepSpeed's own engine: ``--checkpoint-format deepspeed``. Stock DeepSpeed
+resumes from it at the same layout, its ``ds_to_universal`` converts it, and ``--load`` reads it at
+any layout."""
 
 from __future__ import annotations
 
@@ -27,11 +24,9 @@ from megatron.util.files import sync_path
 
 
 class EngineFolderWriter(CheckpointWriter):
-    """Writes checkpoints of one run as DeepSpeed's engine does.
-
-    DeepSpeed's ranks wait for each other: after an error on one of them (a full disk) the others
-    wait until their time limit, and the launcher ends the run. Earlier checkpoints stay.
-    """
+    """Writes checkpoints of one run as DeepSpeed's engine does. DeepSpeed's ranks wait for each
+    other: after an error on one of them (a full disk) the others wait until their time limit, and
+    the launcher ends the run. Earlier checkpoints stay."""
 
     def write_own(self, job: SaveJob) -> None:
         write_engine_folder(self.engine, job.folder, job.state, self._universal_info)
@@ -69,14 +64,9 @@ def checkpoint_writer(
 def write_engine_folder(
     engine: TrainEngine, folder: Path, state: dict[str, Any], info: Json
 ) -> None:
-    """Writes the engine's state into an existing folder; every rank must call it.
-
-    ``state`` are the counters of :class:`megatron.checkpoint.source.Source`, ``info`` is that of
-    :func:`universal_info`.
-
-    Raises:
-        OSError: a file cannot be written.
-    """
+    """Writes the engine's state into an existing folder; every rank must call it. ``state`` are the
+    counters of :class:`megatron.checkpoint.source.Source`, ``info`` is from :func:`universal_info`.
+    Raises OSError if a file cannot be written."""
     rank = engine.mesh.world.rank
     client: dict[str, Any] = {
         "iteration": state["iteration"],

@@ -29,9 +29,8 @@ Json = dict[str, Any]
 @dataclass(frozen=True)
 class Pair:
     """A dotted JSON key (a number indexes a list) and the config field with the same meaning.
-
-    ``decode`` leads from the JSON's value to the field's, ``encode`` back; None leaves the key out.
-    """
+    ``decode`` leads from the JSON's value to the field's, ``encode`` back; None leaves the key
+    out."""
 
     key: str
     field: str
@@ -153,11 +152,8 @@ _REFUSED = {
 
 
 def read_json(path: str) -> Json:
-    """Reads a DeepSpeed JSON file.
-
-    Raises:
-        ConfigError: the file is missing or not a JSON object, or has an unknown or refused key.
-    """
+    """Reads a DeepSpeed JSON file. Raises ConfigError if the file is missing or not a JSON object,
+    or has an unknown or refused key."""
     try:
         content = json.loads(Path(path).read_text(), object_pairs_hook=_without_duplicates)
     except FileNotFoundError:
@@ -260,11 +256,8 @@ _FIELDS = {
 
 
 def merge(flags: Settings, content: Json, path: str, world_size: int) -> Settings:
-    """Adds the values of the JSON at ``path`` to the settings from flags.
-
-    Raises:
-        ConfigError: a flag and the JSON contradict each other; names both values and sources.
-    """
+    """Adds the values of the JSON at ``path`` to the settings from flags. Raises ConfigError if a
+    flag and the JSON contradict each other; names both values and sources."""
     merged = dict(flags)
     name = Path(path).name
     for pair in PAIRS:
@@ -324,12 +317,9 @@ def _with_accumulation(settings: Settings, content: Json, path: str, world: int)
 
 
 def complete(content: Json, config: RunConfig) -> Json:
-    """The JSON with every ``"auto"`` filled and all values of flags written out.
-
-    Raises:
-        ConfigError: an ``"auto"`` is left because no flag has the key's meaning, or DeepSpeed
-            handles the combination incorrectly.
-    """
+    """The JSON with every ``"auto"`` filled and all values of flags written out. Raises ConfigError
+    if an ``"auto"`` is left because no flag has the key's meaning, or DeepSpeed handles the
+    combination incorrectly."""
     values = {name: value for part in config.to_dict().values() for name, value in part.items()}
     result = copy.deepcopy(content)
     for pair in PAIRS:
@@ -377,12 +367,9 @@ def _refuse(content: Json, config: RunConfig) -> None:
 
 
 def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
-    """The JSON for ``deepspeed.initialize``, without what the trainer does itself.
-
-    The optimizer, its schedule and the curriculum are the trainer's. At stage 0 the trainer also
-    clips, since DeepSpeed reports no norm there, and bf16 runs as autocast, since DeepSpeed's
-    half-precision optimizers make an additional first step at that stage.
-    """
+    """The JSON for ``deepspeed.initialize``, without what the trainer does itself: the optimizer,
+    its schedule and the curriculum; at stage 0 also clipping, since DeepSpeed reports no norm
+    there, and bf16, since its half-precision optimizers make an additional first step there."""
     result = copy.deepcopy(content)
     result.pop("optimizer", None)
     for key in CURRICULA:

@@ -207,11 +207,8 @@ def made(replacement: Replacement) -> bool:
 
 
 def require(replacement: Replacement) -> None:
-    """Refuses a run in which DeepSpeed's own path would be wrong.
-
-    Raises:
-        ConfigError: the replacement was not tested with this DeepSpeed.
-    """
+    """Refuses a run in which DeepSpeed's own path would be wrong. Raises ConfigError if the
+    replacement was not tested with this DeepSpeed."""
     fault = _fault(replacement)
     if fault:
         raise ConfigError(
@@ -296,14 +293,9 @@ def _nothing(*_: Any, **__: Any) -> None:
 
 
 def defer_scale_growth(wrapper: Any) -> Callable[[], None]:
-    """Makes a ZeRO optimizer change its dynamic loss scale after a good step instead of within it.
-
-    Returns:
-        The update to call after every step that was not skipped.
-
-    Raises:
-        ConfigError: DeepSpeed's own way is wrong and cannot be replaced in this version.
-    """
+    """Makes a ZeRO optimizer change its dynamic loss scale after a good step instead of within it;
+    returns the update to call after every step that was not skipped. Raises ConfigError if
+    DeepSpeed's own way is wrong and cannot be replaced in this version."""
     update = getattr(wrapper, "_update_scale", None)
     if update is None or not wrapper.dynamic_loss_scale:
         return lambda: None
@@ -364,14 +356,9 @@ def average_by(engine: Any, average: Callable[[], None]) -> None:
 
 class PlacedModule(PipelineModule):
     """DeepSpeed's pipeline module with arbitrary bounds, and several stages in a process.
-
-    ``bounds`` are where each stage starts in the layers, and their number; ``owner`` gives the
-    pipeline rank of a stage; ``stage_modules`` are the modules of each of this process's stages, by
-    the index of its first layer.
-
-    Raises:
-        ConfigError: this version of DeepSpeed was not tested with it.
-    """
+    ``bounds`` are where each stage starts, and the number of layers; ``owner`` gives the pipeline
+    rank of a stage; ``stage_modules`` are this process's, by the index of their first layer. Raises
+    ConfigError if this version of DeepSpeed was not tested with it."""
 
     def __init__(
         self,

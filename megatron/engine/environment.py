@@ -25,11 +25,8 @@ STALE_LOCK_SECONDS = 600.0
 
 
 def world_size() -> int:
-    """Number of processes that the launcher started; 1 without a launcher.
-
-    Raises:
-        ConfigError: srun or mpirun started several processes that are not connected.
-    """
+    """Number of processes that the launcher started; 1 without a launcher. Raises ConfigError if
+    srun or mpirun started several processes that are not connected."""
     if "WORLD_SIZE" not in os.environ:
         for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
             if int(os.environ.get(name, "1")) > 1:
@@ -52,12 +49,9 @@ def training_device() -> torch.device:
 
 @contextmanager
 def distributed(config: ParallelConfig) -> Iterator[Mesh]:
-    """torch.distributed and the layout's groups, until the block ends.
-
-    Raises:
-        ConfigError: ``--distributed-backend`` does not fit the device, or a killed build of a
-            DeepSpeed operator left a lock.
-    """
+    """torch.distributed and the layout's groups, until the block ends. Raises ConfigError if
+    ``--distributed-backend`` does not fit the device, or a killed build of a DeepSpeed operator
+    left a lock."""
     os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     device = training_device()
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
@@ -107,19 +101,15 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
 
 
 def _tell_deepspeed(device: torch.device) -> None:
-    """Makes DeepSpeed, which uses the GPU with the local rank's index, use this one."""
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         if name in os.environ:
             os.environ[name] = str(device.index)
 
 
 def _keep_freed_memory() -> None:
-    """Makes glibc keep the memory of large tensors for the next ones.
-
-    By default it returns every freed block of some megabytes to the system, and the next logits
-    fault in all their pages again: a tenth to a quarter of a step on a CPU at a vocabulary of
-    50,000.
-    """
+    """Makes glibc keep the memory of large tensors for the next ones. By default it returns every
+    freed block of some megabytes to the system, and the next logits fault in all their pages again:
+    a tenth to a quarter of a step on a CPU at a vocabulary of 50,000."""
     trim_threshold, mmap_threshold = -1, -3  # M_TRIM_THRESHOLD and M_MMAP_THRESHOLD of malloc.h
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
@@ -130,12 +120,11 @@ def _keep_freed_memory() -> None:
 @contextmanager
 def own_cores(device: torch.device) -> Iterator[None]:
     """Divides the cores among this node's processes until the block ends: a thread per core, unless
-    OMP_NUM_THREADS is set, and for training on CPUs each process is bound to neighbouring cores.
+    OMP_NUM_THREADS is set; on CPUs each process is bound to neighbouring cores.
 
-    Unbound threads move between cores and fill their caches again. A process that slurm, numactl or
-    taskset has bound already keeps its cores, all of them if they are no more than its share of the
-    node. Beside other programs, ``taskset`` chooses the cores and OMP_PROC_BIND=false binds
-    nothing. Threads that exist before the block are not bound.
+    A process that slurm, numactl or taskset has bound already keeps its cores, all of them if they
+    are no more than its share of the node. OMP_PROC_BIND=false binds nothing. Threads that exist
+    before the block are not bound.
     """
     processes = int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or "1")
     bindable = hasattr(os, "sched_getaffinity")  # not on macOS
@@ -171,13 +160,10 @@ def _core_order(core: int) -> tuple[int, int, int]:
 def prepare_deepspeed() -> None:
     """Makes importing and starting DeepSpeed quick, quiet and free of compilation.
 
-    torch's compiler, which takes seconds to import, is not imported until something is compiled.
-    DeepSpeed's shared-memory collectives for CPUs would be built when torch.distributed starts and
-    need a compiler; gloo's are used instead. Operators that are built nevertheless go into the
-    environment's own folder, so that environments do not wait for each other's locks.
-
-    Raises:
-        ConfigError: a killed build left a lock.
+    torch's compiler is not imported until something is compiled. gloo replaces DeepSpeed's
+    shared-memory collectives, which would have to be built. Operators that are built go into the
+    environment's own folder, so that environments do not wait for each other's locks. Raises
+    ConfigError if a killed build left a lock.
     """
     os.environ.setdefault("TORCH_EXTENSIONS_DIR", str(Path(sys.prefix) / "torch_extensions"))
     os.environ.setdefault("DS_LOG_LEVEL", "warning")
@@ -211,11 +197,8 @@ def _free_port() -> int:
 
 class Mpu:
     """Model-parallel unit: the object from which DeepSpeed gets process groups, here a view of
-    :class:`Mesh`. Without one it assumes a tensor-parallel size of 1.
-
-    It must not have a method ``initialize_sequence_parallel``: DeepSpeed would assume another kind
-    of layout.
-    """
+    :class:`Mesh`. Without one it assumes a tensor-parallel size of 1. It must not have a method
+    ``initialize_sequence_parallel``: DeepSpeed would assume another kind of layout."""
 
     def __init__(self, mesh: Mesh) -> None:
         self._kinds = {

@@ -20,11 +20,8 @@ _ROWS = 256
 
 def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
     """Whether this rank's copy of a parameter counts in the norm of the gradients and in
-    checkpoints.
-
-    Only one copy counts along the axes ``among``: ``SHARDED`` for sums over the ranks of one
-    replica, ``MODEL`` where each replica has its own part, ``AXES`` for one of all ranks.
-    """
+    checkpoints. Only one copy counts along the axes ``among``: ``SHARDED`` for sums over the ranks
+    of one replica, ``MODEL`` where each replica has its own part, ``AXES`` for one of all ranks."""
     # DeepSpeed marks the copies of tied parameters on pipeline stages after the first.
     replicated = getattr(param, "ds_pipe_replicated", False)
     return not replicated and shard_of(param).counted(mesh.coordinates, among)
@@ -32,11 +29,9 @@ def owned(param: nn.Parameter, mesh: Mesh, among: Sequence[str]) -> bool:
 
 @torch.no_grad()
 def average_gradients(params: Iterable[nn.Parameter], mesh: Mesh) -> None:
-    """Averages gradients over all replicas, in place.
-
-    Each is summed over the axes along which its parameter is replicated; the gradient of a
-    parameter that is cut over ``expert`` already includes the tokens of other ranks along it.
-    """
+    """Averages gradients over all replicas, in place. Each is summed over the axes along which its
+    parameter is replicated; the gradient of a parameter that is cut over ``expert`` already
+    includes the tokens of other ranks along it."""
     for param in params:
         if param.grad is not None and mesh.data.size > 1:
             group = mesh.group(*shard_of(param).reduced)
@@ -63,17 +58,13 @@ def norm_of_groups(
     groups: Sequence[Group],
     device: torch.device,
 ) -> Tensor:
-    """2-norm over groups of gradients, without copies in another dtype.
+    """2-norm over groups of gradients, without copies in another dtype; not finite where any
+    gradient is not.
 
     Args:
-        grads: gradients by parameter group; a group may be empty on some ranks.
         sums: dtype in which a gradient's squares are summed.
         result: dtype of the numbers that travel between ranks, and of the norm.
         groups: ranks with different gradients; sums are added over one group after the other.
-        device: of the gradients.
-
-    Returns:
-        A scalar. Not finite where any gradient is not.
     """
     squares_G = torch.stack([_sum_of_squares(part, sums, device) for part in grads]).to(result)
     for group in groups:

@@ -38,11 +38,8 @@ def load_checkpoint(
     engine: TrainEngine, found: FoundCheckpoint, weights_only: bool = False
 ) -> Source:
     """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``
-    optimizer, loss scaler and random state stay as they are.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or of another architecture.
-    """
+    optimizer, loss scaler and random state stay as they are. Raises CheckpointError if the
+    checkpoint is damaged or of another architecture."""
     options, world = engine.config.checkpoint, engine.mesh.world
     together(engine, lambda: found.form.verify(found.folder, world.rank, world.size))
     source = together(engine, lambda: found.open(verify=False))
@@ -50,7 +47,7 @@ def load_checkpoint(
     differing = differences(source.model, engine.config.model)
     if differing:
         raise CheckpointError(
-            f"{found.folder} has another architecture: {'; '.join(differing)} "
+            f"{found.folder} has a different architecture: {'; '.join(differing)} "
             "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
     together(engine, lambda: load_weights(engine, source))
@@ -76,11 +73,8 @@ def _load_random_state(path: Path) -> None:
 
 def together(engine: TrainEngine, step: Callable[[], T]) -> T:
     """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
-    for a rank that has failed.
-
-    Raises:
-        CheckpointError: it failed; the rank where it failed says why.
-    """
+    for a rank that has failed. Raises CheckpointError if it failed; the rank where it failed says
+    why."""
     try:
         result, error = step(), None
     except Exception as caught:
@@ -113,11 +107,8 @@ def load_weights(engine: TrainEngine, source: Source) -> None:
 
 @torch.no_grad()
 def load_optimizer(engine: TrainEngine, source: Source) -> None:
-    """Fills the optimizer's moments and the loss scaler.
-
-    Raises:
-        CheckpointError: the checkpoint has no state of this optimizer.
-    """
+    """Fills the optimizer's moments and the loss scaler. Raises CheckpointError if the checkpoint
+    has no state of this optimizer."""
     name, run = engine.config.optimizer.optimizer, source.run
     stored = {kind for parameter in source.names() for kind in source.kinds(parameter)}
     if run is None:
@@ -139,7 +130,6 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
 
 
 def _read(source: Source, name: str, kind: str, wanted: Slice, numel: int) -> Tensor:
-    """A slice of a parameter, padded with 0 to ``numel`` elements."""
     if wanted.numel == numel:
         return source.read(name, kind, wanted)
     values = torch.zeros(numel)

@@ -1,10 +1,7 @@
-"""The optimizer that DeepSpeed's engine wraps.
-
-torch's optimizers import its compiler (torch._dynamo, torch._inductor) to keep it from tracing
-them, which takes as much CPU time as importing torch. If a later torch does this in another way,
-starts only become slower, and tests/unit/engine/test_optimizer.py fails. ZeRO 3 imports the
-compiler nevertheless: it wraps its own hooks at run time.
-"""
+"""The optimizer that DeepSpeed's engine wraps. torch's optimizers import its compiler
+(torch._dynamo, torch._inductor) to keep it from tracing them, which takes as much CPU time as
+importing torch. If a later torch does this in another way, starts only become slower. ZeRO 3
+imports the compiler nevertheless."""
 
 from __future__ import annotations
 
@@ -61,10 +58,8 @@ def set_rates(optimizer: Optimizer, lr: float, weight_decay: float) -> None:
 
 def _keep_compiler_out() -> None:
     """Keeps methods of torch's optimizers from importing the compiler; called before one is made.
-
     On their first call they import it for a version of themselves that it will not trace, and keep
-    that version. Nothing here traces an optimizer, so the method itself becomes that version.
-    """
+    that version. Nothing here traces an optimizer, so the method itself becomes that version."""
     for method in (
         Optimizer.add_param_group,
         Optimizer.zero_grad,
@@ -77,11 +72,9 @@ def _keep_compiler_out() -> None:
 
 
 def _keep_compiler_from_steps(optimizer: Optimizer) -> None:
-    """Keeps this optimizer's ``step`` from importing the compiler.
-
-    torch wraps ``step`` to disable gradients and to tell the compiler where a graph ends. This
-    wrapper only disables gradients; hooks and the name in profiles stay.
-    """
+    """Keeps this optimizer's ``step`` from importing the compiler. torch wraps ``step`` to disable
+    gradients and to tell the compiler where a graph ends. This wrapper only disables gradients;
+    hooks and the name in profiles stay."""
     plain: Any = torch.no_grad()(inspect.unwrap(type(optimizer).step))
     hooked = Optimizer.profile_hook_step(plain)
     optimizer.step = MethodType(hooked, optimizer)  # type: ignore[method-assign]

@@ -33,16 +33,10 @@ _Tensors = tuple[Tensor, ...]
 
 
 class PipelineExecutor(PipelineEngine):
-    """DeepSpeed's pipeline engine for schedules with several stages per process.
-
-    Every process reads every micro batch; only the tensors of the boundaries, and their gradients,
-    travel between stages. Sends and receives of one moment are posted as one batch, in the same
-    order on all processes. A receive is awaited where its result is needed, a send two batches
-    later.
-
-    Attributes:
-        executed: the forward and backward passes of the last run, in order.
-    """
+    """DeepSpeed's pipeline engine for schedules with several stages per process. Only the tensors
+    of the boundaries, and their gradients, travel between stages. Sends and receives of one moment
+    are one batch, in the same order on all processes. A receive is awaited where its result is
+    needed, a send two batches later. ``executed`` are the passes of the last run."""
 
     def __init__(
         self,
@@ -78,19 +72,10 @@ class PipelineExecutor(PipelineEngine):
         seeds: Sequence[int | None],
         measure: Measure,
     ) -> Tensor:
-        """Executes this process's part of a schedule.
-
-        Args:
-            plan: forward and backward passes, and exchanges between them. Without gradients there
-                are forward passes only; with them, gradients are averaged over data-parallel ranks
-                and summed over copies of tied weights at the end.
-            batches: the micro batches, all of one shape.
-            seeds: of the dropout masks of each micro batch.
-            measure: computed for every micro batch.
-
-        Returns:
-            Sums of the measure's numbers on the process with the last stage, zeros elsewhere.
-        """
+        """Executes this process's part of a schedule; returns sums of the measure's numbers on the
+        process with the last stage, zeros elsewhere. With gradients they are averaged over
+        data-parallel ranks and summed over copies of tied weights. The micro batches have one
+        shape."""
         self._batches, self._seeds, self._measure = batches, seeds, measure
         self._loaded: dict[int, tuple[Any, LayerState]] = {}
         self._next_batch_number = 0
@@ -133,8 +118,8 @@ class PipelineExecutor(PipelineEngine):
         return self._loaded[micro_batch]
 
     def _agree_on_boundaries(self) -> tuple[Boundary, ...]:
-        """The boundaries of this run. Every process derives them from the micro batches that it
-        reads; the processes compare them once for each shape of micro batches."""
+        """Every process derives the boundaries from the micro batches that it reads; the processes
+        compare them once for each shape."""
         _, state = self._load(0)
         dtype = next(self.module.parameters()).dtype
         boundaries = tuple(
@@ -268,11 +253,9 @@ class PipelineExecutor(PipelineEngine):
         return place[key]
 
     def _reduce_tied_gradients(self) -> None:
-        """Sums the gradients of tied weights over the stages that have a copy.
-
-        DeepSpeed's own method reads ``weight.grad``, which is empty when fp16 gradients are
-        accumulated in float32.
-        """
+        """Sums the gradients of tied weights over the stages that have a copy. DeepSpeed's own
+        method reads ``weight.grad``, which is empty when fp16 gradients are accumulated in
+        float32."""
         data = self._mesh.data
         for weight, tied_group in self.module.get_tied_weights_and_groups():
             gradient = self._accumulated(weight)

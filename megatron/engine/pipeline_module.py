@@ -135,10 +135,7 @@ class Boundary(NamedTuple):
 
 def check_agreement(boundaries: Sequence[Boundary], pipeline: Group) -> None:
     """Compares the boundaries that each rank of a pipeline has derived; every rank must call it.
-
-    Raises:
-        AssertionError: two ranks differ; says where, and what each expects.
-    """
+    Raises AssertionError if two ranks differ; says where, and what each expects."""
     if pipeline.size == 1:
         return
     found: list[Sequence[Boundary]] = [()] * pipeline.size

@@ -42,13 +42,9 @@ class SaveResult:
     """Result of a save; times, bytes and notes differ between ranks.
 
     Attributes:
-        iteration: number of steps.
-        error: why the save failed; None for success.
         stall_seconds: how long training was interrupted on this rank, including the wait for an
             earlier save.
-        seconds: from the beginning until the checkpoint was visible, or the save had failed.
         bytes: size of the files, on the main process; elsewhere 0.
-        notes: further lines for the user.
     """
 
     iteration: int
@@ -73,12 +69,9 @@ class SaveJob:
 
 
 class CheckpointWriter:
-    """Writes checkpoints of one run.
-
-    Every rank must create one and call the methods in the same order. With ``--async-save`` a
-    thread of each rank writes copies; these threads use their own gloo group, separate from the
-    collectives of training. ``content`` is the completed DeepSpeed JSON.
-    """
+    """Writes checkpoints of one run. Every rank must create one and call the methods in the same
+    order. With ``--async-save`` a thread of each rank writes copies, with a gloo group of its own.
+    ``content`` is the completed DeepSpeed JSON."""
 
     def __init__(
         self, engine: TrainEngine, content: Json, save_tokenizer: Callable[[Path], None]
@@ -102,12 +95,9 @@ class CheckpointWriter:
                 self._group = dist.new_group(backend="gloo", timeout=timeout)
 
     def save(self, iteration: int, counters: dict[str, Any]) -> None:
-        """Saves a checkpoint, or begins to in the background; :meth:`finished` has the result.
-
-        It becomes visible only when every rank has written its part. On an error on any rank the
-        part-written folder is removed, and earlier checkpoints stay as they are. ``counters`` are
-        those that the training loop needs to continue.
-        """
+        """Saves a checkpoint, or begins to in the background; :meth:`finished` has the result. It
+        becomes visible only when every rank has written its part; on an error the part-written
+        folder is removed. ``counters`` are those that the training loop needs to continue."""
         began = time.perf_counter()
         self._wait()
         try:
@@ -172,7 +162,6 @@ class CheckpointWriter:
         return jobs[0]
 
     def _write(self, job: SaveJob, began: float, stall: float = 0.0) -> SaveResult:
-        """The part of a save that does not use the engine; runs in the background thread."""
         error, size, notes = None, [0], list[str]()
         try:
             self._together(lambda: self.write_own(job))
@@ -187,7 +176,6 @@ class CheckpointWriter:
         return SaveResult(job.iteration, error, stall, seconds, size[-1], tuple(notes))
 
     def _together(self, step: Callable[[], object]) -> None:
-        """Runs ``step`` on this rank and raises on all ranks if it failed on one."""
         error: Exception | None = None
         try:
             step()
@@ -283,14 +271,8 @@ def hold_folder(
     save: str | None, world: Group, device: torch.device, say: Callable[[str], None]
 ) -> Lock | None:
     """Locks a folder for the saves of this run, and removes what killed runs left half written or
-    half deleted there; every rank must call it. ``say`` is called with lines for the user.
-
-    Returns:
-        The lock, on the first rank; None on others and without a folder.
-
-    Raises:
-        CheckpointError: another run is saving there, or the folder cannot be written to.
-    """
+    half deleted there; every rank must call it. The first rank gets the lock. Raises
+    CheckpointError if another run is saving there, or the folder cannot be written to."""
     if save is None:
         return None
     lock, reason = None, None
@@ -308,11 +290,8 @@ def hold_folder(
 
 
 def check_writable(save: str) -> None:
-    """Checks before training that checkpoints can be written.
-
-    Raises:
-        CheckpointError: ``--save`` cannot be created or written to.
-    """
+    """Checks before training that checkpoints can be written. Raises CheckpointError if ``--save``
+    cannot be created or written to."""
     try:
         Path(save).mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=save) as probe:

@@ -1,8 +1,5 @@
-"""The engine's state as slices of canonical parameters and moments that this rank owns.
-
-DeepSpeed stores float32 weights and moments differently at every ZeRO stage; only this file knows
-how.
-"""
+"""The engine's state as slices of canonical parameters and moments that this rank owns. Only this
+file knows how DeepSpeed stores them at each ZeRO stage."""
 
 from __future__ import annotations
 
@@ -31,9 +28,6 @@ class OwnedSlice:
     """A slice of a parameter that this rank's optimizer updates.
 
     Attributes:
-        param: the parameter.
-        name: its canonical name.
-        slice: the elements.
         weight: their float32 values, flat, followed by padding; a view of the engine's state.
         moments: optimizer state of the same elements, by name; empty before the first step.
     """
@@ -46,10 +40,8 @@ class OwnedSlice:
 
 
 def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
-    """The slices that this rank owns, in parameter order.
-
-    At stage 0 every data-parallel rank owns whole parameters, all of them equal.
-    """
+    """The slices that this rank owns, in parameter order. At stage 0 every data-parallel rank owns
+    whole parameters, all of them equal."""
     find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
     place_of = find(engine)
     for param, name in engine.names.items():
@@ -154,12 +146,8 @@ def create_moments(engine: TrainEngine, step: int) -> None:
 def set_working_weights(
     engine: TrainEngine, values: Callable[[nn.Parameter, int, int], Tensor]
 ) -> None:
-    """Sets the weights that the model computes with, in their own dtype.
-
-    Args:
-        values: elements [start, end) of this tensor-parallel rank's share of a parameter, flat;
-            called once per parameter, for this rank's part of it.
-    """
+    """Sets the weights that the model computes with, in their own dtype; ``values`` gives elements
+    [start, end) of this tensor-parallel rank's share of a parameter, flat."""
     for param in engine.names:
         if engine.stage < 3:
             param.data.copy_(values(param, 0, param.numel()).view(param.shape))

@@ -25,8 +25,8 @@ from megatron.parallel.random import dropout_seed
 
 @dataclass(frozen=True)
 class StepResult:
-    """Result of an optimizer step, which the device may still be computing: converting a tensor to
-    a number synchronizes with it.
+    """Result of an optimizer step; what is on the device may still be computed, and reading it
+    waits.
 
     Attributes:
         loss: the minimised number, the weighted sum of ``losses``; a scalar on the device.
@@ -35,7 +35,6 @@ class StepResult:
             finite; a scalar on the device, or a number.
         skipped: 1 if the gradients were not finite and no weight changed, else 0; a scalar on the
             device, or a bool.
-        loss_scale: factor of the loss in the backward pass.
     """
 
     loss: Tensor
@@ -49,10 +48,7 @@ class TrainEngine:
     """A model in training; made by :func:`build_engine`.
 
     Args:
-        backend: this process's layers, initialised.
         names: canonical name of each parameter of which this process has a part.
-        optimizer: torch's optimizer.
-        engine: DeepSpeed's engine around model and optimizer.
         asynchronous: whether steps are :class:`AsyncOptimizerStep`.
     """
 
@@ -99,18 +95,15 @@ class TrainEngine:
         lr: float,
         weight_decay: float,
     ) -> StepResult:
-        """Takes ``micro_batches`` batches through the model and updates the weights once.
-
-        All work is queued when this returns, without synchronizing with the device, except for the
-        numbers that fp16, SGD and offloaded state need, and for DeepSpeed's streams at stage 3 and
-        with ``overlap_comm``.
-        ``consumed_samples`` counts those of all earlier steps.
-        """
+        """Takes ``micro_batches`` batches through the model and updates the weights once, without
+        synchronizing with the device, except for the numbers that fp16, SGD and offloaded state
+        need, at stage 3, and with ``overlap_comm``. ``consumed_samples`` counts those of all
+        earlier steps."""
         set_rates(self.optimizer, lr, weight_decay)
         self.prepare(micro_batches)
         seeds = self._dropout_seeds(consumed_samples, micro_batches)
         sums = self.backend.accumulate(batches, seeds)
-        scale_before = self._loss_scale()
+        scale_before = float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
         norm, held = self.update()
         losses = self.mean_losses(sums, micro_batches)
         return StepResult(self.spec.total(losses), losses, norm, held, scale_before)
@@ -183,9 +176,6 @@ class TrainEngine:
     def optimizer_wrapper(self) -> Any:
         """DeepSpeed's optimizer around :attr:`optimizer` (the same object at stage 0)."""
         return self.engine.optimizer
-
-    def _loss_scale(self) -> float:
-        return float(getattr(self.optimizer_wrapper, "loss_scale", 1.0))
 
     def _mean_over_ranks(self, values: Tensor) -> Tensor:
         """Sums over pipeline stages, all but one of which have zeros; means over data ranks."""

@@ -1,10 +1,9 @@
 """Parameters as DeepSpeed's engines name them, and what ``ds_to_universal`` needs to know of them.
 
 Engines name a parameter by its layer's index in the layer list (``3.mlp.up.weight``,
-``tied_modules.embed.weight``), pipelines and plain modules alike. ``universal_checkpoint_info``
-contains lists of regular expressions for these names. DeepSpeed matches them at the beginning of a
-name (``re.match``), allows at most one of a list to match, and fails when one matches nothing; so
-each is one name, escaped and anchored.
+``tied_modules.embed.weight``). ``universal_checkpoint_info`` contains lists of regular expressions
+for these names, of which at most one of a list may match, and each must match; so each is one name,
+escaped and anchored.
 """
 
 from __future__ import annotations

@@ -26,11 +26,8 @@ class Family(ABC):
 
     @abstractmethod
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> DataPipeline:
-        """The samples and batches of a run.
-
-        Raises:
-            ValueError: flags contradict each other or the tokenizer.
-        """
+        """The samples and batches of a run. Raises ValueError if flags contradict each other or the
+        tokenizer."""
 
     def shape(self, model: ModelConfig) -> TransformerShape:
         """The numbers that the model FLOPs of a sample depend on."""

@@ -89,7 +89,6 @@ class GPTData(DataPipeline):
         return SampleView(tokens_S, loss_mask_S, text)
 
     def _marked(self, tokens: np.ndarray, predicted: np.ndarray) -> Iterator[str]:
-        """Runs of tokens with or without a loss, as text."""
         changes = np.flatnonzero(np.diff(predicted)) + 1
         for part in np.split(np.arange(len(tokens)), changes):
             text = self.tokenizer.detokenize(tokens[part].tolist())

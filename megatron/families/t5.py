@@ -30,9 +30,7 @@ class T5Data(DataPipeline):
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
         """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
-
-        Tokens and loss mask are those of the decoder.
-        """
+        Tokens and loss mask are those of the decoder."""
         batch = self.collator()([sample])
 
         def text(tokens: Any, mask: Any) -> str:

@@ -37,11 +37,8 @@ class TensorFacts:
 
 
 def tensor_facts(source: Source, norms: bool = True) -> Iterator[TensorFacts]:
-    """Facts of every tensor; without ``norms`` no tensor is read.
-
-    Raises:
-        CheckpointError: a tensor is missing or malformed.
-    """
+    """Facts of every tensor; without ``norms`` no tensor is read. Raises CheckpointError if a
+    tensor is missing or malformed."""
     for name in source.names():
         for kind in source.kinds(name):
             norm = finite = None
@@ -102,11 +99,8 @@ class TensorDifference:
 
 
 def tensor_differences(first: Source, second: Source) -> Iterator[TensorDifference]:
-    """The tensors that differ, bit for bit, or that only one has.
-
-    Raises:
-        CheckpointError: a tensor is missing or malformed.
-    """
+    """The tensors that differ, bit for bit, or that only one has. Raises CheckpointError if a
+    tensor is missing or malformed."""
     ours, theirs = set(first.names()), set(second.names())
     for name in dict.fromkeys([*first.names(), *second.names()]):
         kinds_here = first.kinds(name) if name in ours else ()
@@ -157,12 +151,7 @@ class Verdict:
 
 
 def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
-    """Verifies the checkpoint that loading would choose, or all of a folder.
-
-    Args:
-        path: one checkpoint of any format, or a folder of several.
-        every: in a folder of this project's checkpoints, all of them.
-    """
+    """Verifies the checkpoint that loading would choose, or, with ``every``, all of a folder."""
     tags: list[str | None] = []
     if every and path.is_dir():
         tags += complete_tags(path)
@@ -170,7 +159,7 @@ def verify_all(path: Path, every: bool = False) -> Iterator[Verdict]:
         try:
             found = locate_checkpoint(path, wanted)
             if found is None:
-                raise CheckpointError(f"{path}: there is no complete checkpoint")
+                raise CheckpointError(f"{path}: no complete checkpoint found")
         except (ValueError, OSError) as error:
             yield Verdict(path / (wanted or ""), error=str(error))
         else:

@@ -107,14 +107,12 @@ def _member(owner: Any, name: Any) -> Inert:
 
 
 def _tensor(storage: Any, offset: int, size: Any, stride: Any, *rest: Any) -> Tensor:
-    """A tensor, without gradient and hooks."""
     if any(rest[2:]):  # conjugated or negated in a flag
         raise pickle.UnpicklingError("it has a tensor with metadata")
     return torch._utils._rebuild_tensor(storage, offset, size, stride)
 
 
 def _parameter(data: Tensor, *rest: Any) -> Tensor:
-    """The tensor of a parameter."""
     return data
 
 
@@ -126,7 +124,6 @@ def _from_type(function: Any, kind: Any, args: tuple[Any, ...], state: Any) -> A
 
 
 def _scalar(dtype: Any, data: Any = b"") -> int | float | bool:
-    """A NumPy number as one of Python's."""
     if not isinstance(dtype, DType) or not isinstance(data, bytes):
         raise pickle.UnpicklingError("it has a NumPy value that is not a number")
     return dtype.number(data)
@@ -208,14 +205,12 @@ _RESTRICTED = SimpleNamespace(__name__="restricted", Unpickler=_Unpickler, load=
 def load_pickle(file: Path | BinaryIO) -> Any:
     """Loads a file of torch.save, in its zip or its older form; tensors on the CPU.
 
-    Tensors of a zip file on disk are mapped into memory, and read when they are first used.
+    Tensors of a zip file on disk are mapped into memory, and read when they are first used. Raises
+    CheckpointError if it is missing or damaged, or contains anything but tensors, containers and
+    settings.
 
     Args:
         file: a path, or an open seekable file (a member of an archive).
-
-    Raises:
-        CheckpointError: it is missing or damaged, or contains anything but tensors, containers and
-            settings.
     """
     name = str(file) if isinstance(file, Path) else getattr(file, "name", "a member")
     try:

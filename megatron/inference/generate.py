@@ -43,23 +43,13 @@ def generate(
     batch_size: int = 8,
     on_token: OnToken | None = None,
 ) -> list[Continuation]:
-    """Continues each prompt up to ``max_new_tokens`` tokens, or to the end of its document.
+    """Continues each prompt up to ``max_new_tokens`` tokens, or to the end of its document
+    (``eod``). ``model`` must be in evaluation mode, on one process.
 
-    Prompts of equal length go through the model together, without padding, so that a continuation
-    does not depend on other prompts.
-
-    Args:
-        model: in evaluation mode, on one process.
-        config: shape of the network.
-        prompts: token ids of each prompt, at least one.
-        max_new_tokens: for each prompt.
-        sampling: how tokens are chosen; each prompt has its own generator.
-        eod: token that ends a document; None for no end.
-        batch_size: maximum number of prompts in the model at a time.
-        on_token: called with each new token except the end-of-document token.
-
-    Raises:
-        ValueError: a prompt is empty, has an unknown id, or exceeds the model's positions.
+    Prompts of equal length go through the model together, at most ``batch_size`` at a time, without
+    padding, so that a continuation does not depend on other prompts. ``on_token`` gets each new
+    token except ``eod``. Raises ValueError if a prompt is empty, has an unknown id, or exceeds the
+    model's positions.
     """
     for number, prompt in enumerate(prompts):
         _check(config, prompt, number, max_new_tokens)
@@ -138,7 +128,6 @@ def _continue(
 
 
 def _next_logits(model: LayerStack, fed: Sequence[Sequence[int]], cache: KeyValueCache) -> Tensor:
-    """Logits [B, V and padding] after the tokens, which continue those in the cache."""
     device = next(model.parameters()).device
     tokens_BS = torch.tensor(fed, device=device)
     start = cache.length
@@ -148,11 +137,7 @@ def _next_logits(model: LayerStack, fed: Sequence[Sequence[int]], cache: KeyValu
 
 
 class KeyValueCache:
-    """Keys and values of the positions that a model has seen, for one batch; it grows as needed.
-
-    Args:
-        capacity: positions to allocate at first.
-    """
+    """Keys and values of the positions that a model has seen, for one batch; it grows as needed."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -207,13 +192,8 @@ def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence
 
 
 class TextStream:
-    """Writes text as its tokens arrive; a character is written once it has all its bytes.
-
-    Args:
-        tokenizer: decodes ids.
-        prompt: ids before the first new one.
-        write: called with each new piece of text.
-    """
+    """Writes text after ``prompt`` as its tokens arrive; a character is written once it has all its
+    bytes."""
 
     def __init__(
         self, tokenizer: Tokenizer, prompt: Sequence[int], write: Callable[[str], None]

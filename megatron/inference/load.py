@@ -19,15 +19,10 @@ def load_model(
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
 ) -> tuple[LayerStack, RunConfig]:
-    """The model of a checkpoint of any layout and format, for inference.
-
-    By default its dtype is that of its training, float32 on a CPU, and its device the accelerator,
-    or the CPU without one.
-
-    Raises:
-        CheckpointError: it is damaged.
-        ConfigError: models of its family do not generate text.
-    """
+    """The model of a checkpoint of any layout and format, for inference. By default its dtype is
+    that of its training, float32 on a CPU, and its device the accelerator, or the CPU without one.
+    Raises CheckpointError if it is damaged. Raises ConfigError if models of its family do not
+    generate text."""
     config = run_of(source)
     family = config.model.family
     if not family_of(family).generates:
@@ -43,11 +38,8 @@ def load_model(
 
 @torch.no_grad()
 def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerStack:
-    """The model of an opened checkpoint, in evaluation mode.
-
-    Raises:
-        CheckpointError: the checkpoint is damaged or incomplete.
-    """
+    """The model of an opened checkpoint, in evaluation mode. Raises CheckpointError if the
+    checkpoint is damaged or incomplete."""
     source.require_model()
     with device:
         model = build_model(run_of(source).model).to(dtype)
@@ -63,13 +55,9 @@ def training_dtype(config: RunConfig) -> torch.dtype:
 
 
 def load_tokenizer(config: RunConfig, folder: Path) -> Tokenizer:
-    """The tokenizer of a run: from its original files, or else from the checkpoint's folder.
-
-    Raises:
-        ConfigError: the run had no tokenizer.
-        ValueError: its files have another vocabulary.
-        FileNotFoundError: its files were not found.
-    """
+    """The tokenizer of a run: from its original files, or else from the checkpoint's folder. Raises
+    ConfigError if the run had no tokenizer. Raises ValueError if its files have another vocabulary.
+    Raises FileNotFoundError if its files were not found."""
     own_folder = folder / "tokenizer"
     try:
         tokenizer = build_tokenizer(config.tokenizer)

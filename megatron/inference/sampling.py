@@ -11,15 +11,9 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class Sampling:
-    """How the next token is chosen.
-
-    Attributes:
-        greedy: choose the most probable token; the other values have no effect.
-        temperature: logits are divided by it.
-        top_k: draw among this number of most probable tokens; 0 for all.
-        top_p: draw among the fewest tokens whose probabilities sum to at least this; 1 for all.
-        seed: with the index of a prompt it determines all its draws.
-    """
+    """How the next token is chosen: logits are divided by ``temperature``; the draw is among the
+    ``top_k`` most probable tokens (0 for all), and the fewest whose probabilities sum to ``top_p``.
+    ``greedy`` overrides them. ``seed`` and the index of a prompt determine its draws."""
 
     greedy: bool = False
     temperature: float = 1.0

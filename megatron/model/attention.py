@@ -28,19 +28,9 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Attention(nn.Module):
-    """Projects to queries, keys and values, attends, projects back.
-
-    Self-attention projects to all three by one GEMM. Cross-attention computes queries from its
-    input, and keys and values, by another GEMM, from the encoder's output; it has no positions.
-
-    Args:
-        config: shape of the network.
-        layer: index of the block, for a cache and for windows.
-        tp: the tensor-parallel ranks, over which heads are cut.
-        recompute: compute the attention kernel again in the backward pass instead of keeping its
-            inner activations.
-        kind: which keys a query sees.
-    """
+    """Projects to queries, keys and values by one GEMM, attends, projects back. Cross-attention
+    computes keys and values from the encoder's output, and has no positions. ``recompute`` computes
+    the kernel again in the backward pass instead of keeping its inner activations."""
 
     def __init__(
         self,

@@ -36,10 +36,8 @@ class AttentionScoring:
 
     Attributes:
         scale: None for 1 / sqrt(D).
-        softcap: bound of the scores; None for none.
         window: keys that a query sees, its own included; None for all before it.
         slopes: ALiBi's slope of each of N heads; empty without ALiBi.
-        causal: whether a query sees no later keys.
     """
 
     scale: float | None = None
@@ -56,19 +54,15 @@ class AttentionScoring:
         group: Group = SINGLE,
         kind: AttentionKind = "causal",
     ) -> AttentionScoring:
-        """Those of block ``layer``, for the heads of a tensor-parallel rank.
-
-        Cross-attention has neither a window nor ALiBi: positions of two sequences have no distance.
-
-        Raises:
-            ConfigError: a window of earlier tokens, and a token sees later ones too.
-        """
+        """Those of block ``layer``, for the heads of a tensor-parallel rank. Cross-attention has
+        neither a window nor ALiBi: positions of two sequences have no distance. Raises ConfigError
+        for a window of earlier tokens where a token sees later ones too."""
         attention = config.attention
         scalar, window = attention.query_pre_attn_scalar, attention.window(layer)
         if kind == "full" and window is not None:
             raise ConfigError(
-                f"--sliding-window {window} limits the tokens before a token, but in the blocks "
-                "of this model a token sees those after it too: leave it out"
+                f"--sliding-window {window} limits attention to earlier tokens, but in the blocks "
+                "of this model a token also attends to later ones: leave the flag out"
             )
         slopes: tuple[float, ...] = ()
         if config.positions.position_embedding_type == "alibi" and kind != "cross":
@@ -119,10 +113,8 @@ class AttentionMasks:
         causal: bool = True,
     ) -> Tensor | None:
         """bool, broadcastable to [B, 1, S, T], True where a query sees a key; None for plain causal
-        attention with the last query at the last key, or where a query sees all keys.
-
-        ``queries`` and ``keys`` are S and T; window and causal are as in :class:`AttentionScoring`.
-        """
+        attention with the last query at the last key, or where a query sees all keys. ``queries``
+        and ``keys`` are S and T."""
         if not causal:
             assert window is None
             return self.tokens
@@ -202,11 +194,8 @@ def distance_biases(
 
 
 def alibi_slopes(heads: int) -> tuple[float, ...]:
-    """Slope of each head (Press et al. 2021, arXiv:2108.12409): 2^(-8 n / heads), n from 1.
-
-    Where the number of heads is not a power of two, the slopes of the next lower power come first,
-    then every second one of the next higher power, as in the authors' code.
-    """
+    """Slope of each head (Press et al. 2021, arXiv:2108.12409): 2^(-8 n / heads), n from 1; for
+    other numbers than powers of two as in the authors' code."""
     lower = 2 ** (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * n / lower) for n in range(1, lower + 1)]
     between = [2.0 ** (-8 * n / (2 * lower)) for n in range(1, 2 * lower + 1, 2)]
@@ -346,11 +335,8 @@ _BACKENDS: dict[str, AttentionBackend] = {
 
 
 def attention_backend(name: str) -> AttentionBackend:
-    """The kernel that ``--attention-backend`` names.
-
-    Raises:
-        ValueError: the kernel's package or a GPU for it is missing.
-    """
+    """The kernel that ``--attention-backend`` names. Raises ValueError if the kernel's package or a
+    GPU for it is missing."""
     if name == "cudnn" and not (torch.cuda.is_available() and torch.backends.cudnn.is_available()):
         raise ValueError(
             "--attention-backend cudnn needs an NVIDIA GPU and a torch that is built with cuDNN; "

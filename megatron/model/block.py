@@ -17,11 +17,8 @@ from megatron.parallel.tensor_parallel import TensorParallel
 class Block(nn.Module):
     """Pre-norm attention and MLP, added to the residual stream one after the other, or, with
     ``parallel_residual``, both computed from the same stream; with ``cross``, attention to the
-    output of an encoder between the two. The other arguments are those of :class:`Attention`.
-
-    Raises:
-        ConfigError: cross-attention with a parallel residual.
-    """
+    output of an encoder between the two, for which a parallel residual is a ConfigError. The other
+    arguments are those of :class:`Attention`."""
 
     def __init__(
         self,

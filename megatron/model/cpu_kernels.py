@@ -87,7 +87,6 @@ class _CausalAttention(torch.autograd.Function):
 def _softmax(
     q_BNSD: Tensor, k_BKSD: Tensor, scale: float
 ) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    """(first, end) of each block of queries, and its probabilities [X, Q, T], Q group by group."""
     queries_XGSD = _grouped(q_BNSD, k_BKSD.shape[1]).float() * scale
     keys_XSD = _flat(k_BKSD).float()
     later_QQ = torch.full((BLOCK, BLOCK), -torch.inf).triu(1)

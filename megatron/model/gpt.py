@@ -21,13 +21,8 @@ def _project(table: nn.Module, state: LayerState) -> LayerState:
 def gpt_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a GPT: token embedding, positions, blocks, final norm, head.
-
-    Args:
-        model: shape of the network, with the vocabulary sizes filled in.
-        parallel: what is recomputed in the backward pass, and the size of a chunk of logits.
-        tp: the tensor-parallel ranks; None for a single process.
-    """
+    """The layers of a GPT: token embedding, positions, blocks, final norm, head. ``tp`` is None for
+    a single process."""
     tp = tp or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
     chunk = parallel.logits_chunk_mib

@@ -35,19 +35,15 @@ class LayerState(NamedTuple):
     unchanged what it does not use.
 
     Attributes:
-        hidden: token ids int64 [B, S] into the first layer; hidden states [B, S, H] between
-            layers (this rank's slice of S where the sequence is split); without targets, logits
+        hidden: token ids int64 [B, S] into the first layer; hidden states [B, S, H] between layers
+            (this rank's slice of S where the sequence is split); without targets, logits
             [B, S, V / tensor size] out of the last layer.
         encoder: output of the encoder that decoder blocks attend to, [B, T, H], sliced as
             ``hidden`` is; None in a family without one.
         losses: scalars by name, added by layers; with targets the last layer adds its own.
         position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
-        masks: restrictions beyond the kind of attention; None for none.
-        cache: keys and values of earlier positions, for generation.
         dropout_seed: seed of the dropout masks of this micro batch; None leaves torch's generators
             alone.
-        targets: labels for the loss of the last layer.
-        batch: the micro batch itself, for families whose layers need more of it.
     """
 
     hidden: Tensor
@@ -75,10 +71,8 @@ class LayerSpec:
 
     Attributes:
         name: canonical name (``layers.3``), the prefix of its parameters' names.
-        build: makes the module, whose forward maps a LayerState to a LayerState.
         tied_key: layers with the same key are one module at several positions of the list.
         forward: how the module runs at this position; None calls it with the state.
-        block: whether this is one of the repeated blocks, which can be recomputed.
     """
 
     name: str
@@ -164,11 +158,9 @@ def layer_sequence(
 
 
 class LayerStack(nn.Module):
-    """The whole layer list as one module.
-
-    Layers are registered as DeepSpeed's PipelineModule registers them (by their index in the list,
-    tied ones under ``tied_modules.<key>``), so that parameter names are the same in both engines.
-    """
+    """The whole layer list as one module. Layers are registered as DeepSpeed's PipelineModule
+    registers them (by index, tied ones under ``tied_modules.<key>``), so that parameter names are
+    the same in both engines."""
 
     def __init__(self, specs: Sequence[LayerSpec], parallel: ParallelConfig) -> None:
         super().__init__()
@@ -187,11 +179,9 @@ class LayerStack(nn.Module):
 
     def forward(self, state: LayerState) -> LayerState:
         """From the state with token ids to that after the last layer: with losses if there are
-        targets, else with logits.
-
-        Nothing but losses has a gradient. DeepSpeed 0.19.0 divides the gradient of every output by
-        the number of micro batches, so that what two outputs depend on would be divided twice.
-        """
+        targets, else with logits. Nothing but losses has a gradient: DeepSpeed 0.19.0 divides that
+        of every output by the number of micro batches, which would count twice where two outputs
+        depend on one."""
         state = self.sequence(state)
         if not state.losses:
             return state
@@ -209,11 +199,9 @@ class LayerStack(nn.Module):
 def recomputed_chunks(
     specs: Sequence[LayerSpec], parallel: ParallelConfig
 ) -> list[tuple[int, int, bool]]:
-    """(first, end, recomputed) of consecutive parts that cover the list.
-
-    ``full`` recomputation with method ``uniform`` recomputes all blocks, ``recompute_num_layers``
-    at a time; with ``block`` the first ``recompute_num_layers`` blocks, one at a time.
-    """
+    """(first, end, recomputed) of consecutive parts that cover the list. ``full`` recomputation
+    with method ``uniform`` recomputes all blocks, ``recompute_num_layers`` at a time; with
+    ``block`` the first ``recompute_num_layers`` blocks, one at a time."""
     length = len(specs)
     if parallel.recompute_granularity != "full":
         return [(0, length, False)]

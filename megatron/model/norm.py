@@ -16,15 +16,8 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 
 class Norm(nn.Module, ABC):
-    """A norm with a weight, and a bias where the class has one.
-
-    Args:
-        width: of the last dimension.
-        epsilon: added to the variance.
-        tp: the tensor-parallel ranks.
-        offset: added to the weight, which starts at 1 - offset.
-        heads: whether it normalises a rank's heads, inside the cut layers, and not hidden states.
-    """
+    """A norm with a weight, which starts at 1 - ``offset``, and a bias where the class has one.
+    With ``heads`` it normalises a rank's heads, inside the cut layers."""
 
     biased = False
 

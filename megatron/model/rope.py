@@ -47,19 +47,12 @@ class RotaryEmbedding:
     def angles(
         self, length: int, positions_BS: Tensor | None, cached: bool, device: torch.device
     ) -> tuple[Tensor, Tensor]:
-        """Cosines and sines for :func:`apply_rope`, float32.
+        """Cosines and sines for :func:`apply_rope` for ``length`` current tokens, float32: each
+        [S, 1, R], or [B, S, 1, R] with positions.
 
         LongRoPE has other frequencies for sequences longer than the original ones. The length of
-        the whole sequence decides, so that positions which restart with each document leave the
-        frequencies alone; with a cache of earlier tokens the last position gives the length.
-
-        Args:
-            length: number of current tokens S.
-            positions_BS: their positions; None for 0, 1, 2, ...
-            cached: whether a cache has earlier tokens.
-
-        Returns:
-            Each [S, 1, R], or [B, S, 1, R] with positions.
+        the whole sequence decides, so that positions may restart with each document; with a cache
+        of earlier tokens the last position gives it.
         """
         long = False
         if self.scaling.rope_type == "longrope":
@@ -84,11 +77,9 @@ def _interned(rotation: RotaryEmbedding) -> RotaryEmbedding:
 def rope_table(
     rotation: RotaryEmbedding, long: bool, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, each float32 [positions, R].
-
-    The angle of channel pair i at position p is p * base^(-2i / R) without scaling; ``long`` is
-    whether the sequence is longer than the original ones (LongRoPE).
-    """
+    """Cosines and sines of all positions, each float32 [positions, R]. The angle of channel pair i
+    at position p is p * base^(-2i / R) without scaling; ``long`` is whether the sequence is longer
+    than the original ones (LongRoPE)."""
     return _table(rotation, long, device)
 
 
@@ -121,14 +112,9 @@ def apply_rope(x_BSND: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 def scaled_frequencies(
     frequencies_P: Tensor, base: float, scaling: RopeScaling, positions: int, long: bool
 ) -> tuple[Tensor, float]:
-    """Frequencies after RoPE scaling, float32 [P], and a factor of cosines and sines.
-
-    ``dynamic`` scales only sequences longer than ``positions``, which no model here accepts.
-    ``long`` is whether the sequence is longer than the original ones, for ``longrope``.
-
-    Args:
-        frequencies_P: base^(-2i / R) of each pair i, in radians per position.
-    """
+    """Frequencies after RoPE scaling, float32 [P], and a factor of cosines and sines;
+    ``frequencies_P`` are base^(-2i / R), in radians per position. ``dynamic`` scales only sequences
+    longer than ``positions``, which no model here accepts. ``long`` is as in :func:`rope_table`."""
     if scaling.rope_type in ("default", "dynamic"):
         return frequencies_P, 1.0
     if scaling.rope_type == "linear":

@@ -33,7 +33,6 @@ class Measure:
     numbers is that of their sums: accuracy is ``correct`` / ``counted``.
 
     Attributes:
-        names: of the numbers, the same on every rank.
         take: scalars by name, from the state after the last layer and its batch; the same on all
             tensor-parallel ranks.
         logits: whether the last layer computes logits, ``hidden`` of the state, and not losses.
@@ -59,12 +58,11 @@ class ModelSpec:
     """A model as a layer list, with its inputs and losses.
 
     Attributes:
-        layers: the layers, cut over tensor-parallel ranks.
         begin: the initial state of a micro batch: token ids as ``hidden``, positions, masks,
             targets. Every pipeline stage makes its own and replaces in it what travels.
         travels: from the initial state, the tensor-parallel ranks and an index of the layer list:
-            shapes by name of the tensors that a pipeline stage starting there receives
-            (``hidden``, ``encoder``, or the name of a loss that was added before).
+            shapes by name of the tensors that a pipeline stage starting there receives (``hidden``,
+            ``encoder``, or the name of a loss that was added before).
         losses: weight of each loss in the number that is minimised, in the order of logging.
     """
 

@@ -47,11 +47,9 @@ class LossHead:
     """How hidden states become a loss.
 
     Attributes:
-        vocab_size: tokens of the whole vocabulary; further rows of the weight are padding.
         softcap: logits are softcap x tanh(logit / softcap); None leaves them alone.
         chunk_bytes: size of the logits in memory at a time; 0 for all; None for a default that
             suits the device.
-        tp: the tensor-parallel ranks, over which the rows of the weight are cut.
     """
 
     vocab_size: int
@@ -65,14 +63,10 @@ class LossHead:
 
 
 def linear_cross_entropy(x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead) -> Tensor:
-    """Mean of -log softmax(x weight^T)[label] over the tokens whose mask is 1; zero if none is.
-
-    Hidden states are the same on every rank or, in a split region, this rank's slice; the weight is
-    this rank's rows of the vocabulary, padding included; targets are those of the whole sequence.
-
-    Returns:
-        A scalar, float32 (float64 for float64 input), the same on every rank.
-    """
+    """Mean of -log softmax(x weight^T)[label] over the tokens whose mask is 1, zero if none is: a
+    scalar, float32 or float64, the same on every rank. Hidden states are the same on every rank or,
+    in a split region, this rank's slice; the weight is this rank's rows of the vocabulary, padding
+    included; targets are those of the whole sequence."""
     return _LinearCrossEntropy.apply(x_BSH, weight, targets, head, torch.is_grad_enabled())
 
 
@@ -118,12 +112,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 class _Chunks:
-    """The tokens of a micro batch, chunk by chunk.
-
-    Attributes:
-        counted: tokens whose mask is 1, at least 1. The gradients are those of ``counted`` x loss:
-            each token has weight 1, which 16 bits represent well.
-    """
+    """The tokens of a micro batch, chunk by chunk. The gradients are those of ``counted`` (tokens
+    whose mask is 1, at least 1) x loss: each token has weight 1, which 16 bits represent well."""
 
     def __init__(self, x_TH: Tensor, weight_PH: Tensor, targets: Targets, head: LossHead) -> None:
         self.x_TH, self.weight_PH, self.head = x_TH, weight_PH, head
@@ -243,7 +233,6 @@ def _add(sum_PH: Tensor, addend_PH: Tensor) -> None:
 
 
 def _over_ranks(norm_C: Tensor, target_C: Tensor, group: Group) -> Tensor:
-    """Loss of each token; ``norm_C`` becomes that of the whole vocabulary, in place."""
     if group.size > 1:
         largest_C = norm_C.clone()
         dist.all_reduce(largest_C, op=dist.ReduceOp.MAX, group=group.handle)

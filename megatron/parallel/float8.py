@@ -32,24 +32,16 @@ _SMALLEST = 1e-12
 
 @dataclass(frozen=True)
 class Float8:
-    """How the linear layers of a block multiply in 8 bits.
-
-    Attributes:
-        hybrid: whether gradients are E5M2 (two bits of mantissa, five of exponent); inputs and
-            weights are always E4M3.
-        rowwise: whether each row of the left matrix and each column of the right one has its own
-            scale; otherwise each matrix has one.
-    """
+    """How the linear layers of a block multiply in 8 bits. ``hybrid``: gradients are E5M2, inputs
+    and weights always E4M3. ``rowwise``: each row of the left matrix and each column of the right
+    one has its own scale, instead of one for each matrix."""
 
     hybrid: bool = True
     rowwise: bool = False
 
     def linear(self, x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None) -> Tensor:
-        """x W^T + b with its gradients, [B, S, O].
-
-        Raises:
-            ValueError: weights are trained and the number of tokens is not a multiple of 16.
-        """
+        """x W^T + b with its gradients, [B, S, O]. Raises ValueError if weights are trained and the
+        number of tokens is not a multiple of 16."""
         if weight_OI.requires_grad and torch.is_grad_enabled():
             check_tokens(x_BSI.shape[:-1].numel())
         # Rows of tokens inside: a function's result may be overwritten unless it is a view.
@@ -94,11 +86,8 @@ class Float8:
         return found.to(left_MK.dtype)
 
     def _quantised(self, x: Tensor, dtype: torch.dtype, summed: int) -> tuple[Tensor, Tensor]:
-        """8-bit values, and the factor that restores them.
-
-        Infinities and NaN make all values that share their scale NaN, so that a loss scaler and the
-        check of the loss notice them.
-        """
+        """8-bit values, and the factor that restores them. Infinities and NaN make all values that
+        share their scale NaN, so that a loss scaler and the check of the loss notice them."""
         dims = summed if self.rowwise else None
         largest = torch.linalg.vector_norm(
             x, torch.inf, dim=dims, keepdim=self.rowwise, dtype=torch.float32

@@ -37,11 +37,7 @@ from megatron.parallel.tensor_parallel import (
 
 class ParallelLinear(nn.Module):
     """A linear layer that is cut over the ranks of ``tp``. Widths are those of the whole layer;
-    ``init`` draws the weights, and biases start at zero.
-
-    Attributes:
-        float8: how the layer multiplies in 8 bits; None for the dtype of its input.
-    """
+    ``init`` draws the weights, and biases start at zero."""
 
     float8: Float8 | None = None
 
@@ -52,7 +48,6 @@ class ParallelLinear(nn.Module):
     def _parameters_of(
         self, outputs: int, inputs: int, cut: Cut, bias: bool, init: Init, part: bool = False
     ) -> tuple[nn.Parameter, nn.Parameter | None]:
-        """Weight and bias; ``part`` where another parameter has the rest of the same matrix."""
         names = ("weight", "bias") if part else (None, None)
         weight = Shard((outputs, inputs), (cut,), whole=names[0])
         of_bias = Shard((outputs,), () if cut.dim else (cut,), whole=names[1])
@@ -81,14 +76,10 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class QKVParallelLinear(ParallelLinear):
-    """Queries, keys and values by one GEMM, heads cut over ranks.
-
-    With fewer key and value heads than ranks each is on several neighbouring ranks, whose
-    queries attend to it; its weights are then parameters of their own, ``kv_weight`` and
-    ``kv_bias``, with the same canonical names as the queries'.
-
-    The number of ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it.
-    """
+    """Queries, keys and values by one GEMM, heads cut over ranks. With fewer key and value heads
+    than ranks each is on several neighbouring ranks; its weights are then parameters of their own,
+    ``kv_weight`` and ``kv_bias``, with the same canonical names as the queries'. The number of
+    ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it."""
 
     def __init__(
         self,
@@ -193,11 +184,8 @@ class VocabParallelEmbedding(nn.Module):
 
     def forward(self, x: Tensor, project: bool = False, targets: Targets | None = None) -> Tensor:
         """Token ids of the whole sequence to embeddings [B, S, H]; with ``project`` hidden states
-        [B, S, H] to this rank's logits [B, S, VP] of the whole sequence, or, where there are
-        targets, to the loss.
-
-        All go through ``forward`` because ZeRO 3 gathers the weight around module calls.
-        """
+        [B, S, H] to this rank's logits [B, S, VP], or, where there are targets, to the loss. All go
+        through ``forward`` because ZeRO 3 gathers the weight around module calls."""
         if project and targets is not None:
             return linear_cross_entropy(x, self.weight, targets, self.head)
         if project:
@@ -242,14 +230,8 @@ class Dropout(nn.Module):
 
 
 class LinearMap(NamedTuple):
-    """One rank's share of y = x A^T + b.
-
-    Attributes:
-        weight: [OP, I].
-        bias: [OP] or None.
-        copies: number of neighbouring ranks with this same share; its gradient is summed over them.
-        float8: how it is multiplied in 8 bits; None for the dtype of the input.
-    """
+    """One rank's share of y = x A^T + b: ``weight`` [OP, I], ``bias`` [OP]. The gradient is summed
+    over the ``copies`` neighbouring ranks that have this same share."""
 
     weight: Tensor
     bias: Tensor | None
@@ -260,11 +242,8 @@ class LinearMap(NamedTuple):
 def linear(
     x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, float8: Float8 | None
 ) -> Tensor:
-    """x A^T + b on one rank, [B, S, O].
-
-    Raises:
-        ValueError: weights are trained in 8 bits and the number of tokens is not a multiple of 16.
-    """
+    """x A^T + b on one rank, [B, S, O]. Raises ValueError if weights are trained in 8 bits and the
+    number of tokens is not a multiple of 16."""
     if float8 is None:
         return F.linear(x_BSI, weight_OI, bias_O)
     return float8.linear(x_BSI, weight_OI, bias_O)
@@ -273,13 +252,9 @@ def linear(
 def column_linear(
     x_BSI: Tensor, maps: Sequence[LinearMap], tp: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Outputs of several maps of one input, each [B, S, OP].
-
-    The input is the same on every rank; in a split region it is this rank's [B, S/t, I].
-
-    Raises:
-        ValueError: weights are trained in 8 bits and the number of tokens is not a multiple of 16.
-    """
+    """Outputs of several maps of one input, each [B, S, OP]. The input is the same on every rank;
+    in a split region it is this rank's [B, S/t, I]. Raises ValueError if weights are trained in 8
+    bits and the number of tokens is not a multiple of 16."""
     weights, biases, copies, float8s = zip(*maps, strict=True)
     if tp.group.size == 1:
         return tuple(map(linear, repeat(x_BSI), weights, biases, float8s))
@@ -373,7 +348,6 @@ def _input_gradient(
 def _start_sums(
     grads: tuple[Tensor | None, Tensor | None], copies: int, group: Group
 ) -> Callable[[], tuple[Tensor | None, Tensor | None]]:
-    """Sums the gradients of a map over the ranks with the same share, in one collective."""
     found = [grad for grad in grads if grad is not None]
     if copies == 1 or not found:
         return lambda: grads

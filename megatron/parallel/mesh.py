@@ -53,11 +53,9 @@ SINGLE = Group()
 
 @dataclass(frozen=True)
 class Mesh:
-    """One rank's view of the mesh; by default that of a single process.
-
-    ``sizes`` are the ranks along each axis, 1 for a missing one; ``groups`` the groups that were
-    created, by their axes with more than one rank.
-    """
+    """One rank's view of the mesh; by default that of a single process. ``sizes`` are the ranks
+    along each axis, 1 for a missing one; ``groups`` the groups that were created, by their axes
+    with more than one rank."""
 
     world: Group = SINGLE
     sizes: Mapping[str, int] = field(default_factory=dict)
@@ -123,13 +121,10 @@ def memberships(sizes: Mapping[str, int], axes: Collection[str]) -> list[tuple[i
 
 
 def build_mesh(sizes: Mapping[str, int], timeout: timedelta | None = None) -> Mesh:
-    """Creates the groups on every rank; torch.distributed must be initialised.
-
-    ``sizes`` are the ranks along each axis but ``data``, which gets the rest of the world;
-    ``timeout`` is for collectives in groups of fewer ranks than the world. Groups of the same ranks
-    share one group of torch, and a group of all ranks uses the world's: each costs connections and
-    threads that wake up a hundred times a second (gloo), or memory on the device (NCCL).
-    """
+    """Creates the groups on every rank; torch.distributed must be initialised. ``sizes`` are the
+    ranks along each axis but ``data``, which gets the rest of the world. Groups of the same ranks
+    share one group of torch: each costs connections and threads (gloo), or memory on the device
+    (NCCL)."""
     world, rank = tuple(range(dist.get_world_size())), dist.get_rank()
     data_size, rest = divmod(len(world), math.prod(sizes.values()))
     assert rest == 0, "the configuration checks divisibility"

@@ -10,21 +10,15 @@ from itertools import accumulate
 def stage_bounds(
     blocks: Sequence[bool], weights: Sequence[int], stages: int, method: str
 ) -> list[int]:
-    """Where each stage starts in the layer list, followed by the list's length.
-
-    Every stage gets at least one of the repeated blocks. Layers before the first block belong to
-    the first stage, layers after the last block to the last one.
+    """Where each stage starts in the layer list, followed by the list's length. Every stage gets at
+    least one of the repeated blocks; other layers belong to the first or the last stage. Raises
+    ValueError if the list does not fit.
 
     Args:
-        blocks: whether each layer is one of the repeated blocks.
         weights: parameters of each layer.
-        stages: number of stages.
         method: ``blocks`` (equal numbers of blocks; the remainder goes to the middle stages, away
             from embedding and head), ``parameters`` (the largest stage as small as possible), or
             the numbers of blocks, separated by commas.
-
-    Raises:
-        ValueError: the list does not fit.
     """
     places = [place for place, block in enumerate(blocks) if block]
     if len(places) < stages:
@@ -62,11 +56,8 @@ def _even(blocks: int, stages: int) -> list[int]:
 
 
 def _balanced(places: Sequence[int], weights: Sequence[int], stages: int) -> list[int]:
-    """Numbers of blocks per stage that make the heaviest stage as light as possible.
-
-    The smallest bound under which filling stages one after the other needs no more than ``stages``
-    of them, found by bisection.
-    """
+    """Numbers of blocks per stage that make the heaviest stage as light as possible, by bisection
+    over the bound."""
     begins, ends = [0, *places[1:]], [*places[1:], len(weights)]
     loads = [sum(weights[begin:end]) for begin, end in zip(begins, ends, strict=True)]
     low, high = max(loads), sum(loads)

@@ -33,11 +33,8 @@ class Action:
 @dataclass(frozen=True)
 class PipelineSchedule:
     """The order of actions on each rank during one step of a pipeline, with ``chunks`` stages per
-    rank. With ``forward_only``, for evaluation, any number of micro batches is possible.
-
-    Raises:
-        ValueError: the schedule does not exist or does not fit; says why and what would fit.
-    """
+    rank. With ``forward_only``, for evaluation, any number of micro batches is possible. Raises
+    ValueError if the schedule does not exist or does not fit; says why and what would fit."""
 
     name: str
     ranks: int

@@ -26,12 +26,11 @@ class Cut:
     """How one dimension of a parameter is cut over one axis of the mesh.
 
     Attributes:
-        parts: lengths along ``dim`` of matrices fused into this one, for example
-            (query, key, value); each part is cut by itself. Empty means one part.
+        parts: lengths along ``dim`` of matrices fused into this one, for example (query, key,
+            value); each part is cut by itself. Empty means one part.
         held: indices of the parts in this parameter; None for all. The others are in another
             parameter of the same layer.
         copies: number of neighbouring ranks with the same share.
-        unpadded: length along ``dim`` without padding; None when nothing is padded.
     """
 
     dim: int
@@ -58,15 +57,9 @@ class Cut:
 
 @dataclass(frozen=True)
 class Shard:
-    """How one parameter is cut over the mesh.
-
-    Attributes:
-        full_shape: shape of the whole parameter, padding included. (Under ``zero.Init`` the tensor
-            itself is empty.)
-        cuts: the dimensions that are cut, each over another axis. Along all other axes every rank
-            has the same.
-        whole: last name of the whole parameter where several parameters are parts of it.
-    """
+    """How one parameter is cut over the mesh: ``full_shape`` includes padding (under ``zero.Init``
+    the tensor itself is empty); each of ``cuts`` is over another axis; ``whole`` is the last name
+    of the whole parameter where several parameters are parts of it."""
 
     full_shape: tuple[int, ...]
     cuts: tuple[Cut, ...] = ()
@@ -134,8 +127,7 @@ class Shard:
         return share
 
     def place(self, canonical: Tensor, share: Tensor, coordinates: Coordinates = ALONE) -> None:
-        """Writes one rank's share into a whole parameter without padding; inverse of
-        :meth:`cut`."""
+        """Writes one rank's share into a whole parameter without padding."""
         assert tuple(canonical.shape) == self.canonical_shape, (canonical.shape, self)
         blocks = [(canonical, share)]
         for dim, ranges in self.ranges(coordinates).items():

@@ -137,12 +137,8 @@ class _SumGradients(torch.autograd.Function):
 
 @dataclass(frozen=True)
 class TensorParallel:
-    """Over which ranks layers are cut, and how activations are laid out between them.
-
-    Attributes:
-        group: the tensor-parallel group.
-        sequence: whether activations outside the cut layers are split along the sequence.
-    """
+    """Over which ranks layers are cut, and, with ``sequence``, that activations between them are
+    split along the sequence."""
 
     group: Group = SINGLE
     sequence: bool = False
@@ -162,10 +158,8 @@ class TensorParallel:
 
     def leave(self, x_BSO: Tensor) -> Tensor:
         """Sums the addends that cut layers compute on each rank; with sequence parallelism this
-        rank's slice [B, S/t, O] of the sum. The inverse of entering by ``column_linear``.
-
-        ``x_BSO`` must be contiguous and may be overwritten; nothing else must need it.
-        """
+        rank's slice [B, S/t, O] of the sum. The inverse of entering by ``column_linear``. ``x_BSO``
+        must be contiguous and may be overwritten; nothing else must need it."""
         if self.split:
             return _ScatterToRanks.apply(x_BSO, self.group)
         return x_BSO if self.group.size == 1 else reduce_from_ranks(x_BSO, self.group)

@@ -84,11 +84,8 @@ def simulate_order(
     backward_time: float | Fraction = 2.0,
     transfer_time: float | Fraction = 0.0,
 ) -> Timeline:
-    """:func:`simulate` for the orders in which the ranks actually did their actions.
-
-    Raises:
-        ValueError: a rank would wait indefinitely; names the action and what it waits for.
-    """
+    """:func:`simulate` for the orders in which the ranks actually did their actions. Raises
+    ValueError if a rank would wait indefinitely; names the action and what it waits for."""
     duration = {
         False: Fraction(forward_time) / schedule.chunks,
         True: Fraction(backward_time) / schedule.chunks,
@@ -123,11 +120,9 @@ def simulate_order(
 
 def theory(name: str, ranks: int, chunks: int, micro_batches: int) -> Fraction | None:
     """Waiting time over working time by the formula of Narayanan et al. 2021 (arXiv:2104.04473,
-    sections 2.2.1 and 2.2.2), (p - 1) / (v m), for free transfers; None for dualpipev.
-
-    DualPipeV's published bubble assumes overlapped forwards and backwards and delayed weight
-    gradients, which this schedule does not have.
-    """
+    sections 2.2.1 and 2.2.2), (p - 1) / (v m), for free transfers; None for dualpipev. DualPipeV's
+    published bubble assumes overlapped forwards and backwards and delayed weight gradients, which
+    this schedule does not have."""
     if name == "dualpipev":
         return None
     return Fraction(ranks - 1, chunks * micro_batches)
@@ -167,11 +162,10 @@ class Exchange:
 def work_plan(schedule: PipelineSchedule, rank: int) -> list[Action | Exchange]:
     """Actions and communication of a rank in one step.
 
-    Transfers that become ready at the same moment of the simulated step make up a round. Every
-    rank posts its part of each round in the order of these moments: after its own actions that
-    have ended by then, before all later ones. A send thus follows the action that makes it, and a
-    receive comes before the action that needs it. As all ranks keep the same order of rounds, there
-    is no deadlock, even where a post blocks until its partners have posted.
+    Transfers that become ready at the same moment of the simulated step make up a round. Every rank
+    posts its part of each round in the order of these moments: after its own actions that have
+    ended by then, before all later ones. As all ranks keep the same order, there is no deadlock,
+    even where a post blocks until its partners have posted.
     """
     slots = simulate(schedule).slots
     sends: dict[Fraction, list[Transfer]] = defaultdict(list)

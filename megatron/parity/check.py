@@ -73,13 +73,8 @@ _OF_ENGINE = OF_LAYOUTS | {"deepspeed_config", "accumulate_allreduce_grads_in_fp
 
 @dataclass(frozen=True)
 class CheckFlags:
-    """Flags of the runs of a check, without those of the layouts.
-
-    Attributes:
-        layout: of a layout's run, to which its own are added.
-        plain: of the run on one process, including the values of the DeepSpeed JSON.
-        left_out: given flags that a check ignores.
-    """
+    """Flags of the runs of a check: of a layout's run, to which its own are added; of the run on
+    one process, including the DeepSpeed JSON's values; and given flags that a check ignores."""
 
     layout: list[str]
     plain: list[str]
@@ -88,10 +83,7 @@ class CheckFlags:
 
 def check_flags(settings: Settings, layouts: Sequence[Layout], steps: int) -> CheckFlags:
     """Turns flags of pretrain_gpt.py, as in a script, into those of a check of ``steps`` steps.
-
-    Raises:
-        ConfigError: a layout's flag is among them, or the DeepSpeed JSON is wrong.
-    """
+    Raises ConfigError if a layout's flag is among them, or the DeepSpeed JSON is wrong."""
     for name in settings.keys() & OF_LAYOUTS:
         raise ConfigError(
             f"{settings[name].origin.removeprefix('flag ')}: the layouts to compare are named by "
@@ -115,7 +107,6 @@ def check_flags(settings: Settings, layouts: Sequence[Layout], steps: int) -> Ch
 
 
 def _defaults(given: Settings, layouts: Sequence[Layout], steps: int) -> dict[str, Any]:
-    """Values that a check needs, and defaults of its own."""
     values: dict[str, Any] = {
         "exit_interval": steps, "eval_iters": 0, "num_workers": 0, "peak_tflops": 1.0,
         "lr": 1e-3, "micro_batch_size": 1,
@@ -147,7 +138,6 @@ def smallest_batch(layouts: Sequence[Layout], micro_batch_size: int) -> int:
 
 
 def _words(settings: Settings) -> list[str]:
-    """The command line that gives these settings."""
     words = []
     for name, setting in settings.items():
         if setting.value is None:
@@ -191,15 +181,10 @@ class Outcome:
     """The result of comparing a layout.
 
     Attributes:
-        layout: its name, as given.
         status: ``equal``, ``different``, ``refused`` or ``failed``.
         reason: why it is refused or failed, or what differs first.
         resolved: its full name, with what the DeepSpeed JSON adds.
-        processes: number of processes.
         dropout_off: the dropout that was turned off, as its masks differ from those of one process.
-        losses, norms: loss and gradient norm of every step.
-        plain_losses, plain_norms: the same of one process.
-        largest: the largest difference.
         allowed: the allowed difference; in fp32 at the first step at most 1e-6 relative.
     """
 
@@ -372,7 +357,6 @@ def _training_difference(
 
 
 def _bounds(layout: Layout, plain: PlainRun) -> Drift:
-    """Allowed difference of each step."""
     losses = np.abs(plain.record.losses)
     if layout.precision != "fp32":
         return Drift(HALF_LOSS * losses, np.full_like(losses, HALF_NORM))

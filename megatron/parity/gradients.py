@@ -81,15 +81,8 @@ class Gradient:
 
 @dataclass(frozen=True)
 class GradientRecord:
-    """One step as one rank saw it.
-
-    Attributes:
-        coordinates: its place in the mesh.
-        loss: mean over micro batches and data ranks.
-        norm: global norm of the gradients.
-        gradients: of its shares of parameters, averaged over data ranks.
-        outputs: of its layers for the first micro batch, by place in the layer list.
-    """
+    """One step as one rank saw it: loss and gradients are means over data ranks; outputs are of its
+    layers for the first micro batch, by place in the layer list."""
 
     coordinates: Coordinates
     loss: float
@@ -272,14 +265,8 @@ def _distance(a: Tensor, b: Tensor) -> float:
 
 @dataclass(frozen=True)
 class SteppedSlice:
-    """One rank's slice of a parameter after the first step.
-
-    Attributes:
-        name: canonical name of the parameter.
-        slice: the elements; zeros as padding follow them in both tensors.
-        gradient: before clipping, flat; None where the optimizer has no moments.
-        weight: after the step, flat.
-    """
+    """One rank's slice of a parameter after the first step, flat; both tensors are padded with
+    zeros. The gradient is that before clipping, None where the optimizer has no moments."""
 
     name: str
     slice: Slice
@@ -329,7 +316,6 @@ def first_step_of(training: PlainTraining) -> tuple[float, float, dict[str, Whol
 
 
 def _clipping(options: OptimizerConfig, norm: float) -> float:
-    """The number by which clipping divided the gradients."""
     return max(1.0, (norm + 1e-6) / options.clip_grad) if options.clip_grad else 1.0
 
 

@@ -34,11 +34,9 @@ class RankError(RuntimeError):
 
 class Ranks:
     """Processes that run a generator function of a module and return the values that it yields.
-
-    They run on this machine's CPU with a launcher's environment variables. Their output is kept for
-    the message of :class:`RankError`. Each is a new interpreter, which imports the main module like
-    any other. Leaving the context ends them; so does the end of the process that started them.
-    """
+    They run on this machine's CPU with a launcher's environment variables; each is a new
+    interpreter, which imports the main module. Leaving the context ends them; so does the end of
+    the process that started them. Their output is kept for :class:`RankError`."""
 
     def __init__(self, size: int, function: Callable[..., Iterable[Any]], *args: Any) -> None:
         self._logs = tempfile.TemporaryDirectory(prefix="ranks-")
@@ -55,11 +53,8 @@ class Ranks:
             raise
 
     def results(self) -> list[Any]:
-        """The next value that the function yields on each rank.
-
-        Raises:
-            RankError: a process ended instead.
-        """
+        """The next value that the function yields on each rank. Raises RankError if a process ended
+        instead."""
         found: dict[int, Any] = {}
         pending: dict[Any, _Worker] = {worker.pipe: worker for worker in self._workers}
         while pending:
@@ -131,7 +126,13 @@ def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Wo
     context = mp.get_context("spawn")
     pipe, far_end = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(far_end, log, function, args), daemon=True)
-    process.start()
+    # On Ctrl-C the parent ends its processes: they inherit the blocked signal, so that it does not
+    # interrupt an interpreter that is still starting. The parent gets it once it is unblocked.
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     far_end.close()
     return _Worker(rank, process, pipe, log)
 
@@ -149,7 +150,6 @@ def environment(values: dict[str, str]) -> Iterator[None]:
 
 
 def _launched(rank: int, size: int, port: int) -> dict[str, str]:
-    """torchrun's variables for a worker."""
     interfaces = {name for _, name in socket.if_nameindex()}
     return {
         "RANK": str(rank),
@@ -167,7 +167,6 @@ def _launched(rank: int, size: int, port: int) -> dict[str, str]:
 
 
 def _work(pipe: Connection, log: Path, function: Callable[..., Any], args: Any) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # on Ctrl-C the parent ends this process
     threading.Thread(target=_end_with_parent, daemon=True).start()
     sys.stdout.flush()
     sys.stderr.flush()

@@ -80,21 +80,9 @@ class _Watching(Callback):
 
 
 class PlainTraining:
-    """The same training without DeepSpeed: one process, torch's optimizer, a loop.
-
-    Args:
-        argv: flags.
-        order: order in which the micro batches of a step are summed; a shorter step leaves out
-            those that it does not have.
-        dtype: of the whole computation.
-        init: initialisation of every parameter, in place of the model's.
-
-    Attributes:
-        steps: number of steps that the flags give.
-        options: those of the optimizer.
-        model: the layers.
-        params: parameters by canonical name; their gradients are those of the last step, clipped.
-    """
+    """The same training without DeepSpeed: one process, torch's optimizer, a loop. ``order`` is
+    that in which the micro batches of a step are summed, ``init`` replaces the model's
+    initialisation. Gradients of ``params`` are those of the last step, clipped."""
 
     def __init__(
         self,

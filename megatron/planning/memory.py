@@ -90,11 +90,9 @@ def bucket_bytes(layout: Layout) -> int:
 
 
 def buffer_bytes(layout: Layout, parameters: int) -> float:
-    """Bytes of temporary buffers in a step, with DeepSpeed's default sizes.
-
-    Buckets of gradients, no larger than the gradients; at stage 3 also the gathered parameters, and
-    at stage 0, before the buckets, autocast's 16-bit weights.
-    """
+    """Bytes of temporary buffers in a step, with DeepSpeed's default sizes. Buckets of gradients,
+    no larger than the gradients; at stage 3 also the gathered parameters, and at stage 0, before
+    the buckets, autocast's 16-bit weights."""
     half = layout.precision != "fp32"
     buckets = float(min(REDUCE_BUCKET, parameters) * bucket_bytes(layout))
     if layout.zero == 0:
@@ -109,13 +107,10 @@ class Activations:
     """Bytes that a micro batch keeps for its backward pass on one rank.
 
     Attributes:
-        block: one block.
         recomputed: one block while it is computed again; 0 without full recomputation.
-        embedding: the layers before the blocks.
         masks: attention masks, which all blocks of a rank share.
         head: final norm, and the gradients of the head, which are computed with the loss.
         loss: a chunk of logits, while the loss is computed.
-        hidden: hidden states between two blocks.
     """
 
     block: float
@@ -128,8 +123,6 @@ class Activations:
 
 
 def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Activations:
-    """Activations of a micro batch of ``micro_batch`` samples; the model is complete, with its
-    vocabulary padded for the layout."""
     share, hidden = local_widths(model, layout.tensor), model.hidden_size
     half = layout.precision != "fp32"
     size = 2 if half else 4
@@ -184,7 +177,6 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
 
 
 def _all_scores(model: ModelConfig) -> bool:
-    """Whether all attention scores are in memory at once."""
     return (
         model.attention.attention_backend == "eager"
         or model.attention.attn_logit_softcapping is not None
@@ -226,12 +218,10 @@ def _angles(model: ModelConfig, layout: Layout) -> float:
 
 
 def stages_in_flight(layout: Layout, rank: int, micro_batches: int) -> int:
-    """The largest number of stage inputs that a pipeline rank holds at once.
-
-    1F1B and interleaved by Narayanan et al. 2021 (arXiv:2104.04473, section 2.2): p - r, and
-    2 (p - r - 1) + (v - 1) p + 1 stages; all of them if there is one group of micro batches only.
-    This project's DualPipeV schedule holds 2 p + 1 stages on every rank.
-    """
+    """The largest number of stage inputs that a pipeline rank holds at once. 1F1B and interleaved
+    by Narayanan et al. 2021 (arXiv:2104.04473, section 2.2): p - r, and 2 (p - r - 1) + (v - 1) p +
+    1 stages; all of them if there is one group of micro batches only. This project's DualPipeV
+    schedule holds 2 p + 1 stages on every rank."""
     p, v, m = layout.pipeline, layout.chunks, micro_batches
     if p == 1:
         return 1

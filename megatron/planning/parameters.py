@@ -19,15 +19,8 @@ from megatron.parallel.tensor_parallel import TensorParallel
 
 @dataclass(frozen=True)
 class LocalWidths:
-    """Widths of one tensor-parallel rank's share of a block and of the token embedding.
-
-    Attributes:
-        query: all its query heads together.
-        kv: all its key heads together; its value heads have the same width. With fewer heads than
-            ranks, several ranks hold the same one.
-        ffn: its share of the MLP's inner width.
-        vocab: its rows of the token embedding, padding included.
-    """
+    """Widths of one tensor-parallel rank's share of a block and of the token embedding, padding
+    included; ``query`` and ``kv`` are all its heads together, keys and values each."""
 
     query: int
     kv: int
@@ -78,15 +71,9 @@ def norms_of_block(model: ModelConfig) -> int:
 
 @dataclass(frozen=True)
 class RankShare:
-    """One pipeline rank's share of a model.
-
-    Attributes:
-        rank: its number in the pipeline.
-        parameters: of one tensor-parallel rank; a tied embedding counts once.
-        blocks: number of blocks of each of its stages.
-        first: whether it has the token embedding.
-        last: whether it has the output head.
-    """
+    """One pipeline rank's share of a model: parameters of one tensor-parallel rank (a tied
+    embedding counts once), blocks of each stage, and whether it has the token embedding and the
+    head."""
 
     rank: int
     parameters: int
@@ -96,11 +83,8 @@ class RankShare:
 
 
 def rank_shares(model: ModelConfig, layout: Layout, partition: str = "blocks") -> list[RankShare]:
-    """The share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``.
-
-    Raises:
-        ValueError: there are more stages than blocks.
-    """
+    """The share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``. Raises
+    ValueError if there are more stages than blocks."""
     layers = layer_shares(model, layout.tensor)
     is_block = [layer.block for layer in layers]
     stages = layout.pipeline * layout.chunks

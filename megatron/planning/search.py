@@ -17,16 +17,8 @@ from megatron.planning.step_time import Communication, Hardware, StepTime, step_
 
 @dataclass(frozen=True)
 class Workload:
-    """The training to plan for.
-
-    Attributes:
-        model: the model, complete but for its vocabulary.
-        vocab_size: tokens of the vocabulary, without padding.
-        global_batch_size: samples of a step.
-        micro_batch_size: samples of a micro batch; None to try powers of two.
-        precision: fp32, bf16 or fp16.
-        grads_in_fp32: whether half-precision gradients are accumulated in float32.
-    """
+    """The training to plan for. The model is complete but for its vocabulary, ``vocab_size``
+    without padding; without ``micro_batch_size`` powers of two are tried."""
 
     model: ModelConfig
     vocab_size: int
@@ -112,11 +104,9 @@ def _covers(a: RankShare, b: RankShare) -> bool:
 
 
 def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
-    """Every layout that exists for the workload, each with its micro batch size.
-
-    Tensor parallelism stays inside a node, as its collectives are in every layer and exposed
-    (Narayanan et al. 2021, section 3.2).
-    """
+    """Every layout that exists for the workload, each with its micro batch size. Tensor parallelism
+    stays inside a node, as its collectives are in every layer and exposed (Narayanan et al. 2021,
+    section 3.2)."""
     assert hardware.gpus
     for tensor in divisors(hardware.gpus):
         if tensor > hardware.gpus_per_node or not divides_model(work.model, tensor):

@@ -29,9 +29,10 @@ class Hardware:
     gpu_memory: str = option("80GiB")
     """Memory of one GPU, as in 80GiB."""
     memory_reserve: str = option("4GiB")
-    """Part of it that is kept free for CUDA, NCCL, workspaces of kernels and fragmentation."""
+    """Part of --gpu-memory that is kept free for CUDA, NCCL, workspaces of kernels and
+    fragmentation."""
     gpus_per_node: int = option(8)
-    """GPUs of a node, which fast links connect."""
+    """Number of GPUs per node, connected by fast links."""
     peak_tflops: float = option(312.0)
     """Dense 16-bit peak of one GPU, TFLOP/s (A100 312, H100 and H200 989, B200 2250)."""
     utilisation: float = option(0.6)
@@ -76,10 +77,8 @@ class Hardware:
 
     def ring_bandwidth(self, ranks: int, stride: int) -> float:
         """Bytes per second of a ring through a group of ``ranks`` members, ``stride`` ranks apart.
-
         Inside a node it is the GPU's own; between nodes the links of all members in a node carry
-        each member's ring, as NCCL builds them.
-        """
+        each member's ring, as NCCL builds them."""
         inside = self.intra_node_bandwidth
         if ranks * stride <= self.gpus_per_node:
             return 1e9 * inside
@@ -128,9 +127,8 @@ def tensor_bytes_per_block(model: ModelConfig, layout: Layout, micro_batch: int)
 
     Two all-reduces of the hidden states forward and two backward (Shoeybi et al. 2019,
     arXiv:1909.08053, section 3). Sequence parallelism replaces each by an all-gather and a
-    reduce-scatter of the same size (Korthikanti et al. 2022, section 4.2.2), and gathers the inputs
-    of the two column-parallel layers again for the gradients of their weights. Full recomputation
-    sends the forward pass's part again.
+    reduce-scatter, and gathers the inputs of the two column-parallel layers again (Korthikanti et
+    al. 2022, section 4.2.2). Full recomputation sends the forward pass's part again.
     """
     passes = 4 + 2 * (layout.recompute in ("uniform", "block"))
     gathers = 2 * passes + 2 * layout.sequence
@@ -220,12 +218,10 @@ class StepTime:
 
 
 def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
-    """FLOPs of one rank for one micro batch, forward, backward and recomputation.
-
-    Matrix products only, two operations per multiply-add, attention over all pairs: the hardware
-    FLOPs of Narayanan et al. 2021 (arXiv:2104.04473, section 5.1) and Korthikanti et al. 2022
-    (section 6 and appendix A).
-    """
+    """FLOPs of one rank for one micro batch, forward, backward and recomputation. Matrix products
+    only, two operations per multiply-add, attention over all pairs: the hardware FLOPs of Narayanan
+    et al. 2021 (arXiv:2104.04473, section 5.1) and Korthikanti et al. 2022 (section 6 and appendix
+    A)."""
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
     attention = 4 * width.query * model.seq_length
     matrices = (
@@ -238,12 +234,9 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
 
 
 def bubble_ratio(layout: Layout, micro_batches: int) -> float:
-    """Waiting time over working time of a pipeline.
-
-    (p - 1) / (v m) by Narayanan et al. 2021 (section 2.2); for this project's dualpipev, whose
-    backward B computes the gradients of inputs and weights together and takes two or more forwards
-    F, ((p - 1) B - F / 2) / (m (F + B)).
-    """
+    """Waiting time over working time of a pipeline. (p - 1) / (v m) by Narayanan et al. 2021
+    (section 2.2); for this project's dualpipev, whose backward B computes the gradients of inputs
+    and weights together and takes two or more forwards F, ((p - 1) B - F / 2) / (m (F + B))."""
     p, m = layout.pipeline, micro_batches
     if p == 1:
         return 0.0
@@ -261,11 +254,8 @@ def step_time(
     shares: list[RankShare],
     hardware: Hardware,
 ) -> tuple[StepTime, Communication]:
-    """The time of a step, and the bytes sent by the rank that sends most.
-
-    The model is complete, its vocabulary padded for the layout; a step has ``micro_batches`` of
-    ``micro_batch`` samples; ``shares`` are the pipeline ranks' shares of the model.
-    """
+    """The time of a step, and the bytes sent by the rank that sends most, for a complete model with
+    its vocabulary padded for the layout."""
     per_block = tensor_bytes_per_block(model, layout, micro_batch)
     at_end = tensor_bytes_at_ends(model, layout, micro_batch)
     t, d, p = layout.tensor, layout.data, layout.pipeline

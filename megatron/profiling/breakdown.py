@@ -45,8 +45,6 @@ class TimeEntry(NamedTuple):
 
     Attributes:
         name: operator, kernel, collective or wait; of a matrix product "M x K x N".
-        phase: of matrix products and waits.
-        calls: number of calls.
         time: microseconds, an operator's without those inside it, a collective's with the wait for
             other ranks.
         amount: bytes that an operator allocates or a collective receives from this rank, FLOPs of
@@ -69,11 +67,6 @@ class Breakdown:
         on_device: whether the time is a device's, else the training thread's on a CPU.
         cells: time by category and phase; they sum to ``step``.
         hidden: time of the mean step in which a collective runs beside other work.
-        operators: operators on the CPU or kernels on the device, the slowest first.
-        collectives: by kind, the slowest first.
-        gemms: matrix products with weights by shape, the slowest first.
-        waits: calls by which the CPU waits for the device or reads a tensor's value.
-        about: the trainer's notes on the run.
     """
 
     path: Path
@@ -119,13 +112,8 @@ class Breakdown:
 
 
 class Thread:
-    """The innermost event of a CPU thread at every moment.
-
-    Args:
-        events: in the order of their start, outer ones first.
-        contexts: contexts of forward operators by autograd's sequence number; those of this thread
-            are added, those of gradients are looked up.
-    """
+    """The innermost event of a CPU thread at every moment. Events are in the order of their start,
+    outer ones first; ``contexts`` are those of forward operators by autograd's sequence number."""
 
     def __init__(self, events: Sequence[Event], contexts: dict[int, str]) -> None:
         self.events = events
@@ -192,15 +180,8 @@ def paint(edges: Times, intervals: Sequence[Interval]) -> Indices:
 
 
 class Work(NamedTuple):
-    """A part of a step that belongs to one category and one phase.
-
-    Attributes:
-        time: microseconds.
-        name: the operator or kernel; empty where nothing runs.
-        event: what the CPU did, or what launched the kernel; None if unknown.
-        launched: category of ``event``.
-        step: number of the step in the trace.
-    """
+    """A part of a step (microseconds) that belongs to one category and one phase; ``event`` is what
+    the CPU did, or what launched the kernel, ``launched`` its category."""
 
     category: str
     phase: str
@@ -213,11 +194,8 @@ class Work(NamedTuple):
 
 def break_down(trace: Trace, least: bool = False) -> Breakdown:
     """Breaks the mean of a trace's steps down: the training thread's time on a CPU, the device's on
-    a GPU; with ``least`` every operator as in the step in which it was fastest.
-
-    Raises:
-        TraceError: the trace has no steps, or ``least`` and a GPU's time.
-    """
+    a GPU; with ``least`` every operator as in the step in which it was fastest. Raises TraceError
+    if the trace has no steps, or ``least`` and a GPU's time."""
     on_device = bool(trace.kernels)
     if on_device and least:
         raise TraceError(
@@ -258,9 +236,7 @@ class _Grid:
 
     Attributes:
         on_main: number of the training thread's event in each cell.
-        in_steps: cells of the steps on the CPU, without evaluations and saves.
         window: cells that are broken down, the device's if it is a trace of one.
-        collectives: events of collectives.
     """
 
     def __init__(self, trace: Trace) -> None:
@@ -389,11 +365,9 @@ def _host_work(grid: _Grid) -> tuple[list[Work], float]:
 
 
 def _device_work(grid: _Grid) -> tuple[list[Work], float]:
-    """The device's time, and how long a collective ran beside other kernels.
-
-    Of kernels that run at once the one that began first counts, collectives only where nothing
-    else runs; the rest is idle, in the phase of the training thread.
-    """
+    """The device's time, and how long a collective ran beside other kernels. Of kernels that run at
+    once the one that began first counts, collectives only where nothing else runs; the rest is
+    idle, in the phase of the training thread."""
     kernels, sending = grid.trace.kernels, grid.paint(grid.collectives) >= 0
     # In the order of painting: the last one counts.
     order = sorted(kernels, key=lambda k: (not _is_collective(k), -k.start))
@@ -424,11 +398,9 @@ def _is_collective(kernel: Event) -> bool:
 
 
 def _least(work: Sequence[Work], steps: int) -> list[Work]:
-    """One step of parts that each take the least time that they took in any step.
-
-    Parts of different steps belong together if they have the same operator, category, phase and
-    number among these in their step. Parts that some steps lack are left out.
-    """
+    """One step of parts that each take the least time that they took in any step. Parts of
+    different steps belong together if they have the same operator, category, phase and number among
+    these in their step. Parts that some steps lack are left out."""
     found: dict[tuple[Any, int], list[Work]] = defaultdict(list)
     counts: dict[Any, int] = defaultdict(int)
     for part in work:

@@ -35,17 +35,9 @@ class Event(NamedTuple):
 
 @dataclass(frozen=True)
 class Trace:
-    """The events of a trace by kind.
-
-    Attributes:
-        about: the trainer's notes on the run (peak of matrix products, iterations before).
-        host: operators and scopes by thread, in the order of their start, outer ones first.
-        launches: CUDA calls that start something on the device, by correlation.
-        waits: CUDA calls that wait for the device.
-        kernels: kernels, copies and fills on the device, in the order of their start.
-        device_steps: the steps as the device saw them.
-        allocations: (thread, time, bytes) of allocated memory.
-    """
+    """The events of a trace by kind, in the order of their start, outer ones first; ``launches``
+    are CUDA calls that start something on the device, by correlation; ``waits`` those that wait for
+    it; ``allocations`` are (thread, time, bytes)."""
 
     path: Path
     rank: int

@@ -84,15 +84,9 @@ class CommandFailed(RuntimeError):
 
 @dataclass(frozen=True)
 class Command:
-    """A command as a user would type it.
-
-    Attributes:
-        name: printed, and the name of its stamp.
-        words: its words; ``python`` and ``deepspeed`` are those of this environment.
-        reads: files whose content matters, besides the results of earlier commands.
-        makes: its results; a command without any always runs.
-        continues: whether it continues existing results; else they are removed first.
-    """
+    """A command as a user would type it. ``name`` is also that of its stamp; ``reads`` are files
+    besides the results of earlier commands; one that ``makes`` nothing always runs; one that
+    ``continues`` keeps existing results."""
 
     name: str
     words: tuple[str, ...]
@@ -145,12 +139,9 @@ def training_commands(at: QuickstartFolder, train_iters: int, reference: HeldOut
 
 
 class CommandChain:
-    """Runs commands in order, and skips those whose results are up to date.
-
-    A command's stamp hashes its words, the files that it reads, and the stamp before; so after a
-    change the commands from there on run again and no earlier ones. ``start`` identifies the input
-    of the first command.
-    """
+    """Runs commands in order, and skips those whose results are up to date. A command's stamp
+    hashes its words, the files that it reads, and the stamp before, at first ``start``; after a
+    change only the commands from there on run again."""
 
     def __init__(self, stamps: Path, start: str) -> None:
         self._stamps, self._previous = stamps, start

@@ -46,15 +46,9 @@ def standard_library() -> Path:
 
 
 def write_corpus(output: Path, root: Path | None = None) -> SourceCorpus:
-    """Writes every Python source file below ``root`` as a document.
-
-    They are ordered by their hashed names, which is the same on every machine and mixes the
-    documents, of which the last become the validation split. ``root`` is the standard library by
-    default.
-
-    Raises:
-        FileNotFoundError: no source files were found.
-    """
+    """Writes every Python source file below ``root``, by default the standard library, as a
+    document, ordered by hashed names, so that the validation split is the same on every machine.
+    Raises FileNotFoundError if no source files were found."""
     root = root or standard_library()
     texts = [text for path in source_files(root) if (text := read_source(path))]
     if not texts:
@@ -90,14 +84,8 @@ def read_source(path: Path) -> str | None:
 
 @dataclass(frozen=True)
 class HeldOut:
-    """The validation documents.
-
-    Attributes:
-        tokens: number of their tokens.
-        text_bytes: bytes of their texts in UTF-8.
-        unigram_entropy: cross entropy, in nats per token, of their tokens under the frequencies of
-            the training tokens: the loss of a model that knows only these.
-    """
+    """The validation documents. ``unigram_entropy`` is the loss, in nats per token, of a model that
+    knows only the frequencies of the training tokens."""
 
     tokens: int
     text_bytes: int

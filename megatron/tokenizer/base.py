@@ -63,10 +63,8 @@ class SpecialId:
 
 
 class Tokenizer(ABC):
-    """Turns text into token ids and back.
-
-    Special ids raise a ValueError where the vocabulary has no such token.
-    """
+    """Turns text into token ids and back. Special ids raise a ValueError where the vocabulary has
+    no such token."""
 
     cls = SpecialId("start of sequence")
     """Begins a sequence of BERT's."""
@@ -108,11 +106,7 @@ class Tokenizer(ABC):
         return marks
 
     def tokenize(self, text: str) -> list[int]:
-        """Ids of one text.
-
-        Raises:
-            ValueError: the text cannot be tokenized, for example a lone surrogate.
-        """
+        """Ids of one text; ValueError if it cannot be tokenized, for example a lone surrogate."""
         return self._encode(text).tolist()
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
@@ -121,11 +115,8 @@ class Tokenizer(ABC):
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD.
-
-        Raises:
-            ValueError: an id is not in the vocabulary.
-        """
+        """Text of ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD. Raises
+        ValueError if an id is not in the vocabulary."""
 
     @abstractmethod
     def save_pretrained(self, directory: str | Path) -> None:
@@ -156,7 +147,6 @@ def sentinel_ids(vocab: Mapping[str, int]) -> tuple[int, ...]:
 
 
 def sentinel_names(count: int) -> list[str]:
-    """`<extra_id_0>` to `<extra_id_{count - 1}>`."""
     return [f"<extra_id_{n}>" for n in range(count)]
 
 
@@ -173,16 +163,14 @@ def refuse_extra_ids(config: TokenizerConfig) -> None:
     """Raises ConfigError on --vocab-extra-ids, for a vocabulary that is fixed by its files."""
     if config.vocab_extra_ids:
         raise ConfigError(
-            f"--vocab-extra-ids {config.vocab_extra_ids} does not go with --tokenizer-type "
+            f"--vocab-extra-ids {config.vocab_extra_ids} cannot be used with --tokenizer-type "
             f"{config.tokenizer_type}: its vocabulary is fixed by its files; leave the flag out"
         )
 
 
 def read_text(path: str | Path, flag: str) -> str:
-    """A whole UTF-8 file, line ends unchanged.
-
-    Raises FileNotFoundError; ValueError if it is not UTF-8.
-    """
+    """A whole UTF-8 file, line ends unchanged. Raises FileNotFoundError; ValueError if it is not
+    UTF-8."""
     path = Path(path)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"

@@ -27,15 +27,9 @@ class ByteLevelTokenizer(Tokenizer):
     """The UTF-8 bytes of a text, and special tokens that no text contains."""
 
     def __init__(self, first_byte: int, specials: dict[str, int], extra_ids: int = 0) -> None:
-        """Byte b has the id `first_byte` + b.
-
-        Args:
-            first_byte: id of byte 0.
-            specials: ids by `SpecialIds` name ("eos", ...), which fill up the ids below and above
-                those of the bytes without a gap; `eos` ends a document. Other names ("unk") stand
-                for ids that are not used.
-            extra_ids: number of `<extra_id_0>`, ... that follow.
-        """
+        """Byte b has the id `first_byte` + b. `specials` are ids by `SpecialIds` name ("eos", ...),
+        which fill up the ids below and above those of the bytes without a gap; other names ("unk")
+        stand for ids that are not used."""
         above = first_byte + _BYTES + sum(i >= first_byte for i in specials.values())
         named = {name: i for name, i in specials.items() if name in SpecialIds.__annotations__}
         sentinels = tuple(range(above, above + extra_ids))
@@ -50,10 +44,8 @@ class ByteLevelTokenizer(Tokenizer):
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> ByteLevelTokenizer:
-        """ByteLevelTokenizer, in NeMo's numbering, or CharacterLevelTokenizer of 2019.
-
-        The latter had ids for characters 0 to 255 after eight commands; for ASCII these are bytes.
-        """
+        """ByteLevelTokenizer, in NeMo's numbering, or CharacterLevelTokenizer of 2019. The latter
+        had ids for characters 0 to 255 after eight commands; for ASCII these are bytes."""
         if config.tokenizer_type == "CharacterLevelTokenizer":
             names = ("pad", "eos", "bos", "unk", "sep", "L2R", "cls", "mask")
             return cls(8, {name: i for i, name in enumerate(names)}, config.vocab_extra_ids)
@@ -71,7 +63,6 @@ class ByteLevelTokenizer(Tokenizer):
         return b"".join(parts).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes a byte-pair encoding without merges."""
         vocab = {c: self._first_byte + byte for byte, c in enumerate(CHARACTER_OF_BYTE)}
         vocab |= {token: i for i, token in self._text_of_special.items()}
         encoding = tokenizers.Tokenizer(models.BPE(vocab, []))

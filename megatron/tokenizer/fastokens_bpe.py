@@ -40,11 +40,7 @@ class FastEncoding:
         return FastEncoding, (self._description, self._id_of_rank)
 
     def encode_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text, as views of one array.
-
-        Raises:
-            UnicodeEncodeError: a lone surrogate.
-        """
+        """Ids of each text, as views of one array; UnicodeEncodeError for a lone surrogate."""
         ranks, ends = self._tokenizer.encode_batch_flat(list(texts))
         ids = self._id_of_rank[np.frombuffer(ranks, "<u4")]
         bounds = np.frombuffer(ends, "<u8").tolist()
@@ -103,7 +99,6 @@ class BatchEncoder:
 
 
 def _description(tokens: list[str], merges: list[tuple[str, str]], special: str | None) -> str:
-    """The encoding as a tokenizer.json whose ids are ranks."""
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     added = {"id": len(tokens), "content": special, **flags, "special": True}
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}

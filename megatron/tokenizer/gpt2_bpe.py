@@ -79,10 +79,8 @@ def starts_with_space(token: bytes) -> bool:
 
 
 def read_vocabulary(path: str) -> Vocabulary:
-    """Reads the vocab.json of --vocab-file: ids by token.
-
-    Raises FileNotFoundError; ValueError if it is no JSON object of integers, or ids are shared.
-    """
+    """Reads the vocab.json of --vocab-file: ids by token. Raises FileNotFoundError; ValueError if
+    it is no JSON object of integers, or ids are shared."""
     try:
         vocab = json.loads(read_text(path, "--vocab-file"))
     except json.JSONDecodeError as error:
@@ -109,11 +107,9 @@ def read_vocabulary(path: str) -> Vocabulary:
 
 
 def read_merges(path: str, vocab: Vocabulary, vocab_path: str) -> Merges:
-    """Reads the merges.txt of --merge-file: pairs of tokens, in the order of merging.
-
-    Raises FileNotFoundError; ValueError if a line is not two tokens of the vocabulary that make
-    a third.
-    """
+    """Reads the merges.txt of --merge-file: pairs of tokens, in the order of merging. Raises
+    FileNotFoundError; ValueError if a line is not two tokens of the vocabulary that make a
+    third."""
     merges = []
     for number, line in enumerate(read_text(path, "--merge-file").split("\n"), 1):
         line = line.removesuffix("\r")
@@ -138,7 +134,6 @@ def read_merges(path: str, vocab: Vocabulary, vocab_path: str) -> Merges:
 
 
 def write_vocabulary(directory: Path, vocab: Vocabulary, merges: Merges) -> None:
-    """Writes `directory`/vocab.json and `directory`/merges.txt."""
     lines = ["#version: 0.2", *(f"{left} {right}" for left, right in merges)]
     write_text(directory / "merges.txt", "\n".join(lines) + "\n")
     write_text(directory / "vocab.json", json.dumps(vocab, ensure_ascii=False) + "\n")
@@ -167,12 +162,8 @@ class RankedEncoding:
         self.id_of_rank = np.array([vocab[token] for token in (*tokens, *specials)], np.int32)
 
     def encode(self, text: str) -> TokenIds:
-        """Ids of a text.
-
-        Raises:
-            ValueError: a lone surrogate, or a run of about a million white-space characters, which
-                is too long for the regex engine.
-        """
+        """Ids of a text; ValueError for a lone surrogate, or a run of about a million white-space
+        characters, which is too long for the regex engine."""
         ranks = self._encoding.encode_to_numpy(
             text, allowed_special=self._specials, disallowed_special=()
         )
@@ -195,11 +186,9 @@ def is_exact(vocab: Vocabulary, merges: Merges, definition: models.BPE) -> bool:
 
 
 class GPT2BPETokenizer(Tokenizer):
-    """Gives the ids of `transformers.GPT2Tokenizer` over the same two files.
-
-    As there, `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in
-    ordinary tokens instead); if the vocabulary lacks it, it is text, and `eod` is missing.
-    """
+    """Gives the ids of `transformers.GPT2Tokenizer` over the same two files. As there,
+    `<|endoftext|>` in a text is the end-of-document token (Megatron spells it out in ordinary
+    tokens instead); if the vocabulary lacks it, it is text, and `eod` is missing."""
 
     def __init__(self, vocab: Vocabulary, merges: Merges, source: str = "the vocabulary") -> None:
         """`source` names the vocabulary in messages."""
@@ -232,19 +221,14 @@ class GPT2BPETokenizer(Tokenizer):
 
     @classmethod
     def from_files(cls, vocab_file: str | Path, merge_file: str | Path) -> GPT2BPETokenizer:
-        """Reads vocab.json and merges.txt.
-
-        Raises:
-            FileNotFoundError: one of them is missing.
-            ValueError: one of them is malformed, or they do not belong together.
-        """
+        """Reads vocab.json and merges.txt. Raises FileNotFoundError if one of them is missing,
+        ValueError if one of them is malformed, or they do not belong together."""
         vocab = read_vocabulary(str(vocab_file))
         merges = read_merges(str(merge_file), vocab, str(vocab_file))
         return cls(vocab, merges, source=f"--vocab-file {vocab_file}")
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> GPT2BPETokenizer:
-        """From --vocab-file and --merge-file."""
         refuse_extra_ids(config)
         return cls.from_files(
             required(config, "vocab_file", "the path of vocab.json"),
@@ -252,7 +236,6 @@ class GPT2BPETokenizer(Tokenizer):
         )
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text."""
         if self._batches is None:
             return super().tokenize_batch(texts)
         return self._batches.encode(texts, self._encode)
@@ -268,7 +251,6 @@ class GPT2BPETokenizer(Tokenizer):
         return b"".join(pieces).decode("utf-8", errors="replace")
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes vocab.json, merges.txt, tokenizer.json and tokenizer_config.json."""
         directory = Path(directory)
         write_vocabulary(directory, self._vocab, self._merges)
         write_pretrained(

@@ -26,17 +26,13 @@ the byte alphabet's characters for white space (gpt2_bpe.py)."""
 
 
 class HFTokenizer(Tokenizer):
-    """The tokenizer of a folder, with its own settings.
-
-    Ids are those of `AutoTokenizer.from_pretrained(folder)(text)`: where the folder says that a
-    text begins with a beginning-of-sequence token (Llama), it does so here as well.
-    """
+    """The tokenizer of a folder, with its own settings. Ids are those of
+    `AutoTokenizer.from_pretrained(folder)(text)`: where the folder says that a text begins with a
+    beginning-of-sequence token (Llama), it does so here as well."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Loads the folder, and nothing from the network.
-
-        Raises FileNotFoundError; ValueError if `transformers` cannot read it as a tokenizer.
-        """
+        """Loads the folder, and nothing from the network. Raises FileNotFoundError; ValueError if
+        `transformers` cannot read it as a tokenizer."""
         directory = Path(directory)
         if not directory.is_dir():
             found = "is a file" if directory.exists() else "does not exist"
@@ -71,7 +67,6 @@ class HFTokenizer(Tokenizer):
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> HFTokenizer:
-        """From --tokenizer-model."""
         refuse_extra_ids(config)
         return cls(required(config, "tokenizer_model", "a folder with a Hugging Face tokenizer"))
 
@@ -85,12 +80,10 @@ class HFTokenizer(Tokenizer):
         return [np.array(ids, np.int32) for ids in self._ids(texts)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
         self._check_ids(ids)
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes the tokenizer files by `transformers`."""
         self._tokenizer.save_pretrained(directory)
 
     def _find_word_starts(self) -> WordStarts:

@@ -30,7 +30,6 @@ class NullTokenizer(Tokenizer):
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> NullTokenizer:
-        """From --vocab-size."""
         refuse_extra_ids(config)
         if config.vocab_size is None or config.vocab_size < 1:
             given = "is missing" if config.vocab_size is None else f"is {config.vocab_size}"
@@ -46,7 +45,6 @@ class NullTokenizer(Tokenizer):
         return " ".join(_EOD_TEXT if i == self.eod else str(i) for i in ids)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes a word-level tokenizer over the decimal numbers."""
         from tokenizers import Tokenizer, models, pre_tokenizers
 
         words = {str(i): i for i in range(self.eod)} | {_EOD_TEXT: self.eod}

@@ -33,24 +33,16 @@ _TRAINED_WHEN_MISSING = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
 
 
 def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) -> Tokenizer:
-    """The tokenizer that the configuration names.
-
-    Args:
-        texts: of the run that needs it, for a SentencePiece model that does not exist: it is
-            trained on them, by one process while the others wait.
-
-    Raises:
-        ConfigError: no or an unknown --tokenizer-type, or a flag it needs is missing.
-        FileNotFoundError: a file is missing.
-        ValueError: a file is not of the kind that its flag requires.
-    """
+    """The tokenizer that the configuration names. A SentencePiece model that does not exist is
+    trained on `texts` by one process while the others wait. Raises ConfigError, FileNotFoundError;
+    ValueError if a file is not of the kind that its flag requires."""
     known = ", ".join(TOKENIZERS)
     if config.tokenizer_type is None:
-        raise ConfigError(f"--tokenizer-type is missing; it is one of {known}")
+        raise ConfigError(f"--tokenizer-type is missing; expected one of {known}")
     if config.tokenizer_type not in TOKENIZERS:
         hint = nearest(config.tokenizer_type, TOKENIZERS, " Did you mean {}?")
         raise ConfigError(
-            f"--tokenizer-type {config.tokenizer_type} is unknown; it is one of {known}.{hint}"
+            f"--tokenizer-type {config.tokenizer_type} is unknown; expected one of {known}.{hint}"
         )
     if texts is not None and config.tokenizer_type in _TRAINED_WHEN_MISSING:
         _resolved("train:train_missing_model")(config, texts)

@@ -27,11 +27,9 @@ from megatron.tokenizer.sentence_piece_ranked import RankedPieces, ranked_pieces
 
 
 class SentencePieceTokenizer(Tokenizer):
-    """Gives the ids of `sentencepiece.SentencePieceProcessor.encode`.
-
-    With `specials`, these keep their ids in a text, and the text between them is encoded
-    separately; without, no text contains a special token, and detokenizing leaves them out.
-    """
+    """Gives the ids of `sentencepiece.SentencePieceProcessor.encode`. With `specials`, these keep
+    their ids in a text, and the text between them is encoded separately; without, no text contains
+    a special token, and detokenizing leaves them out."""
 
     def __init__(
         self,
@@ -41,10 +39,8 @@ class SentencePieceTokenizer(Tokenizer):
         add_bos: bool = False,
         source: str = "the SentencePiece model",
     ) -> None:
-        """`specials` are ids of tokens that texts may contain; `source` names the model.
-
-        `add_bos` puts the beginning of text before each text.
-        """
+        """`specials` are ids of tokens that texts may contain; `source` names the model. `add_bos`
+        puts the beginning of text before each text."""
         self._processor, self._specials = processor, specials or {}
         self._name_of_special = {i: token for token, i in self._specials.items()}
         vocab_size = 1 + max([len(processor) - 1, *self._specials.values()])
@@ -81,11 +77,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     @classmethod
     def gpt_from_file(cls, path: str | Path, add_bos: bool = False) -> SentencePieceTokenizer:
-        """The model as it is; a document ends with its end of text.
-
-        Raises FileNotFoundError; ValueError if it is not a SentencePiece model, or lacks what
-        `add_bos` needs.
-        """
+        """The model as it is; a document ends with its end of text. Raises FileNotFoundError;
+        ValueError if it is not a SentencePiece model, or lacks what `add_bos` needs."""
         processor, source = load_processor(path), f"--tokenizer-model {path}"
         return cls(processor, _own_ids(processor), add_bos=add_bos, source=source)
 
@@ -105,7 +98,6 @@ class SentencePieceTokenizer(Tokenizer):
         return cls.gpt_from_file(model_path(config), add_bos)
 
     def tokenize_batch(self, texts: Sequence[str]) -> list[TokenIds]:
-        """Ids of each text."""
         for text in texts:
             text.encode()  # a lone surrogate is a ValueError that says so, not a RuntimeError
         if not self._specials and not len(self._begin):
@@ -125,11 +117,8 @@ class SentencePieceTokenizer(Tokenizer):
         return rows
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids.
-
-        With `specials`, these are put between spaces; without, control symbols give no
-        text, as with `sentencepiece`.
-        """
+        """Text of ids. With `specials`, these are put between spaces; without, control symbols give
+        no text, as with `sentencepiece`."""
         self._check_ids(ids)
         parts: list[str] = []
         pending: list[int] = []
@@ -144,10 +133,8 @@ class SentencePieceTokenizer(Tokenizer):
 
     def save_pretrained(self, directory: str | Path) -> None:
         """Writes tokenizer.model, the model itself, and tokenizer.json, which `transformers` reads.
-
         In transformers' own library ids are the same but for rare characters that it normalizes in
-        another way (docs/guides/tokenizers.md).
-        """
+        another way (docs/guides/tokenizers.md)."""
         directory = Path(directory)
         begin = self.bos if len(self._begin) else None
         encoding = as_tokenizers(self._processor, self._specials, begin)
@@ -194,11 +181,8 @@ def _own_ids(processor: sentencepiece.SentencePieceProcessor) -> SpecialIds:
 
 
 def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
-    """Reads the model of --tokenizer-model.
-
-    Raises FileNotFoundError; ValueError if it is not a SentencePiece model that `transformers`
-    can run.
-    """
+    """Reads the model of --tokenizer-model. Raises FileNotFoundError; ValueError if it is not a
+    SentencePiece model that `transformers` can run."""
     path = Path(path)
     if not path.is_file():
         found = "is a folder" if path.is_dir() else "does not exist"
@@ -218,10 +202,8 @@ def load_processor(path: str | Path) -> sentencepiece.SentencePieceProcessor:
 
 
 def model_path(config: TokenizerConfig, new: bool = False) -> str:
-    """The path of --tokenizer-model, or the same with `.model` appended, as in 2019.
-
-    Where neither exists it is the path as given; with `new`, the one to write a model to.
-    """
+    """The path of --tokenizer-model, or the same with `.model` appended, as in 2019. Where neither
+    exists it is the path as given; with `new`, the one to write a model to."""
     path = required(config, "tokenizer_model", "a SentencePiece model")
     with_ending = f"{path.removesuffix('.model')}.model"
     if Path(path).exists():

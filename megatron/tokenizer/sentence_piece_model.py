@@ -36,18 +36,14 @@ class Model(NamedTuple):
 
 
 def read_model(processor: sentencepiece.SentencePieceProcessor) -> Model:
-    """The model that a processor runs."""
     model = getattr(sentencepiece_model_pb2, "ModelProto")()  # noqa: B009
     model.ParseFromString(processor.serialized_model_proto())
     return Model(model.pieces, model.trainer_spec, model.normalizer_spec)
 
 
 def check_kind(processor: sentencepiece.SentencePieceProcessor) -> None:
-    """Refuses a model that `transformers` cannot run, before anything is trained with it.
-
-    Raises:
-        ValueError: the model is of words, or marks spaces after words.
-    """
+    """Refuses a model that `transformers` cannot run, before anything is trained with it. Raises
+    ValueError if the model is of words, or marks spaces after words."""
     trainer = read_model(processor).trainer
     if trainer.model_type not in (UNIGRAM, BPE, CHAR):
         kind = trainer.ModelType.Name(trainer.model_type).lower()
@@ -119,10 +115,8 @@ def _crosses_spaces(model: Model) -> bool:
 
 
 def _merges(model: Model) -> list[tuple[str, str]]:
-    """All pairs whose concatenation is a piece, the piece of the highest score first.
-
-    SentencePiece merges any such pair; `tokenizers` merges those listed, the earliest first.
-    """
+    """All pairs whose concatenation is a piece, the piece of the highest score first. SentencePiece
+    merges any such pair; `tokenizers` merges those listed, the earliest first."""
     score = {p.piece: p.score for p in model.pieces if p.type == NORMAL}
     merges = []
     for piece in sorted(score, key=lambda p: (-score[p], -len(p))):

@@ -51,12 +51,8 @@ class RankedPieces:
     """Encodes with tiktoken; its ranks are mapped to the ids of pieces."""
 
     def __init__(self, pieces: list[str], ids: dict[str, int], byte_ids: list[int]) -> None:
-        """
-        Args:
-            pieces: those of several characters, the best one first.
-            ids: ids of these and of all characters that are pieces; in both, a space is " ".
-            byte_ids: ids of the 256 byte pieces.
-        """
+        """`pieces` are those of several characters, the best one first; `ids` has these and all
+        characters that are pieces. In both, a space is " "."""
         characters = [piece for piece in ids if len(piece) == 1]
         tokens = [bytes([byte]) for byte in range(256)]
         beginnings = {c.encode()[:n] for c in characters for n in range(2, len(c.encode()))}

@@ -66,13 +66,9 @@ class TikTokenizer(Tokenizer):
         specials_in_text: bool,
         source: str = "the vocabulary",
     ) -> None:
-        """
-        Args:
-            ranks: ids by token; of two merges that are possible, that of the lower id is made.
-            split: regular expression of the parts of a text that are encoded by themselves.
-            specials: ids of special tokens.
-            specials_in_text: whether the name of a special token in a text becomes that token.
-        """
+        """`ranks` are ids by token; `split` is a regular expression of the parts of a text that are
+        encoded by themselves; with `specials_in_text`, a special token's name in a text becomes
+        that token."""
         super().__init__(source, 1 + max([*ranks.values(), *specials.values()]), ids)
         self._ranks, self._split, self._specials = ranks, split, dict(specials)
         self._allowed = set(specials) if specials_in_text else set()
@@ -83,12 +79,9 @@ class TikTokenizer(Tokenizer):
 
     @classmethod
     def llama3_from_file(cls, path: str | Path) -> TikTokenizer:
-        """Llama 3's tokenizer.model: lines of a token in base64 and its rank.
-
-        Its 256 special tokens follow. `<|end_of_text|>` ends a document.
-
-        Raises FileNotFoundError; ValueError if it is malformed.
-        """
+        """Llama 3's tokenizer.model: lines of a token in base64 and its rank. Its 256 special
+        tokens follow. `<|end_of_text|>` ends a document. Raises FileNotFoundError; ValueError if it
+        is malformed."""
         ranks = read_ranks(str(path))
         specials = {name: len(ranks) + n for n, name in enumerate(_llama3_specials())}
         end = specials["<|end_of_text|>"]
@@ -107,21 +100,17 @@ class TikTokenizer(Tokenizer):
         """Megatron's JSON: a list of objects with rank, token_bytes (base64) and token_str.
 
         Special tokens have the ids from 0: those given, then `<SPECIAL_N>`; text never stands for
-        one. `</s>` ends a document.
-
-        Args:
-            pattern: "v1" or "v2".
-            vocab_size: tokens used, specials included; None: all, up to 131,072.
-
-        Raises FileNotFoundError; ValueError if it is malformed, or too small.
+        one. `</s>` ends a document. `pattern` is "v1" or "v2"; `vocab_size` includes specials, by
+        default all up to 131,072. Raises FileNotFoundError; ValueError if it is malformed, or too
+        small.
         """
         names = _json_specials(special_tokens, num_special_tokens)
         tokens = read_json_ranks(str(path))
         size = vocab_size or min(_JSON_LIMIT, len(tokens) + len(names))
         if not len(names) + 256 <= size <= len(tokens) + len(names):
             raise ConfigError(
-                f"--vocab-size {size} does not go with --tokenizer-model {path} of {len(tokens)} "
-                f"tokens: with {len(names)} special ones it is {len(names) + 256} to "
+                f"--vocab-size {size} does not fit --tokenizer-model {path} of {len(tokens)} "
+                f"tokens: with {len(names)} special ones it must be {len(names) + 256} to "
                 f"{len(tokens) + len(names)}"
             )
         ranks = {t: len(names) + n for n, t in enumerate(tokens[: size - len(names)])}
@@ -155,12 +144,10 @@ class TikTokenizer(Tokenizer):
         )
 
     def detokenize(self, ids: Sequence[int]) -> str:
-        """Text of ids, special tokens included."""
         self._check_ids(ids)
         return self._encoding.decode([int(i) for i in ids])
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes tokenizer.json and tokenizer_config.json."""
         token = {i: name for name, i in self._specials.items()}
         write_pretrained(
             directory,
@@ -192,8 +179,6 @@ class TikTokenizer(Tokenizer):
 
     @functools.cached_property
     def _definition(self) -> tokenizers.Tokenizer:
-        """The same encoding of the `tokenizers` library."""
-
         def characters(token: bytes) -> str:
             return "".join(CHARACTER_OF_BYTE[byte] for byte in token)
 
@@ -220,7 +205,6 @@ class TikTokenizer(Tokenizer):
 
 
 def _llama3_specials() -> list[str]:
-    """The names in Meta's code, in the order of their ids."""
     reserved = [f"<|reserved_special_token_{n}|>" for n in range(251)]
     names = ["<|begin_of_text|>", "<|end_of_text|>", *reserved[:4]]
     names += ["<|start_header_id|>", "<|end_header_id|>", reserved[4], "<|eot_id|>"]
@@ -239,18 +223,14 @@ def _json_specials(given: Sequence[str], number: int) -> list[str]:
 
 
 def is_json(path: str) -> bool:
-    """Whether --tokenizer-model is JSON.
-
-    Raises FileNotFoundError; ValueError if it is not UTF-8.
-    """
+    """Whether --tokenizer-model is JSON. Raises FileNotFoundError; ValueError if it is not
+    UTF-8."""
     return read_text(path, "--tokenizer-model").lstrip()[:1] in ("[", "{")
 
 
 def read_ranks(path: str) -> Ranks:
-    """Reads lines of a token in base64, a space and its rank, 0, 1, 2 and on.
-
-    Raises FileNotFoundError; ValueError if a line is not that, or one of the 256 bytes is missing.
-    """
+    """Reads lines of a token in base64, a space and its rank, 0, 1, 2 and on. Raises
+    FileNotFoundError; ValueError if a line is not that, or one of the 256 bytes is missing."""
     ranks: Ranks = {}
     for number, line in enumerate(read_text(path, "--tokenizer-model").splitlines(), 1):
         if not line:
@@ -269,10 +249,8 @@ def read_ranks(path: str) -> Ranks:
 
 
 def read_json_ranks(path: str) -> list[bytes]:
-    """Reads a list of objects with `rank` (0, 1, 2 and on) and `token_bytes` (base64).
-
-    Raises FileNotFoundError; ValueError if it is not that, or one of the 256 bytes is missing.
-    """
+    """Reads a list of objects with `rank` (0, 1, 2 and on) and `token_bytes` (base64). Raises
+    FileNotFoundError; ValueError if it is not that, or one of the 256 bytes is missing."""
     try:
         entries = json.loads(read_text(path, "--tokenizer-model"))
     except json.JSONDecodeError as error:

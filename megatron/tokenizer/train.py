@@ -67,10 +67,8 @@ def train_byte_level_bpe(
 
     Ids: the 256 bytes in GPT-2's order, the merged tokens in the order they were learned,
     `<|endoftext|>` last. The same texts give the same vocabulary. It may come out smaller than
-    `vocab_size`, when no more pairs occur `min_frequency` times.
-
-    Raises:
-        ValueError: `vocab_size` is too small for the bytes and `<|endoftext|>`.
+    `vocab_size`, when no more pairs occur `min_frequency` times. Raises ValueError if `vocab_size`
+    is too small for the bytes and `<|endoftext|>`.
     """
     if vocab_size < 257:
         raise ValueError(
@@ -93,17 +91,12 @@ def train_byte_level_bpe(
 def train_wordpiece(
     texts: TextSource, vocab_size: int, min_frequency: int, lower_case: bool
 ) -> WordPieceTokenizer:
-    """Learns a vocabulary in the form of BERT's vocab.txt.
+    """Learns a vocabulary in the form of BERT's vocab.txt; `texts` is called twice.
 
     Ids: [PAD], [UNK], [CLS], [SEP], [MASK], the characters, each again with `##`, then longer
     pieces in the order they were learned. The characters are the most frequent ones, at most 1,000
-    and a quarter of the vocabulary. The same texts give the same vocabulary.
-
-    Args:
-        texts: gives the texts; it is called twice.
-
-    Raises:
-        ValueError: `vocab_size` is too small for characters.
+    and a quarter of the vocabulary; ValueError if `vocab_size` is too small for them. The same
+    texts give the same vocabulary.
     """
     if vocab_size < _LEAST_WORDPIECES:
         raise ValueError(
@@ -138,12 +131,9 @@ def train_wordpiece(
 
 
 def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
-    """Trains the model of --tokenizer-model unless it exists; other processes wait.
-
-    Raises:
-        ConfigError: a flag is missing, or --tokenizer-model-type is unknown.
-        ValueError: no model can be learned from the texts.
-    """
+    """Trains the model of --tokenizer-model unless it exists; other processes wait. Raises
+    ConfigError if a flag is missing, or --tokenizer-model-type is unknown; ValueError if no model
+    can be learned from the texts."""
     path, vocab_size = Path(model_path(config, new=True)), config.vocab_size
     if path.exists():
         return
@@ -163,21 +153,14 @@ def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
 def train_sentencepiece_model(
     texts: Iterable[str], kind: str, vocab_size: int, byte_fallback: bool = False
 ) -> bytes:
-    """The file content of a model.
+    """The file content of a model of the kind unigram, bpe or char.
 
     Ids: `<unk>` 0, `<s>` 1, `</s>` 2, `<pad>` 3, with `byte_fallback` the 256 bytes, then pieces.
-    The same texts give the same model. It may come out smaller than `vocab_size`.
-
-    Args:
-        kind: unigram, bpe or char.
-        byte_fallback: as Llama 2's: text is not normalized and its spaces are kept, digits are
-            pieces of their own, and characters that are no piece become bytes, so that every text
-            comes back as it was. Without, it is normalized to NFKC, runs of white space are one
-            space, and such characters become `<unk>`.
-
-    Raises:
-        ConfigError: `kind` is another one.
-        ValueError: no model can be learned from the texts.
+    The same texts give the same model. It may come out smaller than `vocab_size`. With
+    `byte_fallback`, as Llama 2's, text is not normalized and its spaces are kept, digits are pieces
+    of their own, and characters that are no piece become bytes. Without, text is normalized to
+    NFKC, runs of white space are one space, and such characters become `<unk>`. Raises ConfigError
+    for another kind; ValueError if no model can be learned from the texts.
     """
     lossless: dict[str, Any] = {
         "byte_fallback": True,
@@ -213,10 +196,8 @@ def train_sentencepiece_model(
 
 
 class _Sentences:
-    """Lines of the texts, cut where they are too long.
-
-    SentencePiece does not report an error of its iterator, so it is kept until the end.
-    """
+    """Lines of the texts, cut where they are too long. SentencePiece does not report an error of
+    its iterator, so it is kept until the end."""
 
     def __init__(self, texts: Iterable[str]) -> None:
         self._texts = texts
@@ -241,7 +222,6 @@ class _Sentences:
 
 
 def _cut(line: str) -> Iterator[str]:
-    """The line in parts of at most _LONGEST_SENTENCE characters, cut before spaces if possible."""
     while len(line) > _LONGEST_SENTENCE:
         end = line.rfind(" ", 1, _LONGEST_SENTENCE)
         end = end if end > 0 else _LONGEST_SENTENCE

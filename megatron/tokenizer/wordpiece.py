@@ -51,11 +51,8 @@ class WordPieceTokenizer(Tokenizer):
         extra_ids: int = 0,
         source: str = "the vocabulary",
     ) -> None:
-        """`vocab` has the ids 0, 1, ... in this order; `source` names it in messages.
-
-        Raises:
-            ValueError: the vocabulary lacks [UNK].
-        """
+        """`vocab` has the ids 0, 1, ... in this order; `source` names it in messages. Raises
+        ValueError if the vocabulary lacks [UNK]."""
         if UNKNOWN not in vocab:
             raise ValueError(f"{source} lacks the token {UNKNOWN}; it must be BERT's vocab.txt")
         self._file_tokens, self._lower_case = list(vocab), lower_case
@@ -71,19 +68,14 @@ class WordPieceTokenizer(Tokenizer):
     def from_file(
         cls, vocab_file: str | Path, lower_case: bool, extra_ids: int = 0
     ) -> WordPieceTokenizer:
-        """Reads a vocab.txt.
-
-        Raises FileNotFoundError; ValueError if it is malformed.
-        """
+        """Reads a vocab.txt. Raises FileNotFoundError; ValueError if it is malformed."""
         vocab = read_wordpieces(str(vocab_file))
         return cls(vocab, lower_case, extra_ids, source=f"--vocab-file {vocab_file}")
 
     @classmethod
     def from_config(cls, config: TokenizerConfig) -> WordPieceTokenizer:
-        """From --vocab-file and --vocab-extra-ids.
-
-        BertWordPieceTokenizer of 2019 has the case of the model in --tokenizer-model-type.
-        """
+        """From --vocab-file and --vocab-extra-ids. BertWordPieceTokenizer of 2019 has the case of
+        the model in --tokenizer-model-type."""
         lower_case = config.tokenizer_type == "BertWordPieceLowerCase"
         if config.tokenizer_type == "BertWordPieceTokenizer":
             name = config.tokenizer_model_type or "bert-large-uncased"
@@ -107,11 +99,9 @@ class WordPieceTokenizer(Tokenizer):
         return self._encoding.decode(list(ids), skip_special_tokens=False)
 
     def save_pretrained(self, directory: str | Path) -> None:
-        """Writes vocab.txt, tokenizer.json and tokenizer_config.json, of a BertTokenizer.
-
-        It puts [CLS] before a text and [SEP] after it, as BERT models there expect, unless it is
-        called with add_special_tokens=False.
-        """
+        """Writes vocab.txt, tokenizer.json and tokenizer_config.json, of a BertTokenizer. It puts
+        [CLS] before a text and [SEP] after it, as BERT models there expect, unless it is called
+        with add_special_tokens=False."""
         directory = Path(directory)
         named = {f"{name}_token": t for name, t in SPECIAL_TOKENS.items() if t in self._vocab}
         appended = self._token_of_id[len(self._file_tokens) :]
@@ -134,10 +124,8 @@ class WordPieceTokenizer(Tokenizer):
 
 
 def read_wordpieces(path: str) -> Vocabulary:
-    """Reads the vocab.txt of --vocab-file: a token a line, ids from 0.
-
-    Raises FileNotFoundError; ValueError if it is not UTF-8, or a line is empty or given twice.
-    """
+    """Reads the vocab.txt of --vocab-file: a token a line, ids from 0. Raises FileNotFoundError;
+    ValueError if it is not UTF-8, or a line is empty or given twice."""
     vocab: Vocabulary = {}
     lines = read_text(path, "--vocab-file").removesuffix("\n").split("\n")
     for number, line in enumerate(lines, 1):
@@ -192,7 +180,6 @@ class _CachedWordPiece:
     def __init__(
         self, encoding: tokenizers.Tokenizer, vocab: Mapping[str, int], lower_case: bool
     ) -> None:
-        """`encoding` is BERT's, over a vocabulary and its special tokens."""
         assert isinstance(encoding.model, models.WordPiece)
         self._encoding, self._model = encoding, encoding.model
         self._vocab, self._lower_case = vocab, lower_case

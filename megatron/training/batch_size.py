@@ -19,17 +19,8 @@ class BatchSizeSchedule:
 
     A ramp-up begins with batches of START samples. Its SAMPLES are cut into as many equal parts as
     there are increments up to ``global_batch_size``; after every part the batch grows by INCREMENT.
-    A batch is never cut short at the end of a part.
-
-    Args:
-        global_batch_size: samples of a batch, after the ramp-up.
-        micro_batch_size: samples of a micro batch.
-        data_parallel_size: number of data-parallel ranks.
-        rampup: (START, INCREMENT, SAMPLES).
-
-    Raises:
-        ConfigError: if a batch size does not divide into micro batches, or the increments do not
-            lead from START to ``global_batch_size``.
+    A batch is never cut short at the end of a part. Raises ConfigError if a batch size does not
+    divide into micro batches, or the increments do not lead from START to ``global_batch_size``.
     """
 
     global_batch_size: int
@@ -52,7 +43,6 @@ class BatchSizeSchedule:
 
     @property
     def _per_round(self) -> int:
-        """Samples of a micro batch on every data-parallel rank."""
         return self.micro_batch_size * self.data_parallel_size
 
     def _multiple_of(self, value: int) -> str:

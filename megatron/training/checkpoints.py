@@ -13,11 +13,9 @@ from megatron.training.trainer import Callback, Step, Trainer
 
 
 class CheckpointManager(Callback):
-    """The checkpoints of a run: every ``interval`` steps, at the end, and where it is stopped.
-
-    A failed save leaves the earlier checkpoints, is reported, and training continues; the next save
-    may find space again. The run fails only if its last save did.
-    """
+    """The checkpoints of a run: every ``interval`` steps, at the end, and where it is stopped. A
+    failed save leaves the earlier checkpoints and is reported; the run fails only if its last save
+    did."""
 
     def __init__(
         self, writer: CheckpointWriter, report: Reporter, interval: int | None = None
@@ -59,11 +57,8 @@ class CheckpointManager(Callback):
         self.save(trainer.iteration, trainer.consumed_samples)
 
     def __exit__(self, error_type: type[BaseException] | None, *_: Any) -> None:
-        """Waits for the last save.
-
-        Raises:
-            CheckpointError: the last save failed, and no other error came before.
-        """
+        """Waits for the last save. Raises CheckpointError if the last save failed, and no other
+        error came before."""
         for result in self.writer.close():
             self._report(result)
         if error_type is None and self.error is not None:

@@ -1,9 +1,6 @@
-"""Metrics of a run: per step, per log interval and per evaluation; and the peak of its devices.
-
-An :class:`IntervalMeter` keeps the losses of steps as tensors on the device and reads them once,
-when the interval ends. The result is an :class:`IntervalMetrics`: numbers, the console line and the
-row for the writers.
-"""
+"""Metrics of a run: per step, per log interval and per evaluation; and the peak of its devices. An
+:class:`IntervalMeter` keeps the losses of steps as tensors on the device and reads them once, when
+the interval ends."""
 
 from __future__ import annotations
 
@@ -21,13 +18,11 @@ import torch
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """One optimizer step.
+    """One optimizer step; tensors are read only at the end of the interval.
 
     Args:
         loss: the minimised loss: scalar, mean over micro batches and data-parallel ranks; read only
             at the end of the interval.
-        losses: its parts, by the family's names for them.
-        samples, tokens: of the global batch.
         grad_norm: global norm before clipping; None where the engine does not compute it.
         skipped: whether the optimizer left the weights unchanged; as a scalar tensor 1.0 if so.
         flops: model FLOPs of the step; None to count them by tokens.
@@ -49,12 +44,8 @@ class StepMetrics:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """Peak memory of one process since its start, in bytes.
-
-    Args:
-        allocated: by tensors on a CUDA device; on CPU the resident set.
-        reserved: by torch's allocator on a CUDA device, None on CPU.
-    """
+    """Peak memory of one process since its start, in bytes: of tensors on a CUDA device (on CPU the
+    resident set), and what torch's allocator reserved on a CUDA device."""
 
     allocated: int
     reserved: int | None
@@ -62,16 +53,11 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class IntervalMetrics:
-    """The steps between two log lines.
-
-    Rates and sizes without a note are those of the last step; consumed counts are since the start
-    of the run.
+    """The steps between two log lines. Rates and sizes without a note are those of the last step;
+    consumed counts are since the start of the run.
 
     Args:
-        iteration: number of the last step, from 1.
         loss, losses: means over the steps with a finite loss, NaN if no step has one.
-        skipped_steps: steps in which the optimizer left the weights unchanged.
-        nan_steps: steps with a NaN or infinite loss.
         seconds: wall time of the interval without what was :meth:`IntervalMeter.paused`.
         samples_per_second: over all devices.
         mfu: model FLOP/s as a share of the device's peak, 0 to 1; None without a known peak.
@@ -193,14 +179,8 @@ def perplexity(loss: float) -> float:
 
 
 class IntervalMeter:
-    """Adds up the steps of a log interval; the clock of the first one starts at construction.
-
-    Args:
-        flops_per_token: model FLOPs of a token, forward and backward.
-        devices: number of devices (processes) of the run.
-        peak_flops: peak FLOP/s of a device, None if unknown.
-        clock: seconds from a monotonic clock.
-    """
+    """Adds up the steps of a log interval; the clock of the first one starts at construction. FLOPs
+    per token are forward and backward, peak FLOP/s those of one device."""
 
     def __init__(
         self,
@@ -357,11 +337,9 @@ def peak_flops(device: torch.device) -> float | None:
 
 
 def measure_matmul_peak(dtype: torch.dtype, device: torch.device, seconds: float = 0.5) -> float:
-    """The highest rate, in FLOP/s, that square matrix products of ``dtype`` reach on ``device``.
-
-    The matrices grow from 256 to 8192 a side while time is left, for about ``seconds``. Processes
-    that share a machine and measure together each get their own share of it.
-    """
+    """The highest rate, in FLOP/s, that square matrix products of ``dtype`` reach on ``device`` in
+    about ``seconds``. Processes that share a machine and measure together each get their own
+    share."""
     deadline = time.perf_counter() + seconds
     best, side = 0.0, 256
     while True:

@@ -21,22 +21,10 @@ class Epochs:
 
 
 class TrainingPlan:
-    """Batch sizes, learning rate, weight decay, lengths and positions of a run.
-
-    Args:
-        config: the run.
-        epochs: length of the run, instead of ``--train-iters`` and the like. Batches cross from one
-            epoch into the next; the last one is filled up from the beginning of a further epoch.
-
-    Attributes:
-        train_iters: optimizer steps of the whole run.
-        batch_size: global batch size by consumed samples.
-        learning_rate, weight_decay: by :meth:`progress`.
-        lengths: tokens of a sample by step, and of all consumed samples.
-
-    Raises:
-        ConfigError: the schedules' values contradict each other, or the run has no step.
-    """
+    """Batch sizes, learning rate, weight decay, lengths and positions of a run; with ``epochs``
+    instead of ``--train-iters`` and the like. Batches cross from one epoch into the next; the last
+    one is filled up from the beginning of a further epoch. Rates are by :meth:`progress`. Raises
+    ConfigError if the schedules' values contradict each other, or the run has no step."""
 
     def __init__(self, config: RunConfig, epochs: Epochs | None = None) -> None:
         self._epochs = epochs

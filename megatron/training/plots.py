@@ -19,18 +19,10 @@ def plot_loss(
     unigram_entropy: float | None = None,
     title: str | None = None,
 ) -> None:
-    """Draws training and validation loss over consumed tokens, with the resumes marked.
-
-    Args:
-        metrics_jsonl: file of :class:`megatron.training.writers.JsonLinesWriter`.
-        output_png: the picture; an existing one is replaced.
-        unigram_entropy: drawn as a horizontal line, in nats per token.
-        title: heading of the picture.
-
-    Raises:
-        FileNotFoundError: if ``metrics_jsonl`` does not exist.
-        ValueError: if it is broken or has no training steps.
-    """
+    """Draws training and validation loss over consumed tokens, with the resumes marked;
+    ``unigram_entropy``, in nats per token, is a horizontal line. Replaces ``output_png``. Raises
+    FileNotFoundError if ``metrics_jsonl`` does not exist. Raises ValueError if it is broken or has
+    no training steps."""
     # Figure rather than pyplot: no window system, no global state. Imported late: it takes seconds.
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter

@@ -27,11 +27,7 @@ from megatron.util.files import replacing
 
 def profiling(config: RunConfig, engine: TrainEngine, iteration: int) -> list[Callback]:
     """The callback that profiles a run after ``iteration`` iterations, if its flags select this
-    rank.
-
-    Raises:
-        ValueError: a flag needs a GPU and the run has none.
-    """
+    rank. Raises ValueError if a flag needs a GPU and the run has none."""
     options = config.profiling
     rank, on_gpu = engine.mesh.world.rank, engine.device.type == "cuda"
     if options.record_memory_history and not on_gpu:

@@ -29,8 +29,6 @@ from megatron.util.processes import is_main_process
 
 
 class _LogFormatter(logging.Formatter):
-    """The plain message, after "warning:" where it is one."""
-
     def format(self, record: logging.LogRecord) -> str:
         message = super().format(record)
         return f"warning: {message}" if record.levelno >= logging.WARNING else message
@@ -197,8 +195,9 @@ class Reporter(Callback):
 def _layout(config: RunConfig) -> str:
     layout = config.parallel
     pipeline, data = layout.pipeline_model_parallel_size, layout.data_parallel_size
+    processes = "1 process" if layout.world_size == 1 else f"{layout.world_size} processes"
     words = [
-        f"{layout.world_size} processes, pipeline x data x tensor = "
+        f"{processes}, pipeline x data x tensor = "
         f"{pipeline} x {data} x {layout.tensor_model_parallel_size}"
     ]
     if pipeline > 1:
@@ -211,7 +210,6 @@ def _layout(config: RunConfig) -> str:
 
 
 def _peak(config: RunConfig, device: torch.device) -> float | None:
-    """Peak FLOP/s of one device: given, from its data sheet, or measured on a CPU."""
     if config.logging.peak_tflops is not None:
         return config.logging.peak_tflops * 1e12
     if device.type != "cpu":
@@ -223,4 +221,4 @@ def _peak(config: RunConfig, device: torch.device) -> float | None:
 def _peak_source(config: RunConfig, device: torch.device) -> str:
     if config.logging.peak_tflops is not None:
         return "--peak-tflops"
-    return "data sheet" if device.type != "cpu" else "measured by matrix products at start"
+    return "data sheet" if device.type != "cpu" else "measured with matrix products at start-up"

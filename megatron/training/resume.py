@@ -32,16 +32,8 @@ _NOT_COMPARED = {"parallel", "fast_paths", "checkpoint", "logging", "profiling",
 
 @dataclass(frozen=True)
 class ResumePoint:
-    """Where a run starts.
-
-    Attributes:
-        folder: the checkpoint that was loaded; None without one.
-        iteration: steps done before.
-        consumed_samples: samples that they took.
-        changed: values that differ from those of the checkpoint's run, a line each.
-        notes: what was decided where the checkpoint does not say, a line each.
-        weights_only: whether only weights were loaded.
-    """
+    """Where a run starts. ``folder`` is None without a checkpoint; ``changed`` are values that
+    differ from its run, ``notes`` what was decided where it does not say, a line each."""
 
     folder: Path | None = None
     iteration: int = 0
@@ -53,13 +45,8 @@ class ResumePoint:
 
 @dataclass(frozen=True)
 class ResumeSource:
-    """The checkpoint that a run starts from.
-
-    Attributes:
-        found: where it is.
-        flag: the flag and value that named it.
-        continues: whether the run continues the checkpoint's run; else only weights are loaded.
-    """
+    """The checkpoint that a run starts from, and the flag and value that named it; ``continues``
+    its run, or else loads only weights."""
 
     found: FoundCheckpoint
     flag: str
@@ -67,12 +54,9 @@ class ResumeSource:
 
 
 def locate(config: RunConfig) -> ResumeSource | None:
-    """The checkpoint to start from, if any; called before anything that takes time is built.
-
-    Raises:
-        CheckpointError: it does not exist or is incomplete, it is of another model family,
-            ``--save`` cannot be written, or saving would overwrite another run.
-    """
+    """The checkpoint to start from, if any; called before anything that takes time is built. Raises
+    CheckpointError if it does not exist or is incomplete, it is of another model family, ``--save``
+    cannot be written, or saving would overwrite another run."""
     options = config.checkpoint
     origin = find_origin(options)
     if origin is not None:
@@ -84,11 +68,8 @@ def locate(config: RunConfig) -> ResumeSource | None:
 
 
 def find_origin(options: CheckpointConfig) -> ResumeSource | None:
-    """The checkpoint that ``--load`` or else ``--pretrained-checkpoint`` names, if any.
-
-    Raises:
-        CheckpointError: it does not exist or is incomplete.
-    """
+    """The checkpoint that ``--load`` or else ``--pretrained-checkpoint`` names, if any. Raises
+    CheckpointError if it does not exist or is incomplete."""
     if options.load:
         prefer = "universal" if options.universal_checkpoint else "native"
         found = locate_checkpoint(options.load, options.load_tag, prefer)
@@ -140,11 +121,8 @@ def _protect_other_run(options: CheckpointConfig, origin: ResumeSource | None) -
 
 
 def load(engine: TrainEngine, plan: TrainingPlan, origin: ResumeSource | None) -> ResumePoint:
-    """Loads what :func:`locate` found.
-
-    Raises:
-        CheckpointError: it is damaged or cannot be continued with this configuration.
-    """
+    """Loads what :func:`locate` found. Raises CheckpointError if it is damaged or cannot be
+    continued with this configuration."""
     if origin is None:
         return ResumePoint()
     source = load_checkpoint(engine, origin.found, weights_only=not origin.continues)
@@ -191,16 +169,10 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
 
 
 def with_checkpoint(settings: Settings) -> Settings:
-    """Adds the checkpoint's values for --use-checkpoint-args and
-    --use-checkpoint-opt_param-scheduler.
-
-    The first adds the values of model and tokenizer that nothing else gives; the second replaces
-    all values of the schedules.
-
-    Raises:
-        ConfigError: no checkpoint is named or found, or it does not have the values.
-        CheckpointError: the checkpoint is damaged.
-    """
+    """Adds the checkpoint's values for --use-checkpoint-args (those of model and tokenizer that
+    nothing else gives) and --use-checkpoint-opt_param-scheduler (all values of the schedules).
+    Raises ConfigError if no checkpoint is named or found, or it does not have the values. Raises
+    CheckpointError if the checkpoint is damaged."""
     arguments = "use_checkpoint_args" in settings
     schedules = "use_checkpoint_opt_param_scheduler" in settings
     if not arguments and not schedules:

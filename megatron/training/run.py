@@ -54,14 +54,9 @@ Config = TypeVar("Config")
 
 @dataclass(frozen=True)
 class Run:
-    """A training command, completed.
-
-    Attributes:
-        config: the complete configuration.
-        content: the completed DeepSpeed JSON.
-        resolved: the configuration with the origin of every value.
-        launched: whether a launcher started this process and would end it.
-    """
+    """A training command, completed: ``content`` is the DeepSpeed JSON, ``resolved`` the
+    configuration with the origin of every value, ``launched`` whether a launcher would end this
+    process."""
 
     config: RunConfig
     content: Json
@@ -75,11 +70,7 @@ def parse_run(
 ) -> Run:
     """Resolves flags, DeepSpeed JSON and checkpoint into a run of ``family`` (by default that of
     :class:`ModelConfig`). With ``--explain-config`` it prints every value with its origin and
-    exits.
-
-    Raises:
-        ValueError: a value is missing, wrong or contradicted; the message names it.
-    """
+    exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
     settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
     show_log()
     if family is not None:
@@ -98,11 +89,8 @@ def parse_run(
 
 
 def run_of(settings: Settings, processes: int) -> Run:
-    """Completes the settings of a training command for a number of processes.
-
-    Raises:
-        ValueError: a value is missing, wrong or contradicted; the message names it.
-    """
+    """Completes the settings of a training command for a number of processes. Raises ValueError if
+    a value is missing, wrong or contradicted; the message names it."""
     given = settings.get("deepspeed_config")
     path = given.value if given else ""
     content = read_json(path) if path else {}
@@ -145,24 +133,17 @@ class RunToolParser(FlagParser, Generic[Config]):
 
 
 def run_data(run: Run) -> TrainingData:
-    """The datasets of training, validation and test, and the function that batches samples.
-
-    Raises:
-        ValueError, OSError: data that cannot be used; the message names flag and file.
-    """
+    """The datasets of training, validation and test, and the function that batches samples. Raises
+    ValueError or OSError, naming flag and file, if data cannot be used."""
     plan = TrainingPlan(run.config)
     data = family_of(run.config.model.family).data(run.config, run.tokenizer)
     return data.training_data(plan.sample_counts, plan.batch_sizes)
 
 
 def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> Trainer:
-    """The trainer of a run: model, data, checkpoints, logging and signals.
-
-    ``callbacks`` are called before those of the run.
-
-    Raises:
-        ValueError, OSError: data or checkpoints cannot be used; the message names them.
-    """
+    """The trainer of a run: model, data, checkpoints, logging and signals. ``callbacks`` are called
+    before those of the run. Raises ValueError or OSError if data or checkpoints cannot be used; the
+    message names them."""
     config, device = run.config, training_device()
     data = run_data(run)
     request = StopRequest(config.training.exit_duration_in_mins, run.launched)
@@ -195,10 +176,8 @@ def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> T
 
 
 class _Closing(Callback):
-    """Releases the folder and the engine at the end of a run.
-
-    Not after an error: closing waits for the device, which may wait for another rank.
-    """
+    """Releases the folder and the engine at the end of a run. Not after an error: closing waits for
+    the device, which may wait for another rank."""
 
     def __init__(self, engine: TrainEngine, lock: Lock | None) -> None:
         self._engine, self._lock = engine, lock
@@ -213,11 +192,9 @@ class _Closing(Callback):
 
 @contextlib.contextmanager
 def errors_for_users() -> Iterator[None]:
-    """Turns errors about the user's input into one line and exit status 2.
-
-    These are errors that this package raised with a message for users; anything raised deeper
-    (torch, deepspeed, an assertion) keeps its traceback.
-    """
+    """Turns errors about the user's input into one line and exit status 2. These are errors that
+    this package raised with a message for users; anything raised deeper (torch, deepspeed, an
+    assertion) keeps its traceback."""
     try:
         yield
     except (ValueError, OSError) as error:
@@ -237,12 +214,9 @@ def errors_for_users() -> Iterator[None]:
 
 @contextlib.contextmanager
 def ending_process() -> Iterator[None]:
-    """Ends the process after a command without finalising the interpreter.
-
-    gloo's threads release tensors some time after a collective. When that happens during
-    finalisation, they cannot get the interpreter's lock and abort the finished process with SIGABRT
-    (torch 2.13).
-    """
+    """Ends the process after a command without finalising the interpreter. gloo's threads release
+    tensors some time after a collective. When that happens during finalisation, they cannot get the
+    interpreter's lock and abort the finished process with SIGABRT (torch 2.13)."""
     status: Any = 0
     try:
         yield

@@ -19,22 +19,15 @@ WEIGHT_DECAY_STYLES = ("constant", "linear", "cosine")
 
 @dataclass(frozen=True)
 class LearningRateSchedule:
-    """Linear warm-up from ``init_lr`` to ``lr``, then ``style`` down to ``min_lr``.
+    """Linear warm-up from ``init_lr`` to ``lr``, then ``style`` down to ``min_lr``. Raises
+    ConfigError for inconsistent values; the message names the flags.
 
     Args:
-        lr: highest learning rate, reached at the end of the warm-up.
         min_lr: learning rate at and after ``decay`` (``constant`` ignores it).
-        init_lr: learning rate at progress 0.
-        style: one of :data:`LR_STYLES`.
-        warmup: length of the warm-up.
         decay: progress from the start of the run at which ``min_lr`` is reached.
         wsd_decay: for ``WSD`` the length of the last part, which ends at ``decay``. If it is longer
             than ``decay - warmup`` the rate drops at the end of the warm-up, as in Megatron.
-        wsd_style: shape of that last part, one of :data:`WSD_STYLES`.
         unit: suffix of the flags that error messages name: ``iters``, ``samples`` or ``tokens``.
-
-    Raises:
-        ConfigError: for inconsistent values; the message names the flags.
     """
 
     lr: float
@@ -104,16 +97,9 @@ class LearningRateSchedule:
 
 @dataclass(frozen=True)
 class WeightDecaySchedule:
-    """Weight decay from ``start`` at progress 0 to ``end`` at progress ``length``.
-
-    Args:
-        start, end: weight decay at progress 0, and at and after ``length``.
-        style: one of :data:`WEIGHT_DECAY_STYLES`; ``constant`` needs ``start == end``.
-        length: progress, in the unit of the learning-rate schedule.
-
-    Raises:
-        ConfigError: for inconsistent values; the message names the flags.
-    """
+    """Weight decay from ``start`` at progress 0 to ``end`` at progress ``length``, in the unit of
+    the learning-rate schedule; ``constant`` needs ``start == end``. Raises ConfigError for
+    inconsistent values; the message names the flags."""
 
     start: float
     end: float

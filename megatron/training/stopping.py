@@ -32,11 +32,9 @@ has the last one to do."""
 
 
 class DelayedReads(Generic[Subject]):
-    """Reads a few numbers of each step ``lag`` steps after they were queued (0 reads each at once),
-    so that the CPU does not wait for the newest step.
-
-    All ranks read the same step at the same time, so they take the same decisions.
-    """
+    """Reads a few numbers of each step ``lag`` steps after they were queued, so that the CPU does
+    not wait for the newest step. All ranks read the same step at the same time, and decide the
+    same."""
 
     def __init__(self, lag: int) -> None:
         self._lag = lag
@@ -71,23 +69,16 @@ class TrainingStopped(ValueError):
 
 
 class NonFiniteGuard(Callback):
-    """Stops training after a step whose loss or gradients were not finite.
-
-    Args:
-        fp16: whether an overflow of scaled gradients is a normal event.
-        check: whether to stop at all (``--check-for-nan-in-loss-and-grad``).
-    """
+    """Stops training after a step whose loss or gradients were not finite; with ``fp16`` an
+    overflow of scaled gradients is a normal event."""
 
     def __init__(self, device: torch.device, fp16: bool, check: bool) -> None:
         self._fp16, self._check = fp16, check
         self._reads: DelayedReads[Step] = DelayedReads.on(device)
 
     def after_step(self, trainer: Trainer, step: Step) -> None:
-        """Records a step, and checks the one that is due.
-
-        Raises:
-            TrainingStopped: that one was not finite. The weights are as they were before it.
-        """
+        """Records a step, and checks the one that is due. Raises TrainingStopped if that one was
+        not finite. The weights are as they were before it."""
         result = step.result
         if not self._check or (isinstance(result.skipped, bool) and not result.skipped):
             return
@@ -98,11 +89,7 @@ class NonFiniteGuard(Callback):
         self._read()
 
     def settle(self, trainer: Trainer) -> None:
-        """Checks all steps so far, which waits for them.
-
-        Raises:
-            TrainingStopped: one was not finite. The weights are as they were before it.
-        """
+        """Checks all steps so far, which waits for them; as :meth:`after_step`."""
         self._read(everything=True)
 
     def _read(self, everything: bool = False) -> None:
@@ -131,12 +118,10 @@ class StopRequest:
     that it is entered in the main thread.
 
     Args:
-        deadline_minutes: stop this long after construction (``--exit-duration-in-mins``).
         watch_parent: stop when the process that started this one is gone. DeepSpeed's launcher
             exits on SIGTERM without passing it on, and its workers would train on unnoticed. By
             default only where a launcher set ``LOCAL_RANK``: a plain ``nohup python`` has to
             survive its shell.
-        clock: seconds from a monotonic clock.
     """
 
     def __init__(
@@ -227,12 +212,10 @@ class Stopping(Callback):
 
 
 def launcher_chain() -> tuple[int, ...]:
-    """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two.
-
-    The ``deepspeed`` command starts ``deepspeed.launcher.launch``, which starts the workers; the
+    """Process ids of the parent, and of the parent's parent where DeepSpeed's launcher has two. The
+    ``deepspeed`` command starts ``deepspeed.launcher.launch``, which starts the workers; the
     command gets a scheduler's SIGTERM, and the process between lives on. Above any other parent is
-    a shell, whose end means nothing.
-    """
+    a shell, whose end means nothing."""
     parent = os.getppid()
     try:
         command = Path(f"/proc/{parent}/cmdline").read_bytes()

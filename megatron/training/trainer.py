@@ -25,15 +25,8 @@ class Position:
 
 @dataclass(frozen=True)
 class Step:
-    """An optimizer step, done or queued on the device.
-
-    Attributes:
-        result: the engine's result.
-        iteration: its number, from 1.
-        first_sample: samples of all steps before it.
-        samples: its global batch size.
-        seq_length: tokens of each of its samples.
-    """
+    """An optimizer step, done or queued on the device. ``iteration`` counts from 1;
+    ``first_sample`` is the number of samples of all steps before it."""
 
     result: StepResult
     iteration: int
@@ -45,12 +38,10 @@ class Step:
 
 
 class Callback:
-    """Work around the steps of a training: logging, checkpoints, guards, profiles.
-
-    Entered before the first step and left after the last evaluation, or after an error; exits and
+    """Work around the steps of a training: logging, checkpoints, guards, profiles. Entered before
+    the first step and left after the last evaluation, or after an error; exits and
     ``training_ended`` run in reverse order. Every method is called on every rank, so it can
-    communicate with the other ranks.
-    """
+    communicate with the other ranks."""
 
     def __enter__(self) -> Any:
         return self
@@ -84,31 +75,17 @@ class Callback:
         """After the last sample of an epoch, counted from 1, if the plan has epochs."""
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:
-        """After the last step, before the last evaluations.
-
-        Args:
-            reason: why it ended before the end of the plan; None at the end of the plan.
-        """
+        """After the last step, before the last evaluations; ``reason`` is None at the end of the
+        plan."""
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
         """After an evaluation on held-out data."""
 
 
 class Trainer:
-    """Trains one model: batches in, steps and evaluations out; callbacks do the rest.
-
-    Args:
-        engine: the model and its optimizer.
-        data: training, validation and test data.
-        plan: batch sizes, rates and lengths by consumed samples.
-        callbacks: called in this order.
-        position: where to begin.
-        num_workers: processes that read training samples ahead; 0 reads them when they are needed.
-
-    Attributes:
-        iteration: optimizer steps done.
-        consumed_samples: samples that they consumed.
-    """
+    """Trains one model: batches in, steps and evaluations out; callbacks, called in their order, do
+    the rest. ``num_workers`` processes read training samples ahead; 0 reads them when they are
+    needed."""
 
     def __init__(
         self,
@@ -125,11 +102,8 @@ class Trainer:
         self._valid: dict[str, MicroBatches] = {}
 
     def fit(self) -> str | None:
-        """Trains to the end of the plan, or until a callback wants to stop; then tests.
-
-        Returns:
-            Why it ended before the end of the plan; None at the end of the plan.
-        """
+        """Trains to the end of the plan, or until a callback wants to stop; then tests. Returns why
+        it ended before the end of the plan, or None."""
         with contextlib.ExitStack() as stack:
             for callback in self.callbacks:
                 stack.enter_context(callback)
@@ -183,11 +157,7 @@ class Trainer:
         return next((reason for reason in found if reason is not None), None)
 
     def settle(self) -> None:
-        """Waits for the outcome of the steps so far.
-
-        Raises:
-            TrainingStopped: one of them was bad.
-        """
+        """Waits for the outcome of the steps so far; TrainingStopped if one of them was bad."""
         self._tell("settle")
 
     @property
@@ -217,15 +187,8 @@ class Trainer:
         self._tell("evaluated", Evaluation(self.iteration, losses, name, test))
 
     def measure(self, dataset: SampleDataset[Any], measure: Measure) -> dict[str, float]:
-        """Sums of numbers over a whole data set, in which every sample counts once on any layout.
-
-        Args:
-            dataset: at least one sample.
-            measure: the numbers: sums over the samples of a micro batch.
-
-        Returns:
-            By the measure's names; an accuracy is the quotient of two of them.
-        """
+        """Sums, by name, of a measure's numbers over a whole data set, in which every sample counts
+        once on any layout; an accuracy is the quotient of two of them."""
         size, ranks = self.plan.micro_batch_size, self.engine.mesh.data.size
         totals = dict.fromkeys(measure.names, 0.0)
         first, count = 0, len(dataset)
@@ -246,13 +209,8 @@ class Trainer:
     def reading(
         self, size: int | None = None, shared: bool = False, **options: Any
     ) -> dict[str, Any]:
-        """Options of ``TrainingData.batches`` for this rank.
-
-        Args:
-            size: samples of a micro batch, instead of the plan's.
-            shared: whether all ranks read the same samples.
-            options: further options.
-        """
+        """Options of ``TrainingData.batches`` for this rank; ``shared`` if all ranks read the same
+        samples."""
         data = self.engine.mesh.data
         return {
             "micro_batch_size": size or self.plan.micro_batch_size,
@@ -269,8 +227,6 @@ class Trainer:
 
 @dataclass(frozen=True)
 class _Part:
-    """Some samples of a data set."""
-
     dataset: SampleDataset[Any]
     numbers: range
 

@@ -46,11 +46,9 @@ class Writer(Protocol):
 
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         """Writes the values of one step; None and absent values are left out or written as null.
-
         ``kind`` is ``train``, ``validation``, ``test`` (the latter two followed by the name of the
         data set, where there are several), or an event such as ``resume``, whose values may be
-        empty.
-        """
+        empty."""
         ...
 
     def close(self) -> None:
@@ -81,12 +79,8 @@ def build_writers(
     configuration: Mapping[str, Any] | None = None,
 ) -> Writer:
     """The writers that ``logging`` selects; on a resume, after the iteration and samples of the
-    loaded checkpoint. Weights & Biases shows ``configuration``.
-
-    Raises:
-        ValueError: if Weights & Biases is requested and not installed.
-        OSError: if a folder or file cannot be written.
-    """
+    loaded checkpoint. Weights & Biases shows ``configuration``. Raises ValueError if Weights &
+    Biases is requested and not installed. Raises OSError if a folder or file cannot be written."""
     writers: list[Writer] = []
     if logging.metrics_file is not None:
         writers.append(JsonLinesWriter(Path(logging.metrics_file), resume_iteration))
@@ -99,11 +93,9 @@ def build_writers(
 
 class JsonLinesWriter:
     """One JSON object a line: ``kind``, ``iteration``, ``consumed_samples``, ``consumed_tokens``
-    and the values; NaN and infinity are null, as JSON has neither.
-
-    A resumed run drops the rows past the resumed iteration and appends to the file. A new run moves
-    an existing file to ``NAME.1`` or the next free number.
-    """
+    and the values; NaN and infinity are null, as JSON has neither. A resumed run drops the rows
+    past the resumed iteration and appends to the file. A new run moves an existing file to
+    ``NAME.1`` or the next free number."""
 
     def __init__(self, path: Path, resume_iteration: int = 0) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -144,11 +136,9 @@ class JsonLinesWriter:
 
 
 class TensorBoardWriter:
-    """TensorBoard events under Megatron's tags, over iterations and over samples.
-
-    The tags ``... vs samples`` go to the run ``vs_samples`` inside the folder, as a resume purges a
-    whole run from one step on, and their steps are samples instead of iterations.
-    """
+    """TensorBoard events under Megatron's tags, over iterations and over samples. The tags ``... vs
+    samples`` go to the run ``vs_samples`` inside the folder, as a resume purges a whole run from
+    one step on."""
 
     def __init__(
         self, logging: LoggingConfig, resume_iteration: int = 0, resume_samples: int = 0
@@ -183,11 +173,9 @@ class TensorBoardWriter:
 
 
 class WandbWriter:
-    """Weights & Biases, under the tags of TensorBoard; a ValueError if it is not installed.
-
-    A resumed process is a new run in the same group, so that no curve has a step twice. Weights &
-    Biases' environment variables apply, such as ``WANDB_MODE=offline``.
-    """
+    """Weights & Biases, under the tags of TensorBoard; a ValueError if it is not installed. A
+    resumed process is a new run in the same group, so that no curve has a step twice. Weights &
+    Biases' environment variables apply, such as ``WANDB_MODE=offline``."""
 
     def __init__(
         self, logging: LoggingConfig, configuration: Mapping[str, Any] | None = None
@@ -235,7 +223,6 @@ def _tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
 
 
 def _values_left_out(logging: LoggingConfig) -> frozenset[str]:
-    """The values that the ``--log-*-to-tensorboard`` flags turn off."""
     switches = {
         "global_batch_size": logging.log_batch_size_to_tensorboard,
         "learning_rate": logging.log_learning_rate_to_tensorboard,

@@ -11,21 +11,9 @@ from typing import IO
 
 @contextmanager
 def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
-    """A temporary file to write, which replaces ``path`` atomically when the block ends.
-
-    If the block fails, the old file stays. To survive a crash of the machine, call :func:`sync` in
-    the block.
-
-    Args:
-        path: the file to write or replace.
-        suffix: of the temporary file's name.
-
-    Returns:
-        Path of the temporary file, which does not exist yet, in the same folder.
-
-    Raises:
-        OSError: the file cannot be replaced.
-    """
+    """A temporary file in the folder of ``path``, which replaces it atomically when the block ends
+    without an error. To survive a crash of the machine, call :func:`sync` in the block. Raises
+    OSError if the file cannot be replaced."""
     part = path.with_name(f"{path.name}.partial-{os.urandom(16).hex()}{suffix}")
     try:
         yield part
@@ -35,11 +23,8 @@ def replacing(path: Path, suffix: str = "") -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes | memoryview) -> None:
-    """Writes or replaces a file atomically, on the disk.
-
-    Raises:
-        OSError: it cannot be written; the old file stays.
-    """
+    """Writes or replaces a file atomically, on the disk. Raises OSError if it cannot be written;
+    the old file stays."""
     with replacing(path) as part, part.open("xb") as file:
         file.write(content)
         sync(file)

@@ -19,17 +19,10 @@ class LockTakenError(Exception):
 class Lock:
     """A locked file, until :meth:`release` or the end of this process.
 
-    The system releases the lock of a killed process, so that it is never stale on the same host,
-    and forked processes do not inherit it. Network file systems share it between hosts where they
-    are configured to (NFS, GPFS, CephFS, Lustre with ``flock``). The file's content is left alone.
-
-    Args:
-        path: the file; it is created if necessary, and stays.
-        wait_seconds: how long to wait for another process; negative for no limit.
-
-    Raises:
-        LockTakenError: another process has the lock.
-        OSError: the file cannot be created or written to.
+    The system releases the lock of a killed process, and forked processes do not inherit it.
+    Network file systems share it between hosts where they are configured to. The file is created if
+    necessary, and stays; a negative ``wait_seconds`` has no limit. Raises LockTakenError if another
+    process has the lock. Raises OSError if the file cannot be created or written to.
     """
 
     missing: str | None = None

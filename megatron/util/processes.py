@@ -38,13 +38,9 @@ def usable_processors() -> int:
 
 @contextmanager
 def mapping_processes(processes: int, died: str) -> Iterator[Callable[..., Iterator[Any]]]:
-    """A ``map`` over several processes, with results in the order of the arguments.
-
-    Functions, arguments and results are pickled. With one process it runs in this one.
-
-    Raises:
-        ChildProcessError: a process was killed; the message is ``died``.
-    """
+    """A ``map`` over several processes, with results in the order of the arguments. Functions,
+    arguments and results are pickled. With one process it runs in this one. Raises
+    ChildProcessError if a process was killed; the message is ``died``."""
     if processes == 1:
         yield map
         return
@@ -56,13 +52,8 @@ def mapping_processes(processes: int, died: str) -> Iterator[Callable[..., Itera
 
 
 class Worker(Generic[Request, Answer]):
-    """A process that answers requests over a pipe, one at a time. It ends when the pipe is closed,
-    also when its parent dies.
-
-    Args:
-        prepare: makes the function that answers requests, in the process, at the first request.
-            It is pickled, as requests and answers are.
-    """
+    """A process that answers requests over a pipe, one at a time, by the function that ``prepare``
+    makes there at the first request. It ends when the pipe is closed, also when its parent dies."""
 
     def __init__(self, prepare: Callable[[], Callable[[Request], Answer]]) -> None:
         self.pipe, theirs = _SPAWN.Pipe()
@@ -104,13 +95,8 @@ def map_in_order(
     workers: int,
 ) -> Generator[tuple[Request, Answer], None, None]:
     """Each item and its answer, in order, from several processes; a few items for each are in
-    memory at a time. With no workers, in this process.
-
-    Not ProcessPoolExecutor: its processes live on when their parent is killed.
-
-    Raises:
-        ChildProcessError: a worker process died.
-    """
+    memory at a time. With no workers, in this process. Not ProcessPoolExecutor: its processes live
+    on when their parent is killed. Raises ChildProcessError if a worker process died."""
     if not workers:
         answering = prepare()
         for item in items:

@@ -13,17 +13,9 @@ from megatron.util.processes import is_main_process
 def progress_bar(
     what: str, items: Any = None, total: int | None = None, unit: str = "B"
 ) -> tqdm[Any]:
-    """A bar on standard error: iterate over it, or use it in ``with`` and call ``update(n)``.
-
-    It shows nothing where standard error is not a terminal, so that log files contain no escape
-    codes, and nothing in processes other than the main one. It disappears when the work is done.
-
-    Args:
-        what: the work, shown before the bar.
-        items: what to iterate over.
-        total: number of units, if ``items`` is not given or has no length.
-        unit: what is counted, such as ``" samples"``; bytes by default.
-    """
+    """A bar on standard error: iterate over it, or use it in ``with`` and call ``update(n)``. It
+    shows nothing where standard error is not a terminal or the process is not the main one, and
+    disappears when the work is done."""
     return tqdm(
         items,
         desc=what,

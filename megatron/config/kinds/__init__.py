@@ -23,9 +23,7 @@ class KindConfig:
         files: the kind's name in a corpora file; None if it reads no files.
         samples: ``documents``, from which every model makes its own samples, or the name of samples
             for the models that accept them.
-        holds_text: whether a tokenizer can be trained on the files.
         idle: why the flags change nothing in a run that does not use the kind.
-        eval_text_key: key of the text in files for evaluation; None: as for training.
     """
 
     files: ClassVar[str | None] = None

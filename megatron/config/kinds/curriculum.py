@@ -38,7 +38,6 @@ class CurriculumConfig(KindConfig):
 
     @property
     def acts(self) -> bool:
-        """Whether a section is given."""
         return self.curriculum_learning is not None or self.data_efficiency is not None
 
     def __post_init__(self) -> None:
@@ -54,17 +53,12 @@ class CurriculumConfig(KindConfig):
 
 @dataclass(frozen=True)
 class DifficultySchedule:
-    """A difficulty as a function of the iteration.
+    """A difficulty as a function of the iteration; ``name`` is its path in the JSON.
 
-    Attributes:
-        name: its path in the JSON, for messages.
-        kind: ``fixed_linear``, ``fixed_root`` or ``fixed_discrete``.
-        lowest: difficulty of the first step, rounded up to a multiple of ``increment``.
-        highest: final difficulty, reached after ``steps`` (``fixed_discrete``: 0).
-        increment: difficulties are multiples of this (``fixed_discrete``: 1).
-        root: degree of the root of the fraction of the steps; 1 is linear.
-        difficulties: ``fixed_discrete``: the difficulties in order.
-        last_steps: ``fixed_discrete``: last step, counted from 1, of each but the last.
+    ``kind`` is ``fixed_linear``, ``fixed_root`` or ``fixed_discrete``. The first two grow from
+    ``lowest`` to ``highest`` in ``steps`` steps, in multiples of ``increment``, by the fraction of
+    the steps to the power of 1 / ``root``. ``last_steps`` is the last step, counted from 1, of each
+    of ``difficulties`` but the last.
     """
 
     name: str
@@ -80,13 +74,9 @@ class DifficultySchedule:
 
 @dataclass(frozen=True)
 class Metric:
-    """A metric of the difficulty of samples, with the schedule of its limit.
-
-    Attributes:
-        percentile: whether difficulties are percentiles of the samples, not values.
-        index_to_sample_path: prefix of the file with the samples of each value, in rising order.
-        index_to_metric_path: prefix of the file with these values; not used with percentiles.
-    """
+    """A metric of the difficulty of samples, with the schedule of its limit. The paths are prefixes
+    of the files with the samples of each value, in rising order, and with these values; the latter
+    is not used with percentiles."""
 
     name: str
     schedule: DifficultySchedule
@@ -97,13 +87,8 @@ class Metric:
 
 @dataclass(frozen=True)
 class DataSampling:
-    """Sampling by difficulty: a sample must be within the limits of all ``metrics``.
-
-    Attributes:
-        seed: of the random draws.
-        num_epochs: largest number of passes over the samples.
-        lengths: schedule of the sequence length, if there is one.
-    """
+    """Sampling by difficulty: a sample must be within the limits of all ``metrics``; ``lengths`` is
+    the schedule of the sequence length, if there is one."""
 
     seed: int
     num_epochs: int
@@ -112,11 +97,8 @@ class DataSampling:
 
 
 def sequence_lengths(config: CurriculumConfig) -> DifficultySchedule | None:
-    """The schedule of the sequence length; None when all sequences have ``--seq-length``.
-
-    Raises:
-        ConfigError: a section is wrong; the message names the key.
-    """
+    """The schedule of the sequence length; None when all sequences have ``--seq-length``. Raises
+    ConfigError if a section is wrong."""
     section = _enabled(config.curriculum_learning, "curriculum_learning")
     if section is None:
         sampling = data_sampling(config)
@@ -127,11 +109,8 @@ def sequence_lengths(config: CurriculumConfig) -> DifficultySchedule | None:
 
 
 def data_sampling(config: CurriculumConfig) -> DataSampling | None:
-    """The sampling by difficulty; None where samples come in Megatron's order.
-
-    Raises:
-        ConfigError: the section is wrong or needs something unavailable; the message names the key.
-    """
+    """The sampling by difficulty; None where samples come in Megatron's order. Raises ConfigError
+    if the section is wrong or needs something unavailable."""
     section = _enabled(config.data_efficiency, "data_efficiency")
     if section is None:
         return None
@@ -146,7 +125,7 @@ def data_sampling(config: CurriculumConfig) -> DataSampling | None:
     if sampling.section("dynamic_batching").enabled:
         raise ConfigError(
             f"{sampling.path}.dynamic_batching: a batch has --global-batch-size samples here; "
-            "remove the key, or let batches grow by --rampup-batch-size"
+            "remove the key, or increase the batch size with --rampup-batch-size"
         )
     learning = sampling.section("curriculum_learning")
     if not sampling.enabled or not learning.enabled:
@@ -195,7 +174,6 @@ def _refuse_routing(routing: Section) -> None:
 
 
 def _metric(name: str, metric: Section) -> Metric | None:
-    """A metric; None if it does not select samples."""
     if name == "seqlen_reshape":
         raise ConfigError(
             f"{metric.path}: samples are cut to the current length, not folded into several; use "
@@ -220,7 +198,6 @@ def _length_metric(metric: Section) -> DifficultySchedule:
 
 
 def _lengths(section: Section) -> DifficultySchedule:
-    """A schedule whose difficulties are lengths."""
     schedule = _schedule(section)
     section.whole("min_difficulty")  # not 0
     if schedule.kind == "fixed_discrete":
@@ -291,15 +268,8 @@ def _discrete(section: Section, values: Section, lowest: int, highest: int) -> D
 
 
 class Section:
-    """An object of a JSON file, read by keys.
-
-    Args:
-        values: its content.
-        path: dotted path of the object, such as ``data_efficiency.data_sampling``.
-
-    Raises:
-        ConfigError: ``values`` is not an object; methods raise it if a value is not as expected.
-    """
+    """An object of a JSON file, read by keys; ``path`` is its dotted path. Raises ConfigError if
+    ``values`` is not an object; methods raise it if a value is not as expected."""
 
     def __init__(self, values: Any, path: str) -> None:
         self.path = path
@@ -309,7 +279,6 @@ class Section:
 
     @classmethod
     def parse(cls, text: str, path: str) -> Section:
-        """Reads JSON text."""
         try:
             values = json.loads(text)
         except ValueError as error:
@@ -317,26 +286,22 @@ class Section:
         return cls(values, path)
 
     def only(self, *keys: str) -> None:
-        """Refuses other keys."""
         for key in self.values:
             if key not in keys:
                 hint = nearest(key, keys, "; the nearest known key is {}")
                 raise ConfigError(f"{self.path} has no key {key}{hint}")
 
     def section(self, key: str) -> Section:
-        """A nested object, empty if it is missing."""
         return Section(self.values.get(key, {}), f"{self.path}.{key}")
 
     @property
     def enabled(self) -> bool:
-        """The value of ``enabled``, false if it is missing."""
         value = self.values.get("enabled", False)
         if not isinstance(value, bool):
             raise self.wrong("enabled", "true or false")
         return value
 
     def choice(self, key: str, *choices: str, default: str | None = None) -> str:
-        """A string that is one of ``choices``."""
         value = self.values.get(key, default)
         if value not in choices:
             raise self.wrong(key, " or ".join(choices))
@@ -350,21 +315,18 @@ class Section:
         return value
 
     def whole(self, key: str, least: int = 1, default: int | None = None) -> int:
-        """An integer of at least ``least``."""
         value = self.values.get(key, default)
         if type(value) is not int or value < least:
             raise self.wrong(key, f"an integer of at least {least}")
         return value
 
     def positive(self, key: str, default: float | None = None) -> float:
-        """A number above 0."""
         value = self.values.get(key, default)
         if not isinstance(value, int | float) or isinstance(value, bool) or value <= 0:
             raise self.wrong(key, "a positive number")
         return float(value)
 
     def rising(self, key: str) -> tuple[int, ...]:
-        """A list of increasing positive integers."""
         values = self.values.get(key)
         if not _rises(values):
             raise self.wrong(key, "a list of increasing positive integers")

@@ -19,9 +19,9 @@ class MaskedDataConfig(KindConfig):
     mask_prob: float = option(0.15)
     """Fraction of a sample's tokens that are masked and predicted."""
     short_seq_prob: float = option(0.1)
-    """Fraction of samples with a shorter length, drawn uniformly from 2 tokens up."""
+    """Fraction of samples with a shorter length, drawn uniformly from 2 tokens upwards."""
     max_preds_per_seq: int | None = option(
-        None, derived="seq-length x mask-prob, up to a multiple of 10"
+        None, derived="seq-length x mask-prob, rounded up to a multiple of 10"
     )
     """BERT: maximum number of predicted tokens per sample."""
     max_ngrams: int = option(3)
@@ -36,11 +36,12 @@ class MaskedDataConfig(KindConfig):
     belong together."""
     bert_pair_task: str = option("sentence-order", choices=PAIR_TASKS)
     """BERT: task of the second head: whether the two segments of a document are swapped (as in
-    Megatron and ALBERT), or whether the second one is of another document (as in BERT)."""
+    Megatron and ALBERT), or whether the second one is from another document (as in
+    BERT)."""
     encoder_seq_length: int | None = option(None, derived="seq-length")
     """T5: sequence length of the encoder, in tokens."""
     decoder_seq_length: int | None = option(
-        None, derived="what an encoder input needs at most, up to a multiple of 64"
+        None, derived="the most that an encoder input can need, rounded up to a multiple of 64"
     )
     """T5: sequence length of the decoder and of the labels, in tokens."""
     mean_noise_span_length: float = option(3.0)

@@ -39,9 +39,9 @@ class CleanupConfig:
     """Cleaning documents."""
 
     input: tuple[str, ...] = option(())
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     dropped: str | None = option(None)
     """A file for the documents left out, with the reason under the key "dropped"."""
     text_key: str = option("text")
@@ -118,10 +118,8 @@ def _cleanup_step(config: CleanupConfig, tokenizer: TokenizerConfig | None) -> R
 
 
 def language_finder() -> Callable[[str], str]:
-    """Text to the code of its language (ISO 639-1 or -3); "zxx" where there are no words.
-
-    The model is in the package py3langid; datatrove's language filter downloads fastText's.
-    """
+    """Text to the code of its language (ISO 639-1 or -3); "zxx" where there are no words. The model
+    is in the package py3langid; datatrove's language filter downloads fastText's."""
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE)
     return lambda text: identifier.classify(text[:_LANGUAGE_CHARACTERS])[0]
 
@@ -147,7 +145,7 @@ class FixConfig:
     """Filtering and repairing documents."""
 
     input_files: tuple[str, ...] = option((), aliases=("--input",))
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     tasks: tuple[str, ...] = option(())
     """What to do: remove_512 (documents of fewer than 512 characters), remove_256_javascript
     (fewer than 256, and the word javascript), remove_512_non_english (fewer than 512, and another

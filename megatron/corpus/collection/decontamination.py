@@ -55,11 +55,11 @@ class FilterConfig:
     """LAMBADA as JSON lines with the key text."""
     task_file: tuple[str, ...] = option(())
     """Further evaluation sets: FILE:KEY for the texts under a key of JSON lines, FILE for a text
-    file with a text on each line; plain or packed."""
+    file with a text on each line; plain or compressed."""
     dedup_dataset: tuple[str, ...] = option(())
     """The corpus, JSON lines, and the key of its text: corpus.json text."""
     output: str | None = option(None)
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst. Without it, only
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst. Without it, only
     --save-dictionary is written."""
     max_ngram_size: int = option(13)
     """Words of an n-gram."""
@@ -80,7 +80,6 @@ class FilterConfig:
     """Such a file, instead of evaluation sets: the corpus is read once, not twice."""
 
     def check(self) -> None:
-        """Raises ConfigError on flags that are missing or make no sense."""
         required(self, "dedup_dataset")
         if len(self.dedup_dataset) != 2:
             raise ConfigError(
@@ -110,8 +109,6 @@ class FilterConfig:
 
 
 class FilterReport(NamedTuple):
-    """Numbers of n-grams, and what was done with the documents (None without --output)."""
-
     ngrams: int
     """In the evaluation sets."""
     found: int
@@ -168,11 +165,8 @@ def _cut(
 
 
 def task_ngrams(config: FilterConfig) -> frozenset[str]:
-    """The n-grams of all evaluation sets.
-
-    Raises:
-        ValueError: a malformed line, or a set without any n-gram; names the file.
-    """
+    """The n-grams of all evaluation sets. Raises ValueError for a malformed line, or a set without
+    any n-gram."""
     ngrams: set[str] = set()
     files = [f"{config.lambada_path}:text"] if "lambada" in config.tasks else []
     for file in [*files, *config.task_file]:
@@ -187,12 +181,7 @@ def task_ngrams(config: FilterConfig) -> frozenset[str]:
 
 
 def task_texts(file: str) -> Iterator[str]:
-    """The texts of FILE:KEY or FILE.
-
-    Raises:
-        ValueError: a malformed line; names file and line.
-        FileNotFoundError: the file does not exist.
-    """
+    """The texts of FILE:KEY or FILE. Raises FileNotFoundError; ValueError for a malformed line."""
     path, key = Path(file), ""
     if not path.exists() and ":" in file:
         name, _, key = file.rpartition(":")
@@ -274,11 +263,7 @@ def _cut_step(config: FilterConfig, ngrams: frozenset[str], name: str) -> Record
 
 
 def load_dictionary(path: Path) -> dict[str, int]:
-    """The file of --save-dictionary.
-
-    Raises:
-        ValueError: the file has another form.
-    """
+    """The file of --save-dictionary; ValueError if it has another form."""
     try:
         ngrams = json.loads(path.read_bytes())["ngrams"]
         if all(isinstance(c, int) and len(n.split(" ")) > 1 for n, c in ngrams.items()):
@@ -298,10 +283,8 @@ def words_of(text: str) -> list[tuple[str, int, int]]:
 
 
 def ngrams_of_task(text: str, shortest: int, longest: int) -> Iterator[str]:
-    """The n-grams of an evaluation text: all runs of `longest` words, joined by spaces.
-
-    A text of fewer words, but at least `shortest`, is one n-gram; a shorter one has none.
-    """
+    """The n-grams of an evaluation text: all runs of `longest` words, joined by spaces. A text of
+    fewer words, but at least `shortest`, is one n-gram; a shorter one has none."""
     words = [word for word, _, _ in words_of(text)]
     if shortest <= len(words) < longest:
         yield " ".join(words)
@@ -310,8 +293,6 @@ def ngrams_of_task(text: str, shortest: int, longest: int) -> Iterator[str]:
 
 
 class Matcher:
-    """Finds the n-grams of a set in texts."""
-
     def __init__(self, ngrams: Iterable[str]) -> None:
         """n-grams of two words or more, in lower case, joined by single spaces."""
         self._ngrams: frozenset[str] = frozenset(ngrams)
@@ -337,11 +318,9 @@ class Matcher:
 
 
 def cuts(text: str, spans: Iterable[Span], margin: int) -> list[Span]:
-    """The spans to cut from a text, in order, which neither meet nor overlap.
-
-    Each reaches from the end of the sentence that is `margin` characters before an n-gram to the
-    end of the sentence that is as far after it.
-    """
+    """The spans to cut from a text, in order, which neither meet nor overlap. Each reaches from the
+    end of the sentence that is `margin` characters before an n-gram to the end of the sentence that
+    is as far after it."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         start, end = _start_of_cut(text, start - margin), _end_of_cut(text, end + margin)

@@ -60,7 +60,7 @@ class DuplicateConfig:
     """Finding near-duplicates."""
 
     inputs: tuple[str, ...] = option((), aliases=("--input",))
-    """JSON-lines files, plain or packed, each followed by the key of its ids: cc.json cc_id
+    """JSON-lines files, plain or compressed, each followed by the key of its ids: cc.json cc_id
     news.json url."""
     output: str | None = option(None)
     """File of the duplicates found: a line {"id": [{"other id": similarity}, ...]} each."""
@@ -85,7 +85,6 @@ class DuplicateConfig:
     """Seed of the hash functions."""
 
     def check(self) -> None:
-        """Raises ConfigError on flags that are missing or make no sense."""
         required(self, "output")
         if not self.inputs and not self.load_fingerprints:
             raise ConfigError("--inputs is missing: pairs of a file and the key of its ids")
@@ -102,8 +101,6 @@ class DuplicateConfig:
 
 
 class DuplicateReport(NamedTuple):
-    """Numbers of documents and of their pairs."""
-
     documents: int
     candidates: int
     """Pairs whose signatures share a band."""
@@ -196,7 +193,6 @@ class DuplicateSearch:
             rounds += 1
 
     def _compare(self, first: int, others: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
-        """Which of the others are near-duplicates of the first."""
         self.candidates += len(others)
         alike = np.zeros(len(others), bool)
         own = self.documents.signatures_of(np.array([first]))
@@ -259,8 +255,6 @@ class GroupConfig:
 
 
 class GroupReport(NamedTuple):
-    """Number of groups, and of the documents in them."""
-
     groups: int
     documents: int
 
@@ -272,10 +266,8 @@ class GroupReport(NamedTuple):
 
 
 def group_duplicates(config: GroupConfig, running: LineJobConfig) -> GroupReport:
-    """Writes the connected components of the pairs.
-
-    The ids of a group are in the order of the file, so that the first document comes first.
-    """
+    """Writes the connected components of the pairs. The ids of a group are in the order of the
+    file, so that the first document comes first."""
     found, output = required(config, "input", "output")
     parents: dict[str, str] = {}
 
@@ -298,11 +290,7 @@ def group_duplicates(config: GroupConfig, running: LineJobConfig) -> GroupReport
 
 
 def read_pairs(path: Path) -> Iterator[tuple[str, str, float]]:
-    """The pairs in a file of find_duplicates.py.
-
-    Raises:
-        ValueError: a line has another form; names file and line.
-    """
+    """The pairs in a file of find_duplicates.py. Raises ValueError if a line has another form."""
     for record in read_records(path):
         try:
             for first, others in record.fields.items():
@@ -322,9 +310,9 @@ class RemoveConfig:
     groups: str | None = option(None)
     """The file that group_duplicate_url.py wrote."""
     input: tuple[str, ...] = option(())
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     removed: str | None = option(None)
     """A file for the documents left out."""
     id_key: str = option("url")

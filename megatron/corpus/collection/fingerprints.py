@@ -5,7 +5,7 @@ A folder per input file, complete once about.json exists:
     about.json       how it was made
     signatures.u32   MinHash signatures, uint32[documents, seeds]
     ids.jsonl        an id a line
-    texts.bin        the texts, each packed by zstd
+    texts.bin        the texts, each compressed with zstd
     sizes.i64        bytes of each in texts.bin, int64[documents]
 
 Shape suffixes: D documents, S seeds (values of a signature).
@@ -40,10 +40,8 @@ _LINE_FEED = 10
 
 
 def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
-    """A hash of 64 bits for each run of 5 characters, in order, repeated ones included.
-
-    A text of fewer characters is one shingle; the empty text has none.
-    """
+    """A hash of 64 bits for each run of 5 characters, in order, repeated ones included. A text of
+    fewer characters is one shingle; the empty text has none."""
     codes = np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4").astype(np.uint64)
     width = min(CHARACTERS, len(codes))
     hashes = np.zeros(len(codes) - width + 1 if width else 0, np.uint64)
@@ -57,12 +55,8 @@ def shingle_hashes(text: str) -> npt.NDArray[np.uint64]:
 
 
 def signature_S(text: str, seeds: int, seed: int) -> npt.NDArray[np.uint32]:
-    """MinHash signature: two texts agree in a value with the probability of their Jaccard.
-
-    Args:
-        seeds: values of a signature.
-        seed: of the hash functions.
-    """
+    """MinHash signature of `seeds` values: two texts agree in a value with the probability of their
+    Jaccard similarity. `seed` is that of the hash functions."""
     hashes = shingle_hashes(text)  # repeated shingles change no minimum
     offsets = np.array([0, len(hashes)], np.uint64)
     digests = RMinHash.digest_matrix_from_flat_token_hashes(hashes, offsets, seeds, seed)
@@ -72,12 +66,9 @@ def signature_S(text: str, seeds: int, seed: int) -> npt.NDArray[np.uint32]:
 def similarity(
     first: npt.NDArray[np.uint64], second: npt.NDArray[np.uint64], kind: str = "union"
 ) -> float:
-    """Shingles that two texts have in common, over those in both together; 1 for two empty ones.
-
-    Args:
-        first, second: different shingle hashes of each text, sorted.
-        kind: "union" is Jaccard's; "min" and "max" divide by the smaller or larger set.
-    """
+    """Shingles that two texts have in common, over those in both together ("union": Jaccard's;
+    "min" and "max": over the smaller or larger set); 1 for two empty ones. The hashes of each text
+    are different and sorted."""
     if not len(first) or not len(second):
         return float(len(first) == len(second))
     common = len(np.intersect1d(first, second, assume_unique=True))
@@ -113,11 +104,7 @@ class FingerprintConfig:
 def make_fingerprints(
     path: Path, config: FingerprintConfig, folder: Path, running: LineJobConfig
 ) -> None:
-    """Writes the fingerprints of a file, unless they exist.
-
-    Raises:
-        ValueError, OSError: see `line_job.run`.
-    """
+    """Writes the fingerprints of a file, unless they exist. Errors: see `line_job.run`."""
     job = LineJob(
         "find_duplicates",
         [path],
@@ -154,8 +141,6 @@ def _fingerprint_step(config: FingerprintConfig) -> RecordStep:
 
 
 class Fingerprints:
-    """One folder, opened; only the sizes are read into memory."""
-
     def __init__(self, folder: Path) -> None:
         """Raises ValueError, which names the folder, if it is incomplete or damaged."""
         self.folder = folder
@@ -182,7 +167,6 @@ class Fingerprints:
         return len(self._sizes)
 
     def id_line(self, document: int) -> bytes:
-        """The id as JSON."""
         return self._ids[self._id_offsets[document] : self._id_offsets[document + 1]].tobytes()
 
     def text_of(self, document: int) -> str:
@@ -199,10 +183,8 @@ class FingerprintedDocuments:
     """The documents of several folders, numbered consecutively."""
 
     def __init__(self, folders: Sequence[Path]) -> None:
-        """
-        Raises:
-            ValueError: a folder is damaged; two were made in different ways; an id occurs twice.
-        """
+        """Raises ValueError if a folder is damaged, two were made in different ways, or an id
+        occurs twice."""
         self._parts = [Fingerprints(folder) for folder in folders]
         self._starts = np.cumsum([0, *map(len, self._parts)])
         first = self._parts[0]

@@ -27,7 +27,6 @@ _PACKERS: dict[str, Callable[[], zlib._Compress | zstandard.ZstdCompressionObj]]
 
 
 def read_lines(paths: Sequence[Path]) -> Iterator[LineBatch]:
-    """All lines, in batches that are small enough to spread over processes."""
     return read_batches(paths, _MAX_LINES)
 
 
@@ -35,15 +34,12 @@ class BadRecordError(Exception):
     """A record that a step cannot use; its line counts as malformed."""
 
     def __init__(self, reason: str, detail: str) -> None:
-        """As in BadLine."""
         super().__init__(reason, detail)
         self.reason, self.detail = reason, detail
 
 
 @dataclass(frozen=True)
 class JsonRecord:
-    """The JSON object of one line."""
-
     path: Path
     number: int
     """Line number, from 1."""
@@ -51,11 +47,7 @@ class JsonRecord:
     fields: dict[str, Any]
 
     def value(self, key: str) -> Any:
-        """The value of a key.
-
-        Raises:
-            BadRecordError: the record has no such key.
-        """
+        """The value of a key; BadRecordError if the record has no such key."""
         if key not in self.fields:
             present = ", ".join(f'"{name}"' for name in list(self.fields)[:8]) or "none"
             raise BadRecordError(f'no key "{key}"', f"its keys: {present}")
@@ -104,11 +96,7 @@ def _record(path: Path, number: int, line: bytes, keys: Sequence[str]) -> JsonRe
 
 
 def read_records(path: Path, keys: Sequence[str] = ()) -> Iterator[JsonRecord]:
-    """The records of a file that must not contain a malformed line.
-
-    Raises:
-        ValueError: it does; names file and line.
-    """
+    """The records of a file; ValueError, which names file and line, for a malformed line."""
     for batch in read_lines([path]):
         for record in records_of(batch, keys):
             if isinstance(record, BadLine):
@@ -118,8 +106,6 @@ def read_records(path: Path, keys: Sequence[str] = ()) -> Iterator[JsonRecord]:
 
 @dataclass
 class BatchResult:
-    """What a step made of a batch of lines."""
-
     outputs: list[bytes]
     """Lines for each output."""
     counts: Counter[str] = field(default_factory=Counter)
@@ -157,23 +143,17 @@ def map_records(
 
 
 def partial_path(path: Path) -> Path:
-    """Path of a file until it is complete."""
     return path.with_name(path.name + ".partial")
 
 
 class OutputFile:
-    """A file, packed as its name says, that grows from one checkpoint to the next.
-
-    Every checkpoint ends a gzip member or zstd frame, so that the bytes up to it are complete;
-    members and frames one after another make one file of the format.
-    """
+    """A file, compressed as its name says, that grows from one checkpoint to the next. Each one
+    ends a gzip member or zstd frame, so that the bytes up to it are complete; members and frames
+    one after another make one file of the format."""
 
     def __init__(self, path: Path, size: int) -> None:
-        """Opens PATH.partial and cuts it to `size` bytes, those of the last checkpoint.
-
-        Raises:
-            OSError: it cannot be written, or another process is writing it.
-        """
+        """Opens PATH.partial and cuts it to `size` bytes, those of the last checkpoint. Raises
+        OSError if it cannot be written, or another process is writing it."""
         path.parent.mkdir(parents=True, exist_ok=True)
         partial = partial_path(path)
         try:
@@ -188,7 +168,6 @@ class OutputFile:
         self._packer: zlib._Compress | zstandard.ZstdCompressionObj | None = None
 
     def write(self, data: bytes) -> None:
-        """Appends lines."""
         if data and self._pack is not None:
             self._packer = self._packer or self._pack()
             data = self._packer.compress(data)
@@ -203,7 +182,6 @@ class OutputFile:
         return self._file.tell()
 
     def close(self) -> None:
-        """Closes PATH.partial; what was written after the last checkpoint does not count."""
         self._file.close()
         self._lock.release()
 
@@ -215,7 +193,7 @@ def publish(path: Path) -> None:
 
 
 def write_packed(path: Path, data: bytes) -> None:
-    """Writes a file at once, packed as its name says."""
+    """Writes a file at once, compressed as its name says."""
     path.parent.mkdir(parents=True, exist_ok=True)
     if data and (pack := _PACKERS.get(path.suffix)):
         packer = pack()

@@ -60,7 +60,6 @@ class LineJobConfig:
     """Megabytes of input after which a killed run can continue."""
 
     def check(self) -> None:
-        """Raises ConfigError on a value out of range."""
         for name in ("workers", "log_interval", "checkpoint_interval"):
             if getattr(self, name) <= 0:
                 flag = f"--{name.replace('_', '-')}"
@@ -91,7 +90,6 @@ class LineJob:
 
     @property
     def outputs_per_batch(self) -> int:
-        """Outputs that the lines of one input go to."""
         return len(self.outputs) // (max(len(self.inputs), 1) if self.per_input else 1)
 
     def description(self) -> dict[str, Any]:
@@ -105,7 +103,6 @@ class LineJob:
         return json.loads(json.dumps(described))
 
     def batch_step(self) -> BatchStep:
-        """The prepared step, for batches."""
         step: Any = self.prepare()
         if self.keys is None:
             return step
@@ -115,8 +112,6 @@ class LineJob:
 
 @dataclass
 class JobReport:
-    """Counts of a finished job."""
-
     documents: int = 0
     counts: Counter[str] = field(default_factory=Counter)
     bad: Counter[str] = field(default_factory=Counter)
@@ -136,8 +131,6 @@ class JobReport:
 
 @dataclass
 class _Journal(JobReport):
-    """How far a job came."""
-
     description: dict[str, Any] = field(default_factory=dict)
     file: int = 0
     """Index of the current input."""
@@ -151,11 +144,7 @@ class _Journal(JobReport):
         self.counts, self.bad = Counter(self.counts), Counter(self.bad)
 
     def add(self, batch: LineBatch, result: BatchResult, on_bad_line: str) -> None:
-        """Counts a batch.
-
-        Raises:
-            ValueError: it has a malformed line, and these are not to be skipped.
-        """
+        """Counts a batch; ValueError for a malformed line, unless these are to be skipped."""
         for line in result.bad_lines:
             located = f"{batch.path}, line {line.number}: {line.reason} ({line.detail})"
             if on_bad_line == "error":
@@ -168,12 +157,9 @@ class _Journal(JobReport):
 
 
 def run(job: LineJob, config: LineJobConfig) -> JobReport:
-    """Runs a job, or what is left of it; the outputs appear when all is done.
-
-    Raises:
-        ValueError: a malformed line, unless they are skipped; a damaged input.
-        OSError: a file cannot be read or written.
-    """
+    """Runs a job, or what is left of it; the outputs appear when all is done. Raises ValueError for
+    a malformed line, unless they are skipped, or a damaged input; OSError if a file cannot be read
+    or written."""
     config.check()
     _check_paths(job)
     if not job.resumable:
@@ -279,7 +265,6 @@ class _OutputFiles:
         self.open_for(journal.file)
 
     def open_for(self, file: int) -> None:
-        """Opens the outputs of an input, and closes those of other inputs."""
         count = self._job.outputs_per_batch
         first = file * count if self._job.per_input else 0
         if self._open.keys() != set(range(first, first + count)):
@@ -290,7 +275,6 @@ class _OutputFiles:
                 self._open[number] = OutputFile(self._job.outputs[number], size)
 
     def write(self, file: int, data: Sequence[bytes]) -> None:
-        """Appends lines to the outputs of an input; there may be more lines than outputs."""
         self.open_for(file)
         for output, lines in zip(self._open.values(), data, strict=False):
             output.write(lines)
@@ -306,11 +290,9 @@ class _OutputFiles:
 
 
 def with_flags(argv: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """Turns words before the first flag into values of `flags`, in this order.
-
-    Megatron's scripts read their files without flags: `cleanup_dataset.py IN OUT` is
-    `cleanup_dataset.py --input IN --output OUT`.
-    """
+    """Turns words before the first flag into values of `flags`, in this order. Megatron's scripts
+    read their files without flags: `cleanup_dataset.py IN OUT` is `cleanup_dataset.py --input IN
+    --output OUT`."""
     count = next((i for i, word in enumerate(argv) if word.startswith("-")), len(argv))
     if count > len(flags):
         raise ConfigError(f"'{argv[len(flags)]}' is one word too many; expected {' '.join(flags)}")
@@ -325,12 +307,9 @@ def run_tool(
     argv: Sequence[str] | None,
     positional: Sequence[str] = (),
 ) -> None:
-    """Parses the command line, runs a tool, and prints its report.
-
-    Args:
-        action: its arguments are annotated with config classes, whose flags the tool has.
-        positional: flags of the first words, if these are not flags.
-    """
+    """Parses the command line, runs a tool, and prints its report. The config classes that annotate
+    the arguments of `action` are the tool's flags; `positional` are flags of the first words, if
+    these are not flags."""
     try:
         words = with_flags(sys.argv[1:] if argv is None else argv, positional)
         hints = typing.get_type_hints(action)
@@ -361,13 +340,9 @@ def run_on_json(
     uses: Mapping[str, Any] | None = None,
     **options: Any,
 ) -> JobReport:
-    """Runs the step that `prepare(config, **uses)` makes over JSON-lines files.
-
-    Args:
-        outputs: None for one that is not wanted.
-        uses: what decides the output besides the config. JSON.
-        options: further fields of `LineJob`.
-    """
+    """Runs the step that `prepare(config, **uses)` makes over JSON-lines files. An output of None
+    is not wanted; `uses` is what decides the output besides the config, as JSON; `options` are
+    further fields of `LineJob`."""
     uses = uses or {}
     job = LineJob(
         tool,

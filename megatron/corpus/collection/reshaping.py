@@ -40,7 +40,7 @@ class SplitConfig:
     """Splitting a corpus into train, valid and test."""
 
     input: tuple[str, ...] = option((), aliases=("--input-files", "--input_files"))
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output_dir: str | None = option(None, aliases=("--output_dir",))
     """Folder for train.jsonl, valid.jsonl and test.jsonl."""
     split: str = option("90,5,5")
@@ -54,7 +54,7 @@ class SplitConfig:
     seed: int = option(1234)
     """Another seed makes another split."""
     pack: str = option("none", choices=("none", "gz", "zst"))
-    """How the parts are packed."""
+    """Compression of the parts."""
 
 
 def split_corpus(config: SplitConfig, running: LineJobConfig) -> JobReport:
@@ -84,22 +84,16 @@ def _split_step(config: SplitConfig, bounds: Sequence[int]) -> RecordStep:
 
 
 def hash_of(record: JsonRecord, key: str, seed: int) -> int:
-    """64 bits of BLAKE2b, keyed by the seed, of the value of a key.
-
-    Raises:
-        BadRecordError: the record has no such key.
-    """
+    """64 bits of BLAKE2b, keyed by the seed, of the value of a key; BadRecordError without such a
+    key."""
     value = record.value(key)
     data = value.encode() if isinstance(value, str) else json.dumps(value).encode()
     return hash64(data, str(seed).encode())
 
 
 def cumulative_shares(split: str) -> tuple[float, ...]:
-    """Where train, valid and test end, as shares of all; the last is exactly 1.
-
-    Raises:
-        ConfigError: these are not three numbers from 0 up with a sum above 0.
-    """
+    """Where train, valid and test end, as shares of all; the last is exactly 1. Raises ConfigError
+    unless these are three numbers from 0 up with a sum above 0."""
     try:
         numbers = [float(number) for number in split.split(",")]
     except ValueError:
@@ -110,12 +104,8 @@ def cumulative_shares(split: str) -> tuple[float, ...]:
 
 
 def exact_bounds(hashes: npt.NDArray[np.uint64], ends: Sequence[float]) -> tuple[int, ...]:
-    """Bounds that cut the documents at the given shares, as near as equal texts let them.
-
-    Args:
-        hashes: one for each document, [n].
-        ends: cumulative shares of the parts, the last 1.
-    """
+    """Bounds that cut the documents, of which `hashes` are [n], at the given cumulative shares, the
+    last of which is 1, as near as equal texts let them."""
     values, counts = np.unique(hashes, return_counts=True)
     below = np.concatenate(([0], np.cumsum(counts)))  # documents before each different hash
     bounds = []
@@ -143,9 +133,9 @@ class AddIdConfig:
     """Numbering documents."""
 
     input_file: tuple[str, ...] = option((), aliases=("--input",))
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output_file: str | None = option(None, aliases=("--output",))
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     id_prefix: str | None = option(None)
     """Beginning of each id: PREFIX-0000000001 and so on."""
     id_key: str = option("adlr_id")
@@ -176,17 +166,14 @@ class MergeConfig:
     """Merging files."""
 
     json_path: tuple[str, ...] = option((".",), aliases=("--json_path", "--input"))
-    """Folders with *.json or *.jsonl, plain or packed, or files, or globs; in order of name."""
+    """Folders with *.json or *.jsonl, plain or compressed, or files, or globs; in order of name."""
     output_file: str = option("merged_output.json", aliases=("--output_file", "--output"))
-    """The file to write, packed if its name ends in .gz or .zst."""
+    """The file to write, compressed if its name ends in .gz or .zst."""
 
 
 def merge(config: MergeConfig, running: LineJobConfig) -> JobReport:
-    """Writes the lines of all files to one. The output, if it exists, is no input.
-
-    Raises:
-        ValueError, OSError: see `line_job.run`.
-    """
+    """Writes the lines of all files to one. The output, if it exists, is no input. Errors: see
+    `line_job.run`."""
     output = Path(config.output_file)
     inputs = [str(p) for p in json_inputs(config.json_path) if p.resolve() != output.resolve()]
     if not inputs:
@@ -203,9 +190,9 @@ class PresplitConfig:
     """Splitting documents into sentences."""
 
     input: tuple[str, ...] = option(())
-    """JSON-lines files, globs or folders, plain or packed by gzip or zstd."""
+    """JSON-lines files, globs or folders, plain or compressed with gzip or zstd."""
     output: str | None = option(None)
-    """The JSON-lines file to write, packed if its name ends in .gz or .zst."""
+    """The JSON-lines file to write, compressed if its name ends in .gz or .zst."""
     text_key: str = option("text")
     """Key of the text."""
     sentence_splitter: str = option("auto", choices=("auto", "punkt", "rules"))

@@ -70,9 +70,9 @@ class UrlConfig:
     """Choosing web addresses."""
 
     input: tuple[str, ...] = option(())
-    """Folders with *.txt files, or files, of one address a line, plain or packed."""
+    """Folders with *.txt files, or files, of one address a line, plain or compressed."""
     output: str | None = option(None)
-    """The file to write, packed if its name ends in .gz or .zst."""
+    """The file to write, compressed if its name ends in .gz or .zst."""
     rejected: str | None = option(None)
     """A file for the addresses left out, each after its reason and a tab."""
     min_length: int = option(9)
@@ -86,10 +86,8 @@ class UrlConfig:
 
 
 def choose_urls(config: UrlConfig, running: LineJobConfig) -> JobReport:
-    """Writes the addresses that are worth fetching, in the order of the input.
-
-    A run that was stopped starts again: the addresses seen are only in memory.
-    """
+    """Writes the addresses that are worth fetching, in the order of the input. A run that was
+    stopped starts again: the addresses seen are only in memory."""
     inputs, output = required(config, "input", "output")
     job = LineJob(
         "blacklist_urls",
@@ -104,7 +102,6 @@ def choose_urls(config: UrlConfig, running: LineJobConfig) -> JobReport:
 
 
 def _url_step(config: UrlConfig) -> BatchStep:
-    """Sorts addresses out, and keeps the first of equal ones."""
     fault = fault_finder(config)
     # 8 bytes of a hash instead of the address: of 100 million, two collide at 0.03 %
     seen: set[int] = set()
@@ -184,11 +181,9 @@ def host_of(url: str) -> str | None:
 
 
 def same_page(url: str) -> str:
-    """The form that all addresses of a page share.
-
-    Scheme, `www.`, default port, fragment, order and encoding of the query, a slash at the end and
-    parameters that only track visitors make no difference.
-    """
+    """The form that all addresses of a page share. Scheme, `www.`, default port, fragment, order
+    and encoding of the query, a slash at the end and parameters that only track visitors make no
+    difference."""
     parts = urlsplit(canonicalize_url(url))
     host = (parts.hostname or "").rstrip(".").removeprefix("www.")
     port = f":{parts.port}" if parts.port not in (None, 80, 443) else ""

@@ -41,10 +41,10 @@ class WikipediaConfig:
     """Reading WikiExtractor's output."""
 
     input: tuple[str, ...] = option(())
-    """Folders that WikiExtractor wrote, or files of them (wiki_00), plain or packed by gzip or
-    zstd; both its formats."""
+    """Folders that WikiExtractor wrote, or files of them (wiki_00), plain or compressed with
+    gzip or zstd; both its formats."""
     output: str | None = option(None)
-    """The JSON-lines file to write, with keys id, url, title and text, packed if its
+    """The JSON-lines file to write, with keys id, url, title and text, compressed if its
     name ends in .gz or .zst."""
     title_in_text: bool = option(False)
     """Begin each text with the title and an empty line."""
@@ -53,7 +53,6 @@ class WikipediaConfig:
 
 
 def read_wikipedia(config: WikipediaConfig, running: LineJobConfig) -> JobReport:
-    """Writes the articles of WikiExtractor's files."""
     inputs, output = required(config, "input", "output")
     job = LineJob(
         "wikiextractor_json",
@@ -148,11 +147,8 @@ def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
 
 
 def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
-    """Lines in batches none of which ends inside an article.
-
-    Raises:
-        ValueError: an article is longer than 256 MiB, so that its end seems to be missing.
-    """
+    """Lines in batches none of which ends inside an article. Raises ValueError if an article is
+    longer than 256 MiB, so that its end seems to be missing."""
     held: LineBatch | None = None
     for batch in read_lines(paths):
         if held is not None and held.path != batch.path:
@@ -182,11 +178,7 @@ def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:
 
 def extracted_files(patterns: Iterable[str]) -> list[Path]:
     """Files of WikiExtractor: those named wiki_* in a folder and its subfolders, or as given.
-
-    Raises:
-        FileNotFoundError: no file is found.
-        ValueError: one is packed by bzip2.
-    """
+    Raises FileNotFoundError if no file is found, ValueError if one is compressed with bzip2."""
     files: dict[Path, None] = {}
     for pattern in map(Path, patterns):
         found = sorted(pattern.rglob("wiki_*")) if pattern.is_dir() else [pattern]
@@ -196,5 +188,7 @@ def extracted_files(patterns: Iterable[str]) -> list[Path]:
         files.update(dict.fromkeys(path for path in found if path.is_file()))
     packed = next((path for path in files if path.suffix == ".bz2"), None)
     if packed:
-        raise ValueError(f"--input {packed} is packed by bzip2: unpack it with bunzip2 first")
+        raise ValueError(
+            f"--input {packed} is compressed with bzip2: decompress it with bunzip2 first"
+        )
     return list(files)

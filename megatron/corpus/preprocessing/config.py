@@ -23,48 +23,45 @@ class PreprocessConfig:
     txt_documents: str = option("file", choices=("file", "blank-line"))
     """Document of a .txt file: the whole file, or the text between empty lines."""
     json_keys: tuple[str, ...] = option(("text",), aliases=("--json-key", "--jsonl-keys"))
-    """Keys (in Parquet files, columns) of the texts; each gets a dataset of its own."""
+    """Keys (in Parquet files, columns) of the texts; each becomes a separate dataset."""
     output_prefix: str | None = option(None)
     """PREFIX of the files PREFIX_KEY_document.bin and .idx (PREFIX_KEY_sentence with
     --split-sentences). The folder PREFIX.preprocessing keeps unfinished work."""
     append_eod: bool = option(False)
     """End each document with the tokenizer's end-of-document token."""
     split_sentences: bool = option(False)
-    """Make each sentence a sequence of its own (BERT, T5)."""
+    """Make each sentence a separate sequence (BERT, T5)."""
     sentence_splitter: str = option("auto", choices=("auto", "punkt", "rules"))
     """What finds the sentences: NLTK's punkt, a few rules, or (auto) punkt where its data is
     installed, else the rules."""
     lang: str = option("english")
     """Language of the text, for --split-sentences."""
     keep_newlines: bool = option(False)
-    """Keep line breaks between sentences, at the end of the sentence before."""
+    """Keep line breaks between sentences, at the end of the preceding sentence."""
     on_bad_line: str = option("error", choices=("error", "skip"))
-    """At a malformed line: stop, or count it, list it and leave it out."""
+    """What to do with a malformed line: stop with an error, or skip it, count it and list it."""
     max_line_bytes: int = option(1 << 26)
     """A longer line, or document of a .txt file, is malformed; it is not read into memory."""
-    workers: int | None = option(None, derived="the processors this process may use")
-    """Processes that tokenize."""
+    workers: int | None = option(None, derived="number of processors that this process may use")
+    """Number of processes that tokenize."""
     partitions: int = option(1)
-    """Parts of the input that are processed in parallel, each by its share of the workers, then put
-    together. The output is the same for every number."""
+    """Number of parts of the input. They are processed in parallel, each by its share of the
+    workers, and then joined. The output does not depend on this number."""
     partition_rank: int | None = option(None)
     """Process only this one of the --partitions, counted from 0, for example on another machine;
-    the command without this flag does what is left and puts the parts together."""
+    the command without this flag processes the remaining parts and joins all of them."""
     log_interval: int = option(1000)
-    """Documents between two progress lines, which appear at most once per second."""
+    """Number of documents between two progress lines, which appear at most once per second."""
     dataset_impl: str = option("mmap", choices=("mmap", "lazy", "cached"))
-    """Format of the output; mmap is written whichever is given."""
+    """Format of the output; every value writes mmap."""
     chunk_size: int | None = option(None, note="work is handed out by bytes, not lines")
     """Lines handed to a worker at a time."""
     keep_sequential_samples: bool = option(False, note="the input's order is always kept")
     """Keep the order of the input."""
 
     def check(self) -> None:
-        """Checks the flags before anything is read.
-
-        Raises:
-            ConfigError: a flag is missing or out of range.
-        """
+        """Checks the flags before anything is read. Raises ConfigError if a flag is missing or out
+        of range."""
         if not self.input:
             raise ConfigError("--input is missing: the files to read")
         if not self.output_prefix:

@@ -28,8 +28,6 @@ class EncodeConfig:
 
 @dataclass(frozen=True)
 class EncodedTexts:
-    """The documents of one key of a block."""
-
     tokens: npt.NDArray[np.integer]
     """All documents back to back."""
     sequence_lengths: npt.NDArray[np.int32]
@@ -42,8 +40,6 @@ class EncodedTexts:
 
 @dataclass(frozen=True)
 class EncodedBlock:
-    """What became of a block."""
-
     texts: list[EncodedTexts]
     """One for each key."""
     bad_lines: list[BadLine]
@@ -110,7 +106,6 @@ class BlockEncoder:
     def _texts(
         self, number: int, content: bytes | list[str | None] | BadLine, form: Form
     ) -> list[str] | BadLine | None:
-        """The texts of a record under the keys; None for an empty line."""
         if isinstance(content, BadLine):
             return content
         if isinstance(content, list):

@@ -63,7 +63,6 @@ class InputFile:
 
     @property
     def name(self) -> str:
-        """For messages."""
         return "the standard input" if self.path is None else str(self.path)
 
     @property
@@ -73,17 +72,12 @@ class InputFile:
 
     @property
     def bytes_to_read(self) -> int:
-        """On disk."""
         return (self.size if self.stop is None else self.stop) - self.start
 
 
 def find_inputs(config: PreprocessConfig) -> list[InputFile]:
-    """The files of --input, in order, each once.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ConfigError: a .txt file, which has one text, with several --json-keys.
-    """
+    """The files of --input, in order, each once. Raises FileNotFoundError; ConfigError for a .txt
+    file, which has one text, with several --json-keys."""
     found: dict[Path | None, None] = {}
     for pattern in config.input:
         found.update(dict.fromkeys([None] if pattern == STDIN else _paths(pattern, config)))
@@ -98,10 +92,8 @@ def find_inputs(config: PreprocessConfig) -> list[InputFile]:
 
 
 def partition(inputs: Sequence[InputFile], rank: int, count: int) -> Iterator[InputFile]:
-    """Part `rank` of `count`, equal in bytes on disk as far as files can be divided.
-
-    Plain JSON lines are cut at a line; another file belongs to the part in which it starts.
-    """
+    """Part `rank` of `count`, equal in bytes on disk as far as files can be divided. Plain JSON
+    lines are cut at a line; another file belongs to the part in which it starts."""
     total = sum(file.size for file in inputs)
     first, last = total * rank // count, total * (rank + 1) // count
     begin = 0
@@ -158,14 +150,9 @@ def _form(name: str, config: PreprocessConfig) -> Form:
 
 
 def expand_inputs(patterns: Sequence[str], endings: Sequence[str]) -> list[Path]:
-    """Files of paths, globs and folders, in the given order, each once.
-
-    The files of one glob or folder are sorted by name. Of a folder, the files at any depth with
-    one of `endings` are meant, also with .gz or .zst after it.
-
-    Raises:
-        FileNotFoundError: a pattern matches no file; the message names it.
-    """
+    """Files of paths, globs and folders, in the given order, each once; those of a glob or folder
+    sorted by name. Of a folder, the files at any depth with one of `endings` are meant, also with
+    .gz or .zst after it. Raises FileNotFoundError if a pattern matches no file."""
     wanted = tuple(ending + packed for ending in endings for packed in ("", *PACKED_ENDINGS))
     try:
         files = [path for pattern in patterns for path in expand(pattern, wanted)]
@@ -175,14 +162,11 @@ def expand_inputs(patterns: Sequence[str], endings: Sequence[str]) -> list[Path]
 
 
 def total_bytes(paths: Sequence[Path]) -> int:
-    """Size of all files on disk."""
     return sum(path.stat().st_size for path in paths)
 
 
 @dataclass(frozen=True)
 class LineBatch:
-    """Consecutive lines of one file."""
-
     path: Path
     first_line: int
     """Number of the first line, counted from 1."""
@@ -192,11 +176,8 @@ class LineBatch:
 
 
 def read_batches(paths: Sequence[Path], max_lines: int) -> Iterator[LineBatch]:
-    """All lines of all files, `max_lines` or about 1 MiB at a time.
-
-    Raises:
-        ValueError: a compressed file is damaged or truncated; the message names it.
-    """
+    """All lines of all files, `max_lines` or about 1 MiB at a time. Raises ValueError if a
+    compressed file is damaged or truncated."""
     done = 0
     for path in paths:
         with path.open("rb") as file, naming_file(path):
@@ -233,8 +214,7 @@ def compression(head: bytes) -> str | None:
 
 def unpacked(file: BinaryIO) -> io.BufferedReader:
     """The content, decompressed by the file's first bytes, not its name; a byte-order mark is left
-    out. Reading raises what `naming_file` turns into a ValueError.
-    """
+    out. Reading raises what `naming_file` turns into a ValueError."""
     assert isinstance(file, io.BufferedReader)
     stream = file
     if kind := compression(file.peek(4)[:4]):
@@ -248,11 +228,7 @@ def unpacked(file: BinaryIO) -> io.BufferedReader:
 
 @contextmanager
 def naming_file(name: object) -> Iterator[None]:
-    """Names the file in errors of decompression.
-
-    Raises:
-        ValueError: the file is damaged or truncated.
-    """
+    """Names the file in errors of decompression, raised as ValueError."""
     try:
         yield
     except _UNPACKING_ERRORS as error:

@@ -52,8 +52,6 @@ Description = dict[str, Any]
 
 @dataclass
 class JobState:
-    """How far a job is."""
-
     keys: list[KeySummary]
     file: int = 0
     """Number of the input file."""
@@ -72,12 +70,8 @@ class PreprocessJob:
 
     def __init__(self, folder: Path, inputs: Sequence[InputFile], encoder: BlockEncoder) -> None:
         """Takes the folder and continues where its journal ends, or starts again; `notice` tells
-        the user which.
-
-        Raises:
-            OSError: the folder cannot be made or written to.
-            ValueError: another process works there.
-        """
+        the user which. Raises OSError if the folder cannot be made or written to, ValueError if
+        another process works there."""
         self.folder, self._inputs, self._encoder = folder, inputs, encoder
         self._config = encoder.config
         self._bytes_before = [0, *accumulate(file.bytes_to_read for file in inputs)]
@@ -94,24 +88,18 @@ class PreprocessJob:
 
     @property
     def prefixes(self) -> list[Path]:
-        """Of the files of each key."""
         return key_prefixes(self.folder, self._config.keys)
 
     def run(
         self, workers: int, report: Callable[[int, int, int], None], is_over: Callable[[], bool]
     ) -> None:
-        """Reads, encodes and writes what is left to do, if anything.
+        """Reads, encodes and writes what is left to do, in `workers` processes or, with 0, in this
+        one.
 
-        Args:
-            workers: processes; with 0, this one.
-            report: called with the documents, the bytes of text and the bytes on disk of a block.
-            is_over: whether another partition has failed.
-
-        Raises:
-            ValueError: a malformed record that stops the run, or a damaged file.
-            OSError: the output cannot be written.
-            ChildProcessError: a worker process died.
-            InterruptedError: `is_over`.
+        `report` is called with the documents, the bytes of text and the bytes on disk of a block.
+        Raises ValueError for a malformed record that stops the run, or a damaged file; OSError if
+        the output cannot be written; ChildProcessError if a worker died; InterruptedError if
+        `is_over`, because another partition has failed.
         """
         state, config, saved = self.state, self._config, time.monotonic()
         if state.is_complete:
@@ -140,7 +128,6 @@ class PreprocessJob:
         self._save()
 
     def close(self) -> None:
-        """Releases the folder."""
         for file in self._files():
             with suppress(OSError):  # a full disk, which has been reported
                 file.close()
@@ -232,7 +219,6 @@ class PreprocessJob:
         ]
 
     def _sizes(self, state: JobState) -> Iterator[dict[Path, int]]:
-        """The files of each key and how many bytes of them are done."""
         for prefix, key in zip(self.prefixes, state.keys, strict=True):
             yield {
                 _with_ending(prefix, ".bin"): key.tokens * self._encoder.dtype.itemsize,
@@ -280,12 +266,8 @@ def key_prefixes(folder: Path, keys: Sequence[str]) -> list[Path]:
 
 
 def lock_folder(folder: Path) -> Lock:
-    """Makes a folder this process's own, until the result is released or the process ends.
-
-    Raises:
-        ValueError: it is another process's.
-        OSError: it cannot be made.
-    """
+    """Makes a folder this process's own, until the result is released or the process ends. Raises
+    ValueError if another process has it, OSError if it cannot be made."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         return Lock(folder / _LOCK)
@@ -347,7 +329,6 @@ def _with_files(value: Any) -> Any:
 
 
 def _difference(old: Description, new: Description) -> str:
-    """The first that is not the same, for the user."""
     for name in sorted(old.keys() | new.keys()):
         before, now = old.get(name), new.get(name)
         if before == now:

@@ -36,15 +36,9 @@ def preprocess(config: PreprocessConfig, tokenizer_config: TokenizerConfig) -> P
 
     The output is in the order of the input, whatever the number of workers and partitions, and
     appears whole or not at all. Memory does not grow with the input. The same call continues a run
-    that was killed.
-
-    Raises:
-        ConfigError: a flag is missing or out of range.
-        FileNotFoundError: an input or tokenizer file is missing.
-        ValueError: a malformed line (unless they are skipped), a damaged file, no eod for
-            --append-eod, nothing to write, or another process writes the same output; the message
-            names file, line and finding.
-        OSError: the output cannot be written.
+    that was killed. Raises ValueError for a malformed line (unless they are skipped), a damaged
+    file, no eod for --append-eod, nothing to write, or another process that writes the same output;
+    ConfigError for flags, FileNotFoundError, and OSError if the output cannot be written.
     """
     config.check()
     inputs = find_inputs(config)
@@ -150,7 +144,6 @@ class _Preprocessing:
             self._progress.update(documents, text_bytes, self._position)
 
     def _merged(self) -> list[Path]:
-        """Prefixes of complete files, one for each key."""
         keys = self._config.json_keys
         if len(self._parts) == 1:
             return key_prefixes(next(iter(self._parts)), keys)

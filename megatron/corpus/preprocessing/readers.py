@@ -54,16 +54,9 @@ def read_blocks(
     first: int = 0,
     cursor: int = 0,
 ) -> Iterator[RecordBlock]:
-    """All blocks from a cursor in file number `first` on.
-
-    Args:
-        keys: columns of Parquet files.
-        longest: bytes of a record; of a longer one only that is known.
-
-    Raises:
-        ValueError: a file is damaged, or not what its name says; names the file.
-        OSError: it cannot be read.
-    """
+    """All blocks from a cursor in file number `first` on; of a record of more than `longest` bytes
+    only that is known. Raises ValueError if a file is damaged, or not what its name says; OSError
+    if it cannot be read."""
     for number, file in enumerate(inputs[first:], first):
         if file.is_divisible:
             end = file.start + file.bytes_to_read

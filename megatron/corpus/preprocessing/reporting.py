@@ -28,7 +28,6 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Since the beginning."""
         return time.monotonic() - self._start
 
     def update(self, documents: int, text_bytes: int, position: int) -> None:
@@ -49,7 +48,6 @@ class Progress:
         self._skipped += input_bytes
 
     def close(self) -> None:
-        """Clears the line of a terminal."""
         if self._is_terminal:
             print("\r\x1b[K", file=sys.stderr, end="", flush=True)
 
@@ -76,8 +74,6 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class BadLines:
-    """Malformed lines that were left out."""
-
     by_reason: dict[str, int] = field(default_factory=dict)
     shown: list[str] = field(default_factory=list)
     """The first few, with file and line."""
@@ -109,8 +105,6 @@ def located(name: str, unit: str, line: BadLine) -> str:
 
 @dataclass
 class KeySummary:
-    """What was written for one key."""
-
     prefix: str
     """Of the .bin and .idx."""
     documents: int = 0
@@ -136,8 +130,6 @@ class KeySummary:
 
 @dataclass(frozen=True)
 class PreprocessSummary:
-    """What preprocessing did."""
-
     keys: dict[str, KeySummary]
     bad_lines: dict[str, int]
     """Lines left out, by reason."""

@@ -38,12 +38,10 @@ def best_dtype(vocab_size: int | None) -> np.dtype:
 
 
 def bin_path(prefix: str | os.PathLike[str]) -> Path:
-    """The token file of a prefix."""
     return Path(f"{os.fspath(prefix)}.bin")
 
 
 def idx_path(prefix: str | os.PathLike[str]) -> Path:
-    """The index file of a prefix."""
     return Path(f"{os.fspath(prefix)}.idx")
 
 
@@ -53,13 +51,9 @@ _BLOCKS_AT_OPENING = 64
 
 
 class IndexFile:
-    """Lengths, offsets and document boundaries of the sequences of a `.bin`.
-
-    Opening a huge file checks a part of its entries; `verify` checks all of them.
-
-    Raises:
-        ValueError: the file is damaged or cut short; the message names it by `name` or its path.
-    """
+    """Lengths, offsets and document boundaries of the sequences of a `.bin`. Opening a huge file
+    checks a part of its entries; `verify` checks all of them. Raises ValueError if the file is
+    damaged or cut short."""
 
     dtype: np.dtype
     """Of the tokens."""
@@ -78,12 +72,10 @@ class IndexFile:
         self._check_entries(_BLOCKS_AT_OPENING)
 
     def __len__(self) -> int:
-        """Number of sequences."""
         return len(self.sequence_lengths)
 
     @property
     def bin_bytes(self) -> int:
-        """Expected size of the .bin."""
         if not len(self):
             return 0
         return int(self.sequence_offsets[-1]) + self._bytes_of(len(self) - 1)
@@ -100,7 +92,7 @@ class IndexFile:
                 else "the two files come from different runs, or the .idx is older than the .bin"
             )
             raise ValueError(
-                f"{name} has {size} bytes, but {self.name} describes {self.bin_bytes}: {cause}; "
+                f"{name} has {size} bytes, but {self.name} expects {self.bin_bytes}: {cause}; "
                 "copy both files again or run the preprocessing again"
             )
 
@@ -121,7 +113,7 @@ class IndexFile:
         if size < HEADER.size:
             raise ValueError(
                 f"{self.name} has {size} bytes, less than the {HEADER.size} of its header: "
-                "the copy or the preprocessing that wrote it was cut short"
+                "it was cut short; copy the file again or run the preprocessing again"
             )
         raw = map_file(path, np.dtype("u1"))
         magic, version, code, sequences, boundaries = HEADER.unpack(raw[: HEADER.size].tobytes())
@@ -136,15 +128,16 @@ class IndexFile:
             )
         if code not in DTYPE_OF_CODE:
             raise ValueError(
-                f"{self.name} has dtype code {code}; known are "
+                f"{self.name} has dtype code {code}; expected one of "
                 + ", ".join(f"{c} ({d.name})" for c, d in DTYPE_OF_CODE.items())
             )
         expected = HEADER.size + 12 * sequences + 8 * boundaries
         if size not in (expected, expected + sequences):
             raise ValueError(
                 f"{self.name} has {size} bytes, but its header ({sequences} sequences, "
-                f"{boundaries} document boundaries) makes {expected}: "
+                f"{boundaries} document boundaries) requires {expected}: "
                 + ("it was cut short" if size < expected else "something was appended to it")
+                + "; copy the file again or run the preprocessing again"
             )
         self.dtype = DTYPE_OF_CODE[code]
         lengths_end = HEADER.size + 4 * sequences
@@ -228,16 +221,10 @@ class Tokens(Protocol):
 
 
 class IndexedDataset(Sequence[np.ndarray]):
-    """Read-only, memory-mapped view of `prefix.bin` and `prefix.idx`; item i is sequence i.
-
-    Items are read-only views into the file, of dtype `.dtype`. The arrays are those of `IndexFile`.
-    Unpickling (in loader workers) reopens the files.
-
-    Raises:
-        FileNotFoundError: one of the two files is missing.
-        ValueError: the files are damaged, cut short, or do not belong together; the message names
-            the file, both sizes and the likely cause.
-    """
+    """Read-only, memory-mapped view of `prefix.bin` and `prefix.idx`; item i is sequence i. Items
+    are read-only views into the file, of dtype `.dtype`. The arrays are those of `IndexFile`.
+    Unpickling (in loader workers) reopens the files. Raises FileNotFoundError if one of the two
+    files is missing, ValueError if the files are damaged, cut short, or do not belong together."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
@@ -312,10 +299,8 @@ class IndexedDataset(Sequence[np.ndarray]):
 
     def check_ids(self, extremes: np.ndarray, vocab_size: int | None) -> None:
         """Check that token ids are in a vocabulary; without one, that they are not negative.
-
-        Args:
-            extremes: the smallest and the largest id with their positions in the .bin, int64[2, 2].
-        """
+        `extremes` are the smallest and the largest id with their positions in the .bin, int64[2,
+        2]."""
         for token, position in extremes.tolist():
             if token >= 0 and (vocab_size is None or token < vocab_size):
                 continue

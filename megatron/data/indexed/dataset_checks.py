@@ -25,12 +25,9 @@ QUANTILES = (5, 25, 50, 75, 95)
 
 
 def find_prefixes(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
-    """The prefixes of indexed datasets, in order; a folder is replaced by its own, sorted.
-
-    Raises:
-        FileNotFoundError: a path does not exist, or one of two files is missing.
-        ValueError: a folder has no indexed dataset.
-    """
+    """The prefixes of indexed datasets, in order; a folder is replaced by its own, sorted. Raises
+    FileNotFoundError if a path does not exist, or one of two files is missing; ValueError if a
+    folder has no indexed dataset."""
     prefixes: list[str] = []
     for path in (os.fspath(path) for path in paths):
         if not Path(path).is_dir():
@@ -52,8 +49,6 @@ def find_prefixes(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 
 
 class CheckResult(NamedTuple):
-    """An intact dataset."""
-
     documents: int
     sequences: int
     tokens: int
@@ -72,16 +67,9 @@ def checksum_path(prefix: str | os.PathLike[str]) -> Path:
 def check_dataset(
     prefix: str, vocab_size: int | None = None, *, write: bool = False
 ) -> CheckResult:
-    """Read all of a dataset once and check it.
-
-    Args:
-        vocab_size: token ids must be below it; None checks only that none is negative.
-        write: write the file of checksums, if the dataset is intact, instead of comparing.
-
-    Raises:
-        ValueError: something is damaged; the message names the file.
-        OSError: a file is missing or cannot be read or written.
-    """
+    """Read all of a dataset once and check it, also that token ids are below `vocab_size`, if
+    given. With `write`, write the file of checksums instead of comparing. Raises ValueError if
+    something is damaged; OSError if a file is missing or cannot be read or written."""
     dataset = IndexedDataset(prefix)
     dataset.verify()
     sums = {idx_path(prefix).name: sha256_of_file(idx_path(prefix))}
@@ -132,12 +120,8 @@ class TokenExtremes:
 
 
 def read_checksums(prefix: str | os.PathLike[str]) -> Mapping[str, str]:
-    """SHA-256 by file name; empty without a file of checksums.
-
-    Raises:
-        ValueError: the file is malformed, or not of this dataset.
-        OSError: it cannot be read.
-    """
+    """SHA-256 by file name; empty without a file of checksums. Raises ValueError if the file is
+    malformed, or not of this dataset; OSError if it cannot be read."""
     path = checksum_path(prefix)
     if not path.exists():
         return {}
@@ -177,11 +161,8 @@ def _read_tokens(dataset: IndexedDataset) -> tuple[np.ndarray | None, str]:
 
 
 def contents(dataset: IndexedDataset) -> dict[str, Any]:
-    """Counts, sizes and statistics of lengths as JSON values, from the .idx alone.
-
-    Raises:
-        ValueError: the .idx is damaged; the message names it.
-    """
+    """Counts, sizes and statistics of lengths as JSON values, from the .idx alone. Raises
+    ValueError if the .idx is damaged."""
     dataset.verify()
     bounds, size = dataset.document_indices, dataset.dtype.itemsize
     end = np.int64(dataset.num_tokens * size)

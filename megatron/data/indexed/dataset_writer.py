@@ -79,12 +79,9 @@ class IndexedDatasetWriter:
         sequences_per_document: npt.ArrayLike,
         modes: Sequence[int] | npt.ArrayLike | None = None,
     ) -> None:
-        """Append many documents at once; ValueError as for `add_document`, or if counts disagree.
-
-        Args:
-            tokens: all tokens concatenated, 1-D.
-            modes: one per sequence, for all documents of a file or for none.
-        """
+        """Append many documents at once, from their concatenated tokens; all documents of a file or
+        none have `modes`, one per sequence. ValueError as for `add_document`, or if counts
+        disagree."""
         tokens = self._checked_tokens(tokens)
         lengths = _counts(sequence_lengths, "sequence_lengths", len(tokens), "tokens")
         per_document = _counts(
@@ -104,14 +101,8 @@ class IndexedDatasetWriter:
         self._modes.append(kinds)
 
     def merge(self, prefix: str | os.PathLike[str], *, widen: bool = False) -> None:
-        """Append all documents of another indexed dataset.
-
-        Args:
-            widen: accept tokens of a narrower dtype too, such as uint16 into int32.
-
-        Raises:
-            ValueError: it has another dtype, or is damaged.
-        """
+        """Append all documents of another indexed dataset; `widen` accepts a narrower dtype too,
+        such as uint16 into int32. Raises ValueError if it has another dtype, or is damaged."""
         other = IndexedDataset(prefix)
         other.verify()
         if other.dtype != self.dtype and not (
@@ -202,21 +193,16 @@ class IndexedDatasetWriter:
 
 
 def merge_datasets(prefixes: Sequence[str], output_prefix: str) -> list[str]:
-    """Append the documents of all datasets, in order, as one new dataset in constant memory.
-
-    Tokens get the narrowest dtype that can store those of all; the lines that are returned name the
-    inputs with another one.
-
-    Raises:
-        ValueError: a file is damaged, the datasets are incompatible, or the output is an input.
-        OSError: a file is missing, or the disk is full; no output is left.
-    """
+    """Append the documents of all datasets, in order, as one new dataset in constant memory. Tokens
+    get the narrowest dtype that can store those of all; the lines that are returned name the inputs
+    with another one. Raises ValueError if a file is damaged, the datasets are incompatible, or the
+    output is an input; OSError if a file is missing, or the disk is full; no output is left."""
     output = Path(output_prefix).absolute()
     for prefix in prefixes:
         if Path(prefix).absolute() == output:
             raise ValueError(
-                f"--output-prefix {output_prefix} is one of the inputs: write elsewhere, or remove "
-                f"{bin_path(output_prefix).name} and {idx_path(output_prefix).name} first"
+                f"--output-prefix {output_prefix} is one of the inputs: choose another prefix, or "
+                f"remove {bin_path(output_prefix).name} and {idx_path(output_prefix).name} first"
             )
     inputs = [IndexedDataset(prefix) for prefix in prefixes]
     dtype = _common_dtype(inputs)
@@ -290,14 +276,8 @@ class Spool:
 def index_parts(
     dtype: np.dtype, lengths: Spool, bounds: Spool, modes: Spool | None = None
 ) -> Iterator[bytes | memoryview]:
-    """The bytes of an .idx, a part at a time.
-
-    Args:
-        dtype: of the tokens, little-endian.
-        lengths: tokens in each sequence, int32.
-        bounds: number of sequences before each document and after the last, int64.
-        modes: of each sequence, or empty; int8.
-    """
+    """The bytes of an .idx, a part at a time. `dtype` is that of the tokens, little-endian;
+    `bounds` has the number of sequences before each document and after the last, int64."""
     yield HEADER.pack(MAGIC, VERSION, CODE_OF_DTYPE[dtype], lengths.count, bounds.count)
     yield from (block.data for block in lengths.blocks())
     end = 0

@@ -63,12 +63,8 @@ class FimTokens:
 
     @classmethod
     def of(cls, config: FimConfig, tokenizer: Tokenizer) -> FimTokens:
-        """The tokens that the flags name.
-
-        Raises:
-            ValueError: one is not in the vocabulary, or padding ends documents; the message names
-                flag and token.
-        """
+        """The tokens that the flags name. Raises ValueError if one is not in the vocabulary, or
+        padding ends documents."""
         ids = {}
         for name in ("prefix", "middle", "suffix", "pad", "eod", "split"):
             field = "fim_split_sample" if name == "split" else f"fim_{name}_token"
@@ -110,12 +106,8 @@ class FimRecipe:
     def from_config(
         cls, samples: SampleRecipe[np.ndarray], config: FimConfig, encoder: TextEncoder, seed: int
     ) -> FimRecipe:
-        """Checks the flags and finds the tokens.
-
-        Raises:
-            ValueError: a rate is out of range, a token is not in the vocabulary, or the tokenizer
-                puts spaces between texts.
-        """
+        """Checks the flags and finds the tokens. Raises ValueError if a rate is out of range, a
+        token is not in the vocabulary, or the tokenizer puts spaces between texts."""
         config.check()
         tokens = FimTokens.of(config, encoder.tokenizer)
         pieces = PieceTokenizer(encoder.tokenizer)
@@ -129,7 +121,6 @@ class FimRecipe:
         return cls(samples, config, tokens, encoder, seed)
 
     def units(self, documents: Documents) -> int:
-        """As the recipe of the samples."""
         return self.samples.units(documents)
 
     def build(
@@ -167,7 +158,6 @@ class FimDataset:
         return sample_T
 
     def origin(self, index: int, /) -> Sequence[Piece]:
-        """Where the tokens come from, in their order before the cut."""
         return self.samples.origin(index)
 
     def _document(self, document: Ids, rng: np.random.Generator) -> Ids:
@@ -199,7 +189,6 @@ class FimDataset:
 
 
 def _each_part(ids: Ids, separator: int, change: Callable[[Ids], Ids]) -> Ids:
-    """Ids with the parts between separators changed."""
     parts: list[Ids] = []
     start = 0
     for end in [*np.flatnonzero(ids == separator).tolist(), len(ids)]:
@@ -231,7 +220,6 @@ class PieceTokenizer:
 
 
 def token_id(tokenizer: Tokenizer, text: str) -> int | None:
-    """Id of a text that is one token, else None."""
     try:
         ids = PieceTokenizer(tokenizer).tokenize(text)
         return ids[0] if len(ids) == 1 and tokenizer.detokenize(ids) == text else None

@@ -72,13 +72,8 @@ class ToHFConfig:
 
 
 def to_hf(argv: Sequence[str]) -> None:
-    """Converts, compares logits, and gives the result its name only if they agree.
-
-    Raises:
-        ConfigError: a flag is missing or wrong, or a package is not installed.
-        CheckpointError: the checkpoint cannot be read or converted, or the logits differ.
-        OSError: the hub cannot be reached or refuses.
-    """
+    """Converts, compares logits, and gives the result its name only if they agree. Raises
+    ConfigError, CheckpointError, or OSError where the hub refuses."""
     checkpoint, config = _parsed(
         argv, "to-hf", "Writes a checkpoint as a model of Hugging Face.", _LoadConfig, ToHFConfig
     )
@@ -121,12 +116,7 @@ class FromHFConfig:
 
 
 def from_hf(argv: Sequence[str]) -> None:
-    """Converts, compares logits, and gives the result its name only if they agree.
-
-    Raises:
-        ConfigError: a flag is missing or wrong, or a package is not installed.
-        CheckpointError: the model cannot be read or represented, or the logits differ.
-    """
+    """As :func:`to_hf`, in the other direction."""
     (config,) = _parsed(
         argv, "from-hf", "Writes a model of Hugging Face as a checkpoint.", FromHFConfig
     )
@@ -134,8 +124,8 @@ def from_hf(argv: Sequence[str]) -> None:
     shard_bytes = parse_size(config.max_shard_size)
     need("from-hf", "transformers")
     if HuggingFaceFolder.locate(path, None) is None:
-        why = "it has no config.json" if path.is_dir() else "the folder does not exist"
-        raise CheckpointError(f"--input {path}: {why}; name a downloaded model")
+        why = "config.json not found" if path.is_dir() else "the folder does not exist"
+        raise CheckpointError(f"--input {path}: {why}; expected the folder of a Hugging Face model")
     source = HuggingFaceFolder(path)
     with published(output, config.overwrite, path, mark=MEGATRON_TRACKER) as folder:
         if source.tokenizer is None:
@@ -180,13 +170,9 @@ class ToMegatronConfig:
 
 
 def to_megatron(argv: Sequence[str]) -> None:
-    """Writes the weights as Megatron-LM's ranks would, and reads them back.
-
-    Raises:
-        ConfigError: a flag is missing or wrong.
-        ValueError: Megatron has no such network, or the sizes do not divide it.
-        CheckpointError: the checkpoint is damaged, or what is read back differs.
-    """
+    """Writes the weights as Megatron-LM's ranks would, and reads them back. Raises ConfigError if a
+    flag is missing or wrong. Raises ValueError if Megatron has no such network, or the sizes do not
+    divide it. Raises CheckpointError if the checkpoint is damaged, or what is read back differs."""
     checkpoint, config = _parsed(
         argv, "to-megatron", "Writes a checkpoint in the layout of Megatron-LM's version 3.",
         _LoadConfig, ToMegatronConfig,
@@ -198,11 +184,8 @@ def to_megatron(argv: Sequence[str]) -> None:
 
 
 def opened(load: str, iteration: int | None = None) -> Source:
-    """Opens a checkpoint and prints what was assumed where it does not say.
-
-    Raises:
-        CheckpointError: it does not exist, or is damaged.
-    """
+    """Opens a checkpoint and prints what was assumed where it does not say. Raises CheckpointError
+    if it does not exist, or is damaged."""
     source = open_checkpoint(load, _wanted(iteration))
     for note in source.notes:
         print(f"{source.folder}: {note}")
@@ -217,19 +200,11 @@ def export_megatron(
     release: bool = False,
     checking: bool = True,
 ) -> None:
-    """Writes a checkpoint in Megatron's old layout, and prints a summary.
-
-    Args:
-        source: the checkpoint.
-        output: folder of checkpoints.
-        sizes: tensor-parallel and pipeline-parallel size.
-        dtype: of the weights; None for the one it was trained in.
-        release: leave the iteration out.
-        checking: read the result back before it gets its name.
-
-    Raises:
-        ValueError: Megatron has no such network, or the sizes do not divide it.
-        CheckpointError: the checkpoint is damaged, or what is read back differs.
+    """Writes a checkpoint in Megatron's old layout, and prints a summary. ``sizes`` are
+    tensor-parallel and pipeline-parallel; ``release`` leaves the iteration out; ``checking`` reads
+    the result back before it gets its name. Raises ValueError if Megatron has no such network, or
+    the sizes do not divide it. Raises CheckpointError if the checkpoint is damaged, or what is read
+    back differs.
     """
     dtype = dtype or _dtype_of(source)
     iteration = source.state.get("iteration")
@@ -270,12 +245,8 @@ class ToUniversalConfig:
 
 
 def to_universal(argv: Sequence[str]) -> None:
-    """Converts a checkpoint.
-
-    Raises:
-        ConfigError: a flag is missing or wrong.
-        CheckpointError: the checkpoint does not exist, or is damaged.
-    """
+    """Converts a checkpoint to DeepSpeed's universal format. Raises ConfigError if a flag is
+    missing or wrong. Raises CheckpointError if the checkpoint does not exist, or is damaged."""
     checkpoint, config = _parsed(
         argv, "to-universal", "Writes a checkpoint as DeepSpeed's universal one, for "
         "load_universal.", _LoadConfig, ToUniversalConfig,
@@ -297,11 +268,7 @@ def to_universal(argv: Sequence[str]) -> None:
 
 
 def required(config: Any, field: str) -> str:
-    """The value of a required flag.
-
-    Raises:
-        ConfigError: it was not given.
-    """
+    """The value of a required flag. Raises ConfigError if it was not given."""
     value = getattr(config, field)
     if value is None:
         raise ConfigError(f"--{field.replace('_', '-')} is missing")
@@ -309,11 +276,7 @@ def required(config: Any, field: str) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of a size such as 5GB (10^9) or 4GiB (2^30).
-
-    Raises:
-        ConfigError: it is not a size.
-    """
+    """Bytes of a size such as 5GB (10^9) or 4GiB (2^30). Raises ConfigError if it is not a size."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMG]?I?B)?", text.strip().upper())
     size = int(float(match[1]) * _UNITS[match[2] or "B"]) if match and match[2] != "IB" else 0
     if size < 1:
@@ -335,7 +298,7 @@ def _wanted(iteration: int | None) -> str | None:
 def _located(load: str, iteration: int | None) -> FoundCheckpoint:
     found = locate_checkpoint(load, _wanted(iteration))
     if found is None:
-        raise CheckpointError(f"--load {load}: there is no complete checkpoint")
+        raise CheckpointError(f"--load {load}: no complete checkpoint found")
     return found
 
 

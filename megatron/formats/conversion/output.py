@@ -18,16 +18,8 @@ def published(
     output: Path, overwrite: bool, source: Path, mark: str = "generation_config.json"
 ) -> Iterator[Path]:
     """A temporary folder beside ``output``, which replaces it when the block ends without an error.
-
-    Args:
-        output: the result.
-        overwrite: whether an earlier result there can be replaced.
-        source: folder that is being converted; never removed.
-        mark: file by which an earlier result is recognised.
-
-    Raises:
-        CheckpointError: ``output`` must not be replaced, or cannot be written.
-    """
+    ``source`` is never removed; ``mark`` is the file by which an earlier result is recognised.
+    Raises CheckpointError if ``output`` must not be replaced, or cannot be written."""
     output = output.resolve()
     _check(output, overwrite, source.resolve(), mark)
     with contextlib.ExitStack() as stack:
@@ -60,21 +52,14 @@ def _check(output: Path, overwrite: bool, source: Path, mark: str) -> None:
 
 
 def need(command: str, package: str) -> None:
-    """Requires an installed package.
-
-    Raises:
-        ConfigError: it is not installed.
-    """
+    """Requires an installed package. Raises ConfigError if it is not installed."""
     if importlib.util.find_spec(package) is None:
         raise ConfigError(f"{command} needs {package}: pip install {package.replace('_', '-')}")
 
 
 def check_hub(repository: str) -> None:
-    """Refuses what could not be uploaded, before the conversion starts.
-
-    Raises:
-        ConfigError: the client is not installed, or the name of the repository is invalid.
-    """
+    """Refuses what could not be uploaded, before the conversion starts. Raises ConfigError if the
+    client is not installed, or the name of the repository is invalid."""
     need("--push-to-hub", "huggingface_hub")
     from huggingface_hub.utils import HFValidationError, validate_repo_id
 
@@ -85,19 +70,9 @@ def check_hub(repository: str) -> None:
 
 
 def push(folder: Path, repository: str, private: bool) -> str:
-    """Creates the repository if it does not exist, and uploads a folder's files in one commit.
-
-    Args:
-        folder: the model.
-        repository: ``owner/name``, or a name of the user's own.
-        private: whether a new repository is private.
-
-    Returns:
-        Address of the repository.
-
-    Raises:
-        OSError: the hub cannot be reached or refuses; the folder stays.
-    """
+    """Creates the repository (``owner/name``, or a name of the user's own) if it does not exist,
+    and uploads a folder's files in one commit; returns its address. Raises OSError if the hub
+    cannot be reached or refuses; the folder stays."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError
 
@@ -124,6 +99,5 @@ def push(folder: Path, repository: str, private: bool) -> str:
 
 
 def _line(error: Exception) -> str:
-    """A message on one line, shortened where it is long."""
     text = " ".join(str(error).split()) or type(error).__name__
     return (text if len(text) <= 300 else f"{text[:300]}...").rstrip(".")

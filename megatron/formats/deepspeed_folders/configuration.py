@@ -1,9 +1,5 @@
-"""The network and the run's counters of a DeepSpeed folder.
-
-DeepSpeed itself stores neither; they are in this project's files beside its own, or in what the
-training script saved with them: this project's, Megatron-DeepSpeed's (Microsoft's, and BigScience's
-for BLOOM) or GPT-NeoX's.
-"""
+"""The network and the run's counters of a DeepSpeed folder: from this project's files beside
+DeepSpeed's own, or from what Megatron-DeepSpeed or GPT-NeoX saved with them."""
 
 from __future__ import annotations
 
@@ -30,17 +26,9 @@ _POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}
 
 
 class Description(NamedTuple):
-    """What is known of a checkpoint besides its tensors.
-
-    Attributes:
-        run: configuration of the run; None when another trainer wrote it.
-        model: the network.
-        tokenizer: how to get its tokenizer, if that is known.
-        state: see :class:`megatron.checkpoint.source.Source`; without the optimizer's step where
-            another trainer wrote it.
-        foreign: whether another trainer wrote it.
-        split_biases: see :class:`megatron.formats.deepspeed_folders.naming.ForeignNaming`.
-    """
+    """What is known of a checkpoint besides its tensors. ``run`` is None, and the optimizer's step
+    unknown, when another trainer wrote it; ``split_biases`` is as in
+    :class:`megatron.formats.deepspeed_folders.naming.ForeignNaming`."""
 
     run: RunConfig | None
     model: ModelConfig
@@ -51,11 +39,8 @@ class Description(NamedTuple):
 
 
 def describe(folder: Path, states: Mapping[str, Any]) -> Description:
-    """Finds configuration and counters in a checkpoint with these model states.
-
-    Raises:
-        CheckpointError: the network is not described, or has features that cannot be represented.
-    """
+    """Finds configuration and counters in a checkpoint with these model states. Raises
+    CheckpointError if the network is not described, or has features that cannot be represented."""
     own = folder / CONFIG
     parts = read_json(own) if own.is_file() else states.get(RUN)
     if parts is not None:
@@ -95,13 +80,9 @@ def describe(folder: Path, states: Mapping[str, Any]) -> Description:
 
 
 def _megatron_deepspeed(arguments: Mapping[str, Any], folder: Path) -> ModelConfig:
-    """The network that a run's arguments describe.
-
-    Without an unpadded size, as in BLOOM's published models, all rows of the embedding are tokens.
-
-    Raises:
-        CheckpointError: an argument is missing, or cannot be represented.
-    """
+    """The network that a run's arguments describe. Without an unpadded size, as in BLOOM's
+    published models, all rows of the embedding are tokens. Raises CheckpointError if an argument is
+    missing, or cannot be represented."""
     known = dict(arguments)
     positions = known.get("position_embedding_type")
     if isinstance(positions, Inert):

@@ -46,16 +46,9 @@ class FlatSlice(NamedTuple):
 
 
 class EngineFiles:
-    """The files of one folder, opened when they are first needed.
-
-    Attributes:
-        tensor_size: tensor-parallel size of the run.
-        pipeline_size: number of its pipeline ranks.
-        layers: files of a pipeline's layers, by place in the list and tensor rank.
-
-    Raises:
-        CheckpointError: files are missing.
-    """
+    """The files of one folder, opened when they are first needed; ``layers`` are those of a
+    pipeline's layers, by place in the list and tensor rank. Raises CheckpointError if files are
+    missing."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -90,7 +83,6 @@ class EngineFiles:
         self._refuse_round_robin()
 
     def _check_data_ranks(self) -> None:
-        """Each model-parallel rank has an optimizer file of every data rank, and no other."""
         size = self._data_size()
         for files in self._optimizers.values():
             path = next(iter(files.values()))
@@ -108,7 +100,6 @@ class EngineFiles:
                 )
 
     def _data_size(self) -> int | None:
-        """Data-parallel size of the run; None where the files do not say."""
         if not self._optimizers:
             return None
         counts = self._zero(0, min(self._optimizers[0])).get("partition_count")
@@ -226,15 +217,9 @@ class EngineFiles:
         self, name: str, kind: str, registered: Callable[[int, str], str]
     ) -> list[Tensor] | None:
         """A parameter's or a moment's share on each tensor rank; None if it does not exist.
-
-        Args:
-            name: the folder's name.
-            kind: ``weight`` or a moment.
-            registered: the folder's name of a parameter in a layer file, from its place and key.
-
-        Raises:
-            CheckpointError: the ZeRO files lack it, or a part of it.
-        """
+        ``kind`` is ``weight`` or a moment; ``registered`` gives the name of a parameter in a layer
+        file, from its place and key. Raises CheckpointError if the ZeRO files lack it, or a part of
+        it."""
         found = [self._share(tensor_rank, name, kind) for tensor_rank in range(self.tensor_size)]
         if all(share is not None for share in found):
             return [share for share in found if share is not None]

@@ -45,20 +45,10 @@ def is_engine_folder(folder: Path) -> bool:
 def locate(
     path: Path, wanted: str | None, tracker: str, fits: Callable[[Path], bool], suffix: str = ""
 ) -> Path | None:
-    """Where a checkpoint is; see :meth:`megatron.checkpoint.source.Source.locate`.
-
-    Where a save was killed while it replaced one, that is the old one's hidden folder.
-
-    Args:
-        path: one checkpoint, or a folder of several.
-        wanted: a tag or an iteration; None for the newest.
-        tracker: name of the file that names the newest.
-        fits: whether a folder is a checkpoint of the format.
-        suffix: what follows ``global_step<N>`` in a tag.
-
-    Raises:
-        CheckpointError: there are some, but not the wanted one.
-    """
+    """Where a checkpoint is; see :meth:`megatron.checkpoint.source.Source.locate`. Where a save was
+    killed while it replaced one, that is the old one's hidden folder. ``tracker`` names the newest;
+    ``suffix`` follows ``global_step<N>`` in a tag. Raises CheckpointError if there are some, but
+    not the wanted one."""
     if folder := _present(path, fits):
         tag = path.name
         if wanted not in (None, tag, tag.removeprefix("global_step").removesuffix(suffix)):
@@ -113,7 +103,6 @@ class NamedFolder(Source):
     _naming: Naming
 
     def _describe(self, states: Mapping[str, Any]) -> Description:
-        """Sets what is known besides the tensors, from configuration files or model states."""
         found = describe(self.folder, states)
         self.run, self.model, self.tokenizer = found.run, found.model, found.tokenizer
         self.state = found.state
@@ -130,13 +119,9 @@ class NamedFolder(Source):
 
 class DeepSpeedFolder(NamedFolder):
     """A folder of this project's ``--checkpoint-format deepspeed``, of Megatron-DeepSpeed (BLOOM)
-    or of GPT-NeoX.
-
-    Weights are those that the optimizer updates, in float32, where there are ZeRO files.
-
-    Raises:
-        CheckpointError: a file is missing or malformed, or the network cannot be represented.
-    """
+    or of GPT-NeoX. Weights are those that the optimizer updates, in float32, where there are ZeRO
+    files. Raises CheckpointError if a file is missing or malformed, or the network cannot be
+    represented."""
 
     title = "checkpoint of DeepSpeed's engine"
 

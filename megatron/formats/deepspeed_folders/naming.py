@@ -71,11 +71,8 @@ def whole_shards(model: ModelConfig) -> dict[str, Shard]:
 
 
 class Naming:
-    """The names of one folder: canonical ones, unless a subclass knows others.
-
-    Attributes:
-        shapes: shape of every parameter of the network without padding, by canonical name.
-    """
+    """The names of one folder: canonical ones, unless a subclass knows others. ``shapes`` are those
+    of all parameters without padding, by canonical name."""
 
     def __init__(self, model: ModelConfig) -> None:
         self.model = model
@@ -93,11 +90,8 @@ class Naming:
         return self.trim(name, torch.cat([part.reshape(-1) for part in parts]))
 
     def trim(self, name: str, values: Tensor) -> Tensor:
-        """The canonical shape of a parameter, from any that has at least its rows.
-
-        Raises:
-            CheckpointError: it cannot have that shape.
-        """
+        """The canonical shape of a parameter, from any that has at least its rows. Raises
+        CheckpointError if it cannot have that shape."""
         shape = self.shapes[name]
         rows, rest = divmod(values.numel(), math.prod(shape[1:]))
         padded = shape != self._shards[name].full_shape
@@ -159,17 +153,12 @@ class ForeignNaming(RankNaming):
     Pipelines name parameters by the layer's place (``5.self_attention.query_key_value.weight``,
     ``tied_modules.embed.word_embeddings.weight``), plain modules by Megatron's own names
     (``language_model.encoder.layers.2...``). The place of the first block differs between releases,
-    so blocks are recognised by their contents.
+    so blocks are recognised by their contents. Raises CheckpointError if a parameter is unknown, or
+    one of the network is missing.
 
     Args:
-        model: the network.
-        names: the folder's names.
-        folder: the checkpoint, for messages.
         split_biases: whether each tensor rank has an addend of the row-parallel biases (GPT-NeoX)
             instead of a copy.
-
-    Raises:
-        CheckpointError: a parameter is unknown, or one of the network is missing.
     """
 
     def __init__(

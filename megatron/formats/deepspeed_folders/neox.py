@@ -29,10 +29,7 @@ _HARMLESS: dict[str, tuple[Any, ...]] = {
 
 def find_settings(folder: Path) -> dict[str, Any] | None:
     """All settings of a run, from the ``configs`` folder in or beside a checkpoint; None without.
-
-    Raises:
-        CheckpointError: a file is malformed, or PyYAML is not installed.
-    """
+    Raises CheckpointError if a file is malformed, or PyYAML is not installed."""
     for place in (folder / "configs", folder.parent / "configs"):
         files = sorted([*place.glob("*.yml"), *place.glob("*.yaml"), *place.glob("*.json")])
         if files:
@@ -58,13 +55,9 @@ def _read(file: Path) -> dict[str, Any]:
 
 
 def model_of(settings: Mapping[str, Any], arguments: Any, folder: Path) -> ModelConfig:
-    """The network that settings, by name with underscores, describe.
-
-    ``arguments`` are the ``args`` of the model states, which have the rows of the token embedding.
-
-    Raises:
-        CheckpointError: a setting is missing, or cannot be represented.
-    """
+    """The network that settings, by name with underscores, describe. ``arguments`` are the ``args``
+    of the model states, which have the rows of the token embedding. Raises CheckpointError if a
+    setting is missing, or cannot be represented."""
     for name, values in _HARMLESS.items():
         if settings.get(name, values[0]) not in values:
             raise CheckpointError(

@@ -61,11 +61,8 @@ unloaded, so there are more than any script has."""
 
 
 class UniversalFolder(NamedFolder):
-    """A universal checkpoint of this project, of its engines or of Megatron-DeepSpeed.
-
-    Raises:
-        CheckpointError: a file is missing or malformed, or the network cannot be represented.
-    """
+    """A universal checkpoint of this project, of its engines or of Megatron-DeepSpeed. Raises
+    CheckpointError if a file is missing or malformed, or the network cannot be represented."""
 
     title = "universal checkpoint of DeepSpeed"
 
@@ -174,21 +171,11 @@ def write_universal(
     stage: int = 1,
     progress: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Writes any checkpoint as a universal one, one parameter at a time.
-
-    It appears by a rename when it is complete and on the disk; then ``latest_universal`` beside it
-    names it.
-
-    Args:
-        source: the checkpoint.
-        folder: the universal checkpoint; an existing one is replaced.
-        stage: ZeRO stage of the loaders: 1 (or 2) or 3. Loaders of stage 3 do not pad the
-            vocabulary, so for them the token embedding has as many rows as in the run.
-        progress: called with a line about each parameter.
-
-    Raises:
-        CheckpointError: the source is damaged.
-        OSError: a file cannot be written; nothing is left behind.
+    """Writes any checkpoint as a universal one, one parameter at a time. It appears by a rename
+    when it is complete; then ``latest_universal`` beside it names it. Loaders of ``stage`` 3 do not
+    pad the vocabulary, so for them the token embedding has as many rows as in the run. Raises
+    CheckpointError if the source is damaged. Raises OSError if a file cannot be written; nothing is
+    left behind.
     """
     assert stage in (1, 2, 3)
     with unfinished_folder(folder) as written:
@@ -218,7 +205,8 @@ def _write_files(
         note(path)
 
     shards = whole_shards(run.model)
-    step = _optimizer_step(source)
+    count = source.state.get("optimizer_step")
+    step = torch.tensor(float(count)) if count else None
     for name in progress_bar("writing", source.names(), unit=" parameters"):
         place = written / "zero" / name
         place.mkdir()
@@ -267,12 +255,6 @@ def _how_to_cut(shard: Shard) -> dict[str, Any]:
     if cut.unpadded is not None:
         found["vocab_tensor"] = True
     return found
-
-
-def _optimizer_step(source: Source) -> Tensor | None:
-    """Number of updates as torch's optimizers keep it; None for those that do not count."""
-    step = source.state.get("optimizer_step")
-    return None if not step else torch.tensor(float(step))
 
 
 def _optimizer_state(run: RunConfig, step: Tensor | None, stage: int) -> dict[str, Any]:

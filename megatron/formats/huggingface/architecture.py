@@ -46,23 +46,19 @@ class Architecture:
     """An architecture of `transformers` and how our models map to it.
 
     Attributes:
-        title: its usual name.
-        model_type: its name in config.json, and for ``--architecture``.
         causal_lm: its class in `transformers`.
         entries: the table of its tensors.
         keys: keys of config.json that mean the same as a field of :class:`ModelFlags`.
         fixed: fields that have this value in every such model.
         features: members of :data:`FEATURES` that its models may have besides those of ``keys``.
-        gated: whether the MLP has a gate.
         requirements: further conditions on a configuration.
         write: the other keys of config.json, which may replace some of ``keys``.
         read: the other fields, from config.json and the fields of ``keys``; every key that it reads
             counts as understood.
         only_read: further keys and fields, which are read and not written.
         defaults: defaults of keys that the configuration class of `transformers` does not have.
-        base_prefix: start of the names of all tensors but the head; files that were saved without
-            a head lack it.
-        family: of the models that it can represent.
+        base_prefix: start of the names of all tensors but the head; files that were saved without a
+            head lack it.
     """
 
     title: str
@@ -100,12 +96,8 @@ class Architecture:
         }
 
     def model(self, content: dict[str, Any], path: Path) -> ModelConfig:
-        """The network that a config.json at ``path`` describes, written by transformers 4
-        or 5.
-
-        Raises:
-            CheckpointError: a value cannot be represented, or a key is not known.
-        """
+        """The network that a config.json at ``path`` describes, written by transformers 4 or 5.
+        Raises CheckpointError if a value cannot be represented, or a key is not known."""
         given = HFConfigReader(content, path, self.title, self.model_type, self.defaults)
         vocab_size, tied = given.whole("vocab_size"), given.flag("tie_word_embeddings")
         # Without a key for it there is no dropout.

@@ -21,15 +21,8 @@ _LONGEST_WINDOW = 1024
 
 @dataclass(frozen=True)
 class Comparison:
-    """Logits of two models on the same tokens.
-
-    Attributes:
-        largest: largest absolute difference.
-        magnitude: largest absolute logit.
-        tokens: number of tokens that were compared.
-        dtype: of the computation.
-        agree: whether all logits agree within :data:`RTOL` and :data:`ATOL`.
-    """
+    """Logits of two models on the same tokens: largest absolute difference, largest absolute logit,
+    and whether all agree within :data:`RTOL` and :data:`ATOL`."""
 
     largest: float
     magnitude: float
@@ -49,21 +42,10 @@ class Comparison:
 def compare_logits(
     ours: LayerStack, folder: Path, model: ModelConfig, strict: bool = True, seed: int = 1234
 ) -> Comparison:
-    """Compares logits on random tokens at the first and at the last positions of the model.
-
-    In a deep model, or one with large weights, two correct computations may differ by more than is
-    allowed when both round to float32. Such a difference is decided in float64.
-
-    Args:
-        ours: our model; float32, on the CPU, before and after.
-        folder: the model of Hugging Face.
-        model: shape of the network.
-        strict: whether `transformers` must find all weights and no other in the folder.
-        seed: of the tokens.
-
-    Raises:
-        CheckpointError: `transformers` finds weights missing or superfluous in the folder.
-    """
+    """Compares logits of ``ours`` (float32, on the CPU) and ``folder`` on random tokens at the
+    first and at the last positions of the model, in float64 where rounding to float32 exceeds what
+    is allowed. With ``strict`` `transformers` must find all weights and no other in the folder.
+    Raises CheckpointError if `transformers` finds weights missing or superfluous in the folder."""
     theirs = _load(folder, model, strict)
     # Without absolute positions their code accepts none.
     relative = model.positions.position_embedding_type in ("alibi", "none")
@@ -90,7 +72,6 @@ def compare_logits(
 
 
 def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
-    """The model of `transformers`, float32, for evaluation."""
     from transformers import AutoModelForCausalLM
 
     # torch's fused kernel has no softcap.
@@ -111,7 +92,6 @@ def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
 
 
 def _inputs(model: ModelConfig, relative: bool, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and positions, int64 [2, S]."""
     length, last = 128, model.positions.max_position_embeddings
     window = model.attention.sliding_window
     if window is not None and window <= _LONGEST_WINDOW:

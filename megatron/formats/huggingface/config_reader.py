@@ -81,18 +81,8 @@ _HARMLESS = frozenset(
 
 
 class HFConfigReader:
-    """The keys of a config.json.
-
-    A key that the file lacks has the default of the model's configuration class in `transformers`,
-    which is imported only then.
-
-    Args:
-        content: the parsed file.
-        path: its path, for messages.
-        title: name of the architecture, for messages.
-        model_type: its name in `transformers`.
-        defaults: defaults that the class of `transformers` does not have.
-    """
+    """The keys of a config.json. A key that the file lacks has the default of the model's
+    configuration class in `transformers`, which is imported only then, or else of ``defaults``."""
 
     def __init__(
         self,
@@ -108,11 +98,8 @@ class HFConfigReader:
         self._understood: set[str] = set()
 
     def fields(self, keys: Keys, activations: dict[str, dict[str, Any]]) -> dict[str, Any]:
-        """The values of keys that mean the same as a flag, by field of :class:`ModelFlags`.
-
-        Raises:
-            CheckpointError: a value has the wrong type.
-        """
+        """The values of keys that mean the same as a flag, by field of :class:`ModelFlags`. Raises
+        CheckpointError if a value has the wrong type."""
         hints, found = typing.get_type_hints(ModelFlags), dict[str, Any]()
         for names, field in keys.items():
             if field == "activation":
@@ -184,22 +171,15 @@ class HFConfigReader:
         self._understood.update(names)
 
     def refuse(self, names: Names, value: Any, why: str) -> NoReturn:
-        """Says which value of which file is wrong.
-
-        Raises:
-            CheckpointError: always.
-        """
+        """Raises a CheckpointError that says which value of which file is wrong."""
         name = names if isinstance(names, str) else names[0]
         text = f"{value!r}"
         text = text if len(text) < 200 else text[:197] + "..."
         raise CheckpointError(f"{self.path}: {name} is {text} ({self.title}): {why}")
 
     def refuse_the_rest(self) -> None:
-        """Refuses keys that nothing has read, unless they say nothing.
-
-        Raises:
-            CheckpointError: naming them.
-        """
+        """Refuses keys that nothing has read, unless they say nothing. Raises CheckpointError
+        naming them."""
         unknown = [
             f"{name} = {value!r}"
             for name, value in self.content.items()
@@ -215,11 +195,8 @@ class HFConfigReader:
             )
 
     def default(self, names: Names) -> Any:
-        """The value of a key that the file lacks.
-
-        Raises:
-            CheckpointError: the installed `transformers` does not know such models.
-        """
+        """The value of a key that the file lacks. Raises CheckpointError if the installed
+        `transformers` does not know such models."""
         for name in _tuple(names):
             if name in self._defaults:
                 return self._defaults[name]

@@ -20,14 +20,8 @@ Condition = Callable[[ModelConfig], bool]
 
 @dataclass(frozen=True)
 class Reordering:
-    """A way to store one parameter.
-
-    Attributes:
-        name: for messages and tests.
-        tensors: number of their tensors.
-        to_hf: our whole parameter to their tensors.
-        from_hf: their tensors, in order, to our parameter; the exact inverse.
-    """
+    """A way to store one parameter in some tensors; ``from_hf`` is the exact inverse of
+    ``to_hf``."""
 
     name: str
     tensors: int
@@ -113,14 +107,8 @@ def untied(model: ModelConfig) -> bool:
 
 @dataclass(frozen=True)
 class Entry:
-    """One kind of parameter in both forms.
-
-    Attributes:
-        ours: canonical name, with ``{n}`` for the number of the block.
-        theirs: names of the tensors that store it.
-        form: how they store it.
-        when: whether a model has this parameter.
-    """
+    """One kind of parameter in both forms: ``ours`` is the canonical name, with ``{n}`` for the
+    number of the block; ``when`` says whether a model has it."""
 
     ours: str
     theirs: tuple[str, ...]
@@ -180,8 +168,6 @@ def llama_entries(*further: Sequence[Entry], mlp_norm: str = "post_attention_lay
     Args:
         further: entries of a block that Llama does not have.
         mlp_norm: their name of the norm before the MLP.
-        qkv_bias: whether queries, keys and values have biases.
-        proj_bias: whether attention's output projection has a bias.
         fused: whether query, key and value are one tensor, and gate and up too, in our order.
     """
     if fused:

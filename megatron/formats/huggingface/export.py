@@ -30,22 +30,11 @@ def write_model(
     architecture: str | None = None,
     progress: Callable[[str], None] = lambda line: None,
 ) -> None:
-    """Writes config.json, generation_config.json, safetensors and the tokenizer's files.
-
-    At most one shard is in memory at a time.
-
-    Args:
-        source: a checkpoint of any format.
-        folder: an existing, empty folder.
-        dtype: of the weights, one of :data:`DTYPES`.
-        max_shard_bytes: largest size of a safetensors file; a larger parameter has its own file.
-        architecture: ``model_type`` to write; see :func:`architecture_of`.
-        progress: called with a line about each step.
-
-    Raises:
-        ValueError: the model fits no known architecture, or not that one.
-        CheckpointError: the checkpoint lacks parameters of its configuration, or a file cannot be
-            written.
+    """Writes config.json, generation_config.json, safetensors and the tokenizer's files into an
+    empty folder, with at most one shard in memory; a parameter larger than ``max_shard_bytes`` has
+    its own. ``architecture`` is the ``model_type`` to write; see :func:`architecture_of`. Raises
+    ValueError if the model fits no known architecture, or not that one. Raises CheckpointError if
+    the checkpoint lacks parameters of its configuration, or a file cannot be written.
     """
     model = source.model
     form = architecture_of(model, architecture)
@@ -113,13 +102,7 @@ def _write_weights(
 def plan_shards(
     parameters: Sequence[Parameter], sizes: dict[str, int], max_shard_bytes: int
 ) -> list[list[Parameter]]:
-    """Divides the parameters, in order, into shards.
-
-    Args:
-        parameters: what is written.
-        sizes: bytes of each, by canonical name.
-        max_shard_bytes: largest size of a shard of more than one parameter.
-    """
+    """Divides the parameters, in order, into shards, by their bytes."""
     shards: list[list[Parameter]] = [[]]
     filled = 0
     for parameter in parameters:

@@ -39,12 +39,9 @@ def _shared_or_each(model: ModelConfig) -> bool:
     return model.attention.num_query_groups in (1, model.attention.num_attention_heads)
 
 
-def _new(model: ModelConfig) -> bool:
-    return _two_norms(model) or not _shared_or_each(model)
-
-
 def _write(model: ModelConfig) -> dict[str, Any]:
-    new, attention = _new(model), model.attention
+    new = _two_norms(model) or not _shared_or_each(model)
+    attention = model.attention
     multi_query = attention.num_query_groups == 1 and not new
     heads = attention.num_attention_heads
     return {

@@ -35,16 +35,9 @@ _REASONS = {
 
 
 def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architecture:
-    """The architecture that a configuration fits.
-
-    Args:
-        model: shape of the network.
-        wanted: a ``model_type``; None for that which the weights were read from, or for the
-            plainest that fits where the weights were not read from one that fits.
-
-    Raises:
-        ValueError: it fits none, or not the wanted one; names the flags that it would need.
-    """
+    """The architecture that a configuration fits: the ``model_type`` ``wanted``, or else that which
+    the weights were read from, or the plainest that fits. Raises ValueError if it fits none, or not
+    the wanted one; names the flags that it would need."""
     origin = _find(model.hf_architecture)
     if wanted is None and origin is not None and not origin.misfits(model):
         return origin
@@ -81,11 +74,8 @@ def departure(model: ModelConfig) -> str | None:
 
 
 def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
-    """The architecture that the parsed config.json at ``path`` names.
-
-    Raises:
-        CheckpointError: it names none that is known.
-    """
+    """The architecture that the parsed config.json at ``path`` names. Raises CheckpointError if it
+    names none that is known."""
     name = content.get("model_type")
     if known := _find(name):
         return known

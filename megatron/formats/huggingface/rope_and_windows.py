@@ -29,19 +29,14 @@ def read_rope(
     share: float = 1.0,
     types: dict[str, str] | None = None,
 ) -> dict[str, Any]:
-    """``rotary_base``, ``rotary_percent`` and ``rope_scaling`` of a config.json.
+    """``rotary_base``, ``rotary_percent`` and ``rope_scaling`` of a config.json. Raises
+    CheckpointError if the keys of the two versions differ, or cannot be represented.
 
     Args:
-        given: the keys.
         fields: what was read already; ``kv_channels`` and ``max_position_embeddings`` are used.
-        theta_key: the key of the base in transformers 4.
         share_key: the key of the rotated share of a head in transformers 4; None where whole heads
             are rotated.
-        share: that share where the file does not say.
         types: names that the architecture has for other types of scaling.
-
-    Raises:
-        CheckpointError: the keys of the two versions differ, or cannot be represented.
     """
     newer = given.table("rope_parameters")
     share_name = share_key or "partial_rotary_factor"
@@ -109,17 +104,9 @@ def _scaling(
 
 
 def agreed(given: HFConfigReader, names: tuple[str, ...], newer: Any, default: float) -> float:
-    """A number that both versions have a key for.
-
-    Args:
-        given: the keys.
-        names: the keys of transformers 4, where the file may have none of them.
-        newer: the value in ``rope_parameters``; None where it has none.
-        default: the value where neither is there.
-
-    Raises:
-        CheckpointError: it is not a number, or the two differ.
-    """
+    """A number that both versions have a key for: ``names`` are those of transformers 4, ``newer``
+    the value in ``rope_parameters``. Raises CheckpointError if it is not a number, or the two
+    differ."""
     present = [name for name in names if given.content.get(name) is not None]
     older = given.number(tuple(present)) if present else None
     given.unused(*names)
@@ -146,16 +133,9 @@ def layer_types(model: ModelConfig) -> list[str]:
 
 
 def read_windows(given: HFConfigReader, window: int | None, default: list[str]) -> dict[str, Any]:
-    """``sliding_window`` and ``window_attn_skip_freq`` of a config.json.
-
-    Args:
-        given: the keys.
-        window: tokens that a query sees in blocks with a window.
-        default: the kind of each block where the file does not say.
-
-    Raises:
-        CheckpointError: the blocks without a window are not every N-th.
-    """
+    """``sliding_window`` and ``window_attn_skip_freq`` of a config.json; ``default`` is the kind of
+    each block where the file does not say. Raises CheckpointError if the blocks without a window
+    are not every N-th."""
     kinds = given.names("layer_types") or default
     if len(kinds) != len(default) or not set(kinds) <= {FULL, SLIDING}:
         given.refuse(

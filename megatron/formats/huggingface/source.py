@@ -45,18 +45,8 @@ _BUFFERS = re.compile(
 
 
 class WeightFiles:
-    """Reads single tensors; nothing stays in memory.
-
-    Args:
-        folder: with one of :data:`WEIGHTS`.
-
-    Attributes:
-        path: that file.
-        files: path of the file of each tensor, by the tensor's name.
-
-    Raises:
-        CheckpointError: there are no such files, or one is damaged or not what the index says.
-    """
+    """Reads single tensors; nothing stays in memory. Raises CheckpointError if there are no such
+    files, or one is damaged or not what the index says."""
 
     def __init__(self, folder: Path) -> None:
         path = _weights_of(folder)
@@ -139,15 +129,9 @@ def _unpickled(path: Path) -> dict[str, Tensor]:
 
 
 class HuggingFaceFolder(Source):
-    """A folder with config.json and weights, for a model of one of the known architectures.
-
-    Attributes:
-        architecture: which one.
-
-    Raises:
-        CheckpointError: a file is missing or damaged, tensors are missing, superfluous or of
-            another shape, or a value in config.json cannot be represented.
-    """
+    """A folder with config.json and weights, for a model of one of the known architectures. Raises
+    CheckpointError if a file is missing or damaged, tensors are missing, superfluous or of another
+    shape, or a value in config.json cannot be represented."""
 
     title = "model of Hugging Face"
 
@@ -225,10 +209,8 @@ class HuggingFaceFolder(Source):
         return self._parameters[name]
 
     def _match(self, parameters: Sequence[Parameter]) -> dict[str, str]:
-        """Name in the files of each tensor of the table.
-
-        Files that were saved without a head lack the first part of the names.
-        """
+        """Name in the files of each tensor of the table. Files that were saved without a head lack
+        the first part of the names."""
         files, prefix = self._weights.files, self.architecture.base_prefix
         bare = not any(name.startswith(prefix) for name in files)
         stored, missing = {}, []

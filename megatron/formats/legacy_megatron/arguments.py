@@ -67,11 +67,8 @@ def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
 
 
 def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig:
-    """The network that the arguments in a file describe, without the size of its vocabulary.
-
-    Raises:
-        CheckpointError: an argument is missing, malformed, or cannot be represented.
-    """
+    """The network that the arguments in a file describe, without the size of its vocabulary. Raises
+    CheckpointError if an argument is missing, malformed, or cannot be represented."""
     for name, harmless in _REFUSED.items():
         value = arguments.get(name, harmless[0])
         if value not in harmless:
@@ -111,11 +108,8 @@ def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig
 
 
 def complete(flags: ModelFlags, where: Path) -> ModelConfig:
-    """The network, with the values that Megatron derives differently than we do.
-
-    Raises:
-        CheckpointError: the heads do not fit the width or each other.
-    """
+    """The network, with the values that Megatron derives differently than we do. Raises
+    CheckpointError if the heads do not fit the width or each other."""
     assert flags.hidden_size
     completed = dataclasses.replace(
         flags,
@@ -126,11 +120,8 @@ def complete(flags: ModelFlags, where: Path) -> ModelConfig:
 
 
 def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
-    """Inverse of :func:`model_of_arguments`.
-
-    Raises:
-        ValueError: Megatron has no such network; the message names the flags.
-    """
+    """Inverse of :func:`model_of_arguments`. Raises ValueError if Megatron has no such network; the
+    message names the flags."""
     positions, attention, scaling = model.positions, model.attention, model.positions.rope_scaling
     kind, activation = positions.position_embedding_type, model.mlp.activation
     linear, llama3 = scaling.rope_type == "linear", scaling.rope_type == "llama3"

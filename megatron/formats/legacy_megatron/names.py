@@ -59,8 +59,8 @@ _BUFFER = re.compile(r"(?:.*\.)?(?:inv_freq|_extra_state|masked_bias)")
 
 
 def is_buffer(name: str) -> bool:
-    """Whether a name is not a parameter's, but that of rotary frequencies, which follow from the
-    configuration, or of a library's own state."""
+    """Whether a name is that of rotary frequencies or of a library's own state, not of a
+    parameter."""
     return _BUFFER.fullmatch(name) is not None
 
 
@@ -72,13 +72,8 @@ def rename_block(name: str) -> str | None:
 
 
 def rename(name: str, first_layer: int = 0) -> str | None:
-    """Canonical name of one of Megatron's; None for an unknown name.
-
-    Args:
-        name: as Megatron writes it, the levels joined by dots.
-        first_layer: number of the block that is ``layers.0`` there: each pipeline stage counts
-            its own.
-    """
+    """Canonical name of one of Megatron's, levels joined by dots; None for an unknown name.
+    ``first_layer`` is the number of the block that is ``layers.0`` in a pipeline stage."""
     module, _, kind = name.rpartition(".")
     if module in HEADS:
         return f"{HEADS[module]}.{kind}" if kind in ("weight", "bias") else None
@@ -122,17 +117,8 @@ def qkv_from_megatron(
     Megatron orders them by its checkpoint version: 0 as [3, heads, head_dim], 1 as
     [heads, head_dim, 3], from 2 on as [groups, heads / groups queries + key + value, head_dim].
     Each tensor-parallel rank's share has this order, so shares are converted one by one, with their
-    own numbers of heads.
-
-    Args:
-        values: [(heads + 2 groups) x head_dim, ...], rows in Megatron's order.
-        version: the checkpoint's ``checkpoint_version``; 0 where it has none.
-        heads: query heads in the matrix.
-        groups: key and value heads in the matrix.
-        head_dim: width of a head.
-
-    Raises:
-        ValueError: the number of rows is wrong, or the version has no grouped queries.
+    own numbers of heads. Raises ValueError if the number of rows is wrong, or the version has no
+    grouped queries.
     """
     rest = values.shape[1:]
     _check_rows(values, version, heads, groups, head_dim)

@@ -32,19 +32,10 @@ class UnusableError(Exception):
 def adam_state(
     optimizer: Any, chunks: Sequence[Mapping[str, Tensor]]
 ) -> tuple[dict[Key, dict[str, Tensor]], int]:
-    """Moments, and float32 weights where the model's are of half precision.
-
-    Args:
-        optimizer: the file's ``optimizer``.
-        chunks: parameters of each model chunk, in the order of registration.
-
-    Returns:
-        ``exp_avg``, ``exp_avg_sq`` and perhaps ``weight`` of every parameter, and Adam's number of
-        steps.
-
-    Raises:
-        UnusableError: they are missing, of another optimizer, or cannot be assigned with certainty.
-    """
+    """``exp_avg``, ``exp_avg_sq`` and perhaps ``weight`` (float32) of every parameter, and Adam's
+    number of steps, from the file's ``optimizer``; ``chunks`` are the parameters of each model
+    chunk, in the order of registration. Raises UnusableError if they are missing, of another
+    optimizer, or cannot be assigned with certainty."""
     if not isinstance(optimizer, dict):
         raise UnusableError("there is no optimizer state")
     inner = optimizer.get("optimizer", optimizer)

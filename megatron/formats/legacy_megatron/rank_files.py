@@ -55,15 +55,9 @@ def rank_folder(tensor: int, pipeline: int, pipeline_size: int) -> str:
 
 
 def find_megatron(path: Path, wanted: str | None) -> Path | None:
-    """The checkpoint to read.
-
-    Args:
-        path: a folder or archive of checkpoints, one checkpoint, or the file of its only rank.
-        wanted: ``release``, an iteration or ``iter_0000100``; None for the newest.
-
-    Raises:
-        CheckpointError: there are some, but not the wanted one.
-    """
+    """The checkpoint to read: ``wanted`` is ``release``, an iteration or ``iter_0000100``; None for
+    the newest. ``path`` may be an archive, or the file of the only rank. Raises CheckpointError if
+    there are some, but not the wanted one."""
     if path.name in MODEL_FILES and _RANK.fullmatch(path.parent.name):
         path = path.parent.parent
     archive, _ = split_archive(path)
@@ -100,11 +94,8 @@ def split_archive(path: Path) -> tuple[Path | None, str]:
 
 
 def rank_files(folder: Path) -> dict[Rank, Path]:
-    """The files of a checkpoint, a rank each.
-
-    Raises:
-        CheckpointError: some are missing, or experts are spread over ranks.
-    """
+    """The files of a checkpoint, a rank each. Raises CheckpointError if some are missing, or
+    experts are spread over ranks."""
     found: dict[Rank, Path] = {}
     for name in sorted(_model_files(folder)):
         inner = PurePosixPath(name)
@@ -126,11 +117,7 @@ def rank_files(folder: Path) -> dict[Rank, Path]:
 def require_ranks(
     found: dict[Rank, Path], folder: Path, tensor: int, pipeline: int
 ) -> dict[Rank, Path]:
-    """The files of all ranks of a layout, in order.
-
-    Raises:
-        CheckpointError: one is missing.
-    """
+    """The files of all ranks of a layout, in order. Raises CheckpointError if one is missing."""
     wanted = [Rank(p, t) for p in range(pipeline) for t in range(tensor)]
     for rank in wanted:
         if rank not in found:
@@ -140,7 +127,6 @@ def require_ranks(
 
 
 def _load(path: Path) -> Any:
-    """The content of a rank's file, on disk or in an archive."""
     archive, inner = split_archive(path)
     if archive is None or not inner:
         return load_pickle(path)
@@ -157,8 +143,6 @@ def _load(path: Path) -> Any:
 
 
 class _Named:
-    """A file under the name that messages should show."""
-
     def __init__(self, file: IO[bytes], name: str) -> None:
         self._file, self.name = file, name
 
@@ -233,17 +217,9 @@ def _missing(where: Path, wanted: str | None, found: set[Path]) -> NoReturn:
 
 @dataclass(frozen=True)
 class RankFile:
-    """The content of a rank's file.
-
-    Attributes:
-        path: the file.
-        version: its ``checkpoint_version``.
-        iteration: steps done; None where it does not say (released models).
-        arguments: the arguments of the run; empty if the file has none.
-        chunks: parameters by Megatron's name, levels joined by dots, in the order of registration;
-            several dictionaries with virtual pipeline stages.
-        optimizer: state of the optimizer, as Megatron nests it; None without one.
-    """
+    """The content of a rank's file. ``iteration`` is None for released models, ``arguments`` empty
+    if the file has none; ``chunks`` are parameters by Megatron's name, levels joined by dots,
+    several with virtual pipeline stages."""
 
     path: Path
     version: float
@@ -254,11 +230,8 @@ class RankFile:
 
     @classmethod
     def open(cls, path: Path) -> RankFile:
-        """Reads a file; tensors of a zip file on disk are read when they are first used.
-
-        Raises:
-            CheckpointError: it is damaged, or not of this format.
-        """
+        """Reads a file; tensors of a zip file on disk are read when they are first used. Raises
+        CheckpointError if it is damaged, or not of this format."""
         content = _load(path)
         if not isinstance(content, dict):
             raise CheckpointError(f"{path} is not a dictionary")

@@ -51,21 +51,15 @@ class ParameterLocation(NamedTuple):
 class MegatronCheckpoint(Source):
     """A checkpoint of Megatron-LM before its core library (versions 0 to 3).
 
-    Files of one pipeline rank are open at a time.
+    Files of one pipeline rank are open at a time. Raises CheckpointError if a file is missing,
+    damaged, does not fit the others, or describes a network that cannot be represented.
 
     Args:
         folder: ``iter_0000100``, ``release``, or such a folder within a zip archive.
 
     Attributes:
-        version: its ``checkpoint_version``.
-        iteration: steps done; None where it does not say (released models).
-        tensor_size, pipeline_size: layout that wrote it.
         vocabulary_is_guessed: whether all rows of the token embedding count as tokens because the
             checkpoint does not say how many are padding.
-
-    Raises:
-        CheckpointError: a file is missing, damaged, does not fit the others, or describes a network
-            that cannot be represented.
     """
 
     title = "checkpoint of Megatron-LM"
@@ -132,7 +126,6 @@ class MegatronCheckpoint(Source):
         return self._shards[name]
 
     def _stage(self, pipeline: int) -> list[RankFile]:
-        """The files of a pipeline rank, by tensor rank."""
         if self._open is None or self._open[0] != pipeline:
             self._open, self._moments = None, {}  # frees memory for the next ones
             paths = [path for rank, path in self._files.items() if rank.pipeline == pipeline]
@@ -254,7 +247,6 @@ class MegatronCheckpoint(Source):
         }
 
     def _all_steps(self) -> Iterator[int]:
-        """Adam's number of steps of every rank."""
         if "lm_head.bias" in self._locations:
             raise UnusableError("optimizer state of BERT is not read")
         for pipeline in range(self.pipeline_size):
@@ -320,12 +312,8 @@ def _survey(
     stage: Callable[[int], Sequence[RankFile]], pipeline_size: int
 ) -> tuple[dict[str, ParameterLocation], int]:
     """Locations of the parameters by canonical name, and the number of blocks; ``stage`` gives the
-    files of a pipeline rank by tensor rank.
-
-    Raises:
-        CheckpointError: files are not of one checkpoint, blocks are missing, or a parameter is
-            unknown; the message names the file.
-    """
+    files of a pipeline rank by tensor rank. Raises CheckpointError if files are not of one
+    checkpoint, blocks are missing, or a parameter is unknown; the message names the file."""
     stages: list[_Stage] = []
     for pipeline in range(pipeline_size):
         stages.append(_common(stage(pipeline)))
@@ -380,7 +368,6 @@ def _common(files: Sequence[RankFile]) -> _Stage:
 
 
 def _check_together(here: _Stage, there: _Stage) -> None:
-    """Refuses files of different checkpoints."""
     for what in ("version", "iteration"):
         wanted, found = getattr(here, what), getattr(there, what)
         if wanted != found:

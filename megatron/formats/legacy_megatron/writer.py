@@ -41,27 +41,12 @@ def write_megatron(
     progress: Callable[[str], None] = lambda line: None,
     check: Callable[[Path], None] | None = None,
 ) -> Path:
-    """Writes the weights as Megatron-LM's ranks would; one rank's file is in memory at a time.
-
-    Args:
-        source: the checkpoint.
-        save: folder of checkpoints; Megatron's ``--load``.
-        tensor_size: tensor-parallel size to write for.
-        pipeline_size: pipeline-parallel size to write for.
-        iteration: number of the checkpoint; None for ``release``, which Megatron loads as
-            weights to start from.
-        dtype: of the weights.
-        progress: called with a line about each file.
-        check: called with the folder before it gets its name; an error that it raises undoes the
-            export.
-
-    Returns:
-        The new checkpoint's folder, ``iter_0000100`` or ``release``.
-
-    Raises:
-        ValueError: Megatron has no such network, or the sizes do not divide it.
-        CheckpointError: the source is damaged, or the checkpoint exists already.
-        OSError: a file cannot be written; nothing is left behind.
+    """Writes the weights as Megatron-LM's ranks would, into Megatron's ``--load``; one rank's file
+    is in memory at a time. Without ``iteration`` it writes ``release``, weights to start from.
+    ``check`` gets the folder before it has its name, and undoes the export by an error. Returns the
+    folder. Raises ValueError if Megatron has no such network, or the sizes do not divide it. Raises
+    CheckpointError if the source is damaged, or the checkpoint exists already. Raises OSError if a
+    file cannot be written; nothing is left behind.
     """
     model = source.model.with_vocabulary(source.model.vocabulary.size, max(tensor_size, 1))
     check_sizes(model, tensor_size, pipeline_size)
@@ -106,11 +91,8 @@ def write_megatron(
 
 
 def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> None:
-    """Refuses sizes that Megatron refuses.
-
-    Raises:
-        ValueError: naming the flag and the number that it must divide.
-    """
+    """Refuses sizes that Megatron refuses. Raises ValueError naming the flag and the number that it
+    must divide."""
     for name, value in divided_sizes(model).items():
         if tensor_size < 1 or value % tensor_size:
             why = ": Megatron does not copy key and value heads to several ranks"
@@ -128,7 +110,6 @@ def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> Non
 def _rank(
     source: Source, model: ModelConfig, rank: Rank, sizes: Rank, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """A rank's share of the parameters, by Megatron's names; ``sizes`` are the numbers of ranks."""
     shards = whole_shards(model)
     layers = model.num_layers // sizes.pipeline
     last = sizes.pipeline - 1

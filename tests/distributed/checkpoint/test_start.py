@@ -121,7 +121,7 @@ def test_a_model_with_more_rows_than_tokens(pool, tmp_path):
     pool.run(1, train, [*FLAGS, "--vocab-size", "120", "--save", str(tmp_path)])
     argv = [*FLAGS, "--load", str(tmp_path), "--finetune"]
     message = pool.run(1, refused, argv)[0]
-    assert "unpadded_vocab_size is 121 there and 100 here" in message
+    assert "unpadded_vocab_size is 121 in the checkpoint and 100 in this run" in message
     assert "--use-checkpoint-args" in message
     rest = pool.run(1, train, [*argv, "--use-checkpoint-args", "--save", str(tmp_path / "b")])[0]
     assert len(rest.losses) == STEPS

@@ -262,8 +262,8 @@ def test_another_architecture_is_refused(pool, tmp_path):
     pool.run(1, train, flags)
     argv = [*flags, "--load", str(tmp_path), "--hidden-size", "64", "--swiglu"]
     message = pool.run(2, refused, argv)[0]
-    assert "hidden_size is 32 there and 64 here" in message
-    assert 'activation is "gelu_tanh" there and "swiglu" here' in message
+    assert "hidden_size is 32 in the checkpoint and 64 in this run" in message
+    assert 'activation is "gelu_tanh" in the checkpoint and "swiglu" in this run' in message
 
 
 def test_damage_is_refused_on_all_ranks(pool, tmp_path):

@@ -241,6 +241,6 @@ def test_differences_name_what_shapes_the_weights():
     there = model_config(num_layers=3, ffn_hidden_size=16, swiglu=True)
     lines = differences(there, here)
     assert lines == [
-        "num_layers is 3 there and 2 here",
-        'activation is "swiglu" there and "gelu_tanh" here',
+        "num_layers is 3 in the checkpoint and 2 in this run",
+        'activation is "swiglu" in the checkpoint and "gelu_tanh" in this run',
     ]

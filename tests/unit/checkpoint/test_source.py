@@ -32,7 +32,7 @@ def test_nothing_there(tmp_path):
     assert locate_checkpoint(tmp_path / "absent") is None
     with pytest.raises(CheckpointError, match="no complete checkpoint 7"):
         locate_checkpoint(tmp_path, "7")
-    with pytest.raises(CheckpointError, match="there is no complete checkpoint"):
+    with pytest.raises(CheckpointError, match="no complete checkpoint found"):
         open_checkpoint(tmp_path)
 
 

@@ -204,7 +204,11 @@ REFUSED = [
         2,
         ["--no-pipeline-parallel", "--pipeline-model-parallel-size 2"],
     ),
-    ("--tensor-model-parallel-size 2", 3, ["--tensor-model-parallel-size 2", "3 processes"]),
+    (
+        "--tensor-model-parallel-size 2",
+        3,
+        ["--tensor-model-parallel-size 2", "number of processes, 3"],
+    ),
     ("--tensor-model-parallel-size 8", 8, ["--tensor-model-parallel-size 8", "--num-attention"]),
     (
         "--tensor-model-parallel-size 4 --ffn-hidden-size 30",

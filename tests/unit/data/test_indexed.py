@@ -241,7 +241,7 @@ def test_empty_index_file(tmp_path: Path) -> None:
 def test_bin_of_another_size(size: int, cause: str, tmp_path: Path) -> None:
     prefix = write(tmp_path / "x", [[[1, 2]], [[3, 4, 5]], [[6]]])
     os.truncate(f"{prefix}.bin", size)
-    with pytest.raises(ValueError, match=rf"x\.bin has {size} bytes.*describes 12: .*{cause}"):
+    with pytest.raises(ValueError, match=rf"x\.bin has {size} bytes.*expects 12: .*{cause}"):
         IndexedDataset(prefix)
 
 

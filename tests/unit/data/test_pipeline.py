@@ -103,10 +103,10 @@ def test_mock_data_is_for_a_gpt(family):
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        (InstructionConfig(packing=True), "--packing would change nothing: no da"),
-        (RawTextConfig(text_key="x"), "--text-key would change nothing: no data of"),
+        (InstructionConfig(packing=True), "--packing would change nothing: this run has no instr"),
+        (RawTextConfig(text_key="x"), "--text-key would change nothing: this run has no raw text"),
         (MaskedDataConfig(mask_prob=0.2), "--mask-prob would change nothing"),
-        (FimConfig(fim_rate=0.9), "--fim-rate would change nothing: it g"),
+        (FimConfig(fim_rate=0.9), "--fim-rate would change nothing: it needs"),
     ],
 )
 def test_flags_that_no_data_follow(corpora, changed, message):
@@ -123,5 +123,5 @@ def test_a_curriculum_of_lengths_does_not_cut_answers_off(corpora):
     }  # fmt: skip
     run = config(train_data=("pairs",), corpora_file=corpora, split="1,0,0")
     growing = CurriculumConfig(curriculum_learning=json.dumps(schedule))
-    with pytest.raises(ConfigError, match="and so the answers off instruction data"):
+    with pytest.raises(ConfigError, match="would cut off the answers of instruction data"):
         gpt(run.with_kind(growing)).datasets((8, 0, 0))

@@ -1,4 +1,4 @@
-"""The way of a batch to a GPU, told by stand-ins for torch's streams and events: what is copied,
+"""The path of a batch to a GPU, told by stand-ins for torch's streams and events: what is copied,
 where, and who waits for what. tests/unit/data/test_prefetch.py has the same on a GPU."""
 
 import contextlib

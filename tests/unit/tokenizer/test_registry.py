@@ -96,10 +96,10 @@ def test_every_type_is_in_the_documentation_and_the_help():
 @pytest.mark.parametrize(
     "config, message",
     [
-        (TokenizerConfig(), "--tokenizer-type is missing; it is one of GPT2BPETokenizer"),
+        (TokenizerConfig(), "--tokenizer-type is missing; expected one of GPT2BPETokenizer"),
         (
             TokenizerConfig(tokenizer_type="GPT2Tokenizer"),
-            "--tokenizer-type GPT2Tokenizer is unknown; it is one of .* Did you mean GPT2BPE",
+            "--tokenizer-type GPT2Tokenizer is unknown; expected one of .* Did you mean GPT2BPE",
         ),
         (TokenizerConfig(tokenizer_type="GPT2BPETokenizer"), "needs --vocab-file"),
         (
@@ -111,13 +111,13 @@ def test_every_type_is_in_the_documentation_and_the_help():
         (TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=0), "--vocab-size is 0"),
         (
             TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=5, vocab_extra_ids=100),
-            "--vocab-extra-ids 100 does not go with",
+            "--vocab-extra-ids 100 cannot be used with",
         ),
         (
             TokenizerConfig(
                 tokenizer_type="Llama2Tokenizer", tokenizer_model="m", vocab_extra_ids=1
             ),
-            "--vocab-extra-ids 1 does not go with",
+            "--vocab-extra-ids 1 cannot be used with",
         ),
         (TokenizerConfig(tokenizer_type="BertWordPieceCase"), "needs --vocab-file: .*none is down"),
         (

@@ -123,7 +123,7 @@ def test_json_vocabulary_cut_to_a_size(json_file):
     assert (ours.vocab_size, ours.pad, ours.sentinels) == (300, 3, [4])
     assert max(ours.tokenize("def main(): return self.name")) < 300
     for size in (265, 2010):
-        with pytest.raises(ConfigError, match=f"--vocab-size {size} .* it is 266 to 2009"):
+        with pytest.raises(ConfigError, match=f"--vocab-size {size} .* it must be 266 to 2009"):
             TikTokenizer.json_from_file(json_file, "v2", names, 10, vocab_size=size)
     with pytest.raises(ConfigError, match="--tiktoken-special-tokens <unk> <s>: these must be"):
         TikTokenizer.json_from_file(json_file, "v2", ("<unk>", "<s>"), 10)

@@ -106,7 +106,7 @@ def test_true_vocab_size(util, saved, tmp_path, capsys):
         (["--model-type", "BERT"], "--model-type BERT: only GPT can be reshaped"),
         (["--model-type", "GPT"], "--load-dir is missing"),
         (["--model-type", "GPT", "--load-dir", "nowhere", "--save-dir", "x"],
-         "nowhere: there is no complete checkpoint"),
+         "nowhere: no complete checkpoint found"),
         (["--model-type", "GPT", "--load-dir", "x", "--save-dir", "x", "--saver", "mcore"],
          "--saver mcore: expected one of megatron, safetensors"),
     ],

@@ -99,5 +99,5 @@ def test_not_finite_is_said(main, tmp_path, gpt_config, random_gpt, write_checkp
 
 
 def test_nothing_there(main, tmp_path):
-    with pytest.raises(SystemExit, match="there is no complete checkpoint"):
+    with pytest.raises(SystemExit, match="no complete checkpoint found"):
         main([str(tmp_path)])

@@ -89,7 +89,7 @@ def test_a_tracker_that_names_nothing(save, capsys):
 
 def test_what_is_none(tmp_path, capsys):
     assert main([str(tmp_path / "absent")]) == 1
-    assert "there is no complete checkpoint" in capsys.readouterr().err
+    assert "no complete checkpoint found" in capsys.readouterr().err
     (tmp_path / "manifest.json").write_text(json.dumps({"format": 7}))
     assert main([str(tmp_path)]) == 1
     assert "manifest.json is not a manifest of format 2" in capsys.readouterr().err

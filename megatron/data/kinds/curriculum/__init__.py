@@ -47,11 +47,8 @@ KIND = Curriculum()
 def _check_lengths(
     lengths: Sequence[int], seq_length: int, parallel: ParallelConfig, schedule_name: str
 ) -> None:
-    """Refuses sequence lengths that do not fit the samples or the layout.
-
-    Raises:
-        ConfigError: one exceeds ``--seq-length``, or is not divisible by the ranks.
-    """
+    """Refuses sequence lengths that do not fit the samples or the layout. Raises ConfigError if one
+    exceeds ``--seq-length``, or is not divisible by the ranks."""
     if max(lengths) > seq_length:
         raise ConfigError(
             f"{schedule_name} grows to sequences of {max(lengths)} tokens, more than the samples "

@@ -69,15 +69,11 @@ def analyse(
     """Writes ``folder/NAME/NAME_{sample_to_metric,index_to_metric,index_to_sample}``, and
     ``NAME_index_to_sample_percentile_merged`` with a hundredth of the values in each row.
 
-    Args:
-        metrics: some of :data:`METRICS`. ``seqlen`` counts tokens without padding; ``vocab_rarity``
-            is the sum of -log(share of the token among all tokens of the dataset), rounded down.
-        vocab_size: rows of the (padded) token embedding.
-        progress: called with the number of samples read and their total.
-
-    Raises:
-        ValueError: a metric is unknown, or samples have a type without metrics.
-        OSError: a process was killed.
+    Metric ``seqlen`` counts tokens without padding; ``vocab_rarity`` is the sum of -log(share of
+    the token among all tokens of the dataset), rounded down. ``vocab_size`` is that of the (padded)
+    token embedding. ``progress`` is called with the number of samples read and their total. Raises
+    ValueError if a metric is unknown, or samples have a type without metrics; OSError if a process
+    was killed.
     """
     for name in metrics:
         if name not in METRICS:
@@ -168,7 +164,6 @@ def _measure(
 
 
 def _shares(count: int, processes: int) -> list[range]:
-    """Sample numbers in shares of about the same size."""
     shares = min(count, max(processes * _SHARES_PER_PROCESS, count // _LARGEST_SHARE))
     bounds = np.linspace(0, count, shares + 1, dtype=np.int64).tolist()
     return [range(start, stop) for start, stop in pairwise(bounds)]
@@ -198,8 +193,6 @@ def _write_metric(
 
 @dataclass(frozen=True)
 class MetricRows:
-    """Rows of integers."""
-
     values: npt.NDArray[np.integer]
     """All rows, concatenated."""
     ends: npt.NDArray[np.int64]
@@ -214,12 +207,8 @@ class MetricRows:
 
 
 def read_rows(prefix: str) -> MetricRows:
-    """Maps a pair of files.
-
-    Raises:
-        FileNotFoundError: one of them is missing.
-        ValueError: they are damaged or do not belong together; the message names the file.
-    """
+    """Maps a pair of files. Raises FileNotFoundError if one of them is missing, ValueError if they
+    are damaged or do not belong together."""
     bin_file, idx_file = Path(f"{prefix}.bin"), Path(f"{prefix}.idx")
     for path in (idx_file, bin_file):
         if not path.is_file():
@@ -242,7 +231,7 @@ def read_rows(prefix: str) -> MetricRows:
     size = bin_file.stat().st_size
     if size != total * dtype.itemsize:
         raise ValueError(
-            f"{bin_file} has {size} bytes, but {idx_file} describes {total * dtype.itemsize}: it "
+            f"{bin_file} has {size} bytes, but {idx_file} expects {total * dtype.itemsize}: it "
             "was cut short, or the two come from different analyses"
         )
     return MetricRows(map_file(bin_file, dtype), ends)

@@ -80,13 +80,10 @@ class DrawnSamples(RenumberedSamples[Sample]):
         return len(self._index["order"])
 
     def number(self, index: int) -> int:
-        """The number of sample `index` in the original dataset."""
         return int(self._index["order"][checked_index(index, len(self))])
 
 
 class MetricIndex(NamedTuple):
-    """The files of a metric."""
-
     samples: MetricRows
     """The samples of each value."""
     values: npt.NDArray[np.integer] | None
@@ -102,14 +99,9 @@ def draw_samples(
 ) -> DrawnSamples[Sample]:
     """The `num_samples` samples that a run may consume, drawn by their difficulty.
 
-    Args:
-        dataset: the samples that were analysed.
-        batches: the batch sizes of the run's steps in turn, (size, number of steps); the last one
-            continues indefinitely.
-
-    Raises:
-        FileNotFoundError, ValueError: files of a metric are missing, damaged, or of other samples;
-            or no sample is easy enough for the first step.
+    `batches` are the batch sizes of the steps in turn, (size, number of steps); the last one
+    continues indefinitely. Raises FileNotFoundError or ValueError if files of a metric are missing,
+    damaged or of other samples, or no sample is easy enough for the first step.
     """
     available = sampling.num_epochs * len(dataset)
     if num_samples > available:
@@ -144,11 +136,7 @@ def sample_order(
 ) -> _Samples:
     """The samples in the order in which a run consumes them, uint32[num_samples] (int64 from 2**32
     samples of the dataset); ValueError if no sample is easy enough for the first step.
-
-    Args:
-        indices: by the metric's name.
-        batch_sizes: of each step in turn; consumed as needed.
-    """
+    `batch_sizes` are those of each step in turn, consumed as needed."""
     rng = np.random.default_rng(sampling.seed)
     clusters: list[_Cluster] = []
     current: dict[str, int] = {}

@@ -23,8 +23,8 @@ class Instruction(DataKind):
         config = data.config.kind(InstructionConfig)
         if sequence_lengths(data.config.kind(CurriculumConfig)) is not None:
             raise ConfigError(
-                "a curriculum of sequence lengths cuts samples, and so the answers off instruction "
-                "data: give one or the other"
+                "a curriculum of sequence lengths cuts samples, and would cut off the answers of "
+                "instruction data: use one or the other"
             )
         recipe = InstructionRecipe.from_config(config, data.seq_length, data.seed, data.tokenizer)
 

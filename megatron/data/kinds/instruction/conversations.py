@@ -31,8 +31,6 @@ _LAYOUTS = (
 
 
 class Turn(NamedTuple):
-    """One side's message."""
-
     role: str
     """"system", "user", "assistant", or another that a chat template knows."""
     content: str
@@ -46,19 +44,14 @@ class Turn(NamedTuple):
 
 @dataclass(frozen=True)
 class Example:
-    """A conversation that ends with an answer."""
-
     turns: tuple[Turn, ...]
     is_pair: bool = False
     """A prompt and its completion, which are one text."""
 
 
 def read_examples(path: str) -> Iterator[tuple[str, Example]]:
-    """Each record of a JSON array or of JSON lines, after its place for messages.
-
-    Raises:
-        ValueError: a record is malformed; names file and line or record.
-    """
+    """Each record of a JSON array or of JSON lines, after its place for messages. Raises ValueError
+    if a record is malformed."""
     for place, record in _records(path):
         try:
             yield place, parse_example(record)
@@ -67,11 +60,8 @@ def read_examples(path: str) -> Iterator[tuple[str, Example]]:
 
 
 def parse_example(record: Any) -> Example:
-    """A record in any layout.
-
-    Raises:
-        ValueError: the layout is unknown, or the record contains no answer.
-    """
+    """A record in any layout. Raises ValueError if the layout is unknown, or the record contains no
+    answer."""
     if not isinstance(record, dict):
         raise ValueError(f"a record must be a JSON object, not {json.dumps(record)[:40]}")
     for key in ("messages", "conversations"):
@@ -109,7 +99,7 @@ def _turns(messages: Any, key: str) -> list[Turn]:
             speaker = _string(message, "from")
             if speaker not in _ROLE_OF_SPEAKER:
                 raise ValueError(
-                    f'a message is from "{speaker}"; known are {", ".join(_ROLE_OF_SPEAKER)}'
+                    f'a message is from "{speaker}"; expected one of {", ".join(_ROLE_OF_SPEAKER)}'
                 )
             turns.append(Turn(_ROLE_OF_SPEAKER[speaker], _string(message, "value")))
         else:

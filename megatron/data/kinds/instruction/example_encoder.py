@@ -46,12 +46,9 @@ class EncodedExample(NamedTuple):
 
 
 class ExampleEncoder:
-    """Encodes examples in the format of --prompt-format, --chat-template and --loss-on.
-
-    Raises:
-        ConfigError: the flags contradict each other or the tokenizer.
-        FileNotFoundError: the chat template does not exist.
-    """
+    """Encodes examples in the format of --prompt-format, --chat-template and --loss-on. Raises
+    ConfigError if the flags contradict each other or the tokenizer, FileNotFoundError if the chat
+    template does not exist."""
 
     def __init__(
         self, config: InstructionConfig, tokenizer: Tokenizer, tokenizer_config: TokenizerConfig
@@ -74,7 +71,7 @@ class ExampleEncoder:
                 self._template = of_transformers.get_chat_template()
             if config.prompt_format == "chat" and self._template is None:
                 raise ConfigError(
-                    "--prompt-format chat: the tokenizer brings no chat template; give "
+                    "--prompt-format chat: the tokenizer has no chat template; give "
                     "--chat-template FILE"
                 )
 
@@ -89,11 +86,8 @@ class ExampleEncoder:
         }
 
     def __call__(self, examples: Sequence[tuple[str, Example]]) -> list[EncodedExample]:
-        """Encodes (place, example) pairs; places are for messages.
-
-        Raises:
-            ValueError: an example cannot be put into the format or tokenized; names its place.
-        """
+        """Encodes (place, example) pairs; places are for messages. Raises ValueError if an example
+        cannot be put into the format or tokenized."""
         encoded: dict[int, EncodedExample] = {}
         plain: dict[int, list[PromptAnswer]] = {}
         for number, (place, example) in enumerate(examples):
@@ -207,11 +201,8 @@ class ChatTemplate:
         self._marks_answers = bool(_MARKS_ANSWERS.search(template))
 
     def encode(self, example: Example, loss_on: str) -> tuple[list[int], npt.NDArray[np.bool_]]:
-        """Ids, and which of them count in the loss by --loss-on.
-
-        Raises:
-            ValueError: the template refuses the conversation, or answers cannot be found in it.
-        """
+        """Ids, and which of them count in the loss by --loss-on. Raises ValueError if the template
+        refuses the conversation, or answers cannot be found in it."""
         messages = [{"role": turn.role, "content": turn.text} for turn in example.turns]
         if self._marks_answers and loss_on != "everything":
             return self._by_marks(messages, loss_on)

@@ -29,11 +29,9 @@ _AT_ONCE = 1000
 
 class InstructionExamples:
     """The examples of files of instructions; `Documents` of megatron/data/samples.py, with a loss
-    mask. An example is a document of one sequence. Pickles as the path of its cache entry.
-    """
+    mask. An example is a document of one sequence. Pickles as the path of its cache entry."""
 
     def __init__(self, prefix: str, index: StoredArrays) -> None:
-        """Use `InstructionExamples.open`."""
         self.prefix, self._index = prefix, index
         self._offsets = index["offsets"]
         self.sequence_lengths: npt.NDArray[np.int32] = np.diff(self._offsets).astype(np.int32)
@@ -46,15 +44,9 @@ class InstructionExamples:
     def open(
         cls, path: str, encoder: ExampleEncoder, cache: IndexCache | None = None
     ) -> InstructionExamples:
-        """Tokenize the examples of a file, folder or glob, or take them from the cache.
-
-        Args:
-            cache: where they are kept; `index-cache/` beside the data without it.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: a record is malformed (names file and line or record), or none is found.
-        """
+        """Tokenize the examples of a file, folder or glob, or take them from the cache, by default
+        `index-cache/` beside the data. Raises FileNotFoundError; ValueError if a record is
+        malformed, or none is found."""
         files = text_files(path, ENDINGS)
         depends_on: dict[str, Any] = {
             "version": INDEX_VERSION,
@@ -75,18 +67,14 @@ class InstructionExamples:
 
     @cached_property
     def lengths_digest(self) -> str:
-        """Identifies the lengths of the examples."""
         return digest(self.sequence_lengths.tobytes())
 
     def __len__(self) -> int:
         return len(self._offsets) - 1
 
     def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` tokens (default: the rest) of example `index`, from token `offset` on.
-
-        Raises:
-            IndexError: no such example, or the range leaves it.
-        """
+        """`length` tokens (default: the rest) of example `index`, from token `offset` on. Raises
+        IndexError if there is no such example, or the range leaves it."""
         return self._slice("tokens", index, offset, length)
 
     def counted(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:

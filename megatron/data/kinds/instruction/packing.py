@@ -27,11 +27,9 @@ INDEX_VERSION = 1
 
 @dataclass(frozen=True)
 class InstructionRecipe:
-    """Samples of seq_length + 1 tokens: whole examples and padding.
-
-    Every epoch shuffles the examples, packs them in that order, and shuffles the samples; its order
-    is a function of seed, part and the epoch's number.
-    """
+    """Samples of seq_length + 1 tokens: whole examples and padding. Every epoch shuffles the
+    examples, packs them in that order, and shuffles the samples; its order is a function of seed,
+    part and the epoch's number."""
 
     seq_length: int
     """Tokens a sample feeds to the model."""
@@ -54,7 +52,6 @@ class InstructionRecipe:
         return cls(seq_length, seed, pad, config.packing, config.on_long_example == "skip")
 
     def units(self, documents: Documents) -> int:
-        """The number of examples, which --split divides."""
         return len(documents)
 
     def build(
@@ -66,11 +63,8 @@ class InstructionRecipe:
         cache: IndexCache,
     ) -> InstructionDataset:
         """At least `num_samples` samples of the examples `units`, or their order from the cache.
-
-        Raises:
-            ValueError: the documents are not examples, or none has an answer within seq_length + 1
-                tokens.
-        """
+        Raises ValueError if the documents are not examples, or none has an answer within seq_length
+        + 1 tokens."""
         if not isinstance(documents, InstructionExamples):
             raise ValueError(
                 f"{documents.prefix} contains documents without a loss mask; --sft needs files of "
@@ -146,8 +140,6 @@ class InstructionRecipe:
 
 
 class InstructionDataset:
-    """Packed samples of instruction data."""
-
     def __init__(
         self, examples: InstructionExamples, recipe: InstructionRecipe, index: StoredArrays
     ) -> None:
@@ -174,7 +166,6 @@ class InstructionDataset:
         return PackedSample(tokens_T, counted_T[1:].copy(), documents_T[:-1].copy())
 
     def origin(self, index: int, /) -> list[Piece]:
-        """The examples of a sample, in the order of its tokens."""
         index = checked_index(index, len(self))
         capacity = self.recipe.seq_length + 1
         first, last = self._index["bounds"][index : index + 2].tolist()
@@ -192,19 +183,12 @@ class InstructionDataset:
 def best_fit(
     lengths: npt.NDArray[np.integer], order: npt.NDArray[np.int64], capacity: int
 ) -> npt.NDArray[np.int64]:
-    """Puts each example, uncut, into the fullest sample with space for it, else into a new one.
+    """The number of the sample, from 0, of each example in `order`: the fullest one with space for
+    all of it, else a new one. `lengths` has those of every example, none above `capacity` tokens.
 
     Best fit needs at most 1.7 times the fewest samples possible (Johnson et al. 1974); on lengths
-    of instruction data it is within a few percent. In a random order, unlike one by length,
-    samples are random mixtures and no epoch repeats those of another.
-
-    Args:
-        lengths: tokens of every example, none above `capacity`.
-        order: numbers of the examples to pack, in the order in which they come.
-        capacity: tokens that fit into a sample.
-
-    Returns:
-        The number of the sample of each example in `order`, from 0.
+    of instruction data it is within a few percent. In a random order, unlike one by length, samples
+    are random mixtures and no epoch repeats those of another.
     """
     open_samples: list[list[int]] = [[] for _ in range(capacity + 1)]  # by their free space
     spaces = 0  # bit s is set where a sample has space for s tokens: shifts find the next in C

@@ -12,8 +12,6 @@ from megatron.data.pipeline import DataKind, DataPipeline
 
 
 class MaskedData(DataKind):
-    """See :class:`DataKind`."""
-
     def reader(self, data: DataPipeline) -> SourceReader:
         tokenizer = data.tokenizer
         recipe = TFRecordRecipe(data.seq_length, data.seed, tokenizer.pad, tokenizer.vocab_size)

@@ -29,10 +29,8 @@ MASKED, RANDOM = 0.8, 0.1
 
 @dataclass(frozen=True)
 class BertRecipe(SegmentRecipe[BertSample]):
-    """How BERT's samples are made from documents that are split into sentences.
-
-    Documents of fewer than two sentences make no pairs and are left out.
-    """
+    """How BERT's samples are made from documents that are split into sentences. Documents of fewer
+    than two sentences make no pairs and are left out."""
 
     cache_name: ClassVar[str] = "bert"
     seq_length: int
@@ -49,12 +47,8 @@ class BertRecipe(SegmentRecipe[BertSample]):
     def from_config(
         cls, config: MaskedDataConfig, tokenizer: Tokenizer, seq_length: int, seed: int
     ) -> BertRecipe:
-        """The recipe that the flags describe.
-
-        Raises:
-            ConfigError: a flag's value is out of its range.
-            ValueError: the vocabulary lacks a special token.
-        """
+        """The recipe that the flags describe. Raises ConfigError if a flag's value is out of its
+        range, ValueError if the vocabulary lacks a special token."""
         config.check_shares()
         pairs = cast(Pairs, config.bert_pair_task if config.bert_binary_head else "none")
         if config.max_ngrams < 1:
@@ -85,7 +79,6 @@ class BertRecipe(SegmentRecipe[BertSample]):
     def sample(
         self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
     ) -> BertSample:
-        """See `SegmentRecipe.sample`."""
         tokens = [np.array([self.cls])]
         segments = []
         for text in texts:
@@ -134,13 +127,9 @@ class WordMasking:
     def choose(
         self, tokens_S: npt.NDArray[np.int64], segments: Sequence[range], rng: np.random.Generator
     ) -> npt.NDArray[np.int64]:
-        """Positions of the tokens to be predicted, ascending, int64[P].
-
-        There is at least one, unless every word has more tokens than `max_predictions`.
-
-        Args:
-            segments: positions of the words; the others are special tokens, which are never chosen.
-        """
+        """Positions of the tokens to be predicted, ascending, int64[P]; at least one, unless every
+        word has more tokens than `max_predictions`. `segments` are the positions of the words; the
+        others are special tokens, which are never chosen."""
         starts_W, stops_W, words_left_W = self._words(tokens_S, segments)
         sizes_W = (stops_W - starts_W).tolist()
         wanted = max(1, round(len(tokens_S) * self.mask_prob))

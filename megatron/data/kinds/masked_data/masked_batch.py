@@ -73,7 +73,6 @@ class BertBatch(NamedTuple):
     """1 for tokens, 0 for padding, which is not attended to; int64."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
-        """The batch on another device."""
         return BertBatch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)
 
 
@@ -111,7 +110,6 @@ class T5Batch(NamedTuple):
     """1 for tokens, 0 for padding; int64."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> T5Batch:
-        """The batch on another device."""
         return T5Batch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)
 
 

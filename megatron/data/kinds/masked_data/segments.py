@@ -60,8 +60,6 @@ def sample_rng(seed: int, part: str, index: int) -> np.random.Generator:
 
 @dataclass(frozen=True)
 class SegmentRules:
-    """How sentences are combined."""
-
     max_tokens: int
     """Tokens of the longest length, without special tokens."""
     short_seq_prob: float
@@ -71,7 +69,6 @@ class SegmentRules:
 
     @property
     def min_sentences(self) -> int:
-        """Sentences that a sample needs."""
         return 1 if self.pairs == "none" else 2
 
     @property
@@ -98,17 +95,13 @@ class SegmentRecipe(ABC, Generic[Sample]):
         """The sample of one or two segments, the second of which may not follow the first."""
 
     def units(self, documents: Documents) -> int:
-        """The number of documents, which --split divides."""
         return len(documents.document_indices) - 1
 
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> SegmentDataset[Sample]:
-        """`num_samples` samples of the documents `units`; see `SampleRecipe.build`.
-
-        Raises:
-            ValueError: no sample can be made from the documents.
-        """
+        """`num_samples` samples of the documents `units`; see `SampleRecipe.build`. Raises
+        ValueError if no sample can be made from the documents."""
         rules = self.rules
         boundaries = documents.document_indices[units.start : units.stop + 1]
         depends_on = {
@@ -189,11 +182,9 @@ class SegmentDataset(Generic[Sample]):
 
 
 def surplus(lengths: list[int], limit: int) -> list[int]:
-    """Tokens to cut off one or two segments, so that they have `limit` tokens together.
-
-    As in google-research/bert one token at a time is cut off the longer one, and off the second if
-    they are equally long.
-    """
+    """Tokens to cut off one or two segments, so that they have `limit` tokens together. As in
+    google-research/bert one token at a time is cut off the longer one, and off the second if they
+    are equally long."""
     excess = max(0, sum(lengths) - limit)
     if len(lengths) == 1:
         return [excess]
@@ -207,16 +198,11 @@ def surplus(lengths: list[int], limit: int) -> list[int]:
 def build_segments(
     sentences: Sentences, rules: SegmentRules, num_samples: int, seed: int, part: str, source: str
 ) -> npt.NDArray[np.integer]:
-    """The sentences of every sample, in the order in which samples are read.
+    """The sentences of every sample, in the order in which samples are read; sample i does not
+    depend on how many are wanted.
 
-    Each epoch is shuffled separately; sample i does not depend on how many are wanted.
-
-    Returns:
-        int32[num_samples, columns] (int64 from 2**31 sentences): first and stop sentence of segment
-        A, then those of B.
-
-    Raises:
-        ValueError: no sample can be made from the documents.
+    int32[num_samples, columns] (int64 from 2**31 sentences): first and stop sentence of segment A,
+    then those of B. Raises ValueError if no sample can be made from the documents.
     """
     counts = np.diff(sentences.document_starts_D)
     usable = np.flatnonzero(counts >= rules.min_sentences)
@@ -291,8 +277,6 @@ def _epoch(
 
 
 class _OtherDocuments:
-    """Draws sentences that do not continue a document."""
-
     def __init__(self, sentences: Sentences) -> None:
         counts_D = np.diff(sentences.document_starts_D)
         filled = np.flatnonzero(counts_D)

@@ -34,7 +34,6 @@ class SentenceNumbers(NamedTuple):
     """Number of sentences of each: [X]."""
 
     def arrays(self) -> dict[str, npt.NDArray[np.int64]]:
-        """The arrays by name, for the cache."""
         return {name: getattr(self, name) for name in EXCEPTIONS}
 
     def pieces(self, documents: Documents, start: int, stop: int) -> list[Piece]:
@@ -54,7 +53,6 @@ class SentenceNumbers(NamedTuple):
         return found
 
     def _locate(self, sentences: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Sequence of each sentence, and its number within that sequence."""
         if not len(self.exceptions):
             return self.first_sequence + sentences, np.zeros_like(sentences)
         # The last exception at or before the sentence, which contains it or is counted from.
@@ -101,13 +99,11 @@ class Sentences(NamedTuple):
 
 
 def join(documents: Documents, pieces: Sequence[Piece]) -> npt.NDArray[np.int64]:
-    """The tokens of pieces, in order."""
     tokens = [documents.get(p.sequence, p.start, p.stop - p.start) for p in pieces]
     return np.concatenate(tokens).astype(np.int64) if tokens else np.empty(0, np.int64)
 
 
 def token_count(pieces: Sequence[Piece]) -> int:
-    """Total tokens of pieces."""
     return sum(piece.stop - piece.start for piece in pieces)
 
 

@@ -56,13 +56,9 @@ class T5Recipe(SegmentRecipe[T5Sample]):
     def from_config(
         cls, config: MaskedDataConfig, tokenizer: Tokenizer, seq_length: int, seed: int
     ) -> T5Recipe:
-        """The recipe that the flags describe; `seq_length` is --seq-length.
-
-        Raises:
-            ConfigError: a flag's value is out of its range, or the vocabulary has too few
-                sentinels.
-            ValueError: the vocabulary lacks a special token.
-        """
+        """The recipe that the flags describe; `seq_length` is --seq-length. Raises ConfigError if a
+        flag's value is out of its range, or the vocabulary has too few sentinels; ValueError if the
+        vocabulary lacks a special token."""
         config.check_shares()
         if config.mean_noise_span_length < 1:
             raise ConfigError(
@@ -111,7 +107,6 @@ class T5Recipe(SegmentRecipe[T5Sample]):
     def sample(
         self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator
     ) -> T5Sample:
-        """See `SegmentRecipe.sample`."""
         (text,) = texts
         starts_K, sizes_K = self.corruption.draw(len(text), rng)
         sentinels_K = np.array(self.sentinels[: len(starts_K)])
@@ -215,7 +210,6 @@ class SpanCorruption:
 def _sequence_lengths(
     config: MaskedDataConfig, seq_length: int, corruption: SpanCorruption
 ) -> tuple[int, int]:
-    """Lengths of the encoder's and the decoder's input."""
     encoder = seq_length if config.encoder_seq_length is None else config.encoder_seq_length
     unlimited = int(2 * encoder / (1 - config.mask_prob)) + _DECODER_MULTIPLE
     tokens = corruption.most_tokens(encoder, unlimited)

@@ -90,12 +90,8 @@ def masked_crc(data: bytes) -> int:
 
 
 class TFRecordFile:
-    """One memory-mapped file; unpickling reopens it.
-
-    Raises:
-        FileNotFoundError: it does not exist.
-        ValueError: it is empty, or compressed.
-    """
+    """One memory-mapped file; unpickling reopens it. Raises FileNotFoundError if it does not exist,
+    ValueError if it is empty, or compressed."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
@@ -152,7 +148,6 @@ class TFRecordFile:
 
 
 def _is_length(header: bytes) -> bool:
-    """Whether some bytes are a length and its checksum."""
     if len(header) < _LENGTH.size:
         return False
     return masked_crc(header[:8]) == _LENGTH.unpack(header)[1]
@@ -248,17 +243,10 @@ def _read_record(file: TFRecordFile, offset: int, number: int) -> BertRecord:
 
 
 class TFRecords(Documents):
-    """The records of one or more files, each a document of one sequence: its input ids.
-
-    The first opening reads and checks every record; their offsets are cached.
-
-    Args:
-        path: a file, or a glob such as data/part-*.tfrecord, sorted by name.
-
-    Raises:
-        FileNotFoundError: a file does not exist.
-        ValueError: a record is damaged or not a BERT sample; the message names file and record.
-    """
+    """The records of one or more files, each a document of one sequence: its input ids. The first
+    opening reads and checks every record; their offsets are cached. `path`: a file, or a glob such
+    as data/part-*.tfrecord, sorted by name. Raises FileNotFoundError if a file does not exist,
+    ValueError if a record is damaged or not a BERT sample."""
 
     def __init__(self, path: str, cache: IndexCache) -> None:
         self.prefix = path
@@ -289,7 +277,6 @@ class TFRecords(Documents):
         return _read_record(self._files[file], int(self._entries[file]["offsets"][number]), number)
 
     def _place(self, index: int) -> tuple[int, int]:
-        """The number of a record's file, and the record's number in it."""
         file = int(np.searchsorted(self._first_records, index, side="right")) - 1
         return file, index - int(self._first_records[file])
 
@@ -304,7 +291,6 @@ class TFRecords(Documents):
         return tokens[offset : None if length is None else offset + length]
 
     def check_vocabulary(self, vocab_size: int) -> None:
-        """Check that all ids, including those to be predicted, are below `vocab_size`."""
         for file, entry in zip(self._files, self._entries, strict=True):
             token, record = entry["largest_id"].tolist()
             if token >= vocab_size:
@@ -354,17 +340,13 @@ class TFRecordRecipe:
     vocab_size: int
 
     def units(self, documents: Documents) -> int:
-        """The number of records, which --split divides."""
         return len(documents)
 
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
     ) -> TFRecordDataset:
-        """`num_samples` samples of the records `units`; see `SampleRecipe.build`.
-
-        Raises:
-            ValueError: no record is left, or one is too long or of another vocabulary.
-        """
+        """`num_samples` samples of the records `units`; see `SampleRecipe.build`. Raises ValueError
+        if no record is left, or one is too long or of another vocabulary."""
         assert isinstance(documents, TFRecords), "TFRecordRecipe makes samples of TFRecords"
         if not units:
             raise ValueError(f"{documents.prefix}: it has no records for {name}")

@@ -55,13 +55,9 @@ def with_key_of(source: DataSource, config: RawTextConfig) -> RawTextConfig:
 def text_settings(
     config: RawTextConfig, tokenizer: TokenizerConfig, sentences: bool = False
 ) -> TextSettings:
-    """How texts become sequences.
-
-    Args:
-        sentences: make each sentence a sequence, for BERT and T5, without an end-of-document token:
-            the lines of a text with --presplit-sentences, else what NLTK's punkt finds, or rules
-            where its data is not installed.
-    """
+    """How texts become sequences. `sentences` makes each sentence a sequence, for BERT and T5,
+    without an end-of-document token: the lines of a text with --presplit-sentences, else what
+    NLTK's punkt finds, or rules where its data is not installed."""
     split = sentences and not config.presplit_sentences
     return TextSettings(
         tokenizer,
@@ -74,23 +70,16 @@ def text_settings(
 def open_raw_text(
     path: str, config: RawTextConfig, encoder: TextEncoder, cache: IndexCache
 ) -> RawTextDocuments:
-    """The documents of one data path; `encoder` has the settings of `text_settings`.
-
-    Raises:
-        FileNotFoundError, ValueError: as `RawTextDocuments.open`.
-    """
+    """The documents of one data path; `encoder` has the settings of `text_settings`. Errors: see
+    `RawTextDocuments.open`."""
     return RawTextDocuments.open(
         path, encoder, text_key=config.text_key, delim=_delim(config), cache=cache
     )
 
 
 def read_texts(path: str, config: RawTextConfig) -> Iterator[str]:
-    """The texts of one data path, as they are in the files.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a record is malformed; names file and line.
-    """
+    """The texts of one data path, as they are in the files. Raises FileNotFoundError; ValueError if
+    a record is malformed."""
     for records in text_records(path, config.text_key, _delim(config)):
         for span in records.ranges():
             for batch in batches(records, span):

@@ -37,7 +37,6 @@ class RawTextDocuments:
     def __init__(
         self, prefix: str, records: Sequence[TextRecords], encoder: TextEncoder, index: StoredArrays
     ) -> None:
-        """Use `RawTextDocuments.open`."""
         self.prefix = prefix
         self._records, self._encoder, self._index = list(records), encoder, index
         self.sequence_lengths: npt.NDArray[np.int32] = index["sequence_lengths"]
@@ -58,18 +57,10 @@ class RawTextDocuments:
         cache: IndexCache | None = None,
         workers: int | None = None,
     ) -> RawTextDocuments:
-        """Index the documents of a file, folder or glob, or take the index from the cache.
-
-        Args:
-            text_key: key or column of the text.
-            delim: between the columns of a table; a comma in .csv and a tab in .tsv without it.
-            cache: where the index is kept; `index-cache/` beside the data without it.
-            workers: processes that count tokens; see `scan`.
-
-        Raises:
-            FileNotFoundError: no such file.
-            ValueError: a record is malformed (names file and line), or no document is found.
-        """
+        """Index the documents of a file, folder or glob, or take the index from the cache, by
+        default `index-cache/` beside the data. `delim` is None for a comma in .csv and a tab in
+        .tsv. Raises FileNotFoundError; ValueError if a record is malformed, or no document is
+        found."""
         records = text_records(path, text_key, delim)
         depends_on: dict[str, Any] = {
             "version": INDEX_VERSION,
@@ -91,19 +82,15 @@ class RawTextDocuments:
 
     @cached_property
     def lengths_digest(self) -> str:
-        """Identifies the sequence lengths."""
         return digest(self.sequence_lengths.tobytes())
 
     def __len__(self) -> int:
         return len(self.sequence_lengths)
 
     def get(self, index: int, offset: int = 0, length: int | None = None, /) -> np.ndarray:
-        """`length` tokens (default: the rest) of sequence `index`, from token `offset` on.
-
-        Raises:
-            IndexError: no such sequence, or the range leaves it.
-            ValueError: a file has changed since it was indexed; the message names it.
-        """
+        """`length` tokens (default: the rest) of sequence `index`, from token `offset` on. Raises
+        IndexError if there is no such sequence, or the range leaves it; ValueError if a file has
+        changed since it was indexed."""
         index, stop = checked_range(self.sequence_lengths, index, offset, length, self.prefix)
         document = int(np.searchsorted(self.document_indices, index, side="right")) - 1
         sequence = self._document(document)[index - int(self.document_indices[document])]
@@ -124,7 +111,6 @@ class RawTextDocuments:
         return records.text_at(start, stop)
 
     def _place(self, document: int) -> tuple[TextRecords, int]:
-        """The file of a document and its offset there."""
         start = int(self._offsets[document])
         number = bisect_right(self._bases, start) - 1
         return self._records[number], start - self._bases[number]

@@ -36,18 +36,12 @@ file, int64[d]; tokens in each of n sequences, int32[n]; sequences per document,
 def scan(
     records: Sequence[TextRecords], encoder: TextEncoder, workers: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Reads all records and counts the tokens of their documents.
+    """Reads all records and counts the tokens of their documents, by default in one process for
+    each processor for 32 MiB of text or more.
 
-    Args:
-        workers: processes; by default one for each processor, for 32 MiB of text or more.
-
-    Returns:
-        record_offsets, int64[documents]: where each record begins, in the files back to back;
-        sequence_lengths, int32[sequences]; document_indices, int64[documents + 1].
-
-    Raises:
-        ValueError: a record is malformed or cannot be tokenized; names file and line.
-        ChildProcessError: a process died.
+    Returns record_offsets, int64[documents]: where each record begins, in the files back to back;
+    sequence_lengths, int32[sequences]; document_indices, int64[documents + 1]. Raises ValueError if
+    a record is malformed or cannot be tokenized; ChildProcessError if a process died.
     """
     *bases, size = accumulate((r.file.size for r in records), initial=0)
     ranges = [
@@ -107,10 +101,7 @@ def _scan_range(records: TextRecords, span: tuple[int, int], encoder: TextEncode
 
 def batches(records: TextRecords, span: tuple[int, int]) -> Iterator[list[tuple[int, str]]]:
     """Offsets and texts of the records that begin in a range of bytes, a bounded number at a time.
-
-    Raises:
-        ValueError: a record is malformed; names file and line.
-    """
+    Raises ValueError if a record is malformed."""
     batch: list[tuple[int, str]] = []
     characters = 0
     for start, text in records.read(*span):

@@ -67,21 +67,14 @@ class TextFile(NamedTuple):
 
 
 def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextFile]:
-    """The files of a path: itself, or the sorted ones of a folder or a glob.
-
-    Args:
-        endings: of the files to read in a folder.
-
-    Raises:
-        FileNotFoundError: no such file.
-        ValueError: a file is compressed, or the path is a URL.
-    """
+    """The files of a path: itself, or the sorted ones of a folder (those with one of `endings`) or
+    a glob. Raises FileNotFoundError; ValueError if a file is compressed, or the path is a URL."""
     found = [str(p) for p in expand(path, endings)]
     for name in found:
         if name.endswith(PACKED_ENDINGS):
             raise ValueError(
-                f"{name} cannot be read in place: unpack it to JSON lines, or convert its text to "
-                "a .bin/.idx with tools/preprocess_data.py"
+                f"{name} cannot be read in place: decompress it to JSON lines, or convert its text "
+                "to a .bin/.idx with tools/preprocess_data.py"
             )
     return [TextFile.of(name) for name in found]
 
@@ -104,18 +97,14 @@ class TextRecords:
         raise NotImplementedError
 
     def text_at(self, start: int, stop: int) -> str:
-        """The text of the record at offset `start`, which ends at or before `stop`.
-
-        Raises:
-            ValueError: it is no longer there.
-        """
+        """The text of the record at offset `start`, which ends at or before `stop`. Raises
+        ValueError if it is no longer there."""
         text = self._first(os.pread(self._open.fileno(), stop - start, start))
         if isinstance(text, BadLine):
             raise changed(self.file, start)
         return text
 
     def _first(self, content: bytes) -> str | BadLine:
-        """The text of the first record there."""
         raise NotImplementedError
 
     @cached_property
@@ -145,11 +134,9 @@ class JsonLines(TextRecords):
 
 
 class Table(TextRecords):
-    """A .csv or .tsv file whose first row names the columns; the text is in one of them.
-
-    Fields of a table with commas may be quoted, with line breaks in them; in one with tabs a
-    quotation mark is an ordinary character.
-    """
+    """A .csv or .tsv file whose first row names the columns; the text is in one of them. Fields of
+    a table with commas may be quoted, with line breaks in them; in one with tabs a quotation mark
+    is an ordinary character."""
 
     def __init__(self, file: TextFile, key: str, delim: str | None) -> None:
         super().__init__(file, key, delim or ("\t" if file.path.endswith(".tsv") else ","))
@@ -207,8 +194,6 @@ class _Unquoted(csv.excel):
 
 
 class _Rows(Iterator[tuple[int, list[str]]]):
-    """(offset, fields) of the rows of a table."""
-
     def __init__(self, file: BinaryIO, delim: str) -> None:
         csv.field_size_limit(_LONGEST_FIELD)  # in the whole process; 131,072 characters by default
         self._file, self._position, self.row_start = file, 0, 0
@@ -227,15 +212,8 @@ class _Rows(Iterator[tuple[int, list[str]]]):
 
 
 def text_records(path: str, text_key: str, delim: str | None) -> list[TextRecords]:
-    """The records of a file, folder or glob, file by file.
-
-    Args:
-        text_key: key or column of the text.
-        delim: between the columns of a table; a comma in .csv and a tab in .tsv without it.
-
-    Raises:
-        FileNotFoundError: no such file.
-    """
+    """The records of a file, folder or glob, file by file. `text_key` is the key or column of the
+    text; `delim` is None for a comma in .csv and a tab in .tsv. Raises FileNotFoundError."""
     return [
         (Table if file.has_columns else JsonLines)(file, text_key, delim)
         for file in text_files(path)
@@ -245,6 +223,6 @@ def text_records(path: str, text_key: str, delim: str | None) -> list[TextRecord
 def changed(file: TextFile, offset: int) -> ValueError:
     """What to raise when a record is not where it was."""
     return ValueError(
-        f"{file.path} has changed while it was in use: there is another record at byte {offset} "
-        "than when it was indexed; start the run again (its samples will be different)"
+        f"{file.path} has changed while it was in use: there is a different record at byte "
+        f"{offset} than when it was indexed; start the run again (its samples will be different)"
     )

@@ -76,7 +76,7 @@ BAD = [
     ('{"messages": [{"role": "user", "content": "a"}]}', "there is no answer"),
     ('{"messages": [{"role": "assistant", "content": null}]}', '"content" must be a string'),
     ('{"messages": [{"content": "a"}]}', 'no key "role"'),
-    ('{"conversations": [{"from": "me", "value": "a"}]}', 'from "me"; known are human'),
+    ('{"conversations": [{"from": "me", "value": "a"}]}', 'from "me"; expected one of human'),
     ('{"instruction": "a"}', 'no key "output"'),
     ('{"instruction": "a", "output": 1}', '"output" must be a string, not 1'),
     ('{"instruction": "a", "input": 1, "output": "b"}', '"input" must be a string'),

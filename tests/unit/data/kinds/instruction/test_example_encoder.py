@@ -229,7 +229,7 @@ def test_conversation_that_a_template_refuses(with_template) -> None:
 
 def test_flags_that_contradict(gpt2: Built, tmp_path: Path) -> None:
     for flags, error, message in [
-        ({"prompt_format": "chat"}, ConfigError, "brings no chat template"),
+        ({"prompt_format": "chat"}, ConfigError, "has no chat template"),
         (
             {"chat_template": str(tmp_path / "x")},
             FileNotFoundError,

@@ -350,7 +350,7 @@ def test_files_that_cannot_be_used(gpt2: TokenizerConfig, tmp_path: Path) -> Non
         ("absent.jsonl", FileNotFoundError, r"absent\.jsonl does not exist"),
         ("*.txt", FileNotFoundError, r"\*\.txt matches no file"),
         ("empty", FileNotFoundError, "empty is a folder without files"),
-        ("packed.jsonl.gz", ValueError, r"packed\.jsonl\.gz cannot be read .* unpack it"),
+        ("packed.jsonl.gz", ValueError, r"packed\.jsonl\.gz cannot be read .* decompress it"),
         ("nothing.jsonl", ValueError, r"nothing\.jsonl contains no document"),
         ("array.json", ValueError, r"array\.json, line 1: .* the file is one JSON array"),
         ("table.csv", ValueError, r"--text-key text: .*table\.csv has no such column.*a, b"),
