@@ -42,9 +42,6 @@ OPTIONS: tuple[tuple[str, Layout], ...] = (
 )
 """Options; shown without and with a pipeline, tensor parallel or not."""
 
-LATER = ("context", "experts")
-"""Columns of context parallelism and mixtures of experts, which are always off."""
-
 INTRODUCTION = """# Supported layouts
 
 A supported layout trains like one process: the same loss, gradients and weights, up to rounding.
@@ -52,11 +49,11 @@ Any other is refused at start-up with the reason below. This page is the output 
 `python tools/layouts.py --markdown`, from `megatron/config/layouts.py`.
 
 `no8` is refused for reason 8. Size 2 represents all larger sizes. Columns 0 to 3 are ZeRO stages;
-bf16 at stage 0 runs as autocast over float32 weights. `context` is context parallelism.
+bf16 at stage 0 runs as autocast over float32 weights.
 """
 
 LEGEND = """Columns: dtype and ZeRO stage. no8 is refused for reason 8. dropout: which masks equal
-those of one process. context, experts: context parallelism, mixtures of experts."""
+those of one process."""
 
 DROPOUT = """*Dropout* says which masks equal those of one process: `all`, those of `hidden`
 activations only (attention weights have other masks on each tensor-parallel process), or `none`.
@@ -125,15 +122,12 @@ def heading() -> list[str]:
     """Columns; the dtype is at the first of its stages."""
     stages = [f"{precision} {zero}" for precision in PRECISIONS for zero in STAGES]
     stages = [name if name.endswith(" 0") else name.split()[1] for name in stages]
-    return ["layout", *stages, "dropout", *LATER]
+    return ["layout", *stages, "dropout"]
 
 
 def rows() -> list[list[str]]:
     """The table without its heading."""
-    return [
-        [title, *map(mark, cells(kind)), kind.dropout, *("off" for _ in LATER)]
-        for title, kind in kinds()
-    ]
+    return [[title, *map(mark, cells(kind)), kind.dropout] for title, kind in kinds()]
 
 
 def reasons() -> list[str]:

@@ -3,12 +3,31 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.flags import FRACTION, POSITIVE, ConfigResolver, option, shared
 
 GATES = ("swiglu", "geglu")
 """Activations of gated MLPs."""
+
+MLP_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "relu", "squared_relu", *GATES)
+"""Activations of MLPs, as :class:`MLPConfig` names them."""
+
+
+class NormTraits(NamedTuple):
+    """What other code needs to know of a norm.
+
+    Attributes:
+        biased: whether it has a bias beside its weight.
+        statistics: float32 numbers per position that it keeps for its backward pass.
+    """
+
+    biased: bool
+    statistics: int
+
+
+NORMS = {"LayerNorm": NormTraits(True, 2), "RMSNorm": NormTraits(False, 1)}
+"""The choices of ``--normalization``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -170,8 +189,7 @@ class MLPFlags:
 
 @dataclass(frozen=True, kw_only=True)
 class MLPConfig:
-    """The MLP of a block: ``activation`` is one of ``swiglu``, ``geglu``, ``relu``,
-    ``squared_relu``, ``gelu_tanh``, ``gelu_erf``."""
+    """The MLP of a block: ``activation`` is one of :data:`MLP_ACTIVATIONS`."""
 
     ffn_hidden_size: int
     activation: str
@@ -197,6 +215,7 @@ def resolve_mlp(
     flags: MLPFlags, hidden_size: int, bias: bool, resolver: ConfigResolver
 ) -> MLPConfig:
     activation = _activation(flags, resolver)
+    assert activation in MLP_ACTIVATIONS, activation
     width, how = 4 * hidden_size, "4 x hidden-size"
     if activation in GATES:
         width = int(hidden_size * 8 / 3) // 64 * 64 or hidden_size
@@ -234,7 +253,7 @@ class NormConfig:
 
     normalization: str = option(
         "LayerNorm",
-        choices=("LayerNorm", "RMSNorm"),
+        choices=tuple(NORMS),
         spellings={"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"},
         role="weights",
         megatron=True,
@@ -255,3 +274,8 @@ class NormConfig:
     """Apply the norm to the embeddings before the first block."""
     post_norm: bool = option(False, role="weights")
     """Also apply a norm to the outputs of attention and MLP, before the residual addition."""
+
+    @property
+    def traits(self) -> NormTraits:
+        """Those of the norm that is used."""
+        return NORMS[self.normalization]

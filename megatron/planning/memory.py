@@ -27,9 +27,11 @@ LIVE_PARAMETERS = 1_000_000_000
 LOGITS_CHUNK = LOGITS_CHUNK_MIB["cuda"] * 2**20
 """Bytes of logits that exist at a time, on a GPU by default."""
 
-_MLP_WIDTHS = {"swiglu": 4, "geglu": 4, "relu": 1}
-"""Inner widths that an MLP keeps: gate, up, activated gate and their product; by default input and
-output of the activation; of a ReLU the output only."""
+MLP_WIDTHS = {
+    "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
+}  # fmt: skip
+"""Inner widths that an MLP keeps, by activation: its input and output; of a ReLU the output only;
+of a gated MLP gate, up, activated gate and their product."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +130,7 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     residual = 4 if half and layout.zero == 0 else size
     tokens = micro_batch * model.seq_length
     outside = tokens / layout.tensor if layout.sequence else tokens
-    statistics = 8 if model.norm.normalization == "LayerNorm" else 4
+    statistics = 4 * model.norm.traits.statistics
     # A norm weight plus 1 is applied in float32, to a copy of the input.
     source = 4 if model.norm.apply_layernorm_1p else residual
     norm = source * hidden + statistics
@@ -141,7 +143,7 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     # Queries and keys that are normalised or rotated are new tensors; the values still keep the
     # whole QKV output.
     changed = share.query + share.kv if rope or model.norm.qk_layernorm else 0
-    mlp = share.ffn * _MLP_WIDTHS.get(model.mlp.activation, 2)
+    mlp = share.ffn * MLP_WIDTHS[model.mlp.activation]
     kernel = _attention_kernel(model, layout.tensor, size, micro_batch)
     inputs = norms_of_block(model) * norm
     if model.parallel_residual and not model.shared_parallel_norm and source == residual:

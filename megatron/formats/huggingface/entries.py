@@ -125,10 +125,10 @@ def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...
 
 
 def norm(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
-    """A norm; LayerNorm has a bias."""
+    """A norm, with a bias where it has one."""
 
     def has_bias(model: ModelConfig) -> bool:
-        return when(model) and model.norm.normalization == "LayerNorm"
+        return when(model) and model.norm.traits.biased
 
     return (
         *weight(ours, theirs, when),

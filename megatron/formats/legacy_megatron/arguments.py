@@ -40,6 +40,8 @@ _FEATURES = {
 
 _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 
+_ACTIVATIONS = ("gelu_tanh", "gelu_erf", "swiglu", "squared_relu")
+
 _POSITIONS = ("learned_absolute", "rope", "alibi", "none")
 
 VOCABULARIES = {
@@ -121,7 +123,7 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
     """Inverse of :func:`model_of_arguments`. Raises ValueError if Megatron has no such network; the
     message names the flags."""
     positions, attention, scaling = model.positions, model.attention, model.positions.rope_scaling
-    kind = positions.position_embedding_type
+    kind, activation = positions.position_embedding_type, model.mlp.activation
     linear, llama3 = scaling.rope_type == "linear", scaling.rope_type == "llama3"
     usual = scaling.is_default or linear or (
         scaling.factor is not None and scaling == llama3_scaling(scaling.factor)
@@ -130,8 +132,10 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
         f"--model-family {ModelConfig.family}": model.family == ModelConfig.family,
         "--position-embedding-type learned_absolute or rope": kind in ("learned_absolute", "rope"),
         "no --rope-scaling other than linear and that of --use-rope-scaling": usual,
-        "no --glu-activation geglu": model.mlp.activation != "geglu",
-        "no --relu": model.mlp.activation != "relu",
+        f"GELU, --swiglu or --squared-relu (not {activation})": activation in _ACTIVATIONS,
+        f"--normalization {' or '.join(_NORMS.values())}": (
+            model.norm.normalization in _NORMS.values()
+        ),
     }
     wanted = [flag for flag, fits in conditions.items() if not fits]
     surplus = features_of(model) - _FEATURES
@@ -154,7 +158,7 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
         "num_query_groups": attention.num_query_groups,
         "unpadded_vocab_size": model.vocabulary.size,
         # A fused activation is GELU by tanh, whatever the other arguments are.
-        "bias_gelu_fusion": model.mlp.activation == "gelu_tanh",
+        "bias_gelu_fusion": activation == "gelu_tanh",
     }
 
 

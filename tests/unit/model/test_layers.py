@@ -8,6 +8,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2RMSNorm
 from transformers.models.gemma3.modeling_gemma3 import Gemma3RMSNorm
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
+from megatron.config.blocks import MLP_ACTIVATIONS, NORMS
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm
 from megatron.parallel.shard import init_of
@@ -21,17 +22,18 @@ def randomise(module):
     return module.double()
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("name", NORMS)
 def test_norm_against_torch(name):
     config = model_config(hidden_size=8, normalization=name, norm_epsilon=1e-3)
     norm = randomise(build_norm(config, TensorParallel()))
+    assert (norm.bias is not None) == NORMS[name].biased
     reference = getattr(torch.nn, name)(8, eps=1e-3).double()
     reference.load_state_dict(norm.state_dict())
     x = torch.randn(2, 3, 8, dtype=torch.float64)
     torch.testing.assert_close(norm(x), reference(x), rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("name", NORMS)
 def test_weight_from_zero_against_its_formula(name):
     """Megatron's layernorm_1p: 1 + weight, gradients too."""
     config = model_config(hidden_size=8, normalization=name, apply_layernorm_1p=True)
@@ -80,7 +82,7 @@ def test_norm_of_heads_against_transformers():
     torch.testing.assert_close(norm(x_BSND), theirs(x_BSND), rtol=1e-6, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ["LayerNorm", "RMSNorm"])
+@pytest.mark.parametrize("name", NORMS)
 def test_norms_keep_the_dtype_of_activations(name):
     """Heads are bfloat16 under autocast, whose weights are not."""
     config = model_config(hidden_size=8, kv_channels=8, normalization=name)
@@ -102,6 +104,11 @@ ACTIVATIONS = [
     ({"glu_activation": "swiglu"}, lambda x: F.silu(x[..., :24]) * x[..., 24:]),
     ({"swiglu": True}, lambda x: F.silu(x[..., :24]) * x[..., 24:]),
 ]
+
+
+def test_every_activation_is_compared():
+    compared = {model_config(**flags).mlp.activation for flags, _ in ACTIVATIONS}
+    assert compared == set(MLP_ACTIVATIONS)
 
 
 @pytest.mark.parametrize("flags, activation", ACTIVATIONS, ids=[str(f) for f, _ in ACTIVATIONS])

@@ -86,7 +86,7 @@ def extra_bytes(norm, model: ModelConfig, precision: str, *shape: int) -> int:
     with kept.hooks():
         kept.add(norm(x))
     source = 4 if model.norm.apply_layernorm_1p else dtype.itemsize
-    statistics = 8 if model.norm.normalization == "LayerNorm" else 4
+    statistics = 4 * model.norm.traits.statistics
     planned = x.numel() * (source + dtype.itemsize) + x.numel() // shape[-1] * statistics
     return kept.bytes - planned
 

@@ -63,7 +63,7 @@ def test_every_cell_is_what_the_training_command_does(tool, started):
 
 def test_both_marks_and_every_dropout_occur(tool):
     cells = {cell for row in tool.rows() for cell in row}
-    assert {"yes", "no8", "no9", "all", "hidden", "none", "off"} <= cells
+    assert {"yes", "no8", "no9", "all", "hidden", "none"} <= cells
 
 
 def test_the_documentation_is_what_the_command_prints(tool, capsys):

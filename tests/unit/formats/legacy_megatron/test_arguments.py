@@ -1,12 +1,14 @@
 """Megatron's arguments in our configuration and back."""
 
 import dataclasses
+import typing
 from pathlib import Path
 
 import pytest
 import torch
 
 from megatron.config import ModelFlags
+from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.legacy_megatron.arguments import (
     arguments_of_model,
@@ -107,6 +109,48 @@ def test_round_trip(changes):
     model = complete(ModelFlags(**(BASE | changes)), WHERE)
     back = model_of_arguments(arguments_of_model(model), WHERE)
     assert back == model
+
+
+def choices():
+    """Fields with each of their choices."""
+    hints = typing.get_type_hints(ModelFlags)
+    for field in dataclasses.fields(ModelFlags):
+        switch = (False, True) if value_type(hints[field.name]) is bool else ()
+        for value in field.metadata["choices"] or switch:
+            if field.name != "attention_backend":  # the same results, up to rounding
+                yield field.name, value
+
+
+OTHERS = {"position_embedding_type": "rope", "add_bias_linear": False, "parallel_residual": True}
+"""What some choices need."""
+
+
+@pytest.mark.parametrize(("field", "value"), list(choices()))
+def test_every_choice_is_written_or_refused(field, value):
+    resolved = 0
+    for changes in ({}, OTHERS):
+        try:
+            model = complete(ModelFlags(**(BASE | changes | {field: value})), WHERE)
+        except ValueError:
+            continue
+        resolved += 1
+        try:
+            written = arguments_of_model(model)
+        except ValueError as error:
+            assert "Megatron's old layout requires" in str(error)
+        else:
+            assert model_of_arguments(written, WHERE) == model
+    assert resolved
+
+
+def test_an_unknown_norm_or_activation_is_refused():
+    model = complete(ModelFlags(**BASE), WHERE)
+    mlp = dataclasses.replace(model.mlp, activation="another")
+    with pytest.raises(ValueError, match=r"--squared-relu \(not another\)$"):
+        arguments_of_model(dataclasses.replace(model, mlp=mlp))
+    norm = dataclasses.replace(model.norm, normalization="another")
+    with pytest.raises(ValueError, match="requires --normalization LayerNorm or RMSNorm$"):
+        arguments_of_model(dataclasses.replace(model, norm=norm))
 
 
 @pytest.mark.parametrize(

@@ -152,7 +152,7 @@ def test_sizes_that_megatron_refuses(changes, sizes, message, ours, tmp_path):
         ({"post_norm": True}, "--post-norm"),
         ({"parallel_residual": True}, "--parallel-residual"),
         ({"attn_logit_softcapping": 30.0}, "--attn-logit-softcapping"),
-        ({"relu": True}, "--relu"),
+        ({"relu": True}, r"--squared-relu \(not relu\)"),
         ({"add_bias_linear": False, "add_attention_bias": True}, "--add-attention-bias"),
     ],
 )
