@@ -245,7 +245,7 @@ def test_contradicting_accumulation_steps():
 def test_a_layout_that_does_not_fit_gets_its_own_message():
     content = {"gradient_accumulation_steps": 2}
     message = refusal("--lr 1 --micro-batch-size 2 --tensor-model-parallel-size 4", content, 2)
-    assert "--tensor-model-parallel-size 4" in message and "2 processes" in message
+    assert "--tensor-model-parallel-size 4" in message and "number of processes, 2;" in message
 
 
 def test_gradients_accumulated_in_another_format_stay():

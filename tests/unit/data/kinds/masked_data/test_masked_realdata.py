@@ -203,7 +203,7 @@ def test_t5_with_its_own_vocabulary(realdata: Path, tmp_path: Path) -> None:
     texts = [" ".join(text) for text in race(realdata)[:40]]
     documents = indexed([[text] for text in texts], tokenizer, tmp_path / "corpus")
     recipe = T5Recipe.from_config(MaskedDataConfig(short_seq_prob=0.0), tokenizer, 64, 1)
-    assert (recipe.start, recipe.end, recipe.pad) == (0, 1, 0)
+    assert (recipe.end, recipe.pad) == (1, 0)
     dataset = recipe.build(documents, range(len(texts)), 100, "train", IndexCache(None))
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
     plain = [" ".join(text.split()) for text in texts]
