@@ -195,7 +195,7 @@ def test_cross_attention_with_grouped_heads_norms_and_positions_elsewhere():
 
 
 def test_what_makes_no_sense_is_refused_by_its_flag():
-    with pytest.raises(ConfigError, match="--sliding-window 2 limits the tokens before a token"):
+    with pytest.raises(ConfigError, match="--sliding-window 2 limits attention to earlier tokens"):
         Block(config(sliding_window=2), 0, TensorParallel(), False, "full")
     with pytest.raises(ConfigError, match="--parallel-residual"):
         Block(config(parallel_residual=True), 0, TensorParallel(), False, cross=True)
