@@ -246,14 +246,14 @@ with UntilTheFirstProduct():
 SMALL_RUN = (
     "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 "
     "--micro-batch-size 1 --global-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 9 "
-    "--num-workers 0 --eval-iters 0 --peak-tflops 1 --train-iters 1 --mock-data"
+    "--num-workers 0 --eval-iters 0 --peak-tflops 1 --train-iters 1"
 ).split()
 
 
 def calls_of_a_step() -> list[tuple[str, str]]:
     """Function and file of each of our frames from ``main`` to the first matrix product."""
     done = subprocess.run(
-        [sys.executable, "-c", FIRST_PRODUCT, *SMALL_RUN],
+        [sys.executable, "-c", FIRST_PRODUCT, *SMALL_RUN, "--mock-data"],
         cwd=ROOT,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

@@ -51,7 +51,7 @@ def run(job: dict, environment: dict, output: str) -> NoReturn:
         status = end.code if isinstance(end.code, int) else int(end.code is not None)
         if not isinstance(end.code, int | None):
             print(end.code, file=sys.stderr)
-    except BaseException:
+    except BaseException:  # this fork must never return into the server
         sys.excepthook(*sys.exc_info())
         status = 1
     finally:

@@ -21,6 +21,9 @@ MOST_STATIONS = 8
 loader; it goes from the configuration to the data and to no other package."""
 
 FAMILIES = ROOT / "megatron" / "families"
+sys.path.insert(0, str(ROOT / "docs" / "generate"))
+
+import figures  # noqa: E402  # it draws the same calls for the documentation
 
 
 def test_pretraining_imports_few_files():
@@ -28,40 +31,6 @@ def test_pretraining_imports_few_files():
     packages = Counter(str(path.parent.relative_to(ROOT)) for path in found)
     lines = "\n".join(f"{count:4} {package}" for package, count in sorted(packages.items()))
     assert len(found) <= MOST_FILES, f"pretrain_gpt.py imports {len(found)} files:\n{lines}"
-
-
-FIRST_PRODUCT = """
-import os, sys
-from torch.utils._python_dispatch import TorchDispatchMode
-import pretrain_gpt
-
-PRODUCTS = {"mm", "addmm", "bmm", "baddbmm"}
-
-class UntilTheFirstProduct(TorchDispatchMode):
-    def __torch_dispatch__(self, operator, types, args=(), kwargs=None):
-        if operator.name().removeprefix("aten::").partition(".")[0] in PRODUCTS:
-            frames, frame = [], sys._getframe(1)
-            while frame is not None:
-                code = frame.f_code
-                frames.append((code.co_filename, frame.f_lineno, code.co_name))
-                frame = frame.f_back
-            if any(name == "train_step" for *_, name in frames):
-                for file, line, name in reversed(frames):
-                    print(f"{file}:{line} {name}")
-                sys.stdout.flush()
-                os._exit(0)
-        return operator(*args, **(kwargs or {}))
-
-with UntilTheFirstProduct():
-    pretrain_gpt.main()
-"""
-
-
-SMALL_RUN = (
-    "--num-layers 1 --hidden-size 16 --num-attention-heads 2 --seq-length 8 --lr 1e-3 "
-    "--micro-batch-size 1 --global-batch-size 1 --tokenizer-type NullTokenizer --vocab-size 9 "
-    "--num-workers 0 --eval-iters 0 --peak-tflops 1 --train-iters 1"
-).split()
 
 
 def ours_of(program: str, flags: list[str], folder: Path) -> list[str]:
@@ -78,16 +47,12 @@ def ours_of(program: str, flags: list[str], folder: Path) -> list[str]:
     return [line for line in done.stdout.splitlines() if line.partition(":")[0] in ours]
 
 
-def frames_to_first_product() -> list[str]:
-    """Our frames of the first training step that lead to a matrix product, outermost first."""
-    return ours_of(FIRST_PRODUCT, [*SMALL_RUN, "--mock-data"], ROOT)
-
-
 def test_few_frames_lead_to_the_first_matrix_product():
-    frames = frames_to_first_product()
-    assert frames[0].endswith(" main")
-    assert any(str(ROOT / "megatron" / "parallel") in frame for frame in frames[-3:])
-    assert len(frames) <= MOST_FRAMES, f"{len(frames)} frames:\n" + "\n".join(frames)
+    frames = figures.calls_of_a_step()
+    assert frames[0] == ("main", "pretrain_gpt.py")
+    assert any(file.startswith("parallel/") for _, file in frames[-3:])
+    lines = "\n".join(f"{file} {function}" for function, file in frames)
+    assert len(frames) <= MOST_FRAMES, f"{len(frames)} frames:\n{lines}"
 
 
 THE_WAY_OF_A_PATH = """
@@ -130,7 +95,7 @@ pretrain_gpt.main()
 
 def test_a_data_path_passes_few_files(tmp_path):
     """From the command line to the loader: who parses, opens, indexes, reads."""
-    flags = [*SMALL_RUN, "--data-path", "the-books", "--split", "1,0,0"]
+    flags = [*figures.SMALL_RUN, "--data-path", "the-books", "--split", "1,0,0"]
     lines = ours_of(THE_WAY_OF_A_PATH, flags, tmp_path)
     assert "loader.py" in lines[-1]
     packages = [line.removeprefix(f"{ROOT}/megatron/").partition("/")[0] for line in lines]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import csv
 import io
 import os
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from functools import cached_property
 from typing import Any, BinaryIO, NamedTuple
@@ -79,7 +80,7 @@ def text_files(path: str, endings: tuple[str, ...] = TEXT_ENDINGS) -> list[TextF
     return [TextFile.of(name) for name in found]
 
 
-class TextRecords:
+class TextRecords(ABC):
     """The records of a file. Pickles as its arguments."""
 
     def __init__(self, file: TextFile, key: str, delim: str | None = None) -> None:
@@ -88,13 +89,13 @@ class TextRecords:
     def __reduce__(self) -> tuple[type[TextRecords], tuple[TextFile, str, str | None]]:
         return type(self), (self.file, self._key, self._delim)
 
+    @abstractmethod
     def ranges(self) -> list[tuple[int, int]]:
         """Byte ranges that different processes may read."""
-        raise NotImplementedError
 
+    @abstractmethod
     def read(self, start: int, stop: int) -> Iterator[TextRecord]:
         """The records that begin in one of the ranges, empty ones left out."""
-        raise NotImplementedError
 
     def text_at(self, start: int, stop: int) -> str:
         """The text of the record at offset `start`, which ends at or before `stop`. Raises
@@ -104,8 +105,8 @@ class TextRecords:
             raise changed(self.file, start)
         return text
 
-    def _first(self, content: bytes) -> str | BadLine:
-        raise NotImplementedError
+    @abstractmethod
+    def _first(self, content: bytes) -> str | BadLine: ...
 
     @cached_property
     def _open(self) -> BinaryIO:
