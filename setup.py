@@ -62,6 +62,9 @@ EXTRAS = {
     ],
 }
 
+# Old names of programs and modules, installed under these names.
+COMPAT = find_packages("compat")
+
 COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",
     "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
@@ -96,8 +99,9 @@ setup(
         "megatron.tools",
         "megatron.tools.checkpoint",
         "megatron.tools.openwebtext",
+        *COMPAT,
     ],
-    package_dir={"megatron.tools": "tools"},
+    package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=["pretrain_gpt"],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
