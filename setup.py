@@ -23,6 +23,7 @@ REQUIRES = [
     "numpy>=1.26",
     "orjson",
     "protobuf>=4",
+    "psutil",
     "safetensors>=0.4",
     "sentencepiece>=0.2",
     "tensorboard",
@@ -57,7 +58,7 @@ EXTRAS = {
     "s3": ["s3fs"],
     "wandb": ["wandb"],
     "test": [
-        *("hypothesis", "mypy", "numba", "psutil", "pytest>=8", "pytest-xdist", "ruff"),
+        *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
     ],
 }
