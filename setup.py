@@ -104,7 +104,7 @@ setup(
         *COMPAT,
     ],
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
-    py_modules=["pretrain_gpt"],
+    py_modules=["pretrain_gpt", "pretrain_gpt2"],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": COMMANDS},
