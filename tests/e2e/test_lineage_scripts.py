@@ -106,7 +106,9 @@ def saved(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("universal")
     for precision in ("bf16", "fp16"):
         script = FOLDER / "universal_checkpointing" / f"run_{precision}.sh"
-        run("bash", script, *TWENTY.split(), **corpus, RUNS=str(folder), LAUNCHER="torchrun", DP="1")
+        run(
+            "bash", script, *TWENTY.split(), **corpus, RUNS=str(folder), LAUNCHER="torchrun", DP="1"
+        )
         checkpoints = folder / f"z1_uni_ckpt/checkpoints/gpt2/z1/{precision}/tp2_pp2_dp1_sp1_toy"
         run(
             *("python", "-m", "deepspeed.checkpoint.ds_to_universal"),
