@@ -48,7 +48,8 @@ class Case:
         document: file in ``cases/``, without its ending.
         title: name of the document.
         name: of the case, unique in its document.
-        run: the command as documented, for bash; the variables of its file are filled in.
+        documented: the command as documented.
+        run: the same for bash, with the variables of its document filled in.
         files: what its folder holds, by name: a file of the public data, of which ``[:N]`` takes
             the first N lines and ``key=content`` renames the key of JSON lines.
         after: the case whose folder it continues in (a copy of it).
@@ -71,6 +72,7 @@ class Case:
     document: str
     title: str
     name: str
+    documented: str
     run: str
     files: Mapping[str, str] = field(default_factory=dict)
     after: str | None = None
@@ -149,21 +151,33 @@ LINES: dict[str, list[str]] = _common()["lines"]
 
 
 @cache
+def _content(document: str) -> dict[str, Any]:
+    return yaml.safe_load((HERE / "cases" / f"{document}.yaml").read_text())
+
+
+def variables(document: str) -> dict[str, str]:
+    """The shell variables in which a document keeps paths and parts of its commands."""
+    return _content(document).get("variables", {})
+
+
+@cache
 def cases(document: str) -> tuple[Case, ...]:
     """The cases of a document."""
-    content = yaml.safe_load((HERE / "cases" / f"{document}.yaml").read_text())
-    title, variables = content["document"], content.get("variables", {})
+    content = _content(document)
+    title = content["document"]
     known = {each.name for each in fields(Case)}
     found = []
     for entry in content["commands"]:
         assert set(entry) <= known, f"{document}: {set(entry) - known}"
         entry = {"files": content.get("files", {})} | entry
-        entry["run"] = _filled(entry["run"], variables)
+        entry |= {"documented": entry["run"], "run": _filled(entry["run"], variables(document))}
         if "today" in entry:
             today = dict(entry["today"])
-            today["run"] = _filled(today["run"], variables)
+            today["run"] = _filled(today["run"], variables(document))
             today["sizes"] = _strings(today.get("sizes", {}))
             entry["today"] = Today(**today)
+        entry["leaves"] = [_filled(name, variables(document)) for name in entry.get("leaves", ())]
+        entry["prepare"] = _filled(entry.get("prepare", ""), variables(document))
         for name in ("sizes", "environment"):
             entry[name] = _strings(entry.get(name, {}))
         found.append(Case(document, title, **entry))

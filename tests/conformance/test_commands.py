@@ -7,11 +7,10 @@ part of the project, and resolves every training command at its full size.
 import re
 
 import pytest
-from documented import SIZES, all_cases, cases, small_flags, training_flags
-from running import Failed, check, checkout, numbers
+from documented import all_cases, cases, training_flags
+from running import Failed, Runner, check, numbers, training_script
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
-from megatron.data.sources import with_corpora  # noqa: F401
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
 
@@ -50,6 +49,26 @@ def test_sample(case, quick_runner):
 @pytest.mark.parametrize("case", named(READY))
 def test_command(case, runner):
     expect(case, runner)
+
+
+def trains(case):
+    """Whether a case is a training command, or a script that prints one."""
+    return training_script(case.run) if case.is_script else training_flags(case.run) is not None
+
+
+@pytest.mark.parametrize("case", named(case for case in READY if trains(case) and not case.status))
+def test_full_size(case, tmp_path):
+    """The documented sizes and number of processes resolve to a configuration."""
+    text = case.run
+    if case.is_script:
+        runner = Runner(tmp_path, tmp_path)
+        text = runner.printed(case, runner.dry_folder(case))
+    settings = FlagParser(*FLAG_CLASSES).settings(training_flags(text))
+    path = settings["deepspeed_config"].value if "deepspeed_config" in settings else ""
+    content = read_json(path) if path else {}
+    processes = case.processes or 1
+    resolved = resolve(deepspeed_json.merge(settings, content, path, processes), processes)
+    assert resolved.config.parallel.world_size == processes
 
 
 class ToCome(Exception):
