@@ -23,6 +23,7 @@ REQUIRES = [
     "numpy>=1.26",
     "orjson",
     "protobuf>=4",
+    "psutil",
     "safetensors>=0.4",
     "sentencepiece>=0.2",
     "tensorboard",
@@ -57,10 +58,13 @@ EXTRAS = {
     "s3": ["s3fs"],
     "wandb": ["wandb"],
     "test": [
-        *("hypothesis", "mypy", "numba", "psutil", "pytest>=8", "pytest-xdist", "ruff"),
+        *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
     ],
 }
+
+# Old names of programs and modules, installed under these names.
+COMPAT = find_packages("compat")
 
 COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",
@@ -96,8 +100,9 @@ setup(
         "megatron.tools",
         "megatron.tools.checkpoint",
         "megatron.tools.openwebtext",
+        *COMPAT,
     ],
-    package_dir={"megatron.tools": "tools"},
+    package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=["pretrain_gpt"],
     install_requires=REQUIRES,
     extras_require=EXTRAS,

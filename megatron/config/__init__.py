@@ -3,8 +3,9 @@
 from megatron.config.blocks import NormConfig
 from megatron.config.command_line import FlagParser, parse_configs
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.engine import EngineConfig, LegacyFlags
+from megatron.config.engine import EngineConfig
 from megatron.config.flags import ConfigError, Setting, Settings
+from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, Vocabulary
 from megatron.config.output import CheckpointConfig, LoggingConfig
 from megatron.config.parallel import ParallelConfig, ParallelFlags

@@ -11,10 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.engine import EngineConfig, FastPathsConfig, LegacyFlags, check_fast_paths
+from megatron.config.engine import EngineConfig, FastPathsConfig, check_fast_paths
 from megatron.config.flags import ConfigResolver, Settings, build, flag_of
 from megatron.config.kinds import KindConfig, kind_classes
 from megatron.config.layouts import Layout, check_layout
+from megatron.config.legacy_flags import LegacyFlags
 from megatron.config.model import ModelConfig, ModelFlags, resolve_model
 from megatron.config.output import (
     CheckpointConfig,
