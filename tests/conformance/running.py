@@ -175,6 +175,7 @@ def check(case: Case, done: Done) -> None:
     Raises:
         Failed: status, output or files are others.
     """
+    __tracebackhide__ = True
     shown = f"\n$ {done.command}\n(in {done.folder}; status {done.status})\n{done.output[-6000:]}"
     if done.status != case.status:
         raise Failed(f"{case.id}: ends with status {done.status}, expected {case.status}{shown}")
