@@ -44,7 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     try:
         if config.world_size < 1 or (config.workers is not None and config.workers < 1):
             raise ConfigError("--workers and --world-size start at 1")
-        run = run_of(settings, config.world_size)
+        run = run_of(settings, config.world_size, config.samples)
         if run.config.data.mock_data:
             raise ConfigError("--mock-data needs no index")
         check_writable(run.config)

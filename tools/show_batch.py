@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     config, settings = RunToolParser(ShowConfig, __doc__).parse(argv)
     try:
         config.check()
-        run = run_of(settings, config.world_size)
+        run = run_of(settings, config.world_size, config.samples)
         for line in show(config, run):
             print(line)
     except (ValueError, OSError) as error:

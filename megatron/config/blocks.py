@@ -166,6 +166,7 @@ class MLPFlags:
 
     ffn_hidden_size: int | None = option(
         None,
+        aliases=("--intermediate-size",),
         derived="4 x hidden-size; for gated MLPs 8/3 x hidden-size, rounded down to a multiple "
         "of 64",
         bounds=POSITIVE,

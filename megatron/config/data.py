@@ -11,7 +11,7 @@ from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option
 class DataConfig:
     """Data: where it is and how samples are made of it."""
 
-    data_path: tuple[str, ...] = option(())
+    data_path: tuple[str, ...] = option((), aliases=("--dataset",))
     """PREFIX of an indexed dataset (PREFIX.bin and PREFIX.idx), or WEIGHT PREFIX WEIGHT PREFIX ...
     for a blend of several; --split divides the documents into training, validation and test.
     PREFIX@FIRST:LAST uses a range of the documents, given as fractions, such as books@0:0.95. A
@@ -20,7 +20,7 @@ class DataConfig:
     """Text file with the value of --data-path."""
     train_data_path: tuple[str, ...] = option(())
     """Like --data-path, for training only: --split does not apply."""
-    valid_data_path: tuple[str, ...] = option(())
+    valid_data_path: tuple[str, ...] = option((), aliases=("--val-data-path",))
     """Like --data-path, for validation only."""
     test_data_path: tuple[str, ...] = option(())
     """Like --data-path, for test only."""
@@ -95,8 +95,9 @@ class TokenizerConfig:
     tokenizer_type: str | None = option(None)
     """Tokenizer: GPT2BPETokenizer, BertWordPieceLowerCase, BertWordPieceCase,
     SentencePieceTokenizer, GPTSentencePieceTokenizer, Llama2Tokenizer, TikTokenizer, HFTokenizer,
-    ByteLevelTokenizer, NullTokenizer, or a name from the scripts of 2019
-    (docs/guides/tokenizers.md)."""
+    ByteLevelTokenizer, NullTokenizer, IdTokenizer, or a name from the scripts of 2019
+    (docs/guides/tokenizers.md). With vocabulary files GPT2BPETokenizer is the default, for a BERT
+    or T5 BertWordPieceLowerCase; with --vocab-size alone IdTokenizer."""
     vocab_file: str | None = option(None, aliases=("--vocab",))
     """Vocabulary file: vocab.json (GPT2BPETokenizer) or vocab.txt (BertWordPiece...)."""
     merge_file: str | None = option(None)
@@ -109,9 +110,15 @@ class TokenizerConfig:
     """SentencePieceTokenizer: type of a model that is trained: unigram, bpe (default), char or
     word. BertWordPieceTokenizer: name of the BERT model, which decides whether text is lower-cased
     (bert-large-cased)."""
+    cache_dir: str | None = option(None)
+    """Folder in which vocab.json and merges.txt of gpt2 (GPT2BPETokenizer), or vocab.txt of the
+    model in --tokenizer-model-type (BertWordPiece...), are looked for if no files are given, also
+    where Hugging Face's cache puts them. Nothing is downloaded."""
     vocab_size: int | None = option(None)
-    """NullTokenizer: number of token ids, without the end-of-document token. SentencePiece: size of
-    a model that is trained. TikTokenizer: number of tokens of a JSON vocabulary that are used,
+    """Number of token ids in indexed data whose tokenizer is not named. With a tokenizer: number of
+    rows of the token embedding before padding, at least as many as the tokenizer has ids. But
+    NullTokenizer: number of token ids, without the end-of-document token. SentencePiece: size of a
+    model that is trained. TikTokenizer: number of tokens of a JSON vocabulary that are used,
     special tokens included."""
     vocab_extra_ids: int = option(0)
     """Number of sentinel tokens <extra_id_0>, <extra_id_1>, ... added to the vocabulary (T5)."""

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option
+from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option, shared
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
+from megatron.config.training import PrecisionConfig
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Values of ``--torch-compile-mode`` that use CUDA graphs."""
@@ -15,9 +16,9 @@ _MULTIPLE = 16
 """Matrix products in 8 bits need sizes that are multiples of this."""
 
 
-@dataclass(frozen=True)
-class EngineConfig:
-    """DeepSpeed: its configuration file and ZeRO."""
+@dataclass(frozen=True, kw_only=True)
+class _Engine:
+    """Values that need no resolving."""
 
     deepspeed: bool = option(False)
     """Train with DeepSpeed. Not needed: this is always the case."""
@@ -26,9 +27,44 @@ class EngineConfig:
     )
     """DeepSpeed's JSON configuration; its "auto" values are filled in from the flags. A value that
     contradicts a flag is an error."""
-    zero_stage: int = option(0, choices=(0, 1, 2, 3), role="layout")
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineFlags(_Engine):
+    """DeepSpeed: its configuration file and ZeRO."""
+
+    zero_stage: int | None = option(
+        None,
+        choices=(0, 1, 2, 3),
+        derived="1 with --fp16, and with --bf16 without a DeepSpeed JSON, else 0",
+        role="layout",
+    )
     """ZeRO stage. Partitioned over data-parallel ranks: 0 nothing, 1 optimizer state, 2 gradients
     too, 3 parameters too."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig(_Engine):
+    """DeepSpeed: its configuration file and ZeRO."""
+
+    zero_stage: int = 0
+
+
+def resolve_engine(
+    flags: EngineFlags, precision: PrecisionConfig, resolver: ConfigResolver
+) -> EngineConfig:
+    """Completes ZeRO's stage. Training in half precision keeps float32 main weights, which need
+    stage 1; a DeepSpeed JSON that leaves the stage out for bf16 means DeepSpeed's default, 0."""
+    half = "fp16" if precision.fp16 else "bf16"
+    main_weights = precision.fp16 or (precision.bf16 and flags.deepspeed_config is None)
+    how = f"--{half} without a stage" if main_weights else "float32 weights"
+    stage = resolver.fill("zero_stage", flags.zero_stage, int(main_weights), how)
+    if main_weights and flags.zero_stage is None:
+        resolver.notes.append(
+            f"--{half} trains at ZeRO stage 1, since neither --zero-stage nor a DeepSpeed JSON "
+            "names a stage"
+        )
+    return EngineConfig(**shared(flags, _Engine), zero_stage=stage)
 
 
 @dataclass(frozen=True)

@@ -80,6 +80,8 @@ class Layout:
         """The flags of this layout, without defaults. The launcher sets the number of processes,
         the DeepSpeed JSON the offloading, and batch sizes the number of micro batches."""
         stated = self._stated()
+        if self.precision != "fp32":
+            stated["zero"] = self.zero  # the default depends on the precision
         words = []
         for name, flag in _VALUE_FLAGS.items():
             if name in stated:

@@ -62,6 +62,24 @@ _UNUSED = {
     "--dataloader-type single|": "samples are read in one pass, in Megatron's order",
     "--mmap-warmup": "data files are read as they are needed",
     "--manual-gc": "Python collects garbage by itself",
+    # 2019.
+    "--resume-dataloader": "a resumed run always continues with the next sample",
+    "--shuffle": "training samples are always shuffled, by --seed",
+    "--deep-init": "output projections always start with the std / sqrt(2 x layers)",
+    "--fp32-embedding --fp32-tokentypes": "the optimizer has float32 weights of every parameter",
+    "--fp32-layernorm": "norms are computed in float32",
+    "--save-all-rng --load-all-rng": "the random states of all ranks are saved and loaded",
+    "--dataset-impl mmap|infer": "the memory-mapped .bin/.idx format is the only one",
+    "--skip-mmap-warmup": "data files are read as they are needed",
+    # OneFlow.
+    "--multihead-attention-fusion": "queries, keys and values are one matrix product in any case",
+    "--no-scale-tril-softmax-dropout-fusion": "--attention-backend chooses the kernel",
+    "--use-rdma": "NCCL uses RDMA where it finds it",
+    "--use-external-dataset": "data are always read in Megatron's format and sample order",
+    "--metric-print-format normal|table": "log lines have one form; --metrics-file has the numbers",
+    "--log STR": "the log is printed; --metrics-file and --tensorboard-dir write it to files",
+    "--profile-transformer-layer": "--profile says where the time of a step goes",
+    "--save-last": "the last iteration is always saved",
 }
 """Flags that are accepted from scripts of other trainers, and what happens instead."""
 

@@ -18,8 +18,10 @@ class CheckpointConfig:
     this project or another. Training starts from scratch if the folder has no checkpoint."""
     load_tag: str | None = option(None)
     """Load this checkpoint of --load (for example global_step100) instead of the newest."""
-    save_interval: int | None = option(None, bounds=POSITIVE)
+    save_interval: int | None = option(None, aliases=("--save-iters",), bounds=POSITIVE)
     """Number of iterations between checkpoints; the last iteration is always saved."""
+    save_init: bool = option(False)
+    """Also save before the first iteration, as iteration 0."""
     checkpoint_format: str = option("safetensors", choices=("safetensors", "deepspeed"))
     """Format to save in: this project's, which every layout and --load can read, or DeepSpeed's."""
     async_save: bool = option(False)
@@ -36,26 +38,31 @@ class CheckpointConfig:
     pretrained_checkpoint: str | None = option(None)
     """Checkpoint to take the initial weights from when --load has none."""
     use_checkpoint_opt_param_scheduler: bool = option(
-        False, flag="--use-checkpoint-opt_param-scheduler"
+        False,
+        flag="--use-checkpoint-opt_param-scheduler",
+        aliases=("--use-checkpoint-lr-scheduler",),
     )
     """Use the learning rate, the weight decay and their schedules of the loaded checkpoint's run
     instead of those of the flags."""
     finetune: bool = option(False)
     """Load only the weights, and start at iteration 0."""
-    load_optim: bool = option(True, off="--no-load-optim")
-    """Do not load optimizer state."""
-    load_rng: bool = option(True, off="--no-load-rng")
-    """Do not load random states."""
-    save_optim: bool = option(True, off="--no-save-optim")
-    """Do not save optimizer state."""
-    save_rng: bool = option(True, off="--no-save-rng")
-    """Do not save random states."""
+    load_optim: bool = option(True, flag="--load-optim", off="--no-load-optim")
+    """Load optimizer state."""
+    load_rng: bool = option(True, flag="--load-rng", off="--no-load-rng")
+    """Load random states."""
+    save_optim: bool = option(True, flag="--save-optim", off="--no-save-optim")
+    """Save optimizer state."""
+    save_rng: bool = option(True, flag="--save-rng", off="--no-save-rng")
+    """Save random states."""
     use_checkpoint_args: bool = option(False)
     """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
 
     def check(self, resolver: ConfigResolver) -> None:
         """Refuses values that contradict each other."""
-        for name in ("save_interval", "keep_last", "keep_every", "async_save", "save_universal"):
+        for name in (
+            *("save_interval", "save_init", "keep_last", "keep_every", "async_save"),
+            "save_universal",
+        ):
             resolver.check(
                 self.save is not None or not getattr(self, name),
                 f"{resolver.show(name)} needs --save, the folder to save in",

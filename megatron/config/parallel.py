@@ -63,7 +63,11 @@ class ParallelFlags:
     recompute_method: str | None = option(None, choices=("uniform", "block"))
     """With --recompute-granularity full: recompute all layers, in chunks of --recompute-num-layers
     (uniform), or only the first --recompute-num-layers layers of each stage (block)."""
-    recompute_num_layers: int = option(1, bounds=POSITIVE)
+    recompute_num_layers: int = option(
+        1,
+        aliases=("--checkpoint-num-layers", "--activations-checkpoint-num-layers"),
+        bounds=POSITIVE,
+    )
     """Layers per recomputed chunk (uniform), or recomputed layers per stage (block)."""
     logits_chunk_mib: int | None = option(
         None, derived="64 on a CPU, 256 on a GPU", bounds=NOT_NEGATIVE
@@ -72,6 +76,8 @@ class ParallelFlags:
     once."""
     checkpoint_activations: bool = option(False, aliases=("--deepspeed-activation-checkpointing",))
     """Older name of --recompute-granularity full --recompute-method uniform."""
+    activations_checkpoint_method: str | None = option(None, choices=("uniform", "block"))
+    """Older name of --recompute-granularity full --recompute-method with the same value."""
     distributed_backend: str | None = option(
         None, choices=("nccl", "gloo"), derived="nccl on GPUs, gloo on CPU"
     )
@@ -290,9 +296,11 @@ def _check_partition(
 
 
 def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:
-    granularity = flags.recompute_granularity
+    granularity, method = flags.recompute_granularity, flags.recompute_method
+    older = flags.activations_checkpoint_method
     for flag, given, meaning in (
         ("--checkpoint-activations", flags.checkpoint_activations, "full"),
+        (f"--activations-checkpoint-method {older}", older is not None, "full"),
         ("--recompute-activations", flags.recompute_activations, "selective"),
     ):
         if given:
@@ -301,8 +309,14 @@ def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | No
                 f"{flag} contradicts {resolver.show('recompute_granularity')}",
             )
             granularity = resolver.put("recompute_granularity", meaning, flag)
+    if older is not None:
+        resolver.check(
+            method in (None, older),
+            f"{resolver.show('activations_checkpoint_method')} contradicts "
+            f"{resolver.show('recompute_method')}",
+        )
+        method = resolver.put("recompute_method", older, "--activations-checkpoint-method")
     if granularity == "full":
-        method = flags.recompute_method
         return granularity, resolver.fill(
             "recompute_method", method, "uniform", "full recomputation"
         )

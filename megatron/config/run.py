@@ -11,7 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 from megatron.config.data import DataConfig, TokenizerConfig
-from megatron.config.engine import EngineConfig, FastPathsConfig, check_fast_paths
+from megatron.config.engine import (
+    EngineConfig,
+    EngineFlags,
+    FastPathsConfig,
+    check_fast_paths,
+    resolve_engine,
+)
 from megatron.config.flags import ConfigResolver, Settings, build, flag_of
 from megatron.config.kinds import KindConfig, kind_classes
 from megatron.config.layouts import Layout, check_layout
@@ -170,6 +176,7 @@ _FLAGS: dict[type, type] = {
     ParallelConfig: ParallelFlags,
     TrainingConfig: TrainingFlags,
     OptimizerConfig: OptimizerFlags,
+    EngineConfig: EngineFlags,
 }
 """The flags of parts that are resolved."""
 
@@ -208,6 +215,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
     training = resolve_training(
         build(TrainingFlags, settings), parallel.data_parallel_size, resolver
     )
+    precision = build(PrecisionConfig, settings)
     length, save = training.train_iters, build(CheckpointConfig, settings).save
     resolved = {
         "model": model,
@@ -218,6 +226,8 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         "profiling": resolve_profiling(
             build(ProfilingConfig, settings), world_size, length, save, resolver
         ),
+        "precision": precision,
+        "engine": resolve_engine(build(EngineFlags, settings), precision, resolver),
     }
     given: dict[str, Any] = {
         name: build(cls, settings) for name, cls in PART_FLAGS.items() if name not in resolved

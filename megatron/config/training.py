@@ -29,6 +29,15 @@ class _Batch:
     )
     """Global batch size: samples per optimizer step over all ranks. What exceeds micro-batch-size x
     data-parallel size is gradient accumulation."""
+    num_accumulation_steps: int | None = option(None, bounds=POSITIVE)
+    """Micro batches per optimizer step and data-parallel rank: the global batch size is
+    micro-batch-size x data-parallel size x this number (OneFlow)."""
+    eval_batch_size: int | None = option(None, bounds=POSITIVE)
+    """Micro batch size of evaluations; it must be --micro-batch-size (2019)."""
+    eval_seq_length: int | None = option(None, bounds=POSITIVE)
+    """Sequence length of evaluations; it must be --seq-length (2019)."""
+    epochs: int | None = option(None, bounds=POSITIVE)
+    """Multiplies --train-iters, which then is the length of one epoch (2019)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,12 +99,13 @@ def resolve_training(
     """Completes batches and length for ``replicas`` data-parallel ranks."""
     (micro,) = resolver.require(micro_batch_size=flags.micro_batch_size)
     samples = micro * replicas
-    whole = resolver.fill(
-        "global_batch_size",
-        flags.global_batch_size,
-        samples,
-        "micro-batch-size x data-parallel size",
-    )
+    whole = _global_batch_size(flags, micro, replicas, resolver)
+    for name, like in (("eval_batch_size", "micro_batch_size"), ("eval_seq_length", "seq_length")):
+        resolver.check(
+            resolver.values[name] in (None, resolver.values[like]),
+            f"{resolver.show(name)} differs from {resolver.show(like)}, with which a run "
+            "evaluates too: leave it out, or evaluate in a run of its own with --skip-train",
+        )
     if whole % samples:
         lower, upper = whole // samples * samples, -(-whole // samples) * samples
         raise ConfigError(
@@ -114,17 +124,51 @@ def resolve_training(
         "missing the length of the run: --train-iters, --train-samples or --train-tokens",
     )
     resolver.check(len(given) < 2, f"{' and '.join(given)}: give one length of the run only")
+    iters = flags.train_iters
+    if flags.epochs is not None:
+        resolver.check(
+            iters is not None,
+            f"{resolver.show('epochs')} multiplies --train-iters, the length of an epoch; give it",
+        )
+        assert iters is not None
+        iters = resolver.put("train_iters", iters * flags.epochs, "train-iters x epochs")
     return TrainingConfig(
-        **shared(flags, _Training), micro_batch_size=micro, global_batch_size=whole
+        **shared(flags, _Training) | {"train_iters": iters},
+        micro_batch_size=micro,
+        global_batch_size=whole,
     )
+
+
+def _global_batch_size(
+    flags: TrainingFlags, micro: int, replicas: int, resolver: ConfigResolver
+) -> int:
+    name, steps = "global_batch_size", flags.num_accumulation_steps
+    if steps is None:
+        how = "micro-batch-size x data-parallel size"
+        return resolver.fill(name, flags.global_batch_size, micro * replicas, how)
+    shown = resolver.show("num_accumulation_steps")
+    resolver.check(
+        flags.rampup_batch_size is None,
+        f"{shown} fixes the global batch size, and --rampup-batch-size increases it: give "
+        "--global-batch-size with the latter",
+    )
+    whole = micro * replicas * steps
+    resolver.check(
+        flags.global_batch_size in (None, whole),
+        f"{resolver.show(name)} contradicts {shown}, which makes it {whole} = "
+        f"{resolver.show('micro_batch_size')} x {replicas} data-parallel processes x {steps}; give "
+        "one of them",
+    )
+    how = "micro-batch-size x data-parallel size x num-accumulation-steps"
+    return resolver.fill(name, flags.global_batch_size, whole, how)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Optimizer:
     """Values that need no resolving, but for the lengths of the schedule."""
 
-    optimizer: str = option("adam", choices=("adam", "sgd"))
-    """Optimizer; adam is AdamW (decoupled weight decay), as in Megatron."""
+    optimizer: str = option("adam", choices=("adam", "sgd"), spellings={"adamw": "adam"})
+    """Optimizer; adam or adamw is AdamW (decoupled weight decay), as in Megatron."""
     min_lr: float = option(0.0, role="schedule")
     """Minimum learning rate, reached at the end of the decay."""
     lr_decay_style: str = option(
@@ -177,9 +221,9 @@ class _Optimizer:
 
 @dataclass(frozen=True, kw_only=True)
 class _Rates:
-    lr: float | None = option(None, bounds=POSITIVE, role="schedule")
+    lr: float | None = option(None, aliases=("--learning-rate",), bounds=POSITIVE, role="schedule")
     """Peak learning rate."""
-    lr_warmup_fraction: float | None = option(None, role="schedule")
+    lr_warmup_fraction: float | None = option(None, aliases=("--warmup",), role="schedule")
     """Warm-up as a fraction of the decay length (--lr-decay-iters or its like)."""
     start_weight_decay: float | None = option(None, role="schedule")
     """Weight decay at the start of its schedule."""
@@ -272,13 +316,13 @@ class PrecisionConfig:
     """fp16: static loss scale."""
     initial_loss_scale: float = option(2.0**32)
     """fp16: initial dynamic loss scale, a power of two."""
-    min_loss_scale: float = option(1.0, bounds=POSITIVE)
+    min_loss_scale: float = option(1.0, aliases=("--min-scale",), bounds=POSITIVE)
     """fp16: lowest dynamic loss scale."""
     loss_scale_window: int = option(1000, bounds=POSITIVE)
     """fp16: iterations without overflow after which the dynamic loss scale doubles."""
     hysteresis: int = option(2, bounds=POSITIVE)
     """fp16: number of overflows before the dynamic loss scale is halved."""
-    accumulate_allreduce_grads_in_fp32: bool = option(False)
+    accumulate_allreduce_grads_in_fp32: bool = option(False, aliases=("--fp32-allreduce",))
     """Accumulate and all-reduce gradients in float32 (data_types.grad_accum_dtype in the DeepSpeed
     JSON)."""
 

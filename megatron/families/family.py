@@ -19,6 +19,8 @@ class Family(ABC):
     """As in checkpoints and entry points."""
     generates: ClassVar[bool] = False
     """Whether its models generate text, token by token."""
+    tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
+    """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:

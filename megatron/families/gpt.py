@@ -101,14 +101,25 @@ class GPTData(DataPipeline):
 
     def _eod(self) -> int | None:
         data, special = self.config.data, self._special
-        if not (data.reset_position_ids or data.reset_attention_mask or data.eod_mask_loss):
+        needing = [
+            "--" + name.replace("_", "-")
+            for name in ("reset_position_ids", "reset_attention_mask", "eod_mask_loss")
+            if getattr(data, name)
+        ]
+        if not needing:
             return None
-        return self.tokenizer.eod if special is None else special.eod
+        if special is not None:
+            return special.eod
+        try:
+            return self.tokenizer.eod
+        except ValueError as error:
+            raise ValueError(f"{', '.join(needing)}: {error}") from None
 
 
 class GPT(Family):
     name = "gpt"
     generates = True
+    tokenizer_type = "GPT2BPETokenizer"
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)

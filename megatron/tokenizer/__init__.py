@@ -1,6 +1,6 @@
 """Text to token ids and back: one base class, one file per family of tokenizers."""
 
 from megatron.tokenizer.base import Tokenizer
-from megatron.tokenizer.registry import build_tokenizer
+from megatron.tokenizer.registry import build_tokenizer, implied_type, vocabulary_rows
 
-__all__ = ["Tokenizer", "build_tokenizer"]
+__all__ = ["Tokenizer", "build_tokenizer", "implied_type", "vocabulary_rows"]

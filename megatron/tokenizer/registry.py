@@ -7,6 +7,7 @@ from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer.base import TextSource, Tokenizer
+from megatron.tokenizer.cached_files import with_cached_files
 from megatron.util.nearest import nearest
 
 TOKENIZERS = {
@@ -23,6 +24,7 @@ TOKENIZERS = {
     "ByteLevelTokenizer": "byte:ByteLevelTokenizer",
     "ByteLevel": "byte:ByteLevelTokenizer",
     "NullTokenizer": "null:NullTokenizer",
+    "IdTokenizer": "null:IdTokenizer",
     # Names of 2019.
     "BertWordPieceTokenizer": "wordpiece:WordPieceTokenizer",
     "CharacterLevelTokenizer": "byte:ByteLevelTokenizer",
@@ -30,6 +32,10 @@ TOKENIZERS = {
 """For each type a module of this package, imported when it is needed, and a class in it whose
 `from_config` makes the tokenizer."""
 _TRAINED_WHEN_MISSING = ("SentencePieceTokenizer", "GPTSentencePieceTokenizer")
+_SIZED = (
+    *("NullTokenizer", "IdTokenizer", "TikTokenizer", "Llama3Tokenizer"), *_TRAINED_WHEN_MISSING
+)  # fmt: skip
+"""Types for which --vocab-size is a size of the tokenizer itself."""
 
 
 def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) -> Tokenizer:
@@ -37,6 +43,7 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     trained on `texts` by one process while the others wait. Raises ConfigError, FileNotFoundError;
     ValueError if a file is not of the kind that its flag requires."""
     known = ", ".join(TOKENIZERS)
+    config = with_cached_files(config)
     if config.tokenizer_type is None:
         raise ConfigError(f"--tokenizer-type is missing; expected one of {known}")
     if config.tokenizer_type not in TOKENIZERS:
@@ -47,6 +54,38 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     if texts is not None and config.tokenizer_type in _TRAINED_WHEN_MISSING:
         _resolved("train:train_missing_model")(config, texts)
     return _resolved(TOKENIZERS[config.tokenizer_type]).from_config(config)
+
+
+def implied_type(config: TokenizerConfig, of_files: str) -> tuple[str, str] | None:
+    """The type of a tokenizer that is given without one, and why: `of_files` with vocabulary files,
+    or no tokenizer but a number of ids; None where nothing is given. Raises ConfigError if
+    --tokenizer-model is given, whose type cannot be known."""
+    if config.tokenizer_model:
+        raise ConfigError(
+            f"--tokenizer-model {config.tokenizer_model} needs --tokenizer-type: HFTokenizer for a "
+            "folder, SentencePieceTokenizer, Llama2Tokenizer or TikTokenizer for a file"
+        )
+    for flag in ("vocab_file", "merge_file", "cache_dir"):
+        if getattr(config, flag):
+            return of_files, f"--{flag.replace('_', '-')} without --tokenizer-type"
+    if config.vocab_size is not None:
+        return "IdTokenizer", "--vocab-size without a tokenizer"
+    return None
+
+
+def vocabulary_rows(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
+    """Rows of the token embedding without padding: one for each id of the tokenizer, or
+    --vocab-size, if that is given with a tokenizer whose files have a size of their own. Raises
+    ConfigError if the ids do not fit."""
+    wanted, size = config.vocab_size, tokenizer.vocab_size
+    if wanted is None or config.tokenizer_type in _SIZED:
+        return size
+    if wanted < size:
+        raise ConfigError(
+            f"--vocab-size {wanted} is smaller than the vocabulary of {size} ids "
+            f"({tokenizer.source}): give {size} or more, or leave the flag out"
+        )
+    return wanted
 
 
 def _resolved(name: str) -> Any:

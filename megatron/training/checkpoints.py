@@ -39,6 +39,11 @@ class CheckpointManager(Callback):
         self.writer.save(iteration, {"consumed_samples": consumed_samples})
         self._report_finished()
 
+    def before_step(self, trainer: Trainer) -> None:
+        """Saves the initial state, if that is asked for."""
+        if self.writer.options.save_init and trainer.iteration == 0:
+            self.save(0, trainer.consumed_samples)
+
     def after_step(self, trainer: Trainer, step: Step) -> None:
         """Reports saves that finished in the background."""
         self._report_finished()

@@ -18,10 +18,12 @@ from megatron.config import (
     FLAG_CLASSES,
     ConfigError,
     FlagParser,
+    ModelConfig,
     Resolved,
     RunConfig,
     Setting,
     Settings,
+    TokenizerConfig,
     explain,
     resolve,
 )
@@ -38,7 +40,7 @@ from megatron.engine.saving import hold_folder
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of, spec_of
 from megatron.parallel.mesh import Mesh
-from megatron.tokenizer import Tokenizer, build_tokenizer
+from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.launch import start_processes
@@ -90,22 +92,38 @@ def parse_run(
     return run
 
 
-def run_of(settings: Settings, processes: int) -> Run:
-    """Completes the settings of a training command for a number of processes. Raises ValueError if
-    a value is missing, wrong or contradicted; the message names it."""
+def run_of(settings: Settings, processes: int, samples: str | None = None) -> Run:
+    """Completes the settings of a training command for a number of processes; ``samples`` is the
+    family of its data, if that is not the model's. Raises ValueError if a value is missing, wrong
+    or contradicted; the message names it."""
     given = settings.get("deepspeed_config")
     path = given.value if given else ""
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
     settings = resume.with_checkpoint(with_corpora(settings))
+    settings = _with_tokenizer_type(settings, samples)
     resolved = resolve(settings, processes)
-    tokenizer = build_tokenizer(resolved.config.tokenizer, training_texts(resolved.config))
+    named = resolved.config.tokenizer
+    tokenizer = build_tokenizer(named, training_texts(resolved.config))
     # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
     rows = resolved.config.model.vocabulary.size
-    resolved = resolved.with_vocabulary(max(rows, tokenizer.vocab_size))
+    resolved = resolved.with_vocabulary(max(rows, vocabulary_rows(named, tokenizer)))
     completed = deepspeed_json.complete(content, resolved.config)
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
+
+
+def _with_tokenizer_type(settings: Settings, samples: str | None) -> Settings:
+    """Adds the tokenizer's type where the other flags imply it."""
+    if "tokenizer_type" in settings:
+        return settings
+    family = settings["family"].value if "family" in settings else ModelConfig.family
+    usual = family_of(samples or family).tokenizer_type
+    implied = implied_type(build(TokenizerConfig, settings), usual)
+    if implied is None:
+        return settings
+    value, reason = implied
+    return settings | {"tokenizer_type": Setting(value, f"derived: {reason}")}
 
 
 class RunToolParser(FlagParser, Generic[Config]):

@@ -24,6 +24,8 @@ class MaskedDataConfig(KindConfig):
         None, derived="seq-length x mask-prob, rounded up to a multiple of 10"
     )
     """BERT: maximum number of predicted tokens per sample."""
+    eval_max_preds_per_seq: int | None = option(None)
+    """The same of evaluations; it must be that of training (2019)."""
     max_ngrams: int = option(3)
     """BERT: maximum number of consecutive words that are masked together; n words are masked with a
     probability proportional to 1/n. 1 masks single words."""
@@ -73,10 +75,14 @@ class MaskedDataConfig(KindConfig):
 
     def max_predictions(self, seq_length: int) -> int:
         """BERT: maximum number of predicted tokens of a sample of `seq_length` tokens."""
-        if self.max_preds_per_seq is None:
-            return math.ceil(seq_length * self.mask_prob / 10) * 10
-        if self.max_preds_per_seq < 1:
+        number = self.max_preds_per_seq
+        if number is None:
+            number = math.ceil(seq_length * self.mask_prob / 10) * 10
+        if number < 1:
+            raise ConfigError(f"--max-preds-per-seq {number}: give a positive number of tokens")
+        if self.eval_max_preds_per_seq not in (None, number):
             raise ConfigError(
-                f"--max-preds-per-seq {self.max_preds_per_seq}: give a positive number of tokens"
+                f"--eval-max-preds-per-seq {self.eval_max_preds_per_seq} differs from "
+                f"--max-preds-per-seq {number}, with which a run evaluates too; leave it out"
             )
-        return self.max_preds_per_seq
+        return number

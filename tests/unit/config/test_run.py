@@ -467,14 +467,33 @@ def test_accepted_flags_say_what_happens_instead():
 
 
 def test_bf16_at_stage_0_says_that_it_is_autocast():
-    assert "autocast" in resolved("--bf16").notes[0]
+    assert "autocast" in resolved("--bf16 --zero-stage 0").notes[0]
     assert resolved("--bf16 --zero-stage 1").notes == ()
+
+
+@pytest.mark.parametrize("half", ["--fp16", "--bf16"])
+def test_half_precision_alone_is_stage_1_and_says_so(half):
+    found = resolved(half)
+    assert found.config.engine.zero_stage == 1
+    assert found.origins["zero_stage"] == f"derived: {half} without a stage"
+    assert f"{half} trains at ZeRO stage 1" in found.notes[0]
+    assert resolved(f"{half} --zero-stage 2").config.engine.zero_stage == 2
+    assert resolved().config.engine.zero_stage == 0
+
+
+def test_a_deepspeed_json_that_names_no_stage():
+    """It means DeepSpeed's default, which fp16 does not have."""
+    json_given = "--deepspeed_config ds.json"
+    assert resolved(f"--bf16 {json_given}").config.engine.zero_stage == 0
+    assert resolved(f"--fp16 {json_given}").config.engine.zero_stage == 1
+    with pytest.raises(ConfigError, match="--fp16, --zero-stage 0"):
+        resolved("--fp16", zero_stage=0)
 
 
 def test_accumulation_in_float32_says_where_it_changes_nothing():
     flag = "--accumulate-allreduce-grads-in-fp32"
     assert "changes nothing" in resolved(flag).notes[0]
-    assert "changes nothing" in resolved(f"{flag} --bf16").notes[1]
+    assert "changes nothing" in resolved(f"{flag} --bf16 --zero-stage 0").notes[1]
     assert resolved(f"{flag} --bf16 --zero-stage 3").notes == ()
 
 

@@ -1,0 +1,81 @@
+"""Vocabularies of published models in a folder, as downloads leave them there."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from megatron.config import ConfigError, TokenizerConfig
+
+_GPT2 = (
+    ("vocab_file", ("vocab.json", "{}-vocab.json")),
+    ("merge_file", ("merges.txt", "{}-merges.txt")),
+)
+_BERT = (("vocab_file", ("vocab.txt", "{}-vocab.txt")),)
+_WANTED = {
+    "GPT2BPETokenizer": ("gpt2", _GPT2),
+    "BertWordPieceLowerCase": ("bert-large-uncased", _BERT),
+    "BertWordPieceCase": ("bert-large-cased", _BERT),
+    "BertWordPieceTokenizer": ("bert-large-uncased", _BERT),
+}
+"""For each type the model that is meant without --tokenizer-model-type, and the names that the
+files of each field may have."""
+_OWNERS = ("", "openai-community--", "google-bert--")
+"""Prefixes of the models' names in Hugging Face's cache."""
+
+
+def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
+    """The configuration with files of --cache-dir where none are given, and without that folder.
+    ConfigError if it does not have them."""
+    found = dataclasses.replace(config, cache_dir=None)
+    if config.cache_dir is None or config.tokenizer_type not in _WANTED:
+        return found
+    if config.vocab_file or config.merge_file:
+        return found
+    model, files = _WANTED[config.tokenizer_type]
+    if config.tokenizer_model_type and files is _BERT:
+        model = config.tokenizer_model_type
+    for place in _places(Path(config.cache_dir), model):
+        paths = {field: _first(place, names, model) for field, names in files}
+        if all(paths.values()):
+            return dataclasses.replace(found, **paths)
+    paths = _downloaded(Path(config.cache_dir), files, model)
+    if all(paths.values()):
+        return dataclasses.replace(found, **paths)
+    wanted = " and ".join(" or ".join(name.format(model) for name in names) for _, names in files)
+    flags = " and ".join("--" + field.replace("_", "-") for field, _ in files)
+    raise ConfigError(
+        f"--cache-dir {config.cache_dir} does not have the vocabulary of {model}, and nothing is "
+        f"downloaded: put {wanted} there, or give {flags}"
+    )
+
+
+def _places(folder: Path, model: str) -> Iterator[Path]:
+    """The folder itself, one of the model's name, and the snapshots of Hugging Face's cache."""
+    yield folder
+    for parent in (folder, folder / "hub"):
+        yield parent / model
+        for owner in _OWNERS:
+            yield from sorted(parent.glob(f"models--{owner}{model}/snapshots/*"))
+
+
+def _first(place: Path, names: tuple[str, ...], model: str) -> str | None:
+    paths = (place / name.format(model) for name in names)
+    return next((str(path) for path in paths if path.is_file()), None)
+
+
+def _downloaded(folder: Path, files: tuple, model: str) -> dict[str, str | None]:
+    """Files as the downloads of 2019 named them: by a digest, with the address in DIGEST.json."""
+    found: dict[str, str | None] = {field: None for field, _ in files}
+    for note in sorted(folder.glob("*.json")):
+        try:
+            address = json.loads(note.read_text()).get("url", "")
+        except (ValueError, AttributeError, OSError):
+            continue
+        for field, names in files:
+            published = names[-1].format(model)
+            if str(address).endswith(f"/{published}") and note.with_suffix("").is_file():
+                found[field] = str(note.with_suffix(""))
+    return found
