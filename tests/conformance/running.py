@@ -203,7 +203,8 @@ def numbers(done: Done) -> tuple[list[dict], dict[str, str]]:
     weight files of every checkpoint."""
     (metrics,) = done.folder.glob("**/metrics.jsonl")
     rows = [json.loads(line) for line in metrics.read_text().splitlines()]
-    kept = [{k: v for k, v in row.items() if not TIMES.search(k)} for row in rows]
+    trained = (row for row in rows if row["kind"] != "save")
+    kept = [{k: v for k, v in row.items() if not TIMES.search(k)} for row in trained]
     digests = {
         str(path.relative_to(metrics.parent)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(metrics.parent.glob("*/weights-*.safetensors"))
