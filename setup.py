@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, find_packages, setup
 
 PACKAGE = (Path(__file__).parent / "megatron" / "__init__.py").read_text()
 VERSION = re.findall(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[0]
@@ -63,8 +63,9 @@ EXTRAS = {
     ],
 }
 
-# Old names of programs and modules, installed under these names.
-COMPAT = find_packages("compat")
+# Old names of programs and modules, installed under these names. data_utils/ has no __init__.py, so
+# that a user's data_utils/corpora.py replaces that file alone; openwebtext/ is tools/openwebtext/.
+COMPAT = find_namespace_packages("compat", exclude=["openwebtext*"])
 
 COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",

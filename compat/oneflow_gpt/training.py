@@ -1,5 +1,6 @@
-"""OneFlow GPT's ``python3 -m oneflow_gpt.training``: runs pretrain_gpt.py."""
+"""OneFlow GPT's ``python3 -m oneflow_gpt.training``: runs pretrain_gpt.py, with its defaults."""
 
+import os
 import sys
 from pathlib import Path
 
@@ -8,4 +9,10 @@ sys.path.append(str(Path(__file__).parents[2]))  # a checkout that is not instal
 from pretrain_gpt import main  # noqa: E402
 
 if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        print(
+            "oneflow_gpt.training runs pretrain_gpt.py, whose defaults hold: --seed 1234 (OneFlow "
+            "GPT: 12345), and no default of --learning-rate (0.001)",
+            file=sys.stderr,
+        )
     main()

@@ -22,7 +22,7 @@ PASSED = (
 )
 """Names, or patterns of names, of the environment variables that a container gets."""
 
-SYSTEM = ("/bin", "/dev", "/etc", "/lib", "/opt", "/proc", "/sbin", "/sys", "/tmp", "/usr")
+SYSTEM = tuple("/bin /dev /etc /lib /opt /proc /root /run /sbin /sys /tmp /usr /var".split())
 """Folders that an image has of its own."""
 
 _NAME = re.compile(r"[A-Za-z_]\w*")

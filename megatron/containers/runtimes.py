@@ -45,10 +45,10 @@ def find_runtime(name: str | None) -> tuple[str, str]:
             if shutil.which(program):
                 return found, program
     looked_for = ", ".join(p for runtime in candidates.values() for p in runtime.programs)
-    given = "no program that runs containers" if name is None else f"--runtime {name}: it"
+    missing = "--runtime" if name is None else f"--runtime {name}"
     raise ConfigError(
-        f"{given} is installed (looked for {looked_for}); install one, or print the command "
-        "with --dry-run --runtime NAME"
+        f"{missing}: none of these programs is installed: {looked_for}; install one, or print the "
+        "command with --dry-run --runtime NAME"
     )
 
 

@@ -134,8 +134,8 @@ def meeting(who: str, address: str, port: int, origin: str, timeout: timedelta) 
         text, minutes = str(error), timeout.total_seconds() / 60
         if "EADDRINUSE" in text:
             raise ConfigError(
-                f"{origin} {port}: another program on this machine, perhaps another run, uses the "
-                f"port; choose another with {origin}"
+                f"{origin} {port}: the port is in use by another program on this machine, perhaps "
+                f"another run; choose a free one with {origin}"
             ) from error
         if "waiting for clients" in text:
             raise ConfigError(

@@ -1,1 +1,0 @@
-"""The package of data sets of Megatron-LM's first release (2019)."""
