@@ -5,6 +5,8 @@ part of the project, and resolves every training command at its full size.
 """
 
 import re
+import socket
+from dataclasses import replace
 
 import pytest
 from documented import all_cases, cases, training_flags
@@ -16,7 +18,7 @@ from megatron.engine.deepspeed_json import read_json
 
 ALL = list(all_cases())
 READY = [case for case in ALL if not case.to_come]
-MISTAKES = list(cases("mistakes"))
+*MISTAKES, PORT_IN_USE = cases("mistakes")
 
 
 def named(found):
@@ -100,3 +102,13 @@ def test_mistake_sample(case, quick_runner):
 @pytest.mark.parametrize("case", named(MISTAKES))
 def test_mistake(case, runner):
     check(case, runner.run(case))
+
+
+@pytest.mark.realdata
+def test_a_port_in_use(quick_runner):
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        port = {"MASTER_PORT": str(listening.getsockname()[1])}
+        case = replace(PORT_IN_USE, environment=PORT_IN_USE.environment | port)
+        check(case, quick_runner.run(case))
