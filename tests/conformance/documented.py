@@ -125,8 +125,10 @@ def shrunk(text: str, sizes: Mapping[str, str], where: str) -> tuple[str, list[s
         assert flag in (*SIZES, *PATHS), f"{where}: sizes: {flag} is no size, count or path"
         assert f"{flag} " in f"{text} ", f"{where}: sizes: {flag} is not in the command"
     for flag, value in (SIZES | dict(sizes)).items():
-        given = re.compile(rf"(?<=\s){flag}((?:\s+|=)\S+){' +[^ -][^ ]*' * value.count(' ')}(?=\s|$)")
-        text, count = given.subn(f"{flag} {value}", text)
+        more = r" +[^ -]\S*" * value.count(" ")
+        text, count = re.compile(rf"(?<=\s){flag}(?:\s+|=)\S+{more}(?=\s|$)").subn(
+            f"{flag} {value}", text
+        )
         used += [flag] if count else []
     return text, used
 
