@@ -61,7 +61,8 @@ def training_device() -> torch.device:
 @contextmanager
 def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     """torch.distributed and the layout's groups, until the block ends. Raises ConfigError if
-    ``--local_rank`` contradicts the environment, the processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
+    ``--local_rank`` contradicts the environment, the processes do not meet, or a killed build of a
+    DeepSpeed operator left a lock."""
     local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     if config.local_rank not in (None, int(local)):
         raise ConfigError(
