@@ -86,6 +86,7 @@ COMMANDS = [
     "megatron-plan = megatron.tools.plan:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
+    "megatron-launch-container = megatron.tools.launch_container:main",
 ]
 
 setup(
