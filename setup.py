@@ -86,6 +86,7 @@ COMMANDS = [
     "megatron-plan = megatron.tools.plan:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
+    "megatron-launch-container = megatron.tools.launch_container:main",
 ]
 
 setup(
@@ -104,7 +105,7 @@ setup(
         *COMPAT,
     ],
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
-    py_modules=["pretrain_gpt"],
+    py_modules=["pretrain_gpt", "pretrain_gpt2"],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": COMMANDS},

@@ -22,6 +22,8 @@ import torch.distributed as dist
 from megatron.config import ConfigError, ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh
 
+logger = logging.getLogger(__name__)
+
 STALE_LOCK_SECONDS = 600.0
 
 
@@ -59,8 +61,8 @@ def training_device() -> torch.device:
 @contextmanager
 def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     """torch.distributed and the layout's groups, until the block ends. Raises ConfigError if
-    ``--distributed-backend`` does not fit the device, ``--local_rank`` contradicts the environment,
-    the processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
+    ``--local_rank`` contradicts the environment, the processes do not meet, or a killed build of a
+    DeepSpeed operator left a lock."""
     local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     if config.local_rank not in (None, int(local)):
         raise ConfigError(
@@ -70,7 +72,8 @@ def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     device = training_device()
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
-        raise ConfigError("--distributed-backend nccl needs GPUs; none is visible; use gloo")
+        logger.info("--distributed-backend nccl needs GPUs, and none is visible: gloo is used")
+        backend = "gloo"
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")

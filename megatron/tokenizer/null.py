@@ -39,7 +39,8 @@ class _Integers(Tokenizer):
             value = int(word)
         except ValueError:
             raise ValueError(
-                f"{type(self).__name__} reads integers between white space, but found {word[:40]!r}"
+                f"{type(self).__name__} reads integers between white space, but found "
+                f"{word[:40]!r}{self.hint}"
             ) from None
         if not 0 <= value < self._size:
             raise ValueError(

@@ -12,9 +12,14 @@ from doc_pages import COMMANDS, ROOT, pages, paths, read
 from programs import PROGRAMS, Refused, flags_of, parse, parser_of
 
 OTHERS = {
-    "deepspeed": {"--hostfile", "--num_gpus", "--include", "--exclude"},
+    "deepspeed": {"--hostfile", "--num_gpus", "--include", "--exclude", "--master_port"},
     "torchrun": {"--nproc-per-node", "--nnodes", "--node-rank", "--master-addr", "--master-port"},
     "sbatch": {"--nodes"},
+    "docker": {"--build-arg", "--user", "--device"},
+    "podman": {"--userns"},
+    "apptainer": {"--nv"},
+    "srun": {"--container-image", "--container-mounts", "--container-workdir"},
+    "nvidia-ctk": {"--output"},
     "nsys": {"--capture-range"},
     "pip": {"--no-deps", "--target"},
     "pytest": {"--log-cli-level", "--part", "--junitxml", "--numprocesses"},
@@ -23,7 +28,7 @@ OTHERS = {
 }
 """Flags of programs that are not of this project, as the pages use them."""
 
-FOLDERS = "megatron|tests|tools|benchmarks|docs|examples_deepspeed|deepspeed_configs"
+FOLDERS = "megatron|tests|tools|compat|benchmarks|docs|examples_deepspeed|deepspeed_configs"
 _PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]")
 _FLAG = re.compile(r"(?<![\w/-])--[a-zA-Z][\w-]*(?:\*|\.\.\.)?")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -58,7 +58,9 @@ def folder(tmp_path):
 
 def test_classes_train_as_files_do(pool, folder):
     flags = [flag for flag in TINY if flag != "--mock-data"]
-    flags += "--train-data even odd --train-iters 6 --lazy-loader --split 8,1,1 --eval-iters 1".split()
+    flags += (
+        "--train-data even odd --train-iters 6 --lazy-loader --split 8,1,1 --eval-iters 1".split()
+    )
     by_class = pool.run(2, train_in, folder, flags)
     assert len(list((folder / "index-cache").glob("*.jsonl"))) == 2
     by_file = pool.run(2, train_in, folder, [*flags, "--corpora-file", "files.json"])
