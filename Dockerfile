@@ -10,7 +10,7 @@ FROM ${BASE}
 
 # Installed where the base has no torch that fits; the words after it are for pip.
 ARG TORCH="torch==2.13.0"
-# Extras of setup.py, such as "fast,s3,wandb".
+# Extras of setup.py, such as fast,s3,wandb.
 ARG EXTRAS="fast"
 
 # Packages go beside those of the base's own Python, so that its torch and torchrun find them.
@@ -29,14 +29,16 @@ RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
 
 WORKDIR /workspace/megatron
 
+# What setup.py requires, but for torch: an NVIDIA image has one with a version of its own (2.11.0a0).
 COPY setup.py ./
 COPY megatron/__init__.py megatron/
 RUN --mount=type=secret,id=pip,target=/etc/pip.conf \
     python3 -c 'import sys, setuptools, distutils.core as core; \
         project = core.run_setup("setup.py", stop_after="init"); \
-        extras = filter(None, sys.argv[1].split(",")); \
-        print(*project.install_requires, *(r for e in extras for r in project.extras_require[e]), \
-            sep="\n")' "${EXTRAS}" > /tmp/requirements.txt \
+        extras = [project.extras_require[name] for name in sys.argv[1].split(",") if name]; \
+        needed = sum(extras, project.install_requires); \
+        print(*(one for one in needed if not one.startswith("torch")), sep="\n")' "${EXTRAS}" \
+        > /tmp/requirements.txt \
     && python3 -m pip install -r /tmp/requirements.txt \
     && rm /tmp/requirements.txt
 

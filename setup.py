@@ -88,6 +88,7 @@ COMMANDS = [
     "megatron-plot-runs = megatron.tools.plot_runs:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
+    "megatron-launch-container = megatron.tools.launch_container:main",
 ]
 
 setup(

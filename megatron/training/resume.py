@@ -91,6 +91,7 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
         (options.finetune, "--finetune"),
         (options.load_tag, f"--load-tag {options.load_tag}"),
         (options.universal_checkpoint, "--universal-checkpoint"),
+        (options.load and options.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint"),
     ):
         if wanted:
             raise CheckpointError(f"{flag}: no checkpoint in --load {options.load}")

@@ -4,13 +4,13 @@ from layout to layout as in Megatron-DeepSpeed's example."""
 import csv
 import json
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
-from test_launch import free_port
 
 from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE
 
@@ -44,7 +44,7 @@ def corpus(tmp_path_factory):
     folder = tmp_path_factory.mktemp("corpus")
     rows = [json.dumps({"text": f"{number} one two three four five " * 40}) for number in range(80)]
     (folder / "text.jsonl").write_text("\n".join(rows) + "\n")
-    names = [*CHARACTER_OF_BYTE.values(), "<|endoftext|>"]
+    names = [*CHARACTER_OF_BYTE, "<|endoftext|>"]
     (folder / "vocab.json").write_text(json.dumps({name: i for i, name in enumerate(names)}))
     (folder / "merges.txt").write_text("#version: 0.2\n")
     vocabulary = {"VOCAB_FILE": f"{folder}/vocab.json", "MERGE_FILE": f"{folder}/merges.txt"}
@@ -55,6 +55,12 @@ def corpus(tmp_path_factory):
         *("--workers", "1"),
     )
     return {"DATA_PATH": f"{folder}/my-gpt2_text_document", **vocabulary}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def run(*command, cwd=ROOT, **settings):
@@ -106,7 +112,8 @@ def saved(corpus, tmp_path_factory):
     folder = tmp_path_factory.mktemp("universal")
     for precision in ("bf16", "fp16"):
         script = FOLDER / "universal_checkpointing" / f"run_{precision}.sh"
-        run("bash", script, *TWENTY.split(), **corpus, RUNS=str(folder), LAUNCHER="torchrun", DP="1")
+        places = {"RUNS": str(folder), "LAUNCHER": "torchrun", "DP": "1"}
+        run("bash", script, *TWENTY.split(), **corpus, **places)
         checkpoints = folder / f"z1_uni_ckpt/checkpoints/gpt2/z1/{precision}/tp2_pp2_dp1_sp1_toy"
         run(
             *("python", "-m", "deepspeed.checkpoint.ds_to_universal"),

@@ -1,6 +1,7 @@
 """What a container runs and sees: mounts, GPUs, variables, the words of a command."""
 
 import os
+import signal
 import subprocess
 
 import pytest
@@ -107,6 +108,14 @@ def test_a_command_sees_the_source_first(tmp_path):
     done = run(command_words('echo "$PYTHONPATH"; exit 3', source, None), PYTHONPATH="/image")
     assert done.stdout == f"{source}:{source}/compat:/image\n"
     assert done.returncode == 3
+
+
+def test_signals_reach_the_command(tmp_path):
+    """It is the process that was started, not a child of its shell."""
+    words = command_words("echo $$; kill -TERM $$", tmp_path, None)
+    process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True)
+    assert process.communicate()[0] == f"{process.pid}\n"
+    assert process.returncode == -signal.SIGTERM
 
 
 def test_a_wheel_is_installed_first(tmp_path):
