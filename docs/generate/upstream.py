@@ -6,7 +6,9 @@ type of value or the choices, with ``+``, ``*`` or ``x3`` where it takes several
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
+import functools
 import html
 from collections import Counter
 from collections.abc import Iterator
@@ -75,6 +77,7 @@ def _flag(words: list[str]) -> UpstreamFlag:
     return UpstreamFlag(tuple(names), " ".join(words[len(names) :]))
 
 
+@functools.cache
 def _known() -> dict[str, tuple[str, str]]:
     """State and text of every name that the parser knows."""
     known = {}
@@ -91,8 +94,8 @@ def _known() -> dict[str, tuple[str, str]]:
             for name in names:
                 same = state == "accepted" or name == flag_of(field)
                 known[name] = (state, text if same else f"the same as {flag_of(field)}")
-            if off is not None:
-                known[off] = (state, f"turns {names[0]} off" if names else text)
+            for name in (off or "").split():
+                known[name] = (state, f"turns {names[0]} off" if names else text)
     return known
 
 
@@ -108,9 +111,14 @@ def states_of(flag: UpstreamFlag) -> set[tuple[str, str]]:
     return found
 
 
+@functools.cache
+def _actions() -> dict[str, argparse.Action]:
+    return FlagParser(*FLAG_CLASSES)._option_string_actions
+
+
 def errors_of(flag: UpstreamFlag) -> tuple[str, ...]:
     """The choices of a known flag that are errors here."""
-    action = FlagParser(*FLAG_CLASSES)._option_string_actions.get(flag.names[0])
+    action = _actions().get(flag.names[0])
     if action is None or action.choices is None:
         return ()
     read = action.type if callable(action.type) else str
@@ -145,7 +153,7 @@ def _part(name: str) -> Iterator[str]:
     for flag in flags:
         state, text = sorted(states_of(flag))[0]
         if flag.choices and (errors := errors_of(flag)):
-            text += f" An error: {', '.join(errors)}."
+            text = f"{text.rstrip('.')}; an error: {', '.join(errors)}"
         names = ", ".join(f"`{name}`" for name in flag.names)
         yield f"| {names} | {state} | {html.escape(text, quote=False).replace('|', '&#124;')} |"
     yield ""

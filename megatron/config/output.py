@@ -114,7 +114,9 @@ class LoggingConfig:
     )
     """Write the learning rate to TensorBoard (the off flag's spelling is Megatron's)."""
     log_loss_scale_to_tensorboard: bool = option(
-        True, off="--no-log-loss-scale-to-tensorboard", flag="--log-loss-scale-to-tensorboard"
+        True,
+        off="--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
+        flag="--log-loss-scale-to-tensorboard",
     )
     """Write the loss scale to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = option(False)

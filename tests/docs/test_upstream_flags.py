@@ -50,7 +50,7 @@ def test_list_is_whole_and_names_its_source(name):
     assert len(names) == len(set(names)) and all(flag.kind for flag in flags)
 
 
-def test_every_flag_has_one_state():
+def test_every_flag_has_one_state(parser):
     wrong = {names: states for names, (flag, *_) in listed().items()
              if len(states := {state for state, _ in states_of(flag)}) != 1}  # fmt: skip
     assert not wrong
