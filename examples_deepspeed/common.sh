@@ -1,7 +1,10 @@
+#!/usr/bin/env bash
 # What the scripts of this folder share: models, the launcher, folders. Not run by itself:
 #
 #     source "$(dirname "$0")/common.sh"
 #     pretrain NAME --flag value ... "$@"        trains; everything goes to $RUNS/NAME
+#     megatron_lm --flag value ... "$@"          as Megatron-LM's scripts of 2023 do
+#     oneflow_gpt NAME --flag value ... "$@"     as OneFlow GPT's scripts do
 #
 # Settings, from the environment:
 #
@@ -9,12 +12,15 @@
 #     VOCAB_FILE, MERGE_FILE    a GPT-2 vocabulary (vocab.json, merges.txt), or
 #     TOKENIZER    the folder of a Hugging Face tokenizer, which comes first
 #     RUNS         folder of all runs (default: runs)
+#     CHECKPOINT_PATH    Megatron-LM's scripts: folder of the checkpoints
+#     ONEFLOW_GPT_NODE_IPS, ONEFLOW_GPT_DATASET    OneFlow GPT's: the nodes; as DATA_PATH
 #     LAUNCHER     deepspeed (default), torchrun or python (one process)
 #     GPUS         processes on each node (default: as many as there are GPUs)
 #     HOSTFILE     deepspeed: the nodes and their slots
 #     NODES, NODE_RANK, MASTER_ADDR, MASTER_PORT    torchrun on several nodes
 #     DRY_RUN=1    print the command, do not run it
 
+# shellcheck disable=SC2034 # the scripts read MODEL
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -27,6 +33,8 @@ declare -A MODEL=(
     [gpt2-125m]="$GPT2 --num-layers 12 --hidden-size 768 --num-attention-heads 12"
     [gpt2-345m]="$GPT2 --num-layers 24 --hidden-size 1024 --num-attention-heads 16"
     [gpt2-1.5b]="$GPT2 --num-layers 48 --hidden-size 1600 --num-attention-heads 25"
+    [gpt3-175b]="--max-position-embeddings 2048 --seq-length 2048 --num-layers 96
+        --hidden-size 12288 --num-attention-heads 96 --init-method-std 0.006"
     [llama-1b]="$LLAMA --num-layers 22 --hidden-size 2048 --ffn-hidden-size 5632
         --num-attention-heads 32 --num-query-groups 4 --seq-length 2048"
     [llama-8b]="$LLAMA --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
@@ -43,10 +51,15 @@ tokenizer() {
         FLAGS+=(--tokenizer-type HFTokenizer --tokenizer-model "$TOKENIZER")
     elif [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]]; then
         FLAGS+=(--tokenizer-type GPT2BPETokenizer)
-        FLAGS+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+        vocabulary
     else
         fail "set TOKENIZER, or VOCAB_FILE and MERGE_FILE"
     fi
+}
+
+vocabulary() {
+    [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] || fail "set VOCAB_FILE and MERGE_FILE"
+    FLAGS+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
 }
 
 data() {
@@ -74,10 +87,12 @@ launcher() {
 }
 
 start() {
-    local LAUNCH=() FLAGS=()
+    local LAUNCH=()
     launcher
-    data
-    set -- "${LAUNCH[@]}" pretrain_gpt.py "${FLAGS[@]}" "$@"
+    run "${LAUNCH[@]}" pretrain_gpt.py "$@"
+}
+
+run() {
     if [[ -n ${DRY_RUN:-} ]]; then
         printf '%q ' "$@"
         echo
@@ -89,8 +104,46 @@ start() {
 # Starts, or resumes from what is there. Of a flag that comes twice the last one counts.
 pretrain() {
     local folder=${RUNS:-runs}/$1 FLAGS=()
+    data
     tokenizer
     start "${FLAGS[@]}" --save "$folder" --load "$folder" --save-interval 1000 \
         --tensorboard-dir "$folder/tensorboard" --log-interval 10 --eval-interval 1000 \
         --eval-iters 20 "${@:2}"
+}
+
+# Megatron-LM's scripts name no type of tokenizer and start torchrun.
+megatron_lm() {
+    local FLAGS=() LAUNCHER=${LAUNCHER:-torchrun}
+    [[ -n ${CHECKPOINT_PATH:-} ]] || fail "set CHECKPOINT_PATH to the folder of the checkpoints"
+    data
+    vocabulary
+    start "${FLAGS[@]}" --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \
+        --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --fp16 "$@"
+}
+
+# The 345M model of those scripts, of GPUS processes (the first argument is how many they have).
+megatron_lm_345m() {
+    local GPUS=${GPUS:-$1}
+    # shellcheck disable=SC2086
+    megatron_lm ${MODEL[gpt2-345m]} --data-impl mmap --split 949,50,1 --train-iters 500000 \
+        --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 \
+        --lr-warmup-fraction .01 --weight-decay 1e-2 --clip-grad 1.0 --log-interval 100 \
+        --save-interval 10000 --eval-interval 1000 --eval-iters 10 "${@:2}"
+}
+
+# OneFlow GPT's scripts: one command starts all processes of a node, and no tokenizer is needed.
+oneflow_gpt() {
+    local folder=${RUNS:-runs}/$1 LAUNCHER=python
+    local nodes=${NODES:-1} dataset=${DATA_PATH:-${ONEFLOW_GPT_DATASET:-}}
+    [[ -n $dataset ]] || fail "set DATA_PATH to the prefix of the .bin and .idx files"
+    set -- --num-gpus-per-node "${GPUS:-$2}" --num-nodes "$nodes" "${@:3}"
+    if ((nodes > 1)); then
+        [[ -n ${ONEFLOW_GPT_NODE_IPS:-} ]] || fail "set ONEFLOW_GPT_NODE_IPS to $nodes addresses"
+        set -- --node-ips "$ONEFLOW_GPT_NODE_IPS" "$@"
+    fi
+    start --dataset "$dataset" --split 949,50,1 --vocab-size 50257 --save "$folder" \
+        --load "$folder" --train-iters 500000 --optimizer adamw --learning-rate 0.00015 \
+        --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 \
+        --lr-warmup-fraction 0.01 --weight-decay 1e-2 --clip-grad 1.0 --log-interval 100 \
+        --save-interval 10000 --checkpoint-activations --multihead-attention-fusion --fp16 "$@"
 }

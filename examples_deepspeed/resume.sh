@@ -12,5 +12,7 @@ source "$(dirname "$0")/common.sh"
 (($#)) || fail "the folder of checkpoints is missing: resume.sh runs/NAME [FLAG ...]"
 folder=$1
 shift
-start --use-checkpoint-args --load "$folder" --save "$folder" --save-interval 1000 \
+FLAGS=()
+data
+start "${FLAGS[@]}" --use-checkpoint-args --load "$folder" --save "$folder" --save-interval 1000 \
     --tensorboard-dir "$folder/tensorboard" --log-interval 10 --eval-iters 20 "$@"

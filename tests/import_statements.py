@@ -12,7 +12,7 @@ IMPORTERS = {"import_module", "__import__"}
 
 def sources() -> list[Path]:
     """All of the project's own Python files, tests and benchmarks aside."""
-    files = [*ROOT.glob("*.py"), *(ROOT / "tools").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")]
+    files = [*ROOT.glob("*.py"), *(ROOT / "tools").rglob("*.py"), *(ROOT / "compat").rglob("*.py")]
     return sorted([*files, *(ROOT / "megatron").rglob("*.py")])
 
 

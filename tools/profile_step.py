@@ -22,10 +22,11 @@ from typing import Any
 
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.flags import option
-from megatron.engine.environment import distributed, world_size
+from megatron.engine.environment import distributed
 from megatron.profiling.breakdown import break_down
 from megatron.profiling.tables import breakdown_text
 from megatron.profiling.trace import read_trace
+from megatron.training.launch import start_processes
 from megatron.training.run import (
     RunToolParser,
     build_trainer,
@@ -108,7 +109,7 @@ def few_steps(settings: Settings) -> Settings:
 
 
 def train(settings: Settings) -> None:
-    run = run_of(settings, world_size())
+    run = run_of(settings, start_processes(settings))
     with distributed(run.config.parallel) as mesh:
         build_trainer(run, mesh).fit()
 

@@ -22,6 +22,7 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
     ("pretrain_gpt.py",),
     *((f"tools/{path.name}",) for path in sorted((ROOT / "tools").glob("[a-bd-z]*.py"))),
     ("tools/check_parity.py",),
+    ("tools/convert_megatron_gpt2_checkpoint.py",),
     *(
         ("tools/convert_checkpoint.py", command)
         for command in ("to-hf", "from-hf", "to-megatron", "to-universal")

@@ -47,6 +47,8 @@ class Source(ABC):
             the checkpoint contains only weights, and training starts at the beginning.
         notes: lines about decisions that the checkpoint leaves open.
         refusal: why it cannot be used as a model here; None if it can.
+        end_of_text: the token that ends a document, where it is known without the tokenizer's
+            files; else None.
     """
 
     title: ClassVar[str]
@@ -57,6 +59,7 @@ class Source(ABC):
     state: dict[str, Any]
     notes: Sequence[str] = ()
     refusal: str | None = None
+    end_of_text: int | None = None
 
     @classmethod
     @abstractmethod

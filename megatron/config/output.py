@@ -37,8 +37,8 @@ class CheckpointConfig:
     save_universal: bool = option(False)
     """Also write each checkpoint as a universal checkpoint of DeepSpeed."""
     universal_checkpoint: bool = option(False)
-    """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats.
-    Not needed otherwise: --load recognises the format."""
+    """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats;
+    refused if it has none. Not needed otherwise: --load recognises the format."""
     pretrained_checkpoint: str | None = option(None)
     """Checkpoint to take the initial weights from when --load has none."""
     use_checkpoint_opt_param_scheduler: bool = option(

@@ -92,10 +92,30 @@ class ParallelFlags:
         role="course",
     )
     """Local rank of this process on its node; launchers pass it."""
+    num_gpus_per_node: int | None = option(
+        None, derived="1, or as many as a launcher has started", bounds=POSITIVE, role="layout"
+    )
+    """Processes that this program starts itself on its node, where no launcher has: one for each
+    GPU, or on the CPU of a node without GPUs."""
+    num_nodes: int | None = option(None, derived="1", bounds=POSITIVE, role="layout")
+    """Nodes with --num-gpus-per-node processes each; the same command is started on every node."""
+    node_ips: str | None = option(None, role="layout")
+    """Addresses or names of --num-nodes nodes, separated by commas, of which the first is where
+    they meet. The place of its own address is a node's rank; NODE_RANK in the environment
+    overrides it."""
+    ctrl_port: int = option(50051, bounds=POSITIVE, role="layout")
+    """Port of the first of --node-ips where the nodes meet."""
     data_parallel_size: int = option(1, internal=True)
     """Data-parallel size: world size / (tensor x pipeline size)."""
     world_size: int = option(1, internal=True)
     """Number of processes."""
+
+    @property
+    def launched_processes(self) -> int | None:
+        """Number of processes that the flags ask for; None if they leave it to a launcher."""
+        if self.num_gpus_per_node is None and self.num_nodes is None:
+            return None
+        return (self.num_gpus_per_node or 1) * (self.num_nodes or 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -132,6 +152,7 @@ def resolve_parallel(
     flags: ParallelFlags, model: ModelConfig, world_size: int, resolver: ConfigResolver
 ) -> ParallelConfig:
     """Completes the layout over ``world_size`` processes."""
+    _check_launch(flags, world_size, resolver)
     replicas = _replicas(flags, model, world_size, resolver)
     schedule, chunks = _schedule(flags, model, resolver)
     _check_partition(flags, model, flags.pipeline_model_parallel_size * chunks, resolver)
@@ -147,6 +168,21 @@ def resolve_parallel(
             "recompute_method": method,
         }
     )
+
+
+def _check_launch(flags: ParallelFlags, world_size: int, resolver: ConfigResolver) -> None:
+    asked = flags.launched_processes
+    resolver.check(
+        asked in (None, world_size),
+        f"--num-gpus-per-node {flags.num_gpus_per_node or 1} x --num-nodes {flags.num_nodes or 1} "
+        f"is {asked} processes, and this run has {world_size}; make them equal, or leave out the "
+        "flags",
+    )
+    if flags.node_ips is not None and (flags.num_nodes or 1) == 1:
+        resolver.notes.append(
+            f"{resolver.show('node_ips')} changes nothing: the run has one node, or its launcher "
+            "has connected the nodes"
+        )
 
 
 def _replicas(

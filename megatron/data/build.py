@@ -92,7 +92,7 @@ class DatasetBuilder:
 
         def open_one(path: str, source: DataSource) -> None:
             with suppress(FileNotFoundError):  # reported below, with the flag
-                self._reader(source.kind).open(path, source)
+                self._open(source, path)
 
         in_processes([partial(open_one, path, s) for (_, path, _), s in files.items()], workers)
         jobs: list[Job] = []
@@ -160,8 +160,12 @@ class DatasetBuilder:
     def _documents(self, source: DataSource, path: str) -> Documents:
         key = (source.kind, path, source.text_key)
         if key not in self._opened:
-            self._opened[key] = self._reader(source.kind, path).open(path, source)
+            self._opened[key] = self._open(source, path)
         return self._opened[key]
+
+    def _open(self, source: DataSource, path: str) -> Documents:
+        source.make()
+        return self._reader(source.kind, path).open(path, source)
 
     def _total(self, source: DataSource, path: str) -> int:
         documents = self._documents(source, path)

@@ -28,6 +28,10 @@ _KEYS = ("files", "type", "weight", "range", "text_key", "tokenizer", "corpora")
 _TOKENIZER_KEYS = {f.name for f in fields(TokenizerConfig)}
 
 
+def _nothing() -> None:
+    pass
+
+
 @dataclass(frozen=True)
 class DataSource:
     """Files of one kind, which share a weight in proportion to their tokens."""
@@ -42,6 +46,8 @@ class DataSource:
     """Range of its documents that is used, in fractions of their number."""
     text_key: str | None = None
     """Key of the text in JSON; None: the one of the flags."""
+    make: Callable[[], None] = field(default=_nothing, compare=False, repr=False)
+    """Called before the files are opened: writes them if they are a copy that does not exist."""
 
 
 @dataclass(frozen=True)
@@ -51,12 +57,19 @@ class Corpora:
     groups: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     tokenizers: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """Tokenizer flags that a corpus was tokenized with, by field name (vocab_file ...)."""
+    classes: Mapping[str, DataSource] = field(default_factory=dict)
+    """Corpora that are not in the file: see `megatron/data/named_corpora.py`."""
+    exists: bool = True
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.sources or name in self.groups or name in self.classes
 
     def find(self, name: str, weight: float | None, flag: str) -> list[tuple[str, DataSource]]:
         """The corpora of a name with their weights; ConfigError for an unknown name. A weight from
         the command line replaces that in the file; for a group it is divided in proportion to the
         weights of its corpora, which must all have one."""
-        found = [(each, self.sources[each]) for each in self.expand(name, flag)]
+        names = self.expand(name, flag)
+        found = [(n, self.sources[n] if n in self.sources else self.classes[n]) for n in names]
         if weight is None:
             return found
         if len(found) == 1:
@@ -77,17 +90,23 @@ class Corpora:
         """The names of the corpora of a name."""
         if name in within:
             raise ConfigError(f"{self.path}: the group {name} contains itself")
-        if name in self.sources:
-            yield name
-        elif name in self.groups:
+        if name in self.groups:
             for each in self.groups[name]:
                 yield from self.expand(each, flag, (*within, name))
+        elif name in self:
+            yield name
         else:
-            known = [*self.sources, *self.groups]
-            hint = nearest(name, known, " Did you mean {}?")
-            raise ConfigError(
-                f"{flag}: {self.path} has no corpus {name}, but {', '.join(known) or 'none'}.{hint}"
-            )
+            raise ConfigError(self._unknown(name, flag))
+
+    def _unknown(self, name: str, flag: str) -> str:
+        known = [*self.sources, *self.groups]
+        hint = nearest(name, [*known, *self.classes], " Did you mean {}?")
+        text = f"{flag}: {self.path} has no corpus {name}, but {', '.join(known) or 'none'}"
+        if not self.exists:
+            text = f"{flag} {name}: {_missing(self.path)}"
+        if self.classes:
+            text += f"; NAMED_CORPORA of {self.classes} has {', '.join(self.classes)}"
+        return f"{text}.{hint}"
 
 
 def read_corpora(
@@ -98,10 +117,7 @@ def read_corpora(
     try:
         content = json.loads(Path(path).read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
     except FileNotFoundError:
-        raise ConfigError(
-            f"--corpora-file {path} does not exist; it lists the files of the names in "
-            '--train-data: {"wikipedia": {"files": "wiki_text_document"}}'
-        ) from None
+        raise ConfigError(_missing(path)) from None
     except (OSError, ValueError) as error:
         raise ConfigError(f"--corpora-file {path} cannot be read: {error}") from None
     if not isinstance(content, dict):
@@ -145,6 +161,13 @@ def parse_range(first: str, last: str, where: str) -> tuple[float, float]:
             "fractions of the documents"
         )
     return start, end
+
+
+def _missing(path: str) -> str:
+    return (
+        f"--corpora-file {path} does not exist; it lists the files of the names in "
+        '--train-data: {"wikipedia": {"files": "wiki_text_document"}}'
+    )
 
 
 def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

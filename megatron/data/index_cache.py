@@ -33,6 +33,7 @@ from megatron.util.locks import Lock, LockTakenError
 logger = logging.getLogger(__name__)
 
 DESCRIPTION = "description.json"
+FOLDER = "index-cache"
 _SECONDS_BEFORE_SAYING_SO = 5.0
 _DIGEST_BLOCK = 1 << 20
 _DIGEST_BLOCKS = 64
@@ -93,14 +94,15 @@ class IndexCache:
     def beside(cls, prefix: str, data_cache_path: str | None) -> IndexCache:
         """The folder of `--data-cache-path`, else `index-cache/` beside the data. For a glob
         pattern that is beside the first part with a wildcard, for a URL in the working
-        directory."""
+        directory, and for a file in such a folder that folder."""
         if data_cache_path is not None:
             return cls(Path(data_cache_path), required=True)
         if "://" in prefix:
-            return cls(Path("index-cache").absolute())
+            return cls(Path(FOLDER).absolute())
         path = Path(prefix).absolute()
         pattern = next((part for part in path.parents[::-1] if has_magic(part.name)), path)
-        return cls(pattern.parent / "index-cache")
+        folder = pattern.parent
+        return cls(folder if folder.name == FOLDER else folder / FOLDER)
 
     def arrays(
         self,
@@ -125,7 +127,7 @@ class IndexCache:
             return found
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            with _single_writer(entry.folder):
+            with single_writer(entry.folder):
                 return entry.open() or entry.publish(build())
         except OSError as error:
             problem = f"cannot write the index cache {self.folder} ({error.strerror or error})"
@@ -300,7 +302,9 @@ def _map_array(file: Path) -> np.ndarray:
 
 
 @contextmanager
-def _single_writer(entry: Path) -> Iterator[None]:
+def single_writer(entry: Path) -> Iterator[None]:
+    """Only one process at a time is in this block for an entry, which need not exist. Raises
+    OSError if the lock file beside it cannot be created."""
     path = f"{entry}.lock"
     try:
         lock = Lock(path, _SECONDS_BEFORE_SAYING_SO)

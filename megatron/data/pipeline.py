@@ -167,8 +167,14 @@ def training_texts(config: RunConfig) -> Callable[[], Iterator[str]] | None:
             continue
         sources = [source for source in train.sources if source.kind == kind]
         if sources:
-            return partial(kind_named(name).texts, config, sources)
+            return partial(_texts, kind_named(name), config, sources)
     return None
+
+
+def _texts(kind: DataKind, config: RunConfig, sources: Sequence[DataSource]) -> Iterator[str]:
+    for source in sources:
+        source.make()
+    return kind.texts(config, sources)
 
 
 class DataPipeline(ABC):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
@@ -14,10 +15,13 @@ from typing import NamedTuple
 
 from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
 from megatron.config.kinds import file_kinds
+from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.data.corpora import INDEXED, Corpora, DataSource, parse_range, read_corpora
+from megatron.data.named_corpora import NamedCorpora
 
 PARTS = ("train", "valid", "test")
 _NAMED = ("train_data", "valid_data", "test_data")
+_DIVIDED = ({"--train-data", "--valid-data"}, {"--train-data", "--test-data"})
 
 _RANGE = re.compile(r"(?P<path>.+)@(?P<first>[\d.eE+-]*):(?P<last>[\d.eE+-]*)")
 _PAIRS = (
@@ -62,11 +66,12 @@ def with_corpora(settings: Settings) -> Settings:
     if not any(given.values()):
         return settings
     file = settings["corpora_file"].value if "corpora_file" in settings else DataConfig.corpora_file
-    corpora = read_corpora(file, _types())
+    corpora = _corpora(file, NamedCorpora(RawTextConfig()))
     found = dict(settings)
     for name, words in given.items():
         flag = "--" + name.replace("_", "-")
         names = [word for word in words if _number(word) is None]
+        names = [name for name in names if name in corpora or not os.path.exists(name)]
         for corpus in [each for name in names for each in corpora.expand(name, flag)]:
             origin = f"{file}: {corpus}"
             for key, value in corpora.tokenizers.get(corpus, {}).items():
@@ -92,13 +97,19 @@ def parts_of(config: RunConfig) -> Parts:
 
     corpora = Corpora()
     if data.train_data or data.valid_data or data.test_data:
-        corpora = read_corpora(data.corpora_file, _types(), kind_of)
+        named = NamedCorpora(config.kind(RawTextConfig), data.data_cache_path)
+        corpora = _corpora(data.corpora_file, named, kind_of)
     eval_text_key = next(filter(None, (kind.eval_text_key for kind in kinds)), None)
     return BlendReader(kind_of, eval_text_key, corpora).parts(data)
 
 
-def _types() -> tuple[str, ...]:
-    return INDEXED, *file_kinds()
+def _corpora(
+    file: str, classes: NamedCorpora, kind_of: Callable[[str], str] = lambda path: INDEXED
+) -> Corpora:
+    """The corpora of a file, which need not exist if nobody named it, and of classes."""
+    if file == DataConfig.corpora_file and not os.path.exists(file):
+        return Corpora(file, classes=classes, exists=False)
+    return replace(read_corpora(file, (INDEXED, *file_kinds()), kind_of), classes=classes)
 
 
 @dataclass(frozen=True)
@@ -127,25 +138,32 @@ class BlendReader:
                 "(--data-path, --data-args-path, or --train-data alone) and files for each part "
                 "(--train-data-path, --valid-data-path, ...) exclude each other"
             )
-        if own and data.split != DataConfig.split:
-            given = list(dict.fromkeys(blend.flag for blend in own.values()))
+        given = list(dict.fromkeys(blend.flag for blend in own.values()))
+        divided = data.split != DataConfig.split and set(given) in _DIVIDED
+        if own and data.split != DataConfig.split and not divided:
             raise ConfigError(
                 f"--split {data.split} would change nothing: {', '.join(given)} names whole files "
                 "for a part; PREFIX@FIRST:LAST uses a range of one"
             )
-        if not shared:
+        if not (shared or divided):
             train, valid, test = (
                 {name: blend for (of, name), blend in own.items() if of == part} for part in PARTS
             )
             return Parts(next(iter(train.values()), None), valid, test)
-        flag, values = shared[0]
+        flag, values = shared[0] if shared else ("--train-data", data.train_data)
         sources = self._named(values, flag) if flag == "--train-data" else self._paths(values, flag)
-        shares = parse_split(data.split)
+        named = {part for part, _ in own}  # as in 2019 the other parts share --train-data
+        shares = [
+            0.0 if part in named - {"train"} else share
+            for part, share in zip(PARTS, parse_split(data.split), strict=True)
+        ]
         if not shares[0]:
             raise ConfigError(f"--split {data.split} leaves nothing for training")
-        blends = [Blend(flag, sources, data.split, part) for part in range(3)]
+        split = ",".join(map(repr, shares)) if divided else data.split
+        blends = [Blend(flag, sources, split, part) for part in range(3)]
         valid, test = (
-            {PARTS[part]: self._for_evaluation(blends[part])} if shares[part] else {}
+            {name: blend for (of, name), blend in own.items() if of == PARTS[part]}
+            or ({PARTS[part]: self._for_evaluation(blends[part])} if shares[part] else {})
             for part in (1, 2)
         )
         return Parts(blends[0], valid, test)
@@ -198,13 +216,13 @@ class BlendReader:
         )
 
     def _named(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
-        """`NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...` of the corpora file."""
+        """`NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...` of corpora, or files of raw text."""
         if not values:
             return ()
         form = "give NAME NAME ..., or WEIGHT NAME pairs with a weight before every name"
         has_weights = any(_number(word) is not None for word in values)
         pairs = _weighted(values, flag, form) if has_weights else [(None, name) for name in values]
-        found = [each for weight, name in pairs for each in self.corpora.find(name, weight, flag)]
+        found = [each for weight, name in pairs for each in self._find(name, weight, flag)]
         names = [name for name, _ in found]
         twice = next((name for name in names if names.count(name) > 1), None)
         if twice is not None:
@@ -213,6 +231,11 @@ class BlendReader:
                 "be trained on twice"
             )
         return tuple(source for _, source in found)
+
+    def _find(self, name: str, weight: float | None, flag: str) -> list[tuple[str, DataSource]]:
+        if name not in self.corpora and os.path.exists(name) and self.kind_of(name) != INDEXED:
+            return [(name, replace(self._source(name, flag), weight=weight))]
+        return self.corpora.find(name, weight, flag)
 
     def _groups(self, groups: Sequence[str], flag: str) -> dict[str, tuple[DataSource, ...]]:
         """BLOOM's `NAME: WEIGHT FIRST:LAST PATH, WEIGHT FIRST:LAST PATH, ...`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+import re
 import socket
 import sys
 import time
@@ -21,21 +22,31 @@ import torch.distributed as dist
 from megatron.config import ConfigError, ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh
 
+logger = logging.getLogger(__name__)
+
 STALE_LOCK_SECONDS = 600.0
 
 
 def world_size() -> int:
     """Number of processes that the launcher started; 1 without a launcher. Raises ConfigError if
     srun or mpirun started several processes that are not connected."""
-    if "WORLD_SIZE" not in os.environ:
-        for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
-            if int(os.environ.get(name, "1")) > 1:
-                raise ConfigError(
-                    f"{name} is {os.environ[name]} and WORLD_SIZE is not set: every process would "
-                    "train alone; start with deepspeed or torchrun, or set RANK, LOCAL_RANK, "
-                    "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
-                )
+    name, tasks = tasks_of_scheduler()
+    if "WORLD_SIZE" not in os.environ and tasks > 1:
+        raise ConfigError(
+            f"{name} is {tasks} and WORLD_SIZE is not set: every process would "
+            "train alone; start with deepspeed or torchrun, or set RANK, LOCAL_RANK, "
+            "WORLD_SIZE, MASTER_ADDR and MASTER_PORT for each"
+        )
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def tasks_of_scheduler() -> tuple[str, int]:
+    """Number of processes that srun or mpirun has started, and the variable that says so; 1
+    without them."""
+    for name in ("SLURM_STEP_NUM_TASKS", "OMPI_COMM_WORLD_SIZE", "PMI_SIZE"):
+        if int(os.environ.get(name, "1")) > 1:
+            return name, int(os.environ[name])
+    return "", 1
 
 
 def training_device() -> torch.device:
@@ -50,13 +61,19 @@ def training_device() -> torch.device:
 @contextmanager
 def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     """torch.distributed and the layout's groups, until the block ends. Raises ConfigError if
-    ``--distributed-backend`` does not fit the device, or a killed build of a DeepSpeed operator
-    left a lock."""
-    os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
+    ``--local_rank`` contradicts the environment, the processes do not meet, or a killed build of a
+    DeepSpeed operator left a lock."""
+    local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
+    if config.local_rank not in (None, int(local)):
+        raise ConfigError(
+            f"--local_rank {config.local_rank} contradicts LOCAL_RANK={local} in the environment; "
+            "leave out the flag"
+        )
     device = training_device()
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
-        raise ConfigError("--distributed-backend nccl needs GPUs; none is visible; use gloo")
+        logger.info("--distributed-backend nccl needs GPUs, and none is visible: gloo is used")
+        backend = "gloo"
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")
@@ -77,12 +94,16 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
     import deepspeed
 
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    deepspeed.init_distributed(
-        dist_backend=backend,
-        auto_mpi_discovery=False,
-        verbose=False,
-        timeout=timeout,
-    )
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    origin = "deepspeed --master_port" if "CROSS_SIZE" in os.environ else "MASTER_PORT"
+    who = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
+    with meeting(who, address, port, origin, timeout):
+        deepspeed.init_distributed(
+            dist_backend=backend,
+            auto_mpi_discovery=False,
+            verbose=False,
+            timeout=timeout,
+        )
     healthy = False
     try:
         sizes = {
@@ -98,6 +119,46 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
         # error this process ends, and the launcher ends the others.
         if dist.is_initialized() and (healthy or backend != "nccl"):
             deepspeed.comm.destroy_process_group()
+
+
+@contextmanager
+def meeting(who: str, address: str, port: int, origin: str, timeout: timedelta) -> Iterator[None]:
+    """Explains why processes or nodes do not meet at a port: raises ConfigError instead of torch's
+    error.
+
+    Args:
+        who: this one, such as ``process 1 of 4``.
+        address: of the first one, which listens.
+        origin: the flag or variable that sets ``port``.
+    """
+    try:
+        yield
+    except dist.DistError as error:
+        text, minutes = str(error), timeout.total_seconds() / 60
+        if "EADDRINUSE" in text:
+            raise ConfigError(
+                f"{origin} {port}: the port is in use by another program on this machine, perhaps "
+                f"another run; choose a free one with {origin}"
+            ) from error
+        if "waiting for clients" in text:
+            raise ConfigError(
+                f"{who} waited {minutes:g} minutes (--distributed-timeout-minutes) at "
+                f"{address}:{port} ({origin}) for the others ({_joined(text)}); start them with "
+                "the same address and port, and see whether they print an error"
+            ) from error
+        if "timed out" in text or "failed to connect" in text.lower():
+            raise ConfigError(
+                f"{who} could not reach {address}:{port} ({origin}) within {minutes:g} minutes "
+                "(--distributed-timeout-minutes); the first must be running there with the same "
+                "port, and no firewall between them"
+            ) from error
+        raise
+
+
+def _joined(text: str) -> str:
+    """Torch's count of those that came, such as ``1/2 clients joined``."""
+    found = re.search(r"\d+/\d+ clients joined", text)
+    return found[0] if found else "not all came"
 
 
 def _tell_deepspeed(device: torch.device) -> None:

@@ -6,14 +6,17 @@ import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
 
-_GPT2 = (
-    ("vocab_file", ("vocab.json", "{}-vocab.json")),
-    ("merge_file", ("merges.txt", "{}-merges.txt")),
+_Files = tuple[tuple[str, tuple[str, ...]], ...]
+
+_GPT2: _Files = (
+    ("vocab_file", ("{}-vocab.json", "vocab.json")),
+    ("merge_file", ("{}-merges.txt", "merges.txt")),
 )
-_BERT = (("vocab_file", ("vocab.txt", "{}-vocab.txt")),)
+_BERT: _Files = (("vocab_file", ("{}-vocab.txt", "vocab.txt")),)
 _WANTED = {
     "GPT2BPETokenizer": ("gpt2", _GPT2),
     "BertWordPieceLowerCase": ("bert-large-uncased", _BERT),
@@ -37,13 +40,14 @@ def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
     model, files = _WANTED[config.tokenizer_type]
     if config.tokenizer_model_type and files is _BERT:
         model = config.tokenizer_model_type
-    for place in _places(Path(config.cache_dir), model):
-        paths = {field: _first(place, names, model) for field, names in files}
+    folder = Path(config.cache_dir)
+    ways: list[dict[str, Any]] = [
+        {field: _first(place, names, model) for field, names in files}
+        for place in _places(folder, model)
+    ]
+    for paths in (*ways, _downloaded(folder, files, model)):
         if all(paths.values()):
             return dataclasses.replace(found, **paths)
-    paths = _downloaded(Path(config.cache_dir), files, model)
-    if all(paths.values()):
-        return dataclasses.replace(found, **paths)
     wanted = " and ".join(" or ".join(name.format(model) for name in names) for _, names in files)
     flags = " and ".join("--" + field.replace("_", "-") for field, _ in files)
     raise ConfigError(
@@ -53,12 +57,12 @@ def with_cached_files(config: TokenizerConfig) -> TokenizerConfig:
 
 
 def _places(folder: Path, model: str) -> Iterator[Path]:
-    """The folder itself, one of the model's name, and the snapshots of Hugging Face's cache."""
-    yield folder
+    """Folders of the model's name, the snapshots of Hugging Face's cache, and the folder itself."""
     for parent in (folder, folder / "hub"):
         yield parent / model
         for owner in _OWNERS:
             yield from sorted(parent.glob(f"models--{owner}{model}/snapshots/*"))
+    yield folder
 
 
 def _first(place: Path, names: tuple[str, ...], model: str) -> str | None:
@@ -66,16 +70,16 @@ def _first(place: Path, names: tuple[str, ...], model: str) -> str | None:
     return next((str(path) for path in paths if path.is_file()), None)
 
 
-def _downloaded(folder: Path, files: tuple, model: str) -> dict[str, str | None]:
+def _downloaded(folder: Path, files: _Files, model: str) -> dict[str, Any]:
     """Files as the downloads of 2019 named them: by a digest, with the address in DIGEST.json."""
-    found: dict[str, str | None] = {field: None for field, _ in files}
+    found: dict[str, Any] = {field: None for field, _ in files}
     for note in sorted(folder.glob("*.json")):
         try:
             address = json.loads(note.read_text()).get("url", "")
         except (ValueError, AttributeError, OSError):
             continue
         for field, names in files:
-            published = names[-1].format(model)
+            published = names[0].format(model)
             if str(address).endswith(f"/{published}") and note.with_suffix("").is_file():
                 found[field] = str(note.with_suffix(""))
     return found

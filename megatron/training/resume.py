@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint
+from megatron.checkpoint.source import FoundCheckpoint, Source, locate_checkpoint, reader
 from megatron.config import (
     CheckpointConfig,
     ConfigError,
@@ -74,6 +74,12 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
         prefer = "universal" if options.universal_checkpoint else "native"
         found = locate_checkpoint(options.load, options.load_tag, prefer)
         if found is not None:
+            if options.universal_checkpoint and found.form is not reader("universal"):
+                raise CheckpointError(
+                    f"--universal-checkpoint: --load {options.load} has no universal checkpoint, "
+                    f"but a {found.form.title}; leave the flag out to load that, or write one with "
+                    "tools/convert_checkpoint.py to-universal"
+                )
             return ResumeSource(found, f"--load {options.load}", not options.finetune)
     if options.pretrained_checkpoint:
         flag = f"--pretrained-checkpoint {options.pretrained_checkpoint}"

@@ -36,7 +36,7 @@ from megatron.engine import deepspeed_json
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.deepspeed_json import Json, read_json
-from megatron.engine.environment import training_device, world_size
+from megatron.engine.environment import training_device
 from megatron.engine.saving import hold_folder
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import family_of, spec_of
@@ -44,6 +44,7 @@ from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
+from megatron.training.launch import start_processes
 from megatron.training.plan import TrainingPlan
 from megatron.training.profiling import profiling
 from megatron.training.report import Reporter, say, show_log
@@ -72,7 +73,8 @@ def parse_run(
     description: str | None, argv: Sequence[str] | None = None, family: str | None = None
 ) -> Run:
     """Resolves flags, DeepSpeed JSON and checkpoint into a run of ``family`` (by default that of
-    :class:`ModelConfig`). With ``--explain-config`` it prints every value with its origin and
+    :class:`ModelConfig`), in each of its processes, which it starts if the flags say so
+    (:func:`start_processes`). With ``--explain-config`` it prints every value with its origin and
     exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
     settings = FlagParser(*FLAG_CLASSES, description=description, instead=refused_flag).settings(
         argv
@@ -85,7 +87,7 @@ def parse_run(
                 f"--model-family {given.value}: this program trains {family}; leave the flag out, "
                 f"or start pretrain_{given.value}.py"
             )
-    run = run_of(settings, world_size())
+    run = run_of(settings, start_processes(settings, argv))
     if run.config.training.explain_config:
         if is_main_process():
             print(explain(run.resolved))

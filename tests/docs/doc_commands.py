@@ -102,6 +102,8 @@ def understood(line: str, words: Sequence[str]) -> Command:
         if flag in ("--num_gpus", "--nproc-per-node") and value.isdigit():
             command.processes = int(value)
     command.words = words[place + 1 :]
+    if "--num-gpus-per-node" in command.words:  # started for real in tests/e2e/test_launch.py
+        command.processes = int(command.words[command.words.index("--num-gpus-per-node") + 1])
     return command
 
 

@@ -1,4 +1,4 @@
-"""pretrain_gpt.py as people start it: three launchers, signals, a killed run, a full disk."""
+"""pretrain_gpt.py as people start it: launchers, nodes, signals, a killed run, a full disk."""
 
 import json
 import os
@@ -32,13 +32,24 @@ def command(launcher, *flags):
         "python": [sys.executable],
         "torchrun": [str(BIN / "torchrun"), "--nproc_per_node=2", "--master_port", free_port()],
         "deepspeed": [str(BIN / "deepspeed"), "--num_gpus", "2", "--master_port", free_port()],
+        "launch": [
+            *(sys.executable, "-m", "torch.distributed.launch", "--nproc_per_node", "2"),
+            *("--nnodes", "1", "--node_rank", "0", "--master_addr", "localhost"),
+            *("--master_port", free_port()),
+        ],
+        "own": [sys.executable],
+        "oneflow": [sys.executable, "-m", "oneflow_gpt.training"],
     }[launcher]
-    return [*start, "pretrain_gpt.py", *FLAGS, *map(str, flags)]
+    own = ["--num-gpus-per-node", "2"] if launcher in ("own", "oneflow") else []
+    program = ["pretrain_gpt.py"] if launcher != "oneflow" else []
+    return [*start, *program, *FLAGS, *own, *map(str, flags)]
 
 
 def environment():
     kept = {k: v for k, v in os.environ.items() if k not in ("RANK", "WORLD_SIZE", "LOCAL_RANK")}
-    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}"}
+    # The names in compat/ are found in a checkout that is not installed.
+    path = os.pathsep.join([str(ROOT), str(ROOT / "compat")])
+    return kept | {"PATH": f"{BIN}:{os.environ['PATH']}", "PYTHONPATH": path}
 
 
 def run(launcher, *flags, **options):
@@ -59,17 +70,88 @@ def rows(save):
     return [row for row in map(json.loads, lines) if row["kind"] == "train"]
 
 
-def test_three_launchers_train_alike(tmp_path):
+def losses_of(save):
+    return [row["loss"] for row in rows(save)]
+
+
+def test_launchers_train_alike(tmp_path):
     losses = {}
-    for launcher in ("python", "torchrun", "deepspeed"):
+    for launcher in ("python", "torchrun", "deepspeed", "launch", "oneflow"):
         config = ROOT / "deepspeed_configs" / "ds_zero1.json"
         save = tmp_path / launcher
         done = run(launcher, "--train-iters", 3, "--save", save, "--deepspeed_config", config)
         assert done.returncode == 0, done.stderr
-        losses[launcher] = [row["loss"] for row in rows(save)]
+        losses[launcher] = losses_of(save)
         assert "ZeRO stage 1" in done.stdout
     assert losses["torchrun"] == pytest.approx(losses["python"], rel=1e-6)
-    assert losses["deepspeed"] == losses["torchrun"]
+    for launcher in ("deepspeed", "launch", "oneflow"):
+        assert losses[launcher] == losses["torchrun"], launcher
+
+
+ADDRESSES = ("10.77.16.1", "10.77.16.2")
+
+
+@pytest.fixture
+def nodes():
+    """The names of two network namespaces with an address each, and a cable between them."""
+    names = [f"node{rank}-{os.getpid()}" for rank in (0, 1)]
+    cable = [f"v{rank}-{os.getpid()}" for rank in (0, 1)]
+    made = [
+        *(["netns", "add", name] for name in names),
+        ["link", "add", cable[0], "type", "veth", "peer", "name", cable[1]],
+        *(["link", "set", end, "netns", name] for end, name in zip(cable, names, strict=True)),
+    ]
+    for end, name, address in zip(cable, names, ADDRESSES, strict=True):
+        made += [
+            ["-n", name, "address", "add", f"{address}/24", "dev", end],
+            ["-n", name, "link", "set", end, "up"],
+            ["-n", name, "link", "set", "lo", "up"],
+        ]
+    try:
+        for words in made:
+            try:
+                done = subprocess.run(["ip", *words], capture_output=True, text=True)
+            except FileNotFoundError:
+                pytest.skip("iproute2 is not installed")
+            if done.returncode:
+                pytest.skip(f"no network namespaces here: {done.stderr.strip()}")
+        yield names
+    finally:
+        for name in names:
+            subprocess.run(["ip", "netns", "delete", name], capture_output=True)
+
+
+@pytest.mark.proof
+def test_two_nodes_train_as_four_processes(nodes, tmp_path):
+    """The same command on each node; a third address in the list is not used."""
+    layout = ["--tensor-model-parallel-size", "2", "--zero-stage", "1", "--train-iters", "3"]
+    words = [sys.executable, "pretrain_gpt.py", *FLAGS, *layout, "--save", str(tmp_path / "nodes")]
+    words += ["--num-gpus-per-node", "2", "--num-nodes", "2", "--ctrl-port", free_port()]
+    words += ["--node-ips", ",".join([*ADDRESSES, "10.77.16.3"])]
+    clean = {k: v for k, v in environment().items() if k != "GLOO_SOCKET_IFNAME"}
+    started = [
+        subprocess.Popen(
+            ["ip", "netns", "exec", name, *words],
+            cwd=ROOT, env=clean, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for name in nodes
+    ]  # fmt: skip
+    try:
+        outputs = [process.communicate(timeout=240)[0] for process in started]
+    finally:
+        for process in started:
+            process.kill()
+    assert [process.returncode for process in started] == [0, 0], outputs
+    assert "iteration        3/" in outputs[0] and "iteration" not in outputs[1]
+    one_node = tmp_path / "one-node"
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    done = subprocess.run(
+        [torchrun, "--nproc-per-node", "4", "pretrain_gpt.py", *FLAGS, *layout, "--save", one_node],
+        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert losses_of(tmp_path / "nodes") == losses_of(one_node)
+    assert len(losses_of(one_node)) == 3
 
 
 def wait_for_step(save, process, step=3):
@@ -103,6 +185,20 @@ def test_sigterm_saves_and_resumes(tmp_path, launcher):
                "--zero-stage", 1)  # fmt: skip
     assert f"at iteration {step}" in done.stdout, done.stdout + done.stderr
     assert [row["iteration"] for row in rows(tmp_path)] == list(range(1, step + 2))
+
+
+def test_sigterm_reaches_the_processes_that_the_program_starts(tmp_path):
+    """They save, and their exit status is that of the command."""
+    argv = command("own", "--train-iters", 100000, "--save", tmp_path)
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    wait_for_step(tmp_path, process)
+    process.send_signal(signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert process.returncode == 0, output
+    assert (tmp_path / "latest").exists(), output
 
 
 def test_killed_run_resumes_from_the_last_save(tmp_path):

@@ -86,19 +86,36 @@ def to_hf(argv: Sequence[str]) -> None:
         check_hub(config.push_to_hub)
     found = _located(load, checkpoint.iteration)
     with published(Path(output), config.overwrite, found.folder) as folder:
-        source = found.open()
-        dtype = config.dtype or _dtype_of(source)
-        write_model(source, folder, dtype, shard_bytes, config.architecture, progress=say)
-        # Our weights are rounded like theirs.
-        ours = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
-        result = compare_logits(ours, folder, source.model)
-        _require_agreement(
-            result, f"transformers computes other logits than the checkpoint {source.folder}",
-            output,
+        result = export_hf(
+            found.open(), folder, shard_bytes, config.dtype, config.architecture,
+            name=f"--output {output}",
         )  # fmt: skip
-    print(f"{output}: {source.folder} in {dtype}; {result}")
+    print(f"{output}: {result}")
     if config.push_to_hub is not None:
         print(f"pushed to {push(Path(output), config.push_to_hub, config.private)}")
+
+
+def export_hf(
+    source: Source,
+    folder: Path,
+    shard_bytes: int,
+    dtype: str | None = None,
+    architecture: str | None = None,
+    name: str = "the model",
+) -> str:
+    """Writes a checkpoint as a model of Hugging Face into an empty folder, and compares its logits
+    with the checkpoint's; returns a summary. ``name`` is what messages call the result. Raises
+    ValueError if the model fits no architecture. Raises CheckpointError if the checkpoint is
+    damaged, is not of a model that generates text, or the logits differ."""
+    source.require_model()
+    dtype = dtype or _dtype_of(source)
+    write_model(source, folder, dtype, shard_bytes, architecture, progress=say)
+    # Our weights are rounded like theirs.
+    ours = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
+    result = compare_logits(ours, folder, source.model)
+    what = f"transformers computes other logits than the checkpoint {source.folder}"
+    _require_agreement(result, what, name)
+    return f"{source.folder} in {dtype}; {result}"
 
 
 @dataclass(frozen=True)
@@ -141,8 +158,9 @@ def from_hf(argv: Sequence[str]) -> None:
         ours = model_of(CheckpointReader(written), torch.float32, torch.device("cpu"))
         result = compare_logits(ours, path, source.model, strict=False)
         _require_agreement(
-            result, f"the checkpoint computes other logits than transformers with {path}", output
-        )
+            result, f"the checkpoint computes other logits than transformers with {path}",
+            f"--output {output}",
+        )  # fmt: skip
     print(
         f"{output}: {source.architecture.title} of {path}, {len(source.names())} parameters; "
         f"{result}"
@@ -307,9 +325,9 @@ def _dtype_of(source: Source) -> str:
     return str(training_dtype(run_of(source))).removeprefix("torch.")
 
 
-def _require_agreement(result: Comparison, what: str, output: str | Path) -> None:
+def _require_agreement(result: Comparison, what: str, output: str) -> None:
     if not result.agree:
         raise CheckpointError(
             f"{what}: the largest difference is {result.largest:.3g} (allowed {ATOL:g} + {RTOL:g} "
-            f"x logit); --output {output} is not written"
+            f"x logit); {output} is not written"
         )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +13,13 @@ from pathlib import Path
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import replace_folder, unfinished_folder
 from megatron.config import ConfigError
+from megatron.util.files import sync_path
+
+_MODEL_FILE = re.compile(
+    r"(generation_)?config\.json"
+    r"|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
+)
+"""Names of what transformers reads as a model, the tokenizer's files apart."""
 
 
 @contextmanager
@@ -29,6 +38,33 @@ def published(
             raise CheckpointError(f"--output {output}: cannot write there: {error}") from None
         yield temporary
         replace_folder(temporary, output, {})
+
+
+@contextmanager
+def published_into(folder: Path, overwrite: bool) -> Iterator[Path]:
+    """A temporary folder in ``folder``, whose files move there when the block ends without an
+    error, config.json last; other files of ``folder`` stay. With ``overwrite`` they replace the
+    model that is there. Raises CheckpointError if there is one and it must stay, or the folder
+    cannot be written."""
+    old = sorted(path for path in folder.iterdir() if _MODEL_FILE.fullmatch(path.name))
+    if old and not overwrite:
+        raise CheckpointError(
+            f"{folder} has a model already ({', '.join(path.name for path in old[:4])}); give "
+            "--overwrite to replace it, or move it away"
+        )
+    with contextlib.ExitStack() as stack:
+        try:
+            temporary = stack.enter_context(unfinished_folder(folder / "converted"))
+        except OSError as error:
+            raise CheckpointError(f"{folder}: cannot write there: {error}") from None
+        yield temporary
+        for path in old:
+            path.unlink()
+        written = sorted(temporary.iterdir(), key=lambda path: path.name == "config.json")
+        for path in written:
+            os.replace(path, folder / path.name)
+        sync_path(folder)
+        temporary.rmdir()
 
 
 def _check(output: Path, overwrite: bool, source: Path, mark: str) -> None:

@@ -16,9 +16,8 @@ from megatron.engine.universal_info import COUNTERS, RUN
 from megatron.formats.deepspeed_folders import neox
 from megatron.formats.legacy_megatron.arguments import (
     model_of_arguments,
-    tokenizer_of_arguments,
-    unpadded_vocabulary,
 )
+from megatron.formats.legacy_megatron.vocabulary import tokenizer_of_arguments, unpadded_vocabulary
 from megatron.formats.unpickle import Inert
 
 _POSITIONS = {1: "rope", 2: "learned_absolute", 3: "alibi"}

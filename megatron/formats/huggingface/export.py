@@ -127,7 +127,8 @@ def _copy_tokenizer(
     copied = folder / "tokenizer"
     if not source.copy_tokenizer(copied):
         progress(f"no tokenizer: {source.folder} has none, so there are no tokenizer files to copy")
-        return {"bos_token_id": None, "eos_token_id": None}, None
+        end = source.end_of_text
+        return {"bos_token_id": end, "eos_token_id": end}, None
     names = sorted(path.name for path in copied.iterdir() if path.is_file())
     for name in names:
         os.replace(copied / name, folder / name)

@@ -14,7 +14,7 @@ from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import resolved
-from megatron.config import ModelConfig, ModelFlags, TokenizerConfig
+from megatron.config import ModelConfig, ModelFlags
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, features_of, without
@@ -43,17 +43,6 @@ _NORMS = {"layernorm": "LayerNorm", "rmsnorm": "RMSNorm"}
 _ACTIVATIONS = ("gelu_tanh", "gelu_erf", "swiglu", "squared_relu")
 
 _POSITIONS = ("learned_absolute", "rope", "alibi", "none")
-
-VOCABULARIES = {
-    "GPT2BPETokenizer": 50257,
-    "BertWordPieceLowerCase": 30522,
-    "BertWordPieceCase": 28996,
-}
-"""Sizes of the vocabularies that Megatron's tokenizers always have."""
-
-_PUBLISHED = {50304: 50257, 30592: 30522, 29056: 28996}
-"""Rows and tokens of the embeddings of NVIDIA's published models, which have no arguments: GPT-2,
-and BERT without and with case, padded to multiples of 128."""
 
 
 def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
@@ -169,48 +158,6 @@ def divided_sizes(model: ModelConfig) -> dict[str, int]:
         "num_query_groups": model.attention.num_query_groups,
         "ffn_hidden_size": model.mlp.ffn_hidden_size,
     }
-
-
-def tokenizer_of_arguments(arguments: Mapping[str, Any]) -> TokenizerConfig | None:
-    """The tokenizer and its files; None where the arguments do not name them."""
-    kind = arguments.get("tokenizer_type")
-    if not isinstance(kind, str):
-        return None
-    files = {
-        name: arguments[name]
-        for name in (
-            "vocab_file", "merge_file", "tokenizer_model", "tokenizer_model_type",
-            "tiktoken_pattern",
-        )
-        if isinstance(arguments.get(name), str)
-    }  # fmt: skip
-    if kind == "PretrainedFromHF":
-        kind, folder = "HFTokenizer", arguments.get("tokenizer_name_or_path")
-        files["tokenizer_model"] = folder if isinstance(folder, str) else None
-    size = arguments.get("vocab_size")
-    extra = arguments.get("vocab_extra_ids")
-    return TokenizerConfig(
-        tokenizer_type=kind,
-        vocab_size=size if kind == "NullTokenizer" and isinstance(size, int) else None,
-        vocab_extra_ids=extra if isinstance(extra, int) else 0,
-        **files,
-    )
-
-
-def unpadded_vocabulary(arguments: Mapping[str, Any], rows: int) -> int | None:
-    """Number of rows of the token embedding that are tokens, the rest being padding; None when the
-    checkpoint does not say. ``arguments`` are empty where it has none."""
-    if not arguments:
-        return _PUBLISHED.get(rows)
-    known = arguments.get("unpadded_vocab_size")
-    if known is None:
-        kind, size = arguments.get("tokenizer_type"), arguments.get("vocab_size")
-        extra = arguments.get("vocab_extra_ids") or 0
-        if kind == "NullTokenizer" and isinstance(size, int):
-            known = size + 1
-        elif isinstance(kind, str) and kind in VOCABULARIES and isinstance(extra, int):
-            known = VOCABULARIES[kind] + extra
-    return known if isinstance(known, int) and 0 < known <= rows else None
 
 
 def _checked(value: Any, kind: type, name: str, where: Path) -> Any:

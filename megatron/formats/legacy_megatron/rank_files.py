@@ -7,7 +7,8 @@
     <load>/iter_0000100/mp_rank_00_001/model_optim_rng.pt      tensor and pipeline rank
     <load>/release/mp_rank_00/model_optim_rng.pt
 
-A checkpoint in a zip archive has a path like ``megatron_lm_345m_v0.0.zip/release``.
+The file of the only rank can be read alone, wherever it was copied. A checkpoint in a zip archive
+has a path like ``megatron_lm_345m_v0.0.zip/release``.
 """
 
 from __future__ import annotations
@@ -58,7 +59,11 @@ def find_megatron(path: Path, wanted: str | None) -> Path | None:
     """The checkpoint to read: ``wanted`` is ``release``, an iteration or ``iter_0000100``; None for
     the newest. ``path`` may be an archive, or the file of the only rank. Raises CheckpointError if
     there are some, but not the wanted one."""
-    if path.name in MODEL_FILES and _RANK.fullmatch(path.parent.name):
+    if path.name in MODEL_FILES and path.is_file():
+        if _RANK.fullmatch(path.parent.name) is None:
+            if wanted is not None:
+                raise CheckpointError(f"{path} is one checkpoint, and not {wanted}")
+            return path
         path = path.parent.parent
     archive, _ = split_archive(path)
     if archive is None and not path.is_dir():
@@ -94,10 +99,13 @@ def split_archive(path: Path) -> tuple[Path | None, str]:
 
 
 def rank_files(folder: Path) -> dict[Rank, Path]:
-    """The files of a checkpoint, a rank each. Raises CheckpointError if some are missing, or
-    experts are spread over ranks."""
+    """The files of a checkpoint, a rank each; ``folder`` can be the file of the only rank. Raises
+    CheckpointError if some are missing, or experts are spread over ranks."""
     found: dict[Rank, Path] = {}
-    for name in sorted(_model_files(folder)):
+    names = _model_files(folder)
+    if not names and folder.is_file():
+        return {Rank(0, 0): folder}
+    for name in sorted(names):
         inner = PurePosixPath(name)
         match = _RANK.fullmatch(inner.parent.name)
         if match is None or len(inner.parts) != 2:

@@ -19,8 +19,6 @@ from megatron.formats.legacy_megatron.arguments import (
     complete,
     divided_sizes,
     model_of_arguments,
-    tokenizer_of_arguments,
-    unpadded_vocabulary,
 )
 from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_from_megatron, rename
 from megatron.formats.legacy_megatron.optimizer import MOMENTS, Key, UnusableError, adam_state
@@ -30,6 +28,12 @@ from megatron.formats.legacy_megatron.rank_files import (
     find_megatron,
     rank_files,
     require_ranks,
+)
+from megatron.formats.legacy_megatron.vocabulary import (
+    end_of_text,
+    tokenizer_of_arguments,
+    unpadded_vocabulary,
+    write_tokenizer,
 )
 from megatron.parallel.shard import Cut, Shard
 
@@ -55,7 +59,9 @@ class MegatronCheckpoint(Source):
     damaged, does not fit the others, or describes a network that cannot be represented.
 
     Args:
-        folder: ``iter_0000100``, ``release``, or such a folder within a zip archive.
+        folder: ``iter_0000100``, ``release``, or such a folder within a zip archive, or the file of
+            the only rank.
+        described: the network, of a file that has no arguments.
 
     Attributes:
         vocabulary_is_guessed: whether all rows of the token embedding count as tokens because the
@@ -64,9 +70,10 @@ class MegatronCheckpoint(Source):
 
     title = "checkpoint of Megatron-LM"
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, described: ModelConfig | None = None) -> None:
         super().__init__(folder)
         self.notes: list[str] = []
+        self._described = described
         self._files = rank_files(folder)
         self._open: tuple[int, list[RankFile]] | None = None
         self._moments: dict[tuple[int, int], dict[Key, dict[str, Tensor]]] = {}
@@ -79,6 +86,7 @@ class MegatronCheckpoint(Source):
         self._shards = _shards(self.model, self._locations)
         self._check_parameters(first.path)
         self.tokenizer = tokenizer_of_arguments(self._arguments)
+        self.end_of_text = end_of_text(self._arguments, self.model.vocabulary.size)
         self._find_optimizer()
 
     @classmethod
@@ -112,6 +120,15 @@ class MegatronCheckpoint(Source):
             shares.append(self._canonical(name, share.to(torch.float32), file.path))
         return shard.join(shares, {"tensor": len(shares)})
 
+    def copy_tokenizer(self, target: Path) -> bool:
+        """See :meth:`Source.copy_tokenizer`; made of the files that the arguments name, where they
+        are on this machine. Raises CheckpointError if these do not make a tokenizer, or one of
+        more tokens than the network has."""
+        if super().copy_tokenizer(target):
+            return True
+        padded = self.model.vocabulary.padded
+        return write_tokenizer(self.tokenizer, target, padded, str(self.folder))
+
     def set_vocabulary(self, size: int) -> None:
         """Sets the number of rows that are tokens, where the checkpoint does not say it."""
         assert self.vocabulary_is_guessed and 0 < size <= self.model.vocabulary.padded
@@ -140,6 +157,11 @@ class MegatronCheckpoint(Source):
         stages = max(rank.pipeline for rank in self._files) + 1
         self.tensor_size, self.pipeline_size = tensor or found, pipeline or stages
         if (found, stages) != (self.tensor_size, self.pipeline_size):
+            if self.folder.is_file():
+                raise CheckpointError(
+                    f"{path} is the file of one of {self.tensor_size * self.pipeline_size} ranks: "
+                    "leave it in its folder (mp_rank_00) beside those of the others"
+                )
             require_ranks(self._files, self.folder, self.tensor_size, self.pipeline_size)
             raise CheckpointError(
                 f"{self.folder} has files of {found} tensor and {stages} pipeline ranks; {path} "
@@ -158,6 +180,8 @@ class MegatronCheckpoint(Source):
         rows = embedding.shape[0] * self.tensor_size
         if self._arguments:
             model = model_of_arguments(self._arguments, path)
+        elif self._described is not None:
+            model = self._described
         else:
             model = self._published(path, embedding.shape[1])
         if model.num_layers != self._layers:
@@ -166,6 +190,8 @@ class MegatronCheckpoint(Source):
                 f"{self._layers} blocks"
             )
         size = unpadded_vocabulary(self._arguments, rows)
+        if self._described is not None and not self._arguments:
+            size = min(self._described.vocabulary.size, rows)
         self.vocabulary_is_guessed = size is None
         if size is None:
             self.notes.append(

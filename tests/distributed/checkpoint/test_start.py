@@ -59,6 +59,13 @@ def test_pretrained_checkpoint_must_be_there(pool, tmp_path):
     assert "--universal-checkpoint: no checkpoint" in pool.run(1, refused, argv)[0]
 
 
+def test_a_checkpoint_of_another_format_does_not_stand_in_for_a_universal_one(pool, pretrained):
+    argv = [*FLAGS, "--universal-checkpoint", "--load", str(pretrained)]
+    message = pool.run(1, refused, argv)[0]
+    assert message.startswith(f"--universal-checkpoint: --load {pretrained} has no universal")
+    assert "to-universal" in message
+
+
 def test_weights_alone_start_at_the_beginning(pool, tmp_path, pretrained):
     """What from-hf writes: no flag is needed, and a line says where training starts."""
     source = open_checkpoint(pretrained)

@@ -1,8 +1,8 @@
-"""NullTokenizer."""
+"""NullTokenizer and IdTokenizer."""
 
 import pytest
 
-from megatron.tokenizer.null import NullTokenizer
+from megatron.tokenizer.null import IdTokenizer, NullTokenizer
 
 
 def test_integers_between_white_space():
@@ -33,3 +33,18 @@ def test_against_auto_tokenizer_of_saved_folder(tmp_path):
     assert reloaded(text)["input_ids"] == tokenizer.tokenize(text)
     assert reloaded.decode([3, 4, 100]) == tokenizer.detokenize([3, 4, 100])
     assert reloaded.eos_token_id == tokenizer.eod
+
+
+def test_ids_without_a_meaning():
+    tokenizer = IdTokenizer(100)
+    assert tokenizer.vocab_size == 100
+    assert tokenizer.tokenize("0 99") == [0, 99] and tokenizer.detokenize([0, 99]) == "0 99"
+    with pytest.raises(ValueError, match="id 100 in the text is outside 0 to 99"):
+        tokenizer.tokenize("100")
+    with pytest.raises(ValueError, match="--vocab-size 100, .*--tokenizer-type GPT2BPETokenizer"):
+        _ = tokenizer.eod
+
+
+def test_ids_without_a_meaning_have_no_files(tmp_path):
+    IdTokenizer(100).save_pretrained(tmp_path / "tokenizer")
+    assert not (tmp_path / "tokenizer").exists()

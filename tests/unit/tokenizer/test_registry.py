@@ -1,11 +1,12 @@
 """build_tokenizer: every type from its flags, and what it says when a flag is wrong."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.tokenizer import build_tokenizer
+from megatron.tokenizer import build_tokenizer, implied_type, vocabulary_rows
 from megatron.tokenizer.registry import TOKENIZERS
 
 
@@ -140,3 +141,46 @@ def test_a_json_vocabulary_needs_its_pattern(tmp_path):
         ConfigError, match="--tiktoken-pattern is missing: --tokenizer-model .*v.json"
     ):
         build_tokenizer(config_of("TikTokenizer", tokenizer_model=tmp_path / "v.json"))
+
+
+@pytest.mark.parametrize(
+    "given, implied",
+    [
+        ({"vocab_file": "v", "merge_file": "m"}, "GPT2BPETokenizer"),
+        ({"vocab_file": "v"}, "GPT2BPETokenizer"),
+        ({"merge_file": "m"}, "GPT2BPETokenizer"),
+        ({"cache_dir": "c"}, "GPT2BPETokenizer"),
+        ({"vocab_file": "v", "vocab_size": 9}, "GPT2BPETokenizer"),
+        ({"vocab_size": 9}, "IdTokenizer"),
+    ],
+)
+def test_implied_type(given, implied):
+    found = implied_type(TokenizerConfig(**given), "GPT2BPETokenizer")
+    assert found is not None and found[0] == implied
+    assert found[1].startswith("--" + next(iter(given)).replace("_", "-"))
+
+
+def test_nothing_is_implied_by_nothing_or_by_a_model():
+    assert implied_type(TokenizerConfig(), "GPT2BPETokenizer") is None
+    with pytest.raises(ConfigError, match="--tokenizer-model m needs --tokenizer-type: HFTok"):
+        implied_type(TokenizerConfig(tokenizer_model="m", vocab_size=9), "GPT2BPETokenizer")
+
+
+def test_half_of_a_byte_pair_encoding():
+    for given, missing in (("vocab_file", "--merge-file"), ("merge_file", "--vocab-file")):
+        with pytest.raises(ConfigError, match=f"needs {missing}"):
+            build_tokenizer(TokenizerConfig(tokenizer_type="GPT2BPETokenizer", **{given: "x"}))
+
+
+def test_vocabulary_rows(wordpiece_file):
+    config = config_of("BertWordPieceCase", vocab_file=wordpiece_file)
+    tokenizer = build_tokenizer(config)
+    size = tokenizer.vocab_size
+    rows = [
+        vocabulary_rows(replace(config, vocab_size=n), tokenizer) for n in (None, size, size + 9)
+    ]
+    assert rows == [size, size, size + 9]
+    with pytest.raises(ConfigError, match=f"--vocab-size {size - 1} .* of {size} ids.*{size} or"):
+        vocabulary_rows(replace(config, vocab_size=size - 1), tokenizer)
+    null = TokenizerConfig(tokenizer_type="NullTokenizer", vocab_size=10)
+    assert vocabulary_rows(null, build_tokenizer(null)) == 11

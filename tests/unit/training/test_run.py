@@ -2,13 +2,17 @@
 
 import json
 import random
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
-from megatron.config import FLAG_CLASSES, FlagParser
-from megatron.training.run import run_of
+from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Vocabulary
+from megatron.data.indexed import IndexedDatasetWriter
+from megatron.tokenizer.train import train_byte_level_bpe
+from megatron.training.run import run_data, run_of
 
 PROGRAM = """
 import atexit, sys
@@ -77,3 +81,105 @@ def test_a_missing_sentencepiece_model_is_trained_on_the_run_s_text(tmp_path):
     trained = model.stat().st_mtime_ns
     assert run_of(settings, 1).tokenizer.vocab_size == tokenizer.vocab_size
     assert model.stat().st_mtime_ns == trained
+
+
+def run_with(words, world_size=1):
+    argv = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1 "
+        f"--micro-batch-size 1 --train-iters 1 --eval-iters 0 {words}"
+    ).split()
+    return run_of(FlagParser(*FLAG_CLASSES).settings(argv), world_size)
+
+
+@pytest.fixture(scope="module")
+def vocabulary(tmp_path_factory):
+    """The flags of a byte-pair encoding's files, and the encoding."""
+    tokenizer = train_byte_level_bpe(["import os"] * 9, 260, 2)
+    folder = tmp_path_factory.mktemp("vocabulary")
+    tokenizer.save_pretrained(folder)
+    return f"--vocab-file {folder}/vocab.json --merge-file {folder}/merges.txt", tokenizer
+
+
+def test_vocabulary_files_are_a_byte_pair_encoding_by_default(vocabulary):
+    files, tokenizer = vocabulary
+    run = run_with(f"--mock-data {files}")
+    assert run.config.tokenizer.tokenizer_type == "GPT2BPETokenizer"
+    assert run.tokenizer.tokenize("import") == tokenizer.tokenize("import")
+    origin = run.resolved.origins["tokenizer_type"]
+    assert origin == "derived: --vocab-file without --tokenizer-type"
+
+
+@pytest.mark.parametrize(
+    "words, told",
+    [
+        ("--vocab-file v.json", "needs --merge-file"),
+        ("--merge-file m.txt", "needs --vocab-file"),
+        ("--tokenizer-model m", "--tokenizer-model m needs --tokenizer-type: HFTokenizer"),
+        ("--cache-dir none", "--cache-dir none does not have the vocabulary of gpt2"),
+        ("", "--tokenizer-type is missing"),
+    ],
+)
+def test_a_tokenizer_that_is_not_complete(words, told):
+    with pytest.raises(ConfigError, match=re.escape(told)):
+        run_with(f"--mock-data {words}")
+
+
+def test_other_families_have_another_default(tmp_path):
+    """The samples of tools may be those of another family than the model's."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", "import"]
+    (tmp_path / "vocab.txt").write_text("".join(f"{word}\n" for word in words))
+    argv = (
+        "--num-layers 1 --hidden-size 8 --num-attention-heads 1 --seq-length 8 --lr 1 "
+        f"--micro-batch-size 1 --train-iters 1 --vocab-file {tmp_path}/vocab.txt"
+    ).split()
+    run = run_of(FlagParser(*FLAG_CLASSES).settings(argv), 1, samples="bert")
+    assert run.config.tokenizer.tokenizer_type == "BertWordPieceLowerCase"
+
+
+def test_vocabulary_size_of_a_tokenizer_with_files(vocabulary):
+    files, tokenizer = vocabulary
+    size = tokenizer.vocab_size
+    padding = "--mock-data --make-vocab-size-divisible-by 1"
+    rows = [
+        run_with(f"{padding} {files} --vocab-size {n}").config.model.vocabulary.padded
+        for n in (size, size + 5)
+    ]
+    assert rows == [size, size + 5]
+    with pytest.raises(ConfigError, match=f"--vocab-size {size - 1} is smaller .* {size} ids"):
+        run_with(f"{padding} {files} --vocab-size {size - 1}")
+
+
+@pytest.fixture
+def numbers(tmp_path):
+    """Indexed data with the ids 0 to 99."""
+    with IndexedDatasetWriter(str(tmp_path / "data"), np.dtype("<u2")) as writer:
+        for _ in range(20):
+            writer.add_document([np.arange(100, dtype=np.uint16)])
+    return tmp_path / "data"
+
+
+def test_a_number_of_ids_without_a_tokenizer(numbers):
+    run = run_with(f"--data-path {numbers} --vocab-size 100 --make-vocab-size-divisible-by 1")
+    assert run.config.model.vocabulary == Vocabulary(100, 100)
+    assert run_data(run).datasets.train is not None
+
+
+def test_a_number_of_ids_that_the_data_exceed(numbers):
+    with pytest.raises(ValueError, match="token id 99, but the vocabulary has 99 .*--vocab-size"):
+        run_data(run_with(f"--data-path {numbers} --vocab-size 99"))
+
+
+@pytest.mark.parametrize(
+    "flag", ["--eod-mask-loss", "--reset-position-ids", "--reset-attention-mask"]
+)
+def test_no_id_is_taken_for_the_end_of_a_document(numbers, flag):
+    run = run_with(f"--data-path {numbers} --vocab-size 100 {flag}")
+    with pytest.raises(ValueError, match=f"^{flag}: --vocab-size 100, .*--tokenizer-type GPT2BPE"):
+        run_data(run)
+
+
+def test_text_needs_a_tokenizer(tmp_path):
+    (tmp_path / "text.json").write_text(json.dumps({"text": "import os"}) + "\n")
+    run = run_with(f"--data-path {tmp_path}/text.json --vocab-size 100")
+    with pytest.raises(ValueError, match="found 'import': name .*--tokenizer-type GPT2BPE"):
+        run_data(run)

@@ -6,11 +6,14 @@ own count of blocks, and torch.save's older and newer form.
 """
 
 import argparse
+import json
 import zipfile
 
 import pytest
 import torch
 from configs import model_config
+
+from megatron.checkpoint.reader import CheckpointReader
 
 GPT2 = {
     "num_layers": 4,
@@ -355,3 +358,32 @@ def archived():
         return target
 
     return pack
+
+
+class WordTokenizer:
+    """Files of a tokenizer, which the converter copies."""
+
+    def save_pretrained(self, folder):
+        folder.mkdir()
+        model = {"type": "WordLevel", "vocab": {f"w{n}": n for n in range(61)}, "unk_token": "w0"}
+        content = {
+            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
+            "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
+            "decoder": None, "model": model,
+        }  # fmt: skip
+        (folder / "tokenizer.json").write_text(json.dumps(content))
+        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
+        (folder / "tokenizer_config.json").write_text(json.dumps(kind))
+
+
+@pytest.fixture
+def ours(gpt_config, random_gpt, write_checkpoint, tmp_path):
+    """A GPT-2 whose weights are exact fractions, the same on every machine."""
+    config = gpt_config()
+    model = random_gpt(config)
+    with torch.no_grad():
+        for number, (_, param) in enumerate(model.canonical_parameters()):
+            places = torch.arange(param.numel()) * 7919 + 31 * number
+            values = (places % 251 - 125) / 512
+            param.copy_(values.view_as(param) + (0.75 if param.ndim == 1 and number % 2 else 0))
+    return CheckpointReader(write_checkpoint(tmp_path / "ours", config, model, WordTokenizer()))

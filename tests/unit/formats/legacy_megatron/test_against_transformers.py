@@ -16,41 +16,11 @@ import pytest
 import torch
 from gpt_forward import forward
 
-from megatron.checkpoint.reader import CheckpointReader
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.inference.load import model_of
 
 GOLDEN = Path(__file__).parents[3] / "golden" / "megatron_gpt2"
 OLD_PYTHON = os.environ.get("MEGATRON_OLD_TRANSFORMERS")
-
-
-class WordTokenizer:
-    """Files of a tokenizer, which the converter copies."""
-
-    def save_pretrained(self, folder):
-        folder.mkdir()
-        model = {"type": "WordLevel", "vocab": {f"w{n}": n for n in range(61)}, "unk_token": "w0"}
-        content = {
-            "version": "1.0", "truncation": None, "padding": None, "added_tokens": [],
-            "normalizer": None, "pre_tokenizer": {"type": "Whitespace"}, "post_processor": None,
-            "decoder": None, "model": model,
-        }  # fmt: skip
-        (folder / "tokenizer.json").write_text(json.dumps(content))
-        kind = {"tokenizer_class": "PreTrainedTokenizerFast", "unk_token": "w0"}
-        (folder / "tokenizer_config.json").write_text(json.dumps(kind))
-
-
-@pytest.fixture
-def ours(gpt_config, random_gpt, write_checkpoint, tmp_path):
-    """A GPT-2 whose weights are exact fractions, the same on every machine."""
-    config = gpt_config()
-    model = random_gpt(config)
-    with torch.no_grad():
-        for number, (_, param) in enumerate(model.canonical_parameters()):
-            places = torch.arange(param.numel()) * 7919 + 31 * number
-            values = (places % 251 - 125) / 512
-            param.copy_(values.view_as(param) + (0.75 if param.ndim == 1 and number % 2 else 0))
-    return CheckpointReader(write_checkpoint(tmp_path / "ours", config, model, WordTokenizer()))
 
 
 def assert_logits(source, golden):

@@ -14,9 +14,8 @@ from megatron.formats.legacy_megatron.arguments import (
     arguments_of_model,
     complete,
     model_of_arguments,
-    tokenizer_of_arguments,
-    unpadded_vocabulary,
 )
+from megatron.formats.legacy_megatron.vocabulary import tokenizer_of_arguments, unpadded_vocabulary
 
 WHERE = Path("file.pt")
 BASE = {"num_layers": 2, "hidden_size": 16, "num_attention_heads": 4, "max_position_embeddings": 8}
@@ -176,6 +175,17 @@ def test_scaling_that_megatron_does_not_have(scaling):
         ({"tokenizer_type": "GPT2BPETokenizer"}, 50688, 50257),
         ({"tokenizer_type": "GPT2BPETokenizer", "vocab_extra_ids": 100}, 50432, 50357),
         ({"tokenizer_type": "GPT2BPETokenizer"}, 128, None),
+        ({"tokenizer_type": "GPT2BPETokenizer", "make_vocab_size_divisible_by": 128}, 50304, 50257),
+        ({"tokenizer_type": "GPT2BPETokenizer", "make_vocab_size_divisible_by": 128}, 52096, None),
+        (
+            {
+                "tokenizer_type": "GPT2BPETokenizer",
+                "make_vocab_size_divisible_by": 128,
+                "tensor_model_parallel_size": 8,
+            },
+            51200,
+            50257,
+        ),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 100}, 128, 101),
         ({"tokenizer_type": "SentencePieceTokenizer"}, 128, None),
         ({"tokenizer_type": torch.zeros(1), "vocab_size": "x"}, 128, None),

@@ -1,0 +1,1 @@
+"""OneFlow GPT's package name; ``training`` is its program."""

@@ -1,0 +1,18 @@
+"""OneFlow GPT's ``python3 -m oneflow_gpt.training``: runs pretrain_gpt.py, with its defaults."""
+
+import os
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2]))  # a checkout that is not installed
+
+from pretrain_gpt import main  # noqa: E402
+
+if __name__ == "__main__":
+    if "RANK" not in os.environ:
+        print(
+            "oneflow_gpt.training runs pretrain_gpt.py, whose defaults hold: --seed 1234 (OneFlow "
+            "GPT: 12345), and no default of --learning-rate (0.001)",
+            file=sys.stderr,
+        )
+    main()

@@ -1,0 +1,5 @@
+#!/usr/bin/env bash
+# Megatron-LM's script of 2023: GPT with 345 million weights, one process.
+source "$(dirname "$0")/common.sh"
+
+megatron_lm_345m 1 --micro-batch-size 4 --global-batch-size 8 "$@"

@@ -1,0 +1,8 @@
+#!/usr/bin/env python
+"""tools/checkpoint/util.py under its name before September 2023 and in Megatron-DeepSpeed."""
+
+import runpy
+from pathlib import Path
+
+if __name__ == "__main__":
+    runpy.run_path(str(Path(__file__).parent / "checkpoint" / "util.py"), run_name="__main__")

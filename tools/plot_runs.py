@@ -1,0 +1,83 @@
+#!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
+"""Compares runs by their TensorBoard events: a table for each, one picture, the differences.
+
+    python tools/plot_runs.py --tb-dir z1_uni_ckpt --tb-event-key "lm loss" --plot-name loss.png
+
+Writes, into the current folder, uc_out_<layout>.csv (index, step, value) of every run below
+--tb-dir that has the scalar, and the picture; prints how far the runs are apart at common steps.
+Exits with 2 and the reason if no run has it.
+"""
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron.config import parse_configs
+from megatron.config.flags import option
+from megatron.training.run_curves import RunCurve, plot_curves, read_curves, write_csv
+
+
+@dataclass(frozen=True)
+class PlotConfig:
+    """Runs, scalar, tables, picture."""
+
+    tb_dir: str = option("runs", aliases=("--tb_dir",))
+    """Folder with the TensorBoard folders of the runs, at any depth."""
+    tb_event_key: str = option("lm loss", aliases=("--tb_event_key",))
+    """Scalar to compare; of a name with slashes the last part counts."""
+    csv_name: str = option("", aliases=("--csv_name",))
+    """What the names of the tables begin with, before uc_out_."""
+    plot_name: str = option("uni_ckpt_char.png", aliases=("--plot_name",))
+    """PNG file to draw."""
+    plot_title: str = option("Universal checkpoints", aliases=("--plot_title",))
+    """Title of the picture."""
+    plot_x_label: str = option("step", aliases=("--plot_x_label",))
+    """Label of the horizontal axis."""
+    plot_y_label: str = option("loss", aliases=("--plot_y_label",))
+    """Label of the vertical axis."""
+    skip_plot: bool = option(False, aliases=("--skip_plot",))
+    """Draw no picture."""
+    skip_csv: bool = option(False, aliases=("--skip_csv",))
+    """Write no tables."""
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    (options,) = parse_configs((PlotConfig,), argv, description=__doc__)
+    try:
+        run(options)
+    except (ValueError, OSError) as error:
+        print(f"plot_runs.py: error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+def run(options: PlotConfig) -> None:
+    first, *others = curves = read_curves(options.tb_dir, options.tb_event_key)
+    print(f"{options.tb_event_key} of {first.name}: steps {first.steps[0]} to {first.steps[-1]}")
+    for curve in others:
+        print(compared(first, curve))
+    if not options.skip_csv:
+        for curve in curves:
+            write_csv(curve, f"{options.csv_name}uc_out_{curve.name}.csv")
+    if not options.skip_plot:
+        labels = options.plot_title, options.plot_x_label, options.plot_y_label
+        plot_curves(curves, options.plot_name, *labels)
+
+
+def compared(first: RunCurve, other: RunCurve) -> str:
+    """Where the other run begins and how far it gets from the first."""
+    ours, theirs = first.by_step(), other.by_step()
+    common = sorted(ours.keys() & theirs.keys())
+    text = f"{other.name}: steps {other.steps[0]} to {other.steps[-1]}"
+    if not common:
+        return f"{text}, none of which {first.name} has"
+    start = common[0]
+    worst = max(common, key=lambda step: abs(ours[step] - theirs[step]))
+    return (
+        f"{text}; step {start}: {theirs[start]:.6f}, in {first.name} {ours[start]:.6f}; largest "
+        f"difference {abs(ours[worst] - theirs[worst]):.2e} at step {worst}"
+    )
+
+
+if __name__ == "__main__":
+    main()
