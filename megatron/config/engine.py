@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, ConfigResolver, option, shared
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option, shared
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import PrecisionConfig
@@ -20,13 +20,31 @@ _MULTIPLE = 16
 class _Engine:
     """Values that need no resolving."""
 
-    deepspeed: bool = option(False)
+    deepspeed: bool = option(False, aliases=("--deepscale",))
     """Train with DeepSpeed. Not needed: this is always the case."""
     deepspeed_config: str | None = option(
-        None, flag="--deepspeed_config", aliases=("--deepspeed-config",)
+        None, flag="--deepspeed_config", aliases=("--deepspeed-config", "--deepscale_config")
     )
     """DeepSpeed's JSON configuration; its "auto" values are filled in from the flags. A value that
     contradicts a flag is an error."""
+    zero_reduce_scatter: bool | None = option(None)
+    """ZeRO 1 and 2: each rank receives only its share of the reduced gradients (reduce_scatter of
+    zero_optimization in the DeepSpeed JSON, which is DeepSpeed's default)."""
+    zero_contiguous_gradients: bool | None = option(None, aliases=("--zero-contigious-gradients",))
+    """ZeRO 2 and 3: copy gradients to one buffer as they are computed (contiguous_gradients in the
+    DeepSpeed JSON, which is DeepSpeed's default)."""
+    zero_reduce_bucket_size: int | None = option(None, bounds=POSITIVE)
+    """ZeRO: number of elements that are reduced at once (reduce_bucket_size in the DeepSpeed
+    JSON)."""
+    zero_allgather_bucket_size: int | None = option(None, bounds=POSITIVE)
+    """ZeRO 1 and 2: number of elements that are gathered at once (allgather_bucket_size in the
+    DeepSpeed JSON)."""
+    remote_device: str | None = option(None, choices=("none", "cpu", "nvme"), role="layout")
+    """ZeRO 3: where the weights are kept between uses (device of offload_param in the DeepSpeed
+    JSON)."""
+    use_pin_memory: bool | None = option(None)
+    """Keep the weights of --remote-device cpu in pinned memory (pin_memory of offload_param in the
+    DeepSpeed JSON)."""
 
 
 @dataclass(frozen=True, kw_only=True)

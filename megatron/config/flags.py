@@ -62,6 +62,7 @@ def option(
     off: str | None = None,
     choices: Sequence[Any] | None = None,
     spellings: Mapping[str, str] | None = None,
+    bare: Any = None,
     note: str | None = None,
     derived: str | None = None,
     internal: bool = False,
@@ -75,6 +76,7 @@ def option(
         flag: name of the flag if it is not ``--field-name``.
         off: for a boolean that defaults to True, the flag that makes it False.
         spellings: other spellings of some choices, and their meaning.
+        bare: the value where the flag is given without one.
         note: for flags that are accepted and not used, what happens instead; needs no help text.
         derived: how the value is derived when neither a flag nor the JSON gives one.
         internal: the field is filled by the program and has no flag.
@@ -90,6 +92,7 @@ def option(
             "off": off,
             "choices": None if choices is None else tuple(choices),
             "spellings": dict(spellings or {}),
+            "bare": bare,
             "note": note,
             "derived": derived,
             "internal": internal,

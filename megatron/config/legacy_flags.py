@@ -12,23 +12,40 @@ _TIMES = '"wall_clock_breakdown" in the DeepSpeed JSON times the parts of a step
 _OVERLAP = '"overlap_comm" of zero_optimization in the DeepSpeed JSON does this'
 _COMPILE = "fusion comes from --torch-compile"
 _SCALES = "scales are computed from the current values"
+_SIGNALS = "a run always saves and exits on SIGTERM, SIGINT and SIGUSR1"
+_DIVIDED = "--sequence-parallel divides the activations between blocks"
+_STAGES = "the pipeline schedules decide when and how stages exchange activations"
+_WRITING = "every rank writes its own share; --async-save writes while training continues"
+_READING = "every rank reads its own share, in any layout"
+_REPLICAS = "a checkpoint is written once, in --save"
+_TENSOR = "collectives of the backward pass always overlap its matrix products"
+_LOSS = "the loss is computed in chunks of --logits-chunk-mib, with its gradients"
+_RANDOM = "dropout draws from one generator per process and purpose"
+_GRADIENTS = "DeepSpeed's engine reduces gradients; zero_optimization in its JSON sets its buckets"
+_PINNED = '"pin_memory" of offload_optimizer in the DeepSpeed JSON does this'
+_NCCL = "NCCL is set up by its environment variables"
+_REMOTE = "data at s3:// and the like are read in any case"
 _UNUSED = {
     "--use-distributed-optimizer": "DeepSpeed's ZeRO does this; set --zero-stage 1",
     "--DDP-impl local|torch|FSDP": "DeepSpeed's engine reduces the gradients",
-    "--use-flash-attn --use-flash-attn-v2": "--attention-backend chooses the kernel",
-    "--exit-signal-handler": "a run always saves and exits on SIGTERM, SIGINT and SIGUSR1",
+    "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton "
+    "--use-flash-attn-builder": "--attention-backend chooses the kernel",
+    "--exit-signal-handler": _SIGNALS,
     "--no-masked-softmax-fusion": "there is no separate softmax kernel",
     "--no-bias-dropout-fusion": _COMPILE,
     "--no-gradient-accumulation-fusion": "DeepSpeed's engine accumulates",
     "--attention-softmax-in-fp32": "the attention kernels accumulate their softmax in float32",
     "--no-query-key-layer-scaling": "attention scores are never scaled by the layer number",
-    "--contiguous-checkpointing": "recomputed activations are not copied",
+    "--contiguous-checkpointing --contigious-checkpointing": (
+        "recomputed activations are not copied"
+    ),
     "--use-cpu-initialization": "weights are always initialised on the CPU, equal for every layout",
     "--data-impl mmap|infer": "the memory-mapped .bin/.idx format is the only one",
     "--loose-json": "JSON files have one object per line in any case",
     "--data-efficiency-curriculum-learning": '"data_efficiency" in the DeepSpeed JSON is enough',
     "--return-data-index": "tools/show_batch.py says which samples a step had",
     "--train-idx-path STR": _CACHE,
+    "--train-desc-path STR": _CACHE,
     "--train-doc-idx-path STR": _CACHE,
     "--train-sample-idx-path STR": _CACHE,
     "--train-shuffle-idx-path STR": _CACHE,
@@ -40,16 +57,14 @@ _UNUSED = {
     "--log-optimizer-states-to-tensorboard": "optimizer state is in the checkpoints only",
     "--timing-log-level INT": _TIMES,
     "--timing-log-option max|minmax|all": _TIMES,
-    "--override-opt_param-scheduler --override-lr-scheduler": (
+    "--override-opt_param-scheduler --override-opt-param-scheduler --override-lr-scheduler": (
         "the schedules always follow the flags, also after a resume"
     ),
     "--partition-activations": "use --recompute-granularity",
     "--checkpoint-in-cpu": "activation checkpoints stay on the device",
     "--synchronize-each-layer": "the CPU never synchronizes after a layer",
     "--profile-backward": '"flops_profiler" in the DeepSpeed JSON profiles a step',
-    "--no-async-tensor-model-parallel-allreduce": (
-        "collectives of the backward pass always overlap its matrix products"
-    ),
+    "--no-async-tensor-model-parallel-allreduce": _TENSOR,
     "--overlap-grad-reduce": _OVERLAP,
     "--overlap-param-gather": _OVERLAP,
     "--no-persist-layer-norm": "the norms are torch's",
@@ -62,6 +77,113 @@ _UNUSED = {
     "--dataloader-type single|": "samples are read in one pass, in Megatron's order",
     "--mmap-warmup": "data files are read as they are needed",
     "--manual-gc": "Python collects garbage by itself",
+    # Megatron-LM and Megatron-DeepSpeed of 2023.
+    "--adlr-autoresume": _SIGNALS,
+    "--adlr-autoresume-interval INT": _SIGNALS,
+    "--distribute-saved-activations --distribute-checkpointed-activations": _DIVIDED,
+    "--no-contiguous-buffers-in-local-ddp": "DeepSpeed's engine holds the gradients",
+    "--no-scatter-gather-tensors-in-pipeline": _STAGES,
+    "--overlap-p2p-communication": _STAGES,
+    "--use-ring-exchange-p2p": _STAGES,
+    "--no-barrier-with-level-1-timing": _TIMES,
+    "--empty-unused-memory-level 0|1|2": (
+        "the allocator keeps its memory; PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True limits "
+        "fragmentation"
+    ),
+    "--no-initialization": "weights are initialised before a checkpoint's replace them",
+    "--torch_adam --ds_fused_adam": "Adam is torch's, fused on GPUs",
+    "--disable-mem-efficient-ln": "the norms are torch's",
+    "--fp8-interval INT": _SCALES,
+    "--no-delay-grad-reduce": "DeepSpeed's engine reduces the gradients",
+    "--repeated-dataloader": "data are repeated as often as a run needs",
+    "--trust-remote-code": "no code is run that comes with a tokenizer",
+    "--checkpoint-io-buffer-size INT": _WRITING,
+    "--checkpoint-data-parallel STR": _WRITING,
+    "--aio-intra-op-parallelism INT": _WRITING,
+    "--checkpoint-writer-decoupled": _WRITING,
+    # Megatron-LM of now.
+    "--no-overlap-p2p-communication": _STAGES,
+    "--overlap-p2p-communication-warmup-flush": _STAGES,
+    "--microbatch-group-size-per-virtual-pipeline-stage INT": _STAGES,
+    "--exit-signal-handler-for-training --exit-signal-handler-for-dataloader": _SIGNALS,
+    "--manual-gc-interval INT": "Python collects garbage by itself",
+    "--no-manual-gc-eval --disable-manual-gc-eval": "Python collects garbage by itself",
+    "--no-bias-swiglu-fusion": _COMPILE,
+    "--use-fused-weighted-squared-relu": _COMPILE,
+    "--fused-residual-rmsnorm": _COMPILE,
+    "--use-transformer-engine-op-fuser": _COMPILE,
+    "--use-te-activation-func": _COMPILE,
+    "--disable-jit-fuser": _COMPILE,
+    "--cross-entropy-loss-fusion": _LOSS,
+    "--cross-entropy-fusion-impl native|te": _LOSS,
+    "--defer-embedding-wgrad-compute": _LOSS,
+    "--wgrad-deferral-limit INT": _LOSS,
+    "--delay-wgrad-compute": "the pipeline schedules decide when gradients of weights are computed",
+    "--tp-comm-overlap": _TENSOR,
+    "--tp-comm-overlap-cfg STR": _TENSOR,
+    "--tp-comm-bootstrap-backend nccl|mpi|gloo": _TENSOR,
+    "--no-tp-comm-bulk-wgrad --disable-tp-comm-bulk-wgrad": _TENSOR,
+    "--no-tp-comm-bulk-dgrad --disable-tp-comm-bulk-dgrad": _TENSOR,
+    "--no-tp-comm-overlap-ag --disable-tp-comm-overlap-ag": _TENSOR,
+    "--no-tp-comm-overlap-rs --disable-tp-comm-overlap-rs": _TENSOR,
+    "--tp-comm-overlap-rs-dgrad": _TENSOR,
+    "--no-tp-comm-split-ag --disable-tp-comm-split-ag": _TENSOR,
+    "--no-tp-comm-split-rs --disable-tp-comm-split-rs": _TENSOR,
+    "--disable-bf16-reduced-precision-matmul": "torch's default decides how products add up",
+    "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding": _DIVIDED,
+    "--flash-attention-version 2|3|4": "--attention-backend chooses the kernel",
+    "--te-rng-tracker": _RANDOM,
+    "--inference-rng-tracker": _RANDOM,
+    "--train-sync-interval INT": "the CPU waits for the device only where it needs a number",
+    "--logging-level INT": "log messages have one level",
+    "--no-align-grad-reduce --disable-align-grad-reduce": _GRADIENTS,
+    "--no-align-param-gather": _GRADIENTS,
+    "--overlap-param-gather-with-optimizer-step": _GRADIENTS,
+    "--ddp-num-buckets INT": _GRADIENTS,
+    "--ddp-bucket-size INT": _GRADIENTS,
+    "--ddp-pad-buckets-for-high-nccl-busbw": _GRADIENTS,
+    "--ddp-average-in-collective": _GRADIENTS,
+    "--no-gradient-reduce-div-fusion": _GRADIENTS,
+    "--no-use-layer-wise-param-layout": _GRADIENTS,
+    "--create-all-gather-group": _GRADIENTS,
+    "--no-pin-cpu-grads": _PINNED,
+    "--no-pin-cpu-params": _PINNED,
+    "--nccl-communicator-config-path STR": _NCCL,
+    "--use-sharp": _NCCL,
+    "--sharp-enabled-group dp|dp_replica": _NCCL,
+    "--use-nccl-ub": _NCCL,
+    "--disable-symmetric-registration": _NCCL,
+    "--high-priority-stream-groups STR+": _NCCL,
+    "--disable-gloo-process-groups": "process groups have the backend of --distributed-backend",
+    "--auto-detect-ckpt-format": "--load recognises the format",
+    "--async-strategy nvrx|mcore": _WRITING,
+    "--use-persistent-ckpt-worker": _WRITING,
+    "--async-ckpt-cpu-priority INT": _WRITING,
+    "--async-ckpt-io-priority INT": _WRITING,
+    "--async-ckpt-use-cpu-shm": _WRITING,
+    "--dist-ckpt-workers INT": _WRITING,
+    "--no-ckpt-fully-parallel-save": _WRITING,
+    "--ckpt-fully-parallel-save": _WRITING,
+    "--ckpt-fully-parallel-save-process-group dp|ep_dp": _WRITING,
+    "--ckpt-assume-constant-structure": _WRITING,
+    "--dist-ckpt-optim-fully-reshardable": _READING,
+    "--distrib-optim-fully-reshardable-mem-efficient": _READING,
+    "--ckpt-fully-parallel-load": _READING,
+    "--ckpt-fully-parallel-load-exchange-algo broadcast|gather_rounds|gather_object": _READING,
+    "--ckpt-fully-parallel-load-process-group dp|ep_dp": _READING,
+    "--no-ckpt-load-validate-sharding-integrity --disable-ckpt-load-validate-sharding-integrity": (
+        "a checkpoint is always checked when it is loaded"
+    ),
+    "--no-stream-ckpt-dequant --disable-stream-ckpt-dequant": _READING,
+    "--verify-integrity": "a checkpoint is always checked when it is loaded",
+    "--replication": _REPLICAS,
+    "--replication-jump INT": _REPLICAS,
+    "--replication-factor INT": _REPLICAS,
+    "--no-mmap-bin-files": "data files are read as they are needed",
+    "--no-create-attention-mask-in-dataloader": "attention masks are made where they are used",
+    "--num-dataset-builder-threads INT": _CACHE,
+    "--enable-msc": _REMOTE,
+    "--disable-msc": _REMOTE,
     # 2019.
     "--resume-dataloader": "a resumed run always continues with the next sample",
     "--shuffle": "training samples are always shuffled, by --seed",
@@ -90,11 +212,11 @@ def _unused(words: str, note: str) -> tuple[str, Any, Any]:
     flag, *others = words.split()
     name = flag[2:].replace("-", "_").lower()
     if others and not others[0].startswith("-"):
+        if others[0] == "STR+":
+            return name, tuple[str, ...], option((), flag=flag, note=note)
         kind = int if others[0] == "INT" else str
         choices = [word for word in others[0].split("|") if word] if "|" in others[0] else None
         return name, kind | None, option(None, flag=flag, choices=choices, note=note)
-    if flag.startswith("--no-"):
-        return name.removeprefix("no_"), bool, option(True, off=flag, note=note)
     return name, bool, option(False, flag=flag, aliases=others, note=note)
 
 

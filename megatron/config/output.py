@@ -16,9 +16,13 @@ class CheckpointConfig:
     load: str | None = option(None)
     """Folder of checkpoints (the newest complete one is loaded) or one checkpoint, in the format of
     this project or another. Training starts from scratch if the folder has no checkpoint."""
+    exit_on_missing_checkpoint: bool = option(False)
+    """Do not start from scratch if --load has no checkpoint: that is an error."""
     load_tag: str | None = option(None)
     """Load this checkpoint of --load (for example global_step100) instead of the newest."""
-    save_interval: int | None = option(None, aliases=("--save-iters",), bounds=POSITIVE)
+    save_interval: int | None = option(
+        None, aliases=("--save-iters", "--persistent-save-interval"), bounds=POSITIVE
+    )
     """Number of iterations between checkpoints; the last iteration is always saved."""
     save_init: bool = option(False)
     """Also save before the first iteration, as iteration 0."""
@@ -33,14 +37,14 @@ class CheckpointConfig:
     save_universal: bool = option(False)
     """Also write each checkpoint as a universal checkpoint of DeepSpeed."""
     universal_checkpoint: bool = option(False)
-    """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats.
-    Not needed otherwise: --load recognises the format."""
+    """Load DeepSpeed's universal checkpoint from a folder that has checkpoints of several formats;
+    refused if it has none. Not needed otherwise: --load recognises the format."""
     pretrained_checkpoint: str | None = option(None)
     """Checkpoint to take the initial weights from when --load has none."""
     use_checkpoint_opt_param_scheduler: bool = option(
         False,
         flag="--use-checkpoint-opt_param-scheduler",
-        aliases=("--use-checkpoint-lr-scheduler",),
+        aliases=("--use-checkpoint-opt-param-scheduler", "--use-checkpoint-lr-scheduler"),
     )
     """Use the learning rate, the weight decay and their schedules of the loaded checkpoint's run
     instead of those of the flags."""
@@ -141,9 +145,12 @@ def resolve_logging(
 class ProfilingConfig:
     """Profiling: which steps, on which ranks, written where."""
 
-    profile: bool = option(False)
+    profile: str | None = option(None, choices=("auto", "pt", "pt-full"), bare="auto")
     """Profile some iterations: print where their time goes and write a trace for Perfetto with
-    torch's profiler; under NVIDIA's nsys mark its capture range and NVTX ranges."""
+    torch's profiler; under NVIDIA's nsys mark its capture range and NVTX ranges. pt uses torch's
+    profiler under nsys as well, pt-full records call stacks too."""
+    profile_steps: str | None = option(None, flag="--profile_steps", aliases=("--profile-steps",))
+    """FIRST,LAST: the iterations that are profiled, such as 2,3."""
     profile_step_start: int = option(10, bounds=NOT_NEGATIVE)
     """Profiling starts after this iteration."""
     profile_step_end: int = option(12)
@@ -173,7 +180,9 @@ def resolve_profiling(
     """Completes the profiling of a run of ``iterations`` iterations (None: not known)."""
     start, end, ranks = "profile_step_start", "profile_step_end", "profile_ranks"
     first, last = flags.profile_step_start, flags.profile_step_end
-    if resolver.given(start) and not resolver.given(end):
+    if flags.profile_steps is not None:
+        first, last = _profiled_steps(flags.profile_steps, resolver)
+    elif resolver.given(start) and not resolver.given(end):
         last = resolver.put(end, first + 2, "profile-step-start + 2")
     resolver.check(
         last > first,
@@ -191,7 +200,7 @@ def resolve_profiling(
         not flags.use_pytorch_profiler or flags.profile,
         "--use-pytorch-profiler chooses what --profile records with and needs it",
     )
-    flags = replace(flags, profile_step_end=last)
+    flags = replace(flags, profile_step_start=first, profile_step_end=last)
     if not (flags.profile or flags.record_memory_history):
         for name in (start, end, ranks, "profile_dir", "memory_snapshot_path"):
             if resolver.given(name):
@@ -205,3 +214,17 @@ def resolve_profiling(
     folder = f"{save.rstrip('/')}/profile" if save else "profile"
     how = "profile in --save, else in this folder"
     return replace(flags, profile_dir=resolver.fill("profile_dir", flags.profile_dir, folder, how))
+
+
+def _profiled_steps(steps: str, resolver: ConfigResolver) -> tuple[int, int]:
+    """The values of --profile-step-start and --profile-step-end that --profile_steps means."""
+    shown, start, end = resolver.show("profile_steps"), "profile_step_start", "profile_step_end"
+    words = steps.split(",")
+    resolver.check(
+        len(words) == 2 and all(word.strip().isdecimal() for word in words) and int(words[0]) > 0,
+        f"{shown} must be the first and the last iteration, such as 2,3",
+    )
+    for name in (start, end):
+        resolver.check(not resolver.given(name), f"{shown} contradicts {resolver.show(name)}")
+    first, last = int(words[0]) - 1, int(words[1])
+    return resolver.put(start, first, "profile_steps"), resolver.put(end, last, "profile_steps")

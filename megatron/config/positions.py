@@ -32,7 +32,12 @@ class _Positions:
     biases of the attention scores, or none."""
     position_embedding_offset: int = option(0, bounds=NOT_NEGATIVE, role="weights")
     """Row of the learned position embeddings that belongs to position 0 (2 in OPT)."""
-    rotary_base: float = option(10000.0, bounds=POSITIVE, megatron=True)
+    rotary_base: float = option(
+        10000.0,
+        aliases=("--rotary-position-embeddings-theta",),
+        bounds=POSITIVE,
+        megatron=True,
+    )
     """RoPE: base of the frequencies (theta)."""
     rotary_percent: float = option(1.0, role="results", megatron=True)
     """RoPE: fraction of each head's channels that is rotated."""
@@ -52,6 +57,8 @@ class PositionsFlags(_Positions):
     position embedding."""
     use_rotary_position_embeddings: bool = option(False)
     """Older name of --position-embedding-type rope."""
+    no_position_embedding: bool = option(False)
+    """Do not learn position embeddings: --position-embedding-type none, where no other is given."""
     rope_scaling: str | None = option(None, role="results")
     """RoPE scaling, as JSON in the form of Hugging Face's config.json: rope_type (linear, dynamic,
     llama3, yarn, longrope) and its parameters."""
@@ -90,6 +97,12 @@ def resolve_positions(
             f"{resolver.show('position_embedding_type')}",
         )
         kind = resolver.put("position_embedding_type", "rope", "--use-rotary-position-embeddings")
+    if flags.no_position_embedding and not resolver.given("position_embedding_type"):
+        kind = resolver.put("position_embedding_type", "none", "--no-position-embedding")
+    resolver.check(
+        not flags.no_position_embedding or kind != "learned_absolute",
+        f"--no-position-embedding contradicts {resolver.show('position_embedding_type')}",
+    )
     longest = resolver.fill(
         "max_position_embeddings", flags.max_position_embeddings, seq_length, "seq-length"
     )

@@ -65,6 +65,8 @@ class _Training:
     """Save and exit at the first iteration that is a multiple of this."""
     exit_duration_in_mins: float | None = option(None, bounds=POSITIVE, role="course")
     """Save and exit after this many minutes."""
+    kill_switch_file: str | None = option(None, role="course")
+    """Save and exit as soon as this file exists; a run does not start while it does."""
     check_for_nan_in_loss_and_grad: bool = option(
         True, off="--no-check-for-nan-in-loss-and-grad", flag="--check-for-nan-in-loss-and-grad"
     )

@@ -48,6 +48,11 @@ def _optimizer(name: Any) -> str:
     return found
 
 
+def _whole(number: Any) -> Any:
+    """A number such as 5e8, which JSON has as a float, as the integer that it is."""
+    return int(number) if isinstance(number, float) and number.is_integer() else number
+
+
 CURRICULA = tuple(field.name for field in dataclasses.fields(CurriculumConfig))
 """Sections that DeepSpeed no longer reads: a config field of the same name has a section's text."""
 
@@ -61,6 +66,15 @@ PAIRS = (
     Pair("train_batch_size", "global_batch_size"),
     Pair("gradient_clipping", "clip_grad"),
     Pair("zero_optimization.stage", "zero_stage"),
+    *(
+        Pair(f"zero_optimization.{key}", f"zero_{key}", _whole)
+        for key in (
+            *("reduce_scatter", "contiguous_gradients", "reduce_bucket_size"),
+            "allgather_bucket_size",
+        )
+    ),
+    Pair("zero_optimization.offload_param.device", "remote_device"),
+    Pair("zero_optimization.offload_param.pin_memory", "use_pin_memory"),
     Pair("bf16.enabled", "bf16"),
     Pair("fp16.enabled", "fp16"),
     Pair("fp16.loss_scale", "loss_scale", lambda v: v or None, lambda v: v or 0),

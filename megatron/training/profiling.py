@@ -53,7 +53,8 @@ def under_nsys(options: ProfilingConfig, on_gpu: bool) -> bool:
     """Whether nsys records this process, and torch's profiler is not requested."""
     # The variable by which nsys informs its processes; NVTX.jl and GROMACS look for it as well.
     found = "NSYS_PROFILING_SESSION_ID" in os.environ
-    return found and on_gpu and not options.use_pytorch_profiler
+    plain = options.profile == "auto" and not options.use_pytorch_profiler
+    return found and on_gpu and plain
 
 
 class Recorder:
@@ -142,6 +143,7 @@ class TorchTrace(Recorder):
             schedule=torch.profiler.schedule(wait=0, warmup=1, active=2**62, repeat=1),
             record_shapes=True,
             profile_memory=True,
+            with_stack=self.options.profile == "pt-full",
         )
         self.begun = False
 

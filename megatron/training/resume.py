@@ -76,8 +76,8 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
         if found is not None:
             if options.universal_checkpoint and found.form is not reader("universal"):
                 raise CheckpointError(
-                    f"--universal-checkpoint: --load {options.load} has no universal checkpoint, but "
-                    f"a {found.form.title}; leave the flag out to load that, or write one with "
+                    f"--universal-checkpoint: --load {options.load} has no universal checkpoint, "
+                    f"but a {found.form.title}; leave the flag out to load that, or write one with "
                     "tools/convert_checkpoint.py to-universal"
                 )
             return ResumeSource(found, f"--load {options.load}", not options.finetune)
@@ -91,6 +91,7 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
         (options.finetune, "--finetune"),
         (options.load_tag, f"--load-tag {options.load_tag}"),
         (options.universal_checkpoint, "--universal-checkpoint"),
+        (options.load and options.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint"),
     ):
         if wanted:
             raise CheckpointError(f"{flag}: no checkpoint in --load {options.load}")

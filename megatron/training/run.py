@@ -28,6 +28,7 @@ from megatron.config import (
     resolve,
 )
 from megatron.config.flags import build
+from megatron.config.refused_flags import refused_flag
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -75,7 +76,9 @@ def parse_run(
     :class:`ModelConfig`), in each of its processes, which it starts if the flags say so
     (:func:`start_processes`). With ``--explain-config`` it prints every value with its origin and
     exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
-    settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
+    settings = FlagParser(*FLAG_CLASSES, description=description, instead=refused_flag).settings(
+        argv
+    )
     show_log()
     if family is not None:
         given = settings.setdefault("family", Setting(family, "this program"))
@@ -134,7 +137,7 @@ class RunToolParser(FlagParser, Generic[Config]):
         self, config: type[Config], description: str | None, epilog: str | None = None
     ) -> None:
         self._config = config
-        super().__init__(config, *FLAG_CLASSES, description=description)
+        super().__init__(config, *FLAG_CLASSES, description=description, instead=refused_flag)
         self.epilog = epilog
 
     def format_help(self) -> str:
@@ -166,7 +169,9 @@ def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> T
     message names them."""
     config, device = run.config, training_device()
     data = run_data(run)
-    request = StopRequest(config.training.exit_duration_in_mins, run.launched)
+    request = StopRequest(
+        config.training.exit_duration_in_mins, run.launched, config.training.kill_switch_file
+    )
     plan = TrainingPlan(config)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)

@@ -122,12 +122,14 @@ class StopRequest:
             exits on SIGTERM without passing it on, and its workers would train on unnoticed. By
             default only where a launcher set ``LOCAL_RANK``: a plain ``nohup python`` has to
             survive its shell.
+        kill_switch: stop when this file exists. Raises TrainingStopped if it already does.
     """
 
     def __init__(
         self,
         deadline_minutes: float | None = None,
         watch_parent: bool | None = None,
+        kill_switch: str | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._deadline_minutes = deadline_minutes
@@ -135,6 +137,11 @@ class StopRequest:
         self._parents = launcher_chain()
         self._watch_parent = "LOCAL_RANK" in os.environ if watch_parent is None else watch_parent
         self._received: str | None = None
+        self._kill_switch = None if kill_switch is None else Path(kill_switch)
+        if self._kill_switch is not None and self._kill_switch.exists():
+            raise TrainingStopped(
+                f"--kill-switch-file {kill_switch} exists, so the run does not start; delete it"
+            )
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -144,6 +151,8 @@ class StopRequest:
             return self._received
         if self._watch_parent and launcher_chain() != self._parents:
             return f"end of the launcher (process {self._parents[-1]})"
+        if self._kill_switch is not None and self._kill_switch.exists():
+            return f"--kill-switch-file {self._kill_switch}"
         limit = self._deadline_minutes
         if limit is not None and self._clock() - self._started >= limit * 60:
             return f"--exit-duration-in-mins {limit:g}"

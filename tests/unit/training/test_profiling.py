@@ -54,7 +54,7 @@ class Notes(Recorder):
 def run_steps(start: int, end: int, first: int, last: int) -> list[str]:
     """What a recorder of steps start + 1 to end is told in a run of steps first + 1 to last."""
     notes = Notes()
-    options = ProfilingConfig(profile=True, profile_step_start=start, profile_step_end=end)
+    options = ProfilingConfig(profile="auto", profile_step_start=start, profile_step_end=end)
     with Profiler([notes], options, first) as profiler:
         for _ in range(first, last):
             profiler.before_step(None)
@@ -176,7 +176,7 @@ class Engine:
 @pytest.fixture
 def config(tmp_path) -> RunConfig:
     options = ProfilingConfig(
-        profile=True, profile_step_start=1, profile_step_end=3, profile_dir=str(tmp_path / "p")
+        profile="auto", profile_step_start=1, profile_step_end=3, profile_dir=str(tmp_path / "p")
     )
     return run_config(profiling=options)
 
@@ -247,7 +247,7 @@ def test_nsys_is_told_by_its_variable(monkeypatch, variable, on_gpu, forced, exp
     monkeypatch.delenv("NSYS_PROFILING_SESSION_ID", raising=False)
     if variable:
         monkeypatch.setenv("NSYS_PROFILING_SESSION_ID", variable)
-    options = ProfilingConfig(profile=True, use_pytorch_profiler=forced)
+    options = ProfilingConfig(profile="auto", use_pytorch_profiler=forced)
     assert under_nsys(options, on_gpu) is expected
 
 

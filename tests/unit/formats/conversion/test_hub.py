@@ -1,4 +1,5 @@
-"""The upload against a stand-in of the hub: the real client speaks to a server on this machine."""
+"""Uploads to a stand-in of the hub, and loading from it: the real client speaks to a server on this
+machine."""
 
 import base64
 import hashlib
@@ -7,15 +8,23 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
+import torch
+from huggingface_hub.cli.hf import app as hf
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from megatron.checkpoint.reader import CheckpointReader
 from megatron.config import ConfigError
 from megatron.formats.conversion.output import check_hub, push
+from megatron.formats.huggingface import write_model
+from megatron.tokenizer.null import NullTokenizer
 
 TOKEN = "hf_standin"
+COMMIT = 40 * "a"
 
 
 class Hub(ThreadingHTTPServer):
-    """Repositories in memory, of what the client calls when it makes one and uploads a folder.
+    """Repositories in memory, of what the client calls when it makes one, uploads a folder, and
+    downloads single files.
 
     Attributes:
         repositories: visibility and files by name.
@@ -35,13 +44,16 @@ class Handler(BaseHTTPRequestHandler):
     def log_message(self, *arguments):
         pass
 
-    def answer(self, content, status=200):
-        body = json.dumps(content).encode()
+    def answer(self, content, status=200, headers=()):
+        body = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
-        self.send_header("Content-Type", "application/json")
+        self.send_header("X-Repo-Commit", COMMIT)
         self.send_header("Content-Length", str(len(body)))
+        for name, value in dict(headers).items():
+            self.send_header(name, value)
         self.end_headers()
-        self.wfile.write(body)
+        if self.command != "HEAD":
+            self.wfile.write(body)
 
     def body(self):
         return self.rfile.read(int(self.headers.get("Content-Length") or 0))
@@ -56,6 +68,24 @@ class Handler(BaseHTTPRequestHandler):
             self.body()
             self.answer({"error": "Invalid username or password."}, status)
         return status is not None
+
+    def do_HEAD(self):
+        self.do_GET()
+
+    def do_GET(self):
+        if self.refused():
+            return
+        path = self.path.split("?")[0].removeprefix("/")
+        name, _, file = path.removeprefix("api/models/").partition("/resolve/")
+        repository = self.server.repositories.get(name)
+        content = repository and repository["files"].get(file.partition("/")[2])
+        if repository is not None and path.startswith("api/models/"):
+            siblings = [{"rfilename": known} for known in repository["files"]]
+            self.answer({"id": name, "sha": COMMIT, "siblings": siblings})
+        elif content is None:
+            self.answer({"error": "not found"}, 404, {"X-Error-Code": "EntryNotFound"})
+        else:
+            self.answer(content, headers={"ETag": hashlib.sha256(content).hexdigest()})
 
     def do_PUT(self):  # a large file, to the address that the batch request was given
         self.server.large[self.path.rpartition("/")[2]] = self.body()
@@ -73,6 +103,8 @@ class Handler(BaseHTTPRequestHandler):
             private = wanted.get("visibility") == "private" or wanted.get("private") is True
             hub.repositories.setdefault(name, {"private": private, "files": {}})
             self.answer({"url": f"{hub.address}/{name}"}, 409 if known else 200)
+        elif path == "/api/validate-yaml":  # of the model card that transformers writes
+            self.answer({"errors": [], "warnings": []})
         elif "/preupload/" in path:
             files = [
                 {
@@ -92,7 +124,7 @@ class Handler(BaseHTTPRequestHandler):
         elif "/commit/" in path:
             name = path.removeprefix("/api/models/").partition("/commit/")[0]
             self.commit(hub.repositories[name]["files"], body.decode().splitlines())
-            self.answer({"commitUrl": f"{hub.address}/{name}/commit/abc", "commitOid": "abc"})
+            self.answer({"commitUrl": f"{hub.address}/{name}/commit/{COMMIT}", "commitOid": COMMIT})
         else:
             self.answer({"error": f"not in this stand-in: {path}"}, 404)
 
@@ -110,9 +142,14 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def hub(monkeypatch):
     server = Hub()
-    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
+    # What HF_ENDPOINT sets when the client is imported.
     monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", server.address)
+    monkeypatch.setattr("huggingface_hub.hf_api.api.endpoint", server.address)
+    monkeypatch.setattr("transformers.utils.hub._hf_api", None, raising=False)
+    address = f"{server.address}/{{repo_id}}/resolve/{{revision}}/{{filename}}"
+    monkeypatch.setattr("huggingface_hub.constants.HUGGINGFACE_CO_URL_TEMPLATE", address)
     # The stand-in takes large files by git LFS; Xet's servers are another protocol.
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_DISABLE_XET", True)
     monkeypatch.setenv("HF_TOKEN", TOKEN)
@@ -177,3 +214,48 @@ def test_names_are_checked_before_anything_else(name):
     with pytest.raises(ConfigError, match=f"--push-to-hub {name}: "):
         check_hub(name)
     check_hub("someone/model")
+
+
+@pytest.fixture
+def exported(tmp_path, gpt_config, random_gpt, write_checkpoint):
+    """Makes an export, with a tokenizer."""
+
+    def make(llama):
+        config = gpt_config(llama=llama)
+        written = write_checkpoint(tmp_path / "save", config, random_gpt(config), NullTokenizer(60))
+        (tmp_path / "export").mkdir()
+        write_model(CheckpointReader(written), tmp_path / "export", "float32", 10**9)
+        return tmp_path / "export"
+
+    return make
+
+
+def by_our_flag(export):
+    push(export, "someone/model", False)
+
+
+def by_the_posts_calls(export):
+    AutoModelForCausalLM.from_pretrained(export).push_to_hub("someone/model")
+    AutoTokenizer.from_pretrained(export).push_to_hub("someone/model")
+
+
+def by_the_clients_command(export):
+    with pytest.raises(SystemExit) as end:
+        hf(["upload", "someone/model", str(export)])
+    assert not end.value.code
+
+
+@pytest.mark.parametrize("llama", [False, True])
+@pytest.mark.parametrize("upload", [by_our_flag, by_the_posts_calls, by_the_clients_command])
+def test_what_was_uploaded_loads_from_the_hub(upload, llama, hub, exported, tmp_path):
+    export = exported(llama)
+    upload(export)
+    options = {"cache_dir": tmp_path / "cache", "token": TOKEN}
+    found = AutoModelForCausalLM.from_pretrained("someone/model", **options)
+    tokens = AutoTokenizer.from_pretrained("someone/model", **options)(
+        "3 7 59 2", return_tensors="pt"
+    )
+    expected = AutoModelForCausalLM.from_pretrained(export)
+    assert tokens["input_ids"].tolist() == [[3, 7, 59, 2]]
+    assert torch.equal(found(**tokens).logits, expected(**tokens).logits)
+    assert any(path.startswith("/someone/model/resolve/") for _, path in hub.requests)

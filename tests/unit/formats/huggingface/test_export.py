@@ -102,6 +102,33 @@ def test_shards_equal_one_file(llama, reader_of, folder):
     assert all(torch.equal(theirs[name], stored[name]) for name in stored)
 
 
+@pytest.mark.parametrize("llama", [False, True])
+@pytest.mark.parametrize("shard_bytes", [10**9, 8000])
+def test_accelerate_places_it(llama, shard_bytes, reader_of, folder, tmp_path):
+    """By device_map="auto", whole or in part on the disk, in the dtype of the files; a tied head
+    stays one tensor."""
+    pytest.importorskip("accelerate")
+    write_model(reader_of(llama=llama), folder, "bfloat16", shard_bytes)
+    stored = [name for path in folder.glob("*.safetensors") for name in load_file(path)]
+    assert "lm_head.weight" not in stored and len(stored) == len(set(stored))
+    tokens = torch.arange(20).reshape(2, 10)
+    expected = AutoModelForCausalLM.from_pretrained(folder, dtype="auto")(tokens).logits
+    auto = {"device_map": "auto"}
+    small = auto | {"max_memory": {"cpu": 30_000}, "offload_folder": tmp_path / "offload"}
+    for options in (auto, small, {"low_cpu_mem_usage": True}):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="auto", output_loading_info=True, **options
+        )
+        assert model.dtype == torch.bfloat16
+        assert not report["missing_keys"] and not report["unexpected_keys"]
+        if options is small:
+            assert {"cpu", "disk"} == set(model.hf_device_map.values())
+        else:
+            head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+            assert head.weight is embedding.weight
+        assert torch.equal(model(tokens).logits.cpu(), expected)
+
+
 def test_no_more_than_a_shard_is_read_ahead(reader_of, folder, monkeypatch):
     """When a shard is written, no parameter behind it has been read."""
     reader = reader_of()

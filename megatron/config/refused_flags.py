@@ -1,0 +1,243 @@
+"""Flags of Megatron-LM and Megatron-DeepSpeed that mean nothing here, and what to use instead."""
+
+from __future__ import annotations
+
+from fnmatch import fnmatchcase
+
+REFUSED = {
+    # Networks.
+    "--num-experts --num-experts-switch --num-local-experts --moe-* --topk --mlp-type "
+    "--expert-interval --expert-parallel --expert-*-parallel-size --expert-tensor-parallel-* "
+    "--use-tutel --create-moe-param-group --disable-moe-* --enable-expert-tensor-parallelism "
+    "--overlap-moe-* --overlap-dispatch-* --ep-overlap-* --use-grouped-gemm-* "
+    "--high-priority-a2a-comm-stream --save-tokens-per-expert-interval": (
+        "there is no mixture of experts; leave it out to train a dense model"
+    ),
+    "--num-classes --img-h --img-w --num-channels --patch-dim --classes-fraction "
+    "--data-per-class-fraction --no-data-sharding --head-lr-mult --vision-* --swin-* --dino-* "
+    "--mask-type --mask-factor --iter-per-epoch": "there are no vision models",
+    "--ict-* --biencoder-* --bert-load --titles-data-path --query-in-block-prob "
+    "--use-one-sent-docs --evidence-data-path --retriever-* --block-data-path --embedding-path "
+    "--indexer-*": "there are no models for retrieval (ICT, REALM, ORQA)",
+    "--retro-*": "there is no Retro model",
+    "--num-layers-teacher --num-experts-teacher --hidden-size-teacher "
+    "--num-attention-heads-teacher --mos --kd --kd-* --load-teacher --logits-*": (
+        "there is no distillation; leave it out to train on the data alone"
+    ),
+    "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
+    "--v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents "
+    "--mla-*": "there is no multi-latent attention; --num-query-groups makes keys and values fewer",
+    "--is-hybrid-model --mamba-* --hybrid-layer-pattern --hybrid-override-pattern "
+    "--disable-mamba-mem-eff-path --linear-* --experimental-attention-variant --dsa-* "
+    "--no-dsa-* --disable-dsa-*": (
+        "all blocks have softmax attention; --sliding-window makes it local"
+    ),
+    "--mtp-*": "there is no multi-token prediction",
+    "--heterogeneous-* --spec": "all blocks are alike; a new one is a family in megatron/families",
+    "--mup-* --use-mup": "there is no muP; set --lr and --init-method-std for the size of the model",
+    "--encoder-num-layers": "for a GPT, give --num-layers",
+    "--decoder-num-layers": "a GPT has one stack of blocks, of --num-layers",
+    "--quick-geglu --glu-linear-offset --activation-func-clamp-value": (
+        "the activations are gelu, --relu, --squared-relu, --swiglu and --glu-activation geglu"
+    ),
+    "--qk-l2-norm": "--qk-layernorm normalizes queries and keys",
+    "--qk-clip --qk-clip-*": "--attn-logit-softcapping bounds attention scores",
+    "--attention-output-gate --softmax-type": "attention is softmax attention without a gate",
+    "--rotary-interleaved": "RoPE rotates the two halves of a head; a conversion reorders weights",
+    "--rotary-seq-len-interpolation-factor": (
+        'use --rope-scaling \'{"rope_type": "linear", "factor": N}\''
+    ),
+    "--yarn-* --no-yarn-* --rope-type": (
+        'use --rope-scaling \'{"rope_type": "yarn", "factor": N}\' (all its parameters are keys)'
+    ),
+    "--relative-attention-* --mrope-section --no-rope-freq": (
+        "positions are those of --position-embedding-type"
+    ),
+    "--window-size": "use --sliding-window N+1 for a window of N tokens before each token",
+    "--apply-residual-connection-post-layernorm": (
+        "residuals start before the norm; --post-norm adds norms after attention and MLP"
+    ),
+    "--init-method-xavier-uniform --embedding-init-method-std": (
+        "all weights start from the normal distribution of --init-method-std"
+    ),
+    "--data-parallel-random-init": "data-parallel ranks always start with equal weights",
+    "--padded-vocab-size --no-pad-vocab-size --disable-pad-vocab-size": (
+        "the vocabulary is padded to --make-vocab-size-divisible-by; 1 adds no rows"
+    ),
+    # Precision.
+    "--fp8-e4m3": "use --fp8-format e4m3",
+    "--fp8-hybrid": "use --fp8-format hybrid",
+    "--no-fp8-wgrad --disable-fp8-wgrad --fp8-output-proj --fp8-quantizer-factory "
+    "--fp8-param-gather --fp4-* --te-precision-config-file --use-kitchen-attention "
+    "--kitchen-* --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
+        "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16"
+    ),
+    "--fp32-residual-connection": (
+        "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 keeps those "
+        "between the blocks in float32"
+    ),
+    "--fp16-lm-cross-entropy": "the loss is always computed in float32",
+    "--embedding-weights-in-fp32": (
+        "--accumulate-allreduce-grads-in-fp32 adds up gradients in float32"
+    ),
+    "--apply-query-key-layer-scaling": "attention scores are never scaled by the layer number",
+    "--grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-*": (
+        '"communication_data_type" in the DeepSpeed JSON is the dtype of reduced gradients'
+    ),
+    "--use-precision-aware-optimizer --main-*-dtype --exp-avg-dtype --exp-avg-sq-dtype": (
+        "main weights and moments are float32"
+    ),
+    # Layouts.
+    "--context-parallel-size --cp-comm-type --hierarchical-context-parallel-sizes "
+    "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank --ds-sequence-parallel-* "
+    "--force-ds-sequence-parallel": (
+        "--sequence-parallel splits activations along the sequence, over the tensor-parallel ranks"
+    ),
+    "--tensor-parallel-num-weight-shards": "use --tensor-model-parallel-size",
+    "--enable-zbh1-*": "--pipeline-schedule dualpipev has almost no idle time",
+    "--standalone-embedding-stage --account-for-* --decoder-first-pipeline-num-layers "
+    "--decoder-last-pipeline-num-layers --pipeline-model-parallel-layout --mtp-standalone": (
+        "--pipeline-partition gives the number of blocks of each stage"
+    ),
+    "--pipeline-model-parallel-split-rank": "a GPT has no encoder to split off; leave it out",
+    "--pipeline-model-parallel-comm-backend": "--distributed-backend is that of all collectives",
+    "--use-tp-pp-dp-mapping": "the order of the ranks is fixed: pipeline, data, tensor",
+    "--fake-process-group": "tools/plan.py predicts a layout without its processes",
+    "--use-megatron-fsdp --use-torch-fsdp2 --torch-fsdp2-* --fsdp-* --megatron-fsdp-* "
+    "--data-parallel-sharding-strategy --outer-dp-sharding-strategy "
+    "--enable-full-sharding-in-hsdp --num-distributed-optimizer-instances "
+    "--suggested-communication-unit-size --init-model-with-meta-device": (
+        "--zero-stage 3 divides weights over data-parallel ranks"
+    ),
+    "--cpu-optimizer --optimizer-cpu-offload --optimizer-offload-fraction "
+    "--overlap-cpu-optimizer-d2h-h2d --use-torch-optimizer-for-cpu-offload": (
+        'use "offload_optimizer": {"device": "cpu"} of zero_optimization in the DeepSpeed JSON'
+    ),
+    "--memory-centric-tiled-linear --tile-factor": (
+        "--tensor-model-parallel-size divides the weights of a layer"
+    ),
+    "--cpu-offloading-* --fine-grained-* --offload-modules --min-offloaded-tensor-size "
+    "--delay-offload-until-cuda-graph --delta-offload-* --activation-offload-fraction "
+    "--scattered-embeddings --split-transformers --recompute-modules --mlp-chunks-for-training": (
+        "--recompute-granularity selective or full keeps fewer activations, and "
+        "--sequence-parallel divides them"
+    ),
+    "--enable-cuda-graph --external-cuda-graph --cuda-graph-* --optimizer-cuda-graph "
+    "--inference-cuda-graph-scope": (
+        "--torch-compile --torch-compile-mode reduce-overhead uses CUDA graphs"
+    ),
+    # Optimizers and schedules.
+    "--muon-* --lion-* --dump-param-to-param-group-map": "--optimizer is adam or sgd",
+    "--decoupled-lr --decoupled-min-lr": "all weights have the learning rate --lr",
+    "--apply-wd-to-qk-layernorm --no-weight-decay-cond-type": (
+        "weight matrices are decayed, biases and norms are not"
+    ),
+    "--freeze-all-layers": "all weights are trained; --skip-train evaluates only",
+    "--step-batch-size-schedule": "--rampup-batch-size raises the batch size",
+    "--decrease-batch-size-if-needed": "give a --global-batch-size that the processes can divide",
+    "--phase-transition-iterations": (
+        "stop with --exit-interval and continue with other flags at --load"
+    ),
+    "--calculate-per-token-loss": "the loss of a batch is the mean of its micro batches",
+    "--random-ltd": 'every block sees all tokens; "data_efficiency" in the DeepSpeed JSON has '
+    "curricula",
+    "--iterations-to-skip": "--skip-samples FIRST:LAST skips training samples",
+    # Data and tokenizers.
+    "--train-data-exact-num-epochs": "--train-samples is the number of samples",
+    "--sample-rate": "WEIGHT PREFIX WEIGHT PREFIX ... in --data-path says how often each is used",
+    "--aml-data-download-path": "give whole paths in --data-path",
+    "--use-dataset-only": "tools/show_batch.py reads data without a model",
+    "--per-dataset-sequences-path --dataloader-fast-cache-load --dataloader-defer-npy-index-mmap "
+    "--mid-level-dataset-surplus": (
+        "tools/build_index.py builds the sample indices before a run, in --data-cache-path"
+    ),
+    "--dataloader-inter-document-masking": "use --reset-attention-mask",
+    "--allow-ambiguous-pad-tokens": "only the samples of --sft are padded, and the loss ignores that",
+    "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
+    "--no-tokenizer-sentencepiece-* --disable-tokenizer-sentencepiece-* --tokenizer-hf-* "
+    "--null-tokenizer-*": "a tokenizer is what its files say; see --tokenizer-type",
+    "--full-validation --multiple-validation-sets --validation-set-names": (
+        "--valid-weighted-split-paths evaluates several data sets separately"
+    ),
+    "--eval-global-batch-size --eval-micro-batch-size": (
+        "evaluation uses --global-batch-size and --micro-batch-size"
+    ),
+    "--start-eval-at-iter": "the first evaluation is after --eval-interval iterations",
+    "--test-mode": "use --mock-data for a run without data",
+    # Checkpoints.
+    "--reset-iteration": "--finetune loads the weights and starts at iteration 0",
+    "--ckpt-format --use-dist-ckpt --dist-ckpt-format": "use --checkpoint-format",
+    "--ckpt-convert-*": "tools/convert_checkpoint.py converts checkpoints",
+    "--ckpt-step": "use --load-tag NAME, such as global_step100",
+    "--override-ckpt-iteration": "--finetune starts at iteration 0",
+    "--save-params-interval --save-activations-interval --save-wgrads-interval "
+    "--save-dgrads-interval": "tools/inspect_checkpoint.py reads the weights of a checkpoint",
+    "--save-retain-interval": "use --keep-last with --keep-every",
+    "--load-main-params-from-ckpt": "--finetune loads weights without the state of the optimizer",
+    "--non-persistent-*": "--save-interval with --keep-last keeps the newest checkpoints only",
+    "--use-mp-args-from-checkpoint-args": (
+        "a checkpoint loads in any layout; give --tensor-model-parallel-size and "
+        "--pipeline-model-parallel-size"
+    ),
+    "--no-use-tokenizer-model-from-checkpoint-args "
+    "--disable-use-tokenizer-model-from-checkpoint-args": (
+        "flags of the tokenizer have precedence over --use-checkpoint-args"
+    ),
+    "--dist-ckpt-save-pre-mcore-014 --dist-ckpt-strictness --no-strict-fsdp-dtensor-load "
+    "--disable-strict-fsdp-dtensor-load": "a checkpoint loads if nothing is missing or left over",
+    # Running.
+    "--lazy-mpu-init": "processes are set up by the program itself",
+    "--inprocess-* --enable-ft-package --calc-ft-timeouts --ft-num-warmup-iters": (
+        "a run that is started again continues from --load; torchrun --max-restarts does that"
+    ),
+    "--error-injection-* --fault-injector-* --rerun-mode --result-rejected-tracker-filename "
+    "--check-for-spiky-loss --check-for-large-grads --gpu-sniff-test-interval "
+    "--check-weight-hash-across-dp-replicas-interval": (
+        "a run stops at losses and gradients that are not finite; tools/check_parity.py compares "
+        "layouts"
+    ),
+    "--exit-signal": "a run always saves and exits on SIGTERM, SIGINT and SIGUSR1",
+    "--deterministic-mode --batch-invariant-mode": (
+        "there is no such mode; --attention-backend eager computes with plain matrix products"
+    ),
+    "--yaml-cfg": "flags are given on the command line",
+    "--run-workload-inspector-server --log-straggler --straggler-* "
+    "--disable-straggler-on-startup": "tools/profile_step.py says where the time of a step goes",
+    "--log-max-attention-logit --log-energy --log-device-memory-used --log-memory-interval "
+    "--log-params-std": "--log-memory-to-tensorboard and --metrics-file have what is measured",
+    "--enable-one-logger --no-one-logger --one-logger-* --app-tag-run-* --enable-onelogger": (
+        "metrics go to --metrics-file, --tensorboard-dir and --wandb-project"
+    ),
+    "--pytorch-profiler-collect-* --record-shapes --nvtx-ranges": (
+        "--profile records shapes, and marks NVTX ranges under nsys; --profile pt-full adds call stacks"
+    ),
+    "--flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*": (
+        "set TORCH_NCCL_TRACE_BUFFER_SIZE and the like in the environment"
+    ),
+    "--distributed-timeout-seconds-after-init": "use --distributed-timeout-minutes",
+    "--enable-experimental": "everything here is available without it",
+    "--config-logger-dir": "--explain-config prints the configuration",
+    "--onnx-safe": "models are exported by tools/convert_checkpoint.py to-hf",
+    # Generation and reinforcement learning.
+    "--ds-inference --inference --inference-* --no-inference-* --max-tokens-to-oom --flash-decode "
+    "--use-legacy-static-engine --decode-only-cuda-graphs --enable-chunked-prefill "
+    "--num-speculative-tokens --use-same-sampling-seed-across-dp-ranks --symmetric-ar-type "
+    "--nccl-all-reduce-for-prefill --mlp-chunks-for-prefill": (
+        "tools/generate.py generates text, with flags of its own"
+    ),
+    "--output-bert-embeddings --bert-embedder-type": "there are no embeddings by a BERT",
+    "--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method": (
+        "there is no reinforcement learning; --sft trains on instructions"
+    ),
+}
+"""Names and patterns of flags, and what to use instead."""
+
+_PATTERNS = {pattern: row for row in REFUSED for pattern in row.split()}
+
+
+def refused_flag(flag: str) -> str | None:
+    """What to use instead of a flag of another trainer; None for any other flag."""
+    row = _PATTERNS.get(flag)
+    if row is None:
+        row = next((r for p, r in _PATTERNS.items() if fnmatchcase(flag, p)), None)
+    return None if row is None else REFUSED[row]
