@@ -164,7 +164,7 @@ class Programs:
                 "TOKENIZERS_PARALLELISM": "false",
                 "HF_HUB_OFFLINE": "1",
                 "COLUMNS": "100",
-                "PYTHONPATH": str(ROOT),
+                "PYTHONPATH": f"{ROOT}:{ROOT / 'compat'}",
             }
             for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
                 environment.pop(name, None)
