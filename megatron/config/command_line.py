@@ -140,7 +140,7 @@ class FlagParser(CommandParser):
             if parse is bool:
                 if off is not None:
                     off_text = f"Turn {names[0]} off." if names else text
-                    group.add_argument(off, nargs=0, const=False, help=off_text, **common)
+                    group.add_argument(*off.split(), nargs=0, const=False, help=off_text, **common)
                 if names:
                     group.add_argument(*names, nargs=0, const=True, help=text, **common)
                 continue

@@ -34,7 +34,7 @@ REFUSED = {
     ),
     "--mtp-*": "there is no multi-token prediction",
     "--heterogeneous-* --spec": "all blocks are alike; a new one is a family in megatron/families",
-    "--mup-* --use-mup": "there is no muP; set --lr and --init-method-std for the size of the model",
+    "--mup-* --use-mup": "there is no muP; choose --lr and --init-method-std for the size",
     "--encoder-num-layers": "for a GPT, give --num-layers",
     "--decoder-num-layers": "a GPT has one stack of blocks, of --num-layers",
     "--quick-geglu --glu-linear-offset --activation-func-clamp-value": (
@@ -152,7 +152,7 @@ REFUSED = {
         "tools/build_index.py builds the sample indices before a run, in --data-cache-path"
     ),
     "--dataloader-inter-document-masking": "use --reset-attention-mask",
-    "--allow-ambiguous-pad-tokens": "only the samples of --sft are padded, and the loss ignores that",
+    "--allow-ambiguous-pad-tokens": "only samples of --sft are padded, and the loss ignores that",
     "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
     "--no-tokenizer-sentencepiece-* --disable-tokenizer-sentencepiece-* --tokenizer-hf-* "
     "--null-tokenizer-*": "a tokenizer is what its files say; see --tokenizer-type",
@@ -165,6 +165,7 @@ REFUSED = {
     "--start-eval-at-iter": "the first evaluation is after --eval-interval iterations",
     "--test-mode": "use --mock-data for a run without data",
     # Checkpoints.
+    "--no-load-lr-state": "--finetune starts the schedules, and the iterations, from the beginning",
     "--reset-iteration": "--finetune loads the weights and starts at iteration 0",
     "--ckpt-format --use-dist-ckpt --dist-ckpt-format": "use --checkpoint-format",
     "--ckpt-convert-*": "tools/convert_checkpoint.py converts checkpoints",
@@ -209,7 +210,7 @@ REFUSED = {
         "metrics go to --metrics-file, --tensorboard-dir and --wandb-project"
     ),
     "--pytorch-profiler-collect-* --record-shapes --nvtx-ranges": (
-        "--profile records shapes, and marks NVTX ranges under nsys; --profile pt-full adds call stacks"
+        "--profile records shapes, and NVTX ranges under nsys; --profile pt-full adds call stacks"
     ),
     "--flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*": (
         "set TORCH_NCCL_TRACE_BUFFER_SIZE and the like in the environment"

@@ -202,22 +202,22 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
     # What a process prints says what is wrong; torch's traceback of this one says nothing.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     several = len(node.addresses) > 1
+    first = node.addresses[0] if several else "localhost"
     timeout = timedelta(minutes=timeout_minutes)
     timed = {"timeout": int(timeout.total_seconds())}
     config = LaunchConfig(
-        min_nodes=max(1, len(node.addresses)),
+        min_nodes=max(1, len(node.addresses)),  # all of them
         max_nodes=max(1, len(node.addresses)),
         nproc_per_node=node.processes,
-        run_id=node.addresses[0] if several else str(uuid4()),
+        run_id=first if several else str(uuid4()),
         rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=_endpoint(node.addresses[0], port) if several else "localhost:0",
+        rdzv_endpoint=f"{first}:{port if several else 0}",
         rdzv_configs={**timed, "rank": node.rank} if several else timed,
         local_addr=node.addresses[node.rank] if several else "localhost",
         max_restarts=0,
         signals_to_handle="SIGQUIT",  # the others are forwarded
     )
     who = f"node {node.rank} of {len(node.addresses)}"
-    first = node.addresses[0] if several else "localhost"
     with _forwarded_signals(), meeting(who, first, port, "--ctrl-port", timeout):
         try:
             elastic_launch(config, sys.executable)("-u", *command)
@@ -229,10 +229,6 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
             print(f"error: process {rank} was killed by {name}", file=sys.stderr)
             return 128 - failure.exitcode
     return 0
-
-
-def _endpoint(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 @contextlib.contextmanager

@@ -59,8 +59,6 @@ class Case:
         paths: replaces placeholders such as ``<wikitext>``.
         prints: names of :data:`LINES`, or patterns; each must be found in the output.
         leaves: files that it must make; patterns of pathlib.
-        launch: for a script, a launcher: the script prints its command (DRY_RUN), which is then
-            run by this launcher in place of its own.
         processes: how many the documented command has; it must resolve at its own size.
         today: the same run in today's spelling, of which every number must be the same.
         status: the exit status.
@@ -82,7 +80,6 @@ class Case:
     paths: Mapping[str, str] = field(default_factory=dict)
     prints: Sequence[str] = ()
     leaves: Sequence[str] = ()
-    launch: str | None = None
     processes: int | None = None
     today: Today | None = None
     status: int = 0
@@ -135,7 +132,8 @@ def shrunk(text: str, sizes: Mapping[str, str], where: str) -> tuple[str, list[s
 
 def small_flags(printed: str, sizes: Mapping[str, str], where: str) -> str:
     """What is put behind a script to make it small: the sizes of the flags that it has."""
-    text, used = shrunk(f" {printed} ", sizes, where)
+    flags = shlex.join(training_flags(printed) or [])
+    _, used = shrunk(f" {flags} ", sizes, where)
     return " ".join(f"{flag} {(SIZES | dict(sizes))[flag]}" for flag in used)
 
 

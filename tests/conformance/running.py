@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from doc_commands import Programs
-from documented import LINES, ROOT, Case, case_of, shrunk, small_flags, training_flags
+from documented import LINES, ROOT, Case, case_of, shrunk, small_flags
 
 BIN = Path(sys.executable).parent
 """The commands of the environment."""
@@ -51,7 +51,7 @@ class Runner:
 
     def __init__(self, folder: Path, data: Path, programs: Programs | None = None) -> None:
         self.folder, self.data, self.programs = folder, data, programs
-        self._done: dict[str, Done] = {}
+        self._done: dict[str, Done | Failed] = {}
 
     def run(self, case: Case) -> Done:
         """Runs a case and what it comes after.
@@ -60,9 +60,15 @@ class Runner:
             Failed: a case that it comes after failed.
         """
         if case.id not in self._done:
-            folder = self._fresh(case, re.sub(r"\W+", "-", case.id))
-            self._done[case.id] = self._started(case, folder, case.small(), case.sizes)
-        return self._done[case.id]
+            try:
+                folder = self._fresh(case, re.sub(r"\W+", "-", case.id))
+                self._done[case.id] = self._started(case, folder, case.small(), case.sizes)
+            except Failed as error:
+                self._done[case.id] = error
+        done = self._done[case.id]
+        if isinstance(done, Failed):
+            raise done
+        return done
 
     def run_today(self, case: Case) -> Done:
         """Runs the command that a case should equal, in a folder like that of the case."""
@@ -93,11 +99,7 @@ class Runner:
                 raise Failed(f"{case.prepare}\nstatus {done.status}\n{done.output}")
         if case.is_script and not case.to_come and training_script(text):
             printed = self.printed(case, folder)
-            small = small_flags(printed, sizes, case.id)
-            text = f"{text} {small}"
-            if case.launch:
-                flags = shlex.join(training_flags(printed) or [])
-                text = f"{case.launch} pretrain_gpt.py {flags} {small}"
+            text = f"{text} {small_flags(printed, sizes, case.id)}"
         words = plain_program(text)
         if self.programs is not None and words is not None:
             status, output = self.programs.run(words[0], words[1:], folder, **case.environment)
