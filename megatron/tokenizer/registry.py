@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer.base import TextSource, Tokenizer
-from megatron.tokenizer.cached_files import with_cached_files
 from megatron.util.nearest import nearest
 
 TOKENIZERS = {
@@ -43,7 +42,8 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     trained on `texts` by one process while the others wait. Raises ConfigError, FileNotFoundError;
     ValueError if a file is not of the kind that its flag requires."""
     known = ", ".join(TOKENIZERS)
-    config = with_cached_files(config)
+    if config.cache_dir is not None:
+        config = _resolved("cached_files:with_cached_files")(config)
     if config.tokenizer_type is None:
         raise ConfigError(f"--tokenizer-type is missing; expected one of {known}")
     if config.tokenizer_type not in TOKENIZERS:
