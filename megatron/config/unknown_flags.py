@@ -258,7 +258,23 @@ OWN_FLAGS = {
 }
 """Flags that people give to another program, by the program that has them."""
 
-_PATTERNS = {pattern: row for row in REFUSED for pattern in row.split()}
+OF_2019 = {
+    "--use-npy-data-loader --input-data-sizes-file": (
+        "tools/preprocess_data.py makes indexed files for --data-path"
+    ),
+    "--load-openai --eval-hf --pretrained-bert": "--load reads a folder of Hugging Face",
+    "--cloze-eval --webtext-eval --strict-lambada --overlapping-eval": (
+        "this program trains, and evaluates on --valid-data-path only"
+    ),
+    "--out-seq-length --top_k --top_p --genfile --sample-input-file --sample-output-file "
+    "--recompute": "tools/generate.py generates text, with flags of its own",
+    "--max-num-samples --data-epochs": "--train-iters or --train-samples is the length of a run",
+}
+"""The same for flags of Megatron-LM's first releases."""
+
+_PATTERNS = {
+    pattern: reason for row, reason in (REFUSED | OF_2019).items() for pattern in row.split()
+}
 
 
 def instead_of(flag: str, prog: str) -> str | None:
@@ -268,10 +284,10 @@ def instead_of(flag: str, prog: str) -> str | None:
 
 def refused_flag(flag: str) -> str | None:
     """What to use instead of a flag of another trainer; None for any other flag."""
-    row = _PATTERNS.get(flag)
-    if row is None:
-        row = next((r for p, r in _PATTERNS.items() if fnmatchcase(flag, p)), None)
-    return None if row is None else REFUSED[row]
+    exact = _PATTERNS.get(flag)
+    if exact is not None:
+        return exact
+    return next((reason for p, reason in _PATTERNS.items() if fnmatchcase(flag, p)), None)
 
 
 def another_program(flag: str, prog: str) -> str | None:
