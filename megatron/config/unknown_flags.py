@@ -77,8 +77,8 @@ REFUSED = {
         "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16"
     ),
     "--fp32-residual-connection": (
-        "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 keeps those "
-        "between the blocks in float32"
+        "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 runs as autocast, "
+        "with float32 weights"
     ),
     "--fp16-lm-cross-entropy": "the loss is always computed in float32",
     "--embedding-weights-in-fp32": (
