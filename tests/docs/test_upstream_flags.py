@@ -15,8 +15,7 @@ from upstream import (
 )
 
 from megatron.config import FLAG_CLASSES, FlagParser
-from megatron.config.flag_owners import OWN_FLAGS, another_program
-from megatron.config.refused_flags import REFUSED, refused_flag
+from megatron.config.unknown_flags import OWN_FLAGS, REFUSED, another_program
 
 SIZES = {"megatron-deepspeed": 322, "megatron-lm-2023": 253, "megatron-lm": 807}
 EXAMPLES = {
@@ -29,7 +28,7 @@ EXAMPLES = {
 
 @pytest.fixture(scope="module")
 def parser() -> FlagParser:
-    return FlagParser(*FLAG_CLASSES, prog="pretrain_gpt.py", instead=refused_flag)
+    return FlagParser(*FLAG_CLASSES, prog="pretrain_gpt.py")
 
 
 def listed() -> dict[tuple[str, ...], list[UpstreamFlag]]:

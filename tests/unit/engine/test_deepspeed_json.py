@@ -313,10 +313,8 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 
 
 def test_an_auto_that_no_flag_stands_for_is_refused():
-    content = {
-        "zero_optimization": {"stage3_prefetch_bucket_size": "auto"},
-        "steps_per_print": "auto",
-    }
+    zero = {"stage3_prefetch_bucket_size": "auto"}
+    content = {"zero_optimization": zero, "steps_per_print": "auto"}
     message = refusal(BATCH, content)
     assert "zero_optimization.stage3_prefetch_bucket_size, steps_per_print" in message
     assert message.startswith("ds.json: ")

@@ -127,10 +127,15 @@ def test_gpus_that_are_not_there(started, monkeypatch):
         start("--num-gpus-per-node 2")
 
 
-def test_what_a_launcher_has_started_is_not_started_again(started, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert start(f"{TWO_NODES}a,b") == 4
+def test_what_a_launcher_has_started_is_not_started_again(started, monkeypatch, caplog):
+    launcher = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO", "megatron.training.launch"):
+        assert start(f"{TWO_NODES}a,b") == 4
+        assert not caplog.messages
+        assert start(f"{TWO_NODES}b,a") == 4
+    assert caplog.messages == ["--node-ips b,a changes nothing: the launcher connects the nodes"]
     assert not started
 
 

@@ -1,8 +1,12 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that mean nothing here, and what to use instead."""
+"""What to say of a flag that a program does not have: what to use instead of one of Megatron-LM or
+Megatron-DeepSpeed that means nothing here, or whose flag it is."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+
+from megatron.config.command_line import FlagParser
+from megatron.config.run import FLAG_CLASSES
 
 REFUSED = {
     # Networks.
@@ -73,8 +77,8 @@ REFUSED = {
         "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16"
     ),
     "--fp32-residual-connection": (
-        "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 keeps those "
-        "between the blocks in float32"
+        "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 runs as autocast, "
+        "with float32 weights"
     ),
     "--fp16-lm-cross-entropy": "the loss is always computed in float32",
     "--embedding-weights-in-fp32": (
@@ -231,7 +235,28 @@ REFUSED = {
         "there is no reinforcement learning; --sft trains on instructions"
     ),
 }
-"""Names and patterns of flags, and what to use instead."""
+"""Names and patterns of flags of other trainers, and what to use instead."""
+
+TRAINING = "pretrain_gpt.py"
+
+OWN_FLAGS = {
+    "tools/preprocess_data.py": """--input --output-prefix --json-key --json-keys --jsonl-keys
+        --chunk-size --split-sentences --keep-newlines --keep-sequential-samples --partitions
+        --sentence-splitter --lang --input-format""",
+    "tools/generate.py": """--prompt --prompt-file --max-new-tokens --greedy --temperature --top-k
+        --top-p --num-samples""",
+    "tools/convert_checkpoint.py": """--architecture --push-to-hub --private --max-shard-size
+        --release""",
+    "tools/checkpoint/util.py": """--model-type --load-dir --save-dir --loader --saver
+        --megatron-path --max-queue-size --true-vocab-size --target-tensor-parallel-size
+        --target-pipeline-parallel-size --no-checking""",
+    "tools/train_tokenizer.py": "--min-frequency --byte-fallback",
+    "tools/analyze_data.py": "--analyzing-metric --analyzing-num-threads",
+    "tools/check_parity.py": "--layouts",
+    "tools/plan.py": "--gpus --gpus-per-node --gpu-memory --inter-node-bandwidth",
+    "tools/show_batch.py": "--world-size",
+}
+"""Flags that people give to another program, by the program that has them."""
 
 OF_2019 = {
     "--use-npy-data-loader --input-data-sizes-file": (
@@ -252,9 +277,23 @@ _PATTERNS = {
 }
 
 
+def instead_of(flag: str, prog: str) -> str | None:
+    """What to say of a flag that ``prog`` does not have; None if nothing is known of it."""
+    return refused_flag(flag) or another_program(flag, prog)
+
+
 def refused_flag(flag: str) -> str | None:
     """What to use instead of a flag of another trainer; None for any other flag."""
     exact = _PATTERNS.get(flag)
     if exact is not None:
         return exact
     return next((reason for p, reason in _PATTERNS.items() if fnmatchcase(flag, p)), None)
+
+
+def another_program(flag: str, prog: str) -> str | None:
+    """Says whose flag it is, if it belongs to another program than ``prog``."""
+    for program, flags in OWN_FLAGS.items():
+        if flag in flags.split() and not program.endswith(prog):
+            return f"a flag of {program}"
+    training = set(FlagParser(*FLAG_CLASSES)._option_string_actions) - {"-h", "--help", "--version"}
+    return f"a flag of {TRAINING}" if flag in training else None
