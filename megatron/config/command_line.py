@@ -14,7 +14,6 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import megatron
-from megatron.config.flag_owners import another_program
 from megatron.config.flags import (
     ConfigError,
     Setting,
@@ -101,7 +100,9 @@ class CommandParser(argparse.ArgumentParser):
             self.error(f"'{word}' is not a value of any flag")
         name = word.split("=", 1)[0]
         instead = self._instead(name) if self._instead is not None else None
-        instead = instead or another_program(name, self.prog)
+        if instead is None:  # the module is needed for this message only
+            another_program = resolve_name("megatron.config.flag_owners:another_program")
+            instead = another_program(name, self.prog)
         if instead is not None:
             self.error(f"{name}: {instead}")
         known = self._option_string_actions
