@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
 from megatron.config import (
@@ -69,9 +70,8 @@ class Run:
 
 
 def _instead(flag: str) -> str | None:
-    from megatron.config.refused_flags import refused_flag  # needed for a message only
-
-    return refused_flag(flag)
+    # The module is needed for a message only.
+    return resolve_name("megatron.config.refused_flags:refused_flag")(flag)
 
 
 def parse_run(
