@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.config.kinds.masked_data import MaskedDataConfig
-from megatron.config.refused_flags import refused_flag
+from megatron.config.unknown_flags import refused_flag
 
 PARSER = FlagParser(*FLAG_CLASSES)
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
