@@ -65,8 +65,8 @@ EXTRAS = {
 }
 
 # Old names of programs and modules, installed under these names. data_utils/ has no __init__.py, so
-# that a user's data_utils/corpora.py replaces that file alone; openwebtext/ is tools/openwebtext/.
-COMPAT = find_namespace_packages("compat", exclude=["openwebtext*"])
+# that a user's data_utils/corpora.py replaces that file alone.
+COMPAT = find_namespace_packages("compat")
 
 COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",

@@ -24,7 +24,7 @@ _RANDOM = "dropout draws from one generator per process and purpose"
 _GRADIENTS = "DeepSpeed's engine reduces gradients; zero_optimization in its JSON sets its buckets"
 _PINNED = '"pin_memory" of offload_optimizer in the DeepSpeed JSON does this'
 _NCCL = "NCCL is set up by its environment variables"
-_REMOTE = "data at s3:// and the like are read in any case"
+_REMOTE = "data at s3:// and the like are read by fsspec, with or without it"
 _UNUSED = {
     "--use-distributed-optimizer": "DeepSpeed's ZeRO does this; set --zero-stage 1",
     "--DDP-impl local|torch|FSDP": "DeepSpeed's engine reduces the gradients",
@@ -35,6 +35,10 @@ _UNUSED = {
     "--no-bias-dropout-fusion": _COMPILE,
     "--no-gradient-accumulation-fusion": "DeepSpeed's engine accumulates",
     "--attention-softmax-in-fp32": "the attention kernels accumulate their softmax in float32",
+    "--apply-query-key-layer-scaling": (
+        "it changes no result: the kernels do not overflow in float16 without it"
+    ),
+    "--fp16-lm-cross-entropy": "the loss is always computed in float32",
     "--no-query-key-layer-scaling": "attention scores are never scaled by the layer number",
     "--contiguous-checkpointing --contigious-checkpointing": (
         "recomputed activations are not copied"
@@ -96,7 +100,7 @@ _UNUSED = {
     "--fp8-interval INT": _SCALES,
     "--no-delay-grad-reduce": "DeepSpeed's engine reduces the gradients",
     "--repeated-dataloader": "data are repeated as often as a run needs",
-    "--trust-remote-code": "no code is run that comes with a tokenizer",
+    "--trust-remote-code": "a tokenizer with code of its own is refused in any case",
     "--checkpoint-io-buffer-size INT": _WRITING,
     "--checkpoint-data-parallel STR": _WRITING,
     "--aio-intra-op-parallelism INT": _WRITING,
@@ -129,7 +133,6 @@ _UNUSED = {
     "--tp-comm-overlap-rs-dgrad": _TENSOR,
     "--no-tp-comm-split-ag --disable-tp-comm-split-ag": _TENSOR,
     "--no-tp-comm-split-rs --disable-tp-comm-split-rs": _TENSOR,
-    "--disable-bf16-reduced-precision-matmul": "torch's default decides how products add up",
     "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding": _DIVIDED,
     "--flash-attention-version 2|3|4": "--attention-backend chooses the kernel",
     "--te-rng-tracker": _RANDOM,
@@ -178,7 +181,7 @@ _UNUSED = {
     "--replication": _REPLICAS,
     "--replication-jump INT": _REPLICAS,
     "--replication-factor INT": _REPLICAS,
-    "--no-mmap-bin-files": "data files are read as they are needed",
+    "--no-mmap-bin-files": "data files are memory-mapped, and read as they are needed",
     "--no-create-attention-mask-in-dataloader": "attention masks are made where they are used",
     "--num-dataset-builder-threads INT": _CACHE,
     "--enable-msc": _REMOTE,
@@ -187,8 +190,11 @@ _UNUSED = {
     "--resume-dataloader": "a resumed run always continues with the next sample",
     "--shuffle": "training samples are always shuffled, by --seed",
     "--deep-init": "output projections always start with the std / sqrt(2 x layers)",
-    "--fp32-embedding --fp32-tokentypes": "the optimizer has float32 weights of every parameter",
-    "--fp32-layernorm": "norms are computed in float32",
+    "--fp32-embedding --fp32-tokentypes --embedding-weights-in-fp32": (
+        "the optimizer has float32 weights of every parameter; a step uses them rounded to the "
+        "dtype of training"
+    ),
+    "--fp32-layernorm": "norms are computed in float32, from weights in the dtype of training",
     "--save-all-rng --load-all-rng": "the random states of all ranks are saved and loaded",
     "--dataset-impl mmap|infer": "the memory-mapped .bin/.idx format is the only one",
     "--skip-mmap-warmup": "data files are read as they are needed",

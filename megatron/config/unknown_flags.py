@@ -25,9 +25,8 @@ REFUSED = {
     "--indexer-*": "there are no models for retrieval (ICT, REALM, ORQA)",
     "--retro-*": "there is no Retro model",
     "--num-layers-teacher --num-experts-teacher --hidden-size-teacher "
-    "--num-attention-heads-teacher --mos --kd --kd-* --load-teacher --logits-*": (
-        "there is no distillation; leave it out to train on the data alone"
-    ),
+    "--num-attention-heads-teacher --mos --kd --kd-* --load-teacher --logits-load-* "
+    "--logits-save-*": ("there is no distillation; leave it out to train on the data alone"),
     "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
     "--v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents "
     "--mla-*": "there is no multi-latent attention; --num-query-groups makes keys and values fewer",
@@ -80,11 +79,9 @@ REFUSED = {
         "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 runs as autocast, "
         "with float32 weights"
     ),
-    "--fp16-lm-cross-entropy": "the loss is always computed in float32",
-    "--embedding-weights-in-fp32": (
-        "--accumulate-allreduce-grads-in-fp32 adds up gradients in float32"
+    "--disable-bf16-reduced-precision-matmul": (
+        "products of bfloat16 add up as torch's default says; without --bf16 they are in float32"
     ),
-    "--apply-query-key-layer-scaling": "attention scores are never scaled by the layer number",
     "--grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-*": (
         '"communication_data_type" in the DeepSpeed JSON is the dtype of reduced gradients'
     ),
@@ -170,11 +167,15 @@ REFUSED = {
     "--test-mode": "use --mock-data for a run without data",
     # Checkpoints.
     "--no-load-lr-state": "--finetune starts the schedules, and the iterations, from the beginning",
-    "--reset-iteration": "--finetune loads the weights and starts at iteration 0",
+    "--reset-iteration": (
+        "--finetune loads the weights, without the optimizer state, and starts at iteration 0"
+    ),
     "--ckpt-format --use-dist-ckpt --dist-ckpt-format": "use --checkpoint-format",
     "--ckpt-convert-*": "tools/convert_checkpoint.py converts checkpoints",
     "--ckpt-step": "use --load-tag NAME, such as global_step100",
-    "--override-ckpt-iteration": "--finetune starts at iteration 0",
+    "--override-ckpt-iteration": (
+        "--finetune loads the weights, without the optimizer state, and starts at iteration 0"
+    ),
     "--save-params-interval --save-activations-interval --save-wgrads-interval "
     "--save-dgrads-interval": "tools/inspect_checkpoint.py reads the weights of a checkpoint",
     "--save-retain-interval": "use --keep-last with --keep-every",

@@ -61,8 +61,8 @@ def training_device() -> torch.device:
 @contextmanager
 def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     """torch.distributed and the layout's groups, until the block ends. Raises ConfigError if
-    ``--local_rank`` contradicts the environment, the processes do not meet, or a killed build of a
-    DeepSpeed operator left a lock."""
+    ``--local_rank`` contradicts the environment, nccl is asked for and torch does not see the GPUs,
+    the processes do not meet, or a killed build of a DeepSpeed operator left a lock."""
     local = os.environ.setdefault("LOCAL_RANK", str(config.local_rank or 0))
     if config.local_rank not in (None, int(local)):
         raise ConfigError(
@@ -72,7 +72,14 @@ def distributed(config: ParallelConfig) -> Iterator[Mesh]:
     device = training_device()
     backend = config.distributed_backend or ("nccl" if device.type == "cuda" else "gloo")
     if backend == "nccl" and device.type != "cuda":
-        logger.info("--distributed-backend nccl needs GPUs, and none is visible: gloo is used")
+        if os.path.exists("/dev/nvidiactl"):
+            raise ConfigError(
+                "--distributed-backend nccl: this machine has an NVIDIA driver, and torch sees no "
+                "GPU; run nvidia-smi, see CUDA_VISIBLE_DEVICES, or give --distributed-backend gloo "
+                "to train on the CPU"
+            )
+        logger.warning("--distributed-backend nccl needs GPUs; this machine has none, and trains "
+                       "on the CPU with gloo")  # fmt: skip
         backend = "gloo"
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")

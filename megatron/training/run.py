@@ -106,8 +106,11 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     named = resolved.config.tokenizer
     tokenizer = build_tokenizer(named, training_texts(resolved.config))
     # A model may have more rows than its tokenizer has tokens: a checkpoint says how many.
-    rows = resolved.config.model.vocabulary.size
-    resolved = resolved.with_vocabulary(max(rows, vocabulary_rows(named, tokenizer)))
+    rows = max(resolved.config.model.vocabulary.size, vocabulary_rows(named, tokenizer))
+    resolved = resolved.with_vocabulary(rows)
+    if rows == named.vocab_size != tokenizer.vocab_size:
+        note = f"--vocab-size {rows} is more than the tokenizer's {tokenizer.vocab_size} ids"
+        resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
     completed = deepspeed_json.complete(content, resolved.config)
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)

@@ -153,4 +153,4 @@ def test_nccl_without_a_gpu_says_that_gloo_is_used(pool):
     """Old scripts name the backend, which is chosen by the device."""
     status, logged = pool.run(1, run_logged, [*BASE, "--distributed-backend", "nccl"])[0]
     assert status == 0
-    assert "--distributed-backend nccl needs GPUs, and none is visible: gloo is used" in logged
+    assert "--distributed-backend nccl needs GPUs; this machine has none, and trains" in logged
