@@ -41,8 +41,9 @@ class DataConfig:
     test_weighted_split_paths_path: str | None = option(None)
     """Text file with the value of --test-weighted-split-paths."""
     train_data: tuple[str, ...] = option(())
-    """Corpora of --corpora-file, as NAME NAME ... or WEIGHT NAME WEIGHT NAME ...; without
-    --valid-data and --test-data, --split divides their documents."""
+    """Corpora of --corpora-file, of NAMED_CORPORA in data_utils/corpora.py, or files of raw text,
+    as NAME NAME ... or WEIGHT NAME WEIGHT NAME ...; without --valid-data and --test-data, --split
+    divides their documents."""
     valid_data: tuple[str, ...] = option(())
     """Like --train-data, for validation."""
     test_data: tuple[str, ...] = option(())

@@ -9,14 +9,13 @@ import re
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from itertools import accumulate, pairwise
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import NamedTuple
 
 from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
-from megatron.config.kinds import file_kinds
-from megatron.config.kinds.raw_text import RawTextConfig
+from megatron.config.kinds import file_kinds, kind_classes
 from megatron.data.corpora import INDEXED, Corpora, DataSource, parse_range, read_corpora
 
 PARTS = ("train", "valid", "test")
@@ -66,7 +65,7 @@ def with_corpora(settings: Settings) -> Settings:
     if not any(given.values()):
         return settings
     file = settings["corpora_file"].value if "corpora_file" in settings else DataConfig.corpora_file
-    corpora = _corpora(file, _named_corpora(RawTextConfig(), None))
+    corpora = _corpora(file, _classes())
     found = dict(settings)
     for name, words in given.items():
         flag = "--" + name.replace("_", "-")
@@ -97,15 +96,18 @@ def parts_of(config: RunConfig) -> Parts:
 
     corpora = Corpora()
     if data.train_data or data.valid_data or data.test_data:
-        named = _named_corpora(config.kind(RawTextConfig), data.data_cache_path)
-        corpora = _corpora(data.corpora_file, named, kind_of)
+        corpora = _corpora(data.corpora_file, _classes(config), kind_of)
     eval_text_key = next(filter(None, (kind.eval_text_key for kind in kinds)), None)
     return BlendReader(kind_of, eval_text_key, corpora).parts(data)
 
 
-def _named_corpora(config: RawTextConfig, cache_path: str | None) -> Mapping[str, DataSource]:
-    """Corpora that are classes, which most runs do not have."""
-    return resolve_name("megatron.data.named_corpora:NamedCorpora")(config, cache_path)
+def _classes(config: RunConfig | None = None) -> Mapping[str, DataSource]:
+    """Corpora that are classes. Their module is imported by runs that name corpora."""
+    kind = file_kinds()["text"]
+    flags = kind_classes()[kind]() if config is None else config.part(kind)
+    cache_path = None if config is None else config.data.data_cache_path
+    module = import_module(f"megatron.data.kinds.{kind}.named_corpora")
+    return module.NamedCorpora(flags, cache_path)
 
 
 def _corpora(

@@ -9,9 +9,9 @@ import pytest
 
 from megatron.config import ConfigError, DataConfig
 from megatron.config.kinds.raw_text import RawTextConfig
-from megatron.data import named_corpora
 from megatron.data.corpora import Corpora
-from megatron.data.named_corpora import NamedCorpora
+from megatron.data.kinds.raw_text import named_corpora
+from megatron.data.kinds.raw_text.named_corpora import NamedCorpora
 from megatron.data.sources import BlendReader, _corpora
 
 ROOT = Path(__file__).parents[3]

@@ -1,5 +1,6 @@
 """The command lines: Megatron's habits, errors in one line, and help."""
 
+import json
 import runpy
 import subprocess
 import sys
@@ -73,3 +74,18 @@ def test_groups_by_position(tmp_path):
     assert (tmp_path / "g.json").read_text() == '{"0": ["a", "c"]}\n'
     main(tool, str(tmp_path / "d.json"), str(tmp_path / "g.json"))
     assert (tmp_path / "g.json").read_text() == '{"0": ["a", "b", "c"]}\n'
+
+
+def test_duplicates_as_in_2019(tmp_path, capsys):
+    """Files without flags, in the folder's name of then; ids are under the key url."""
+    folder = ROOT / "compat" / "openwebtext"
+    text = "the same words in the same order, more than enough of them to make shingles of " * 3
+    pages = [{"url": name, "text": text} for name in "ab"] + [{"url": "c", "text": "other " * 50}]
+    names = ("pages", "pairs", "groups", "kept")
+    pages_file, pairs, groups, kept = (str(tmp_path / f"{name}.json") for name in names)
+    Path(pages_file).write_text("".join(json.dumps(page) + "\n" for page in pages))
+    main(folder / "find_duplicates.py", pages_file, pairs)
+    main(folder / "group_duplicate_url.py", pairs, groups)
+    main(folder / "remove_group_duplicates.py", groups, pages_file, kept)
+    lines = Path(kept).read_text().splitlines()
+    assert [json.loads(line)["url"] for line in lines] in (["a", "c"], ["b", "c"])
