@@ -12,6 +12,12 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout that is not instal
 from megatron.corpus.collection.line_job import run_tool  # noqa: E402
 from megatron.corpus.collection.reshaping import presplit  # noqa: E402
 
+
+def main() -> None:
+    """The command."""
+    flags = ("--input", "--output")
+    run_tool("presplit_sentences_json.py", __doc__, presplit, None, positional=flags)
+
+
 if __name__ == "__main__":
-    positional = ("--input", "--output")
-    run_tool("presplit_sentences_json.py", __doc__, presplit, None, positional)
+    main()

@@ -15,5 +15,11 @@ sys.path.append(str(Path(__file__).parents[1]))  # a checkout that is not instal
 from megatron.corpus.collection.line_job import run_tool  # noqa: E402
 from megatron.corpus.collection.shuffled_split import shuffled_split  # noqa: E402
 
-if __name__ == "__main__":
+
+def main() -> None:
+    """The command."""
     run_tool("split_json.py", __doc__, shuffled_split, None)
+
+
+if __name__ == "__main__":
+    main()

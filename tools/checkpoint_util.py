@@ -1,4 +1,5 @@
 #!/usr/bin/env python
+# PYTHON_ARGCOMPLETE_OK
 """tools/checkpoint/util.py under its name before September 2023 and in Megatron-DeepSpeed."""
 
 import runpy

@@ -57,7 +57,7 @@ def _fields(cls: type) -> Iterator[str]:
         off = meta.get("off")
         others = [*meta.get("aliases", ())]
         if off and meta.get("flag"):
-            others.append(off)
+            others += off.split()
         choices = meta.get("choices")
         shown = "" if kind is bool else "|".join(map(str, choices)) if choices else kind.__name__
         if typing.get_origin(hints[field.name]) is tuple or "tuple" in str(hints[field.name]):

@@ -21,6 +21,7 @@ for folder in (str(ROOT), str(Path(__file__).parent)):
 from figures import figure, file_of  # noqa: E402
 from flags import run_page, tools_page  # noqa: E402
 from mkdocs.structure.files import File, Files  # noqa: E402
+from upstream import page as upstream_page  # noqa: E402
 
 INCLUDED = {
     "tools/README.md": "guides/collecting.md",
@@ -32,7 +33,11 @@ INCLUDED = {
 }
 """Files outside docs/ that are pages of the site, by their path in the repository."""
 
-GENERATED = {"reference/flags.md": run_page, "reference/tool-flags.md": tools_page}
+GENERATED = {
+    "reference/flags.md": run_page,
+    "reference/tool-flags.md": tools_page,
+    "reference/megatron-flags.md": upstream_page,
+}
 """Pages that are made when the site is built."""
 
 _LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")

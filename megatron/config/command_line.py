@@ -14,7 +14,6 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 import megatron
-from megatron.config.flag_owners import another_program
 from megatron.config.flags import (
     ConfigError,
     Setting,
@@ -43,17 +42,9 @@ class CommandParser(argparse.ArgumentParser):
     Args:
         description: the program's docstring. Lines that start a program are shown as they are,
             each command in a block of its own.
-        instead: what to use instead of a flag that this program refuses, None for other flags.
     """
 
-    def __init__(
-        self,
-        description: str | None = None,
-        prog: str | None = None,
-        instead: Callable[[str], str | None] | None = None,
-        **others: Any,
-    ):
-        self._instead = instead
+    def __init__(self, description: str | None = None, prog: str | None = None, **others: Any):
         super().__init__(
             prog=prog,
             description=_with_blocks(description or ""),
@@ -100,8 +91,8 @@ class CommandParser(argparse.ArgumentParser):
         if not word.startswith("-"):
             self.error(f"'{word}' is not a value of any flag")
         name = word.split("=", 1)[0]
-        instead = self._instead(name) if self._instead is not None else None
-        instead = instead or another_program(name, self.prog)
+        # It knows all flags of training, and is needed for a message only.
+        instead = resolve_name("megatron.config.unknown_flags:instead_of")(name, self.prog)
         if instead is not None:
             self.error(f"{name}: {instead}")
         known = self._option_string_actions
@@ -112,15 +103,9 @@ class CommandParser(argparse.ArgumentParser):
 class FlagParser(CommandParser):
     """The command line of config classes: a group of flags for each."""
 
-    def __init__(
-        self,
-        *classes: type,
-        description: str | None = None,
-        prog: str | None = None,
-        instead: Callable[[str], str | None] | None = None,
-    ):
+    def __init__(self, *classes: type, description: str | None = None, prog: str | None = None):
         super().__init__(
-            description, prog, instead, usage="%(prog)s [flags]", argument_default=argparse.SUPPRESS
+            description, prog, usage="%(prog)s [flags]", argument_default=argparse.SUPPRESS
         )
         for cls in classes:
             self._add_class(cls)
@@ -140,7 +125,7 @@ class FlagParser(CommandParser):
             if parse is bool:
                 if off is not None:
                     off_text = f"Turn {names[0]} off." if names else text
-                    group.add_argument(off, nargs=0, const=False, help=off_text, **common)
+                    group.add_argument(*off.split(), nargs=0, const=False, help=off_text, **common)
                 if names:
                     group.add_argument(*names, nargs=0, const=True, help=text, **common)
                 continue

@@ -74,7 +74,8 @@ def option(
 
     Args:
         flag: name of the flag if it is not ``--field-name``.
-        off: for a boolean that defaults to True, the flag that makes it False.
+        off: for a boolean that defaults to True, the flag that makes it False; with a space between
+            them several.
         spellings: other spellings of some choices, and their meaning.
         bare: the value where the flag is given without one.
         note: for flags that are accepted and not used, what happens instead; needs no help text.

@@ -133,7 +133,6 @@ _UNUSED = {
     "--no-clone-scatter-output-in-embedding --disable-clone-scatter-output-in-embedding": _DIVIDED,
     "--flash-attention-version 2|3|4": "--attention-backend chooses the kernel",
     "--te-rng-tracker": _RANDOM,
-    "--inference-rng-tracker": _RANDOM,
     "--train-sync-interval INT": "the CPU waits for the device only where it needs a number",
     "--logging-level INT": "log messages have one level",
     "--no-align-grad-reduce --disable-align-grad-reduce": _GRADIENTS,

@@ -114,7 +114,9 @@ class LoggingConfig:
     )
     """Write the learning rate to TensorBoard (the off flag's spelling is Megatron's)."""
     log_loss_scale_to_tensorboard: bool = option(
-        True, off="--no-log-loss-scale-to-tensorboard", flag="--log-loss-scale-to-tensorboard"
+        True,
+        off="--no-log-loss-scale-to-tensorboard --disable-log-loss-scale-to-tensorboard",
+        flag="--log-loss-scale-to-tensorboard",
     )
     """Write the loss scale to TensorBoard."""
     log_validation_ppl_to_tensorboard: bool = option(False)
@@ -169,6 +171,10 @@ class ProfilingConfig:
     """File for --record-memory-history, shown by https://pytorch.org/memory_viz; the other
     --profile-ranks append their number to its name."""
 
+    def __post_init__(self) -> None:
+        if isinstance(self.profile, bool):  # saved by an earlier version
+            object.__setattr__(self, "profile", "auto" if self.profile else None)
+
 
 def resolve_profiling(
     flags: ProfilingConfig,
@@ -197,7 +203,7 @@ def resolve_profiling(
     )
     resolver.check(len(set(wanted)) == len(wanted), f"{shown} names a rank twice")
     resolver.check(
-        not flags.use_pytorch_profiler or flags.profile,
+        not flags.use_pytorch_profiler or flags.profile is not None,
         "--use-pytorch-profiler chooses what --profile records with and needs it",
     )
     flags = replace(flags, profile_step_start=first, profile_step_end=last)

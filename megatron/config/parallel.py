@@ -179,10 +179,7 @@ def _check_launch(flags: ParallelFlags, world_size: int, resolver: ConfigResolve
         "flags",
     )
     if flags.node_ips is not None and (flags.num_nodes or 1) == 1:
-        resolver.notes.append(
-            f"{resolver.show('node_ips')} changes nothing: the run has one node, or its launcher "
-            "has connected the nodes"
-        )
+        resolver.notes.append(f"{resolver.show('node_ips')} changes nothing: the run has one node")
 
 
 def _replicas(

@@ -11,13 +11,13 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, pairwise
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import NamedTuple
 
 from megatron.config import ConfigError, DataConfig, RunConfig, Setting, Settings
 from megatron.config.kinds import file_kinds
 from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.data.corpora import INDEXED, Corpora, DataSource, parse_range, read_corpora
-from megatron.data.named_corpora import NamedCorpora
 
 PARTS = ("train", "valid", "test")
 _NAMED = ("train_data", "valid_data", "test_data")
@@ -66,7 +66,7 @@ def with_corpora(settings: Settings) -> Settings:
     if not any(given.values()):
         return settings
     file = settings["corpora_file"].value if "corpora_file" in settings else DataConfig.corpora_file
-    corpora = _corpora(file, NamedCorpora(RawTextConfig()))
+    corpora = _corpora(file, _named_corpora(RawTextConfig(), None))
     found = dict(settings)
     for name, words in given.items():
         flag = "--" + name.replace("_", "-")
@@ -97,14 +97,21 @@ def parts_of(config: RunConfig) -> Parts:
 
     corpora = Corpora()
     if data.train_data or data.valid_data or data.test_data:
-        named = NamedCorpora(config.kind(RawTextConfig), data.data_cache_path)
+        named = _named_corpora(config.kind(RawTextConfig), data.data_cache_path)
         corpora = _corpora(data.corpora_file, named, kind_of)
     eval_text_key = next(filter(None, (kind.eval_text_key for kind in kinds)), None)
     return BlendReader(kind_of, eval_text_key, corpora).parts(data)
 
 
+def _named_corpora(config: RawTextConfig, cache_path: str | None) -> Mapping[str, DataSource]:
+    """Corpora that are classes, which most runs do not have."""
+    return resolve_name("megatron.data.named_corpora:NamedCorpora")(config, cache_path)
+
+
 def _corpora(
-    file: str, classes: NamedCorpora, kind_of: Callable[[str], str] = lambda path: INDEXED
+    file: str,
+    classes: Mapping[str, DataSource],
+    kind_of: Callable[[str], str] = lambda path: INDEXED,
 ) -> Corpora:
     """The corpora of a file, which need not exist if nobody named it, and of classes."""
     if file == DataConfig.corpora_file and not os.path.exists(file):

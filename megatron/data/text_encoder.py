@@ -17,7 +17,7 @@ from megatron.config import TokenizerConfig
 from megatron.data.indexed import best_dtype
 from megatron.data.sentences import SentenceSplitter, build_splitter
 from megatron.tokenizer import Tokenizer, build_tokenizer
-from megatron.tokenizer.cached_files import with_cached_files
+from megatron.tokenizer.registry import with_files
 from megatron.util.digests import digest_of_parts
 
 Item = TypeVar("Item")
@@ -121,7 +121,7 @@ def refused(
 def tokenizer_identity(config: TokenizerConfig) -> dict[str, Any]:
     """The settings of a tokenizer as JSON values; a path of a file or folder is replaced by a
     digest of its content."""
-    values = dataclasses.asdict(with_cached_files(config))
+    values = dataclasses.asdict(with_files(config))
     del values["cache_dir"]
     return {
         name: _with_content(value) if isinstance(value, str) else value

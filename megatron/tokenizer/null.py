@@ -101,11 +101,7 @@ class IdTokenizer(_Integers):
         return " ".join(map(str, ids))
 
     def save_pretrained(self, directory: str | Path) -> None:
-        from tokenizers import Tokenizer, models, pre_tokenizers
-
-        tokenizer = Tokenizer(models.WordLevel({str(i): i for i in range(self.vocab_size)}))
-        tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-        write_pretrained(directory, tokenizer, tokenizer_class="PreTrainedTokenizerFast")
+        """Writes nothing: the files of the data's own tokenizer belong there."""
 
 
 def _size(config: TokenizerConfig, more: str = "") -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer.base import TextSource, Tokenizer
-from megatron.tokenizer.cached_files import with_cached_files
 from megatron.util.nearest import nearest
 
 TOKENIZERS = {
@@ -43,7 +42,7 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     trained on `texts` by one process while the others wait. Raises ConfigError, FileNotFoundError;
     ValueError if a file is not of the kind that its flag requires."""
     known = ", ".join(TOKENIZERS)
-    config = with_cached_files(config)
+    config = with_files(config)
     if config.tokenizer_type is None:
         raise ConfigError(f"--tokenizer-type is missing; expected one of {known}")
     if config.tokenizer_type not in TOKENIZERS:
@@ -54,6 +53,14 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     if texts is not None and config.tokenizer_type in _TRAINED_WHEN_MISSING:
         _resolved("train:train_missing_model")(config, texts)
     return _resolved(TOKENIZERS[config.tokenizer_type]).from_config(config)
+
+
+def with_files(config: TokenizerConfig) -> TokenizerConfig:
+    """The configuration with the files that are found in --cache-dir, and without that folder.
+    Raises ConfigError if it does not have them."""
+    if config.cache_dir is None:
+        return config
+    return _resolved("cached_files:with_cached_files")(config)
 
 
 def implied_type(config: TokenizerConfig, of_files: str) -> tuple[str, str] | None:

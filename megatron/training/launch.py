@@ -60,8 +60,8 @@ def start_processes(settings: Settings, argv: Sequence[str] | None = None) -> in
     nodes, processes = flags.num_nodes or 1, flags.num_gpus_per_node or 1
     resolver.check(
         tasks in (1, nodes),
-        f"{name} is {tasks} and {resolver.show('num_nodes')}: each of the {tasks} processes would "
-        "start a node's; start one on each node",
+        f"{name} is {tasks} and --num-nodes {nodes}: each of the {tasks} processes would start "
+        "those of a node; start one on each node",
     )
     _check_gpus(processes, resolver)
     node = Node(processes)
@@ -86,16 +86,16 @@ def set_infiniband() -> None:
     if given not in ("0", "1"):
         raise ConfigError(f"{theirs}={given}: it must be 0 or 1; or unset it and set {ours}")
     wanted = "0" if given == "1" else "1"
-    found = os.environ.setdefault(ours, "")
-    if found not in ("", wanted):
+    found = os.environ.get(ours)
+    if found not in (None, wanted):
         raise ConfigError(f"{theirs}={given} contradicts {ours}={found}; unset one of them")
-    if not found:
+    if found is None:
         os.environ[ours] = wanted
         logger.info(f"{theirs}={given} is set as {ours}={wanted}: NCCL connects the nodes")
 
 
 def _check_launched(flags: ParallelFlags, resolver: ConfigResolver) -> None:
-    """What a launcher has started in all, :func:`resolve` checks."""
+    """On this node; what a launcher has started in all, :func:`resolve` checks."""
     for name in ("LOCAL_WORLD_SIZE", "LOCAL_SIZE"):
         local = os.environ.get(name)
         resolver.check(
@@ -103,6 +103,9 @@ def _check_launched(flags: ParallelFlags, resolver: ConfigResolver) -> None:
             f"{resolver.show('num_gpus_per_node')} contradicts the launcher, which has started "
             f"{local} processes on this node ({name}); make them equal, or start without it",
         )
+    several = flags.node_ips is not None and (flags.num_nodes or 1) > 1
+    if several and os.environ.get("MASTER_ADDR") != _addresses(flags, resolver)[0]:
+        logger.info(f"{resolver.show('node_ips')} changes nothing: the launcher connects the nodes")
 
 
 def _check_gpus(processes: int, resolver: ConfigResolver) -> None:
@@ -202,22 +205,22 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
     # What a process prints says what is wrong; torch's traceback of this one says nothing.
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
     several = len(node.addresses) > 1
+    first = node.addresses[0] if several else "localhost"
     timeout = timedelta(minutes=timeout_minutes)
     timed = {"timeout": int(timeout.total_seconds())}
     config = LaunchConfig(
-        min_nodes=max(1, len(node.addresses)),
+        min_nodes=max(1, len(node.addresses)),  # all of them
         max_nodes=max(1, len(node.addresses)),
         nproc_per_node=node.processes,
-        run_id=node.addresses[0] if several else str(uuid4()),
+        run_id=first if several else str(uuid4()),
         rdzv_backend="static" if several else "c10d",
-        rdzv_endpoint=_endpoint(node.addresses[0], port) if several else "localhost:0",
+        rdzv_endpoint=f"{first}:{port if several else 0}",
         rdzv_configs={**timed, "rank": node.rank} if several else timed,
         local_addr=node.addresses[node.rank] if several else "localhost",
         max_restarts=0,
         signals_to_handle="SIGQUIT",  # the others are forwarded
     )
     who = f"node {node.rank} of {len(node.addresses)}"
-    first = node.addresses[0] if several else "localhost"
     with _forwarded_signals(), meeting(who, first, port, "--ctrl-port", timeout):
         try:
             elastic_launch(config, sys.executable)("-u", *command)
@@ -229,10 +232,6 @@ def run_node(node: Node, command: Sequence[str], port: int, timeout_minutes: flo
             print(f"error: process {rank} was killed by {name}", file=sys.stderr)
             return 128 - failure.exitcode
     return 0
-
-
-def _endpoint(address: str, port: int) -> str:
-    return f"[{address}]:{port}" if ":" in address else f"{address}:{port}"
 
 
 @contextlib.contextmanager

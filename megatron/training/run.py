@@ -28,7 +28,6 @@ from megatron.config import (
     resolve,
 )
 from megatron.config.flags import build
-from megatron.config.refused_flags import refused_flag
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -76,9 +75,7 @@ def parse_run(
     :class:`ModelConfig`), in each of its processes, which it starts if the flags say so
     (:func:`start_processes`). With ``--explain-config`` it prints every value with its origin and
     exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
-    settings = FlagParser(*FLAG_CLASSES, description=description, instead=refused_flag).settings(
-        argv
-    )
+    settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
     show_log()
     if family is not None:
         given = settings.setdefault("family", Setting(family, "this program"))
@@ -137,7 +134,7 @@ class RunToolParser(FlagParser, Generic[Config]):
         self, config: type[Config], description: str | None, epilog: str | None = None
     ) -> None:
         self._config = config
-        super().__init__(config, *FLAG_CLASSES, description=description, instead=refused_flag)
+        super().__init__(config, *FLAG_CLASSES, description=description)
         self.epilog = epilog
 
     def format_help(self) -> str:

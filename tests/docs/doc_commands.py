@@ -43,7 +43,14 @@ SMALLER = {
 }
 """What is appended to the commands of each program."""
 
-LINKS = ("tools", "deepspeed_configs", "examples_deepspeed", "benchmarks", "pretrain_gpt.py")
+LINKS = (
+    "tools",
+    "deepspeed_configs",
+    "examples_deepspeed",
+    "scripts",
+    "benchmarks",
+    "pretrain_gpt.py",
+)
 """What the commands find of the repository in their folder."""
 
 BIN = Path(sys.executable).parent
@@ -112,7 +119,9 @@ def _program(word: str) -> str | None:
     scripts = console_scripts()
     if word in scripts:
         return scripts[word]
-    ours = re.match(r"(tools|benchmarks|examples_deepspeed)/.*\.(py|sh|sbatch)$|\w+\.py$", word)
+    ours = re.match(
+        r"(tools|benchmarks|examples_deepspeed|scripts)/.*\.(py|sh|sbatch)$|\w+\.py$", word
+    )
     if ours and (ROOT / word).is_file():
         return word
     return None

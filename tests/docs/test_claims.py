@@ -28,7 +28,10 @@ OTHERS = {
 }
 """Flags of programs that are not of this project, as the pages use them."""
 
-FOLDERS = "megatron|tests|tools|compat|benchmarks|docs|examples_deepspeed|deepspeed_configs"
+FOLDERS = (
+    "megatron|tests|tools|compat|scripts|docker|benchmarks|docs|examples_deepspeed|"
+    "deepspeed_configs"
+)
 _PATH = re.compile(rf"(?<![\w./-])(?:{FOLDERS})/[\w./*-]*[\w*]")
 _FLAG = re.compile(r"(?<![\w/-])--[a-zA-Z][\w-]*(?:\*|\.\.\.)?")
 _LINK = re.compile(r"\[[^\]]*\]\(([^)\s]+)\)")

@@ -83,6 +83,7 @@ def test_launchers_train_alike(tmp_path):
         assert done.returncode == 0, done.stderr
         losses[launcher] = losses_of(save)
         assert "ZeRO stage 1" in done.stdout
+        assert ("layout: 2 processes" in done.stdout) == (launcher != "python")
     assert losses["torchrun"] == pytest.approx(losses["python"], rel=1e-6)
     for launcher in ("deepspeed", "launch", "oneflow"):
         assert losses[launcher] == losses["torchrun"], launcher

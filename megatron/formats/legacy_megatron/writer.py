@@ -172,7 +172,9 @@ def _copied_tokenizer(source: Source, folder: Path, partial: Path) -> dict[str, 
             "vocab_extra_ids",
         )
     }  # fmt: skip
-    if config.tokenizer_type not in (None, "IdTokenizer", "HFTokenizer", "HuggingFaceTokenizer"):
+    if config.tokenizer_type == "IdTokenizer":
+        return named | {"tokenizer_type": None}  # it stands for one that is not known
+    if config.tokenizer_type not in (None, "HFTokenizer", "HuggingFaceTokenizer"):
         return named
     if source.copy_tokenizer(partial / TOKENIZER):
         place = str((folder / TOKENIZER).resolve())

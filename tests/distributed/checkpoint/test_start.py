@@ -123,6 +123,11 @@ def test_arguments_of_no_checkpoint(pool, tmp_path):
     assert "no checkpoint in --load" in pool.run(1, refused, argv)[0]
 
 
+def test_a_missing_checkpoint_is_an_error_where_it_must_exist(pool, tmp_path):
+    argv = [*FLAGS, "--load", str(tmp_path / "typo"), "--exit-on-missing-checkpoint"]
+    assert "--exit-on-missing-checkpoint: no checkpoint in" in pool.run(1, refused, argv)[0]
+
+
 def test_a_model_with_more_rows_than_tokens(pool, tmp_path):
     """As Qwen's have: the checkpoint's rows stay, if the user says so."""
     pool.run(1, train, [*FLAGS, "--vocab-size", "120", "--save", str(tmp_path)])

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import logging
 import sys
 
 import numpy as np
@@ -63,13 +64,12 @@ FLAG_CASES = {
     "tensor size": (["--tensor-model-parallel-size", "2"], ["--tensor-model-parallel-size 2", "1"]),
     "two lengths": (["--train-samples", "9"], ["--train-iters 4", "--train-samples 9"]),
     "two precisions": (["--fp16", "--bf16"], ["--fp16", "--bf16"]),
-    "fp16 at stage 0": (["--fp16"], ["--fp16", "--zero-stage"]),
+    "fp16 at stage 0": (["--fp16", "--zero-stage", "0"], ["--fp16", "--zero-stage"]),
     "warm-up": (["--lr-warmup-iters", "9"], ["--lr-warmup-iters 9", "--lr-decay-iters 4"]),
     "long sequence": (["--max-position-embeddings", "8"], ["--seq-length 16", "8"]),
     "no such tokenizer": (["--tokenizer-type", "Word"], ["--tokenizer-type", "Word", "GPT2BPE"]),
     "mock and data": (["--data-path", "x"], ["--mock-data"]),
     "pipeline": (["--pipeline-model-parallel-size", "1", "--no-pipeline-parallel"], None),
-    "backend": (["--distributed-backend", "nccl"], ["--distributed-backend nccl", "gloo"]),
     "no folder": (["--save", "/dev/null/x"], ["--save /dev/null/x", "cannot write"]),
     "json": (["--deepspeed_config", "absent.json"], ["--deepspeed_config absent.json"]),
 }
@@ -136,3 +136,21 @@ def test_missing_tokenizer_files(pool):
     argv = [*BASE, "--tokenizer-type", "GPT2BPETokenizer"]
     refused(pool, argv, "--vocab-file")
     refused(pool, [*argv, "--vocab-file", "no.json", "--merge-file", "no.txt"], "no.json")
+
+
+def run_logged(argv):
+    """Exit status of pretrain_gpt.py, and what it logs; for the pool."""
+    messages = io.StringIO()
+    handler = logging.StreamHandler(messages)
+    logging.getLogger("megatron").addHandler(handler)
+    try:
+        return run_main(argv)[0], messages.getvalue()
+    finally:
+        logging.getLogger("megatron").removeHandler(handler)
+
+
+def test_nccl_without_a_gpu_says_that_gloo_is_used(pool):
+    """Old scripts name the backend, which is chosen by the device."""
+    status, logged = pool.run(1, run_logged, [*BASE, "--distributed-backend", "nccl"])[0]
+    assert status == 0
+    assert "--distributed-backend nccl needs GPUs, and none is visible: gloo is used" in logged

@@ -88,3 +88,11 @@ def test_same_losses_bit_for_bit(pool, files, name):
     assert old.losses[-1] < old.losses[0] - 0.2
     assert old.state.keys() == new.state.keys()
     assert all(np.array_equal(old.state[key], new.state[key]) for key in old.state)
+
+
+def test_a_run_starts_again_from_its_initial_state(pool, files, tmp_path):
+    words = f"{SHAPE} {COMMANDS['OneFlow'][0].format(files)}".split()
+    saved = pool.run(2, train, [*words, "--save", str(tmp_path), "--save-init", "--save-last"])[0]
+    assert {path.name for path in tmp_path.glob("global_step*")} == {"global_step0", "global_step6"}
+    again = pool.run(2, train, [*words, "--load", str(tmp_path / "global_step0")])[0]
+    assert len(again.losses) == 6 and again.losses == saved.losses

@@ -526,3 +526,33 @@ def test_a_complete_model_stays_as_it_is(extra):
     }
     settings = FlagParser(*FLAG_CLASSES).settings(MINIMAL.split())
     assert resolve(settings | given, 1).config.model == model
+
+
+@pytest.mark.parametrize(
+    "flags, kind",
+    [
+        ("--no-position-embedding", "none"),
+        ("--no-position-embedding --use-rotary-position-embeddings", "rope"),
+        ("--no-position-embedding --position-embedding-type alibi", "alibi"),
+        ("", "learned_absolute"),
+    ],
+)
+def test_no_position_embedding_is_none_where_no_other_is_given(flags, kind):
+    assert resolved(flags).config.model.positions.position_embedding_type == kind
+
+
+def test_no_position_embedding_contradicts_a_learned_one():
+    with pytest.raises(ConfigError, match="--no-position-embedding contradicts --position-embed"):
+        resolved("--no-position-embedding --position-embedding-type learned_absolute")
+
+
+def test_profile_of_megatron_deepspeed_and_megatron():
+    given = resolved("--profile pt-full --profile_steps 2,3").config.profiling
+    assert (given.profile, given.profile_step_start, given.profile_step_end) == ("pt-full", 1, 3)
+    assert resolved("--profile --seed 1").config.profiling.profile == "auto"
+    assert resolved().config.profiling.profile is None
+    for steps in ("2", "0,3", "a,b", "2,3,4"):
+        with pytest.raises(ConfigError, match=f"--profile_steps {steps} must be the first and"):
+            resolved(f"--profile pt --profile_steps {steps}")
+    with pytest.raises(ConfigError, match="--profile_steps 2,3 contradicts --profile-step-end 4"):
+        resolved("--profile --profile_steps 2,3 --profile-step-end 4")

@@ -6,6 +6,7 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.config.kinds.masked_data import MaskedDataConfig
+from megatron.config.refused_flags import refused_flag
 
 PARSER = FlagParser(*FLAG_CLASSES)
 MODEL = "--num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32"
@@ -141,6 +142,23 @@ def test_two_spellings_of_different_values_are_refused(capsys, words, told):
     with pytest.raises(SystemExit):
         PARSER.settings(words.split())
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flag, told",
+    [
+        ("--use-npy-data-loader", "tools/preprocess_data.py"),
+        ("--load-openai", "--load reads a folder of Hugging Face"),
+        ("--cloze-eval", "--valid-data-path"),
+        ("--top_k", "tools/generate.py"),
+    ],
+)
+def test_flags_of_2019_that_mean_nothing_here(capsys, flag, told):
+    parser = FlagParser(*FLAG_CLASSES, instead=refused_flag)
+    with pytest.raises(SystemExit):
+        parser.settings([flag])
+    message = capsys.readouterr().err
+    assert flag in message and told in message
 
 
 def test_predictions_of_evaluations():

@@ -313,9 +313,10 @@ def test_a_missing_file_is_refused_by_name(tmp_path):
 
 
 def test_an_auto_that_no_flag_stands_for_is_refused():
-    content = {"zero_optimization": {"reduce_bucket_size": "auto"}, "steps_per_print": "auto"}
+    zero = {"stage3_prefetch_bucket_size": "auto"}
+    content = {"zero_optimization": zero, "steps_per_print": "auto"}
     message = refusal(BATCH, content)
-    assert "zero_optimization.reduce_bucket_size, steps_per_print" in message
+    assert "zero_optimization.stage3_prefetch_bucket_size, steps_per_print" in message
     assert message.startswith("ds.json: ")
 
 
@@ -403,3 +404,27 @@ def test_shipped_file_resolves_with_typical_flags(path):
 
 def test_files_are_shipped():
     assert list(SHIPPED.glob("*.json"))
+
+
+def test_flags_of_zero_are_keys_of_the_json():
+    flags = (
+        f"{BATCH} --zero-stage 3 --zero-reduce-scatter --zero-contigious-gradients "
+        "--zero-reduce-bucket-size 5000 --zero-allgather-bucket-size 6000 "
+        "--remote-device cpu --use-pin-memory --bf16"
+    )
+    expected = {
+        "stage": 3, "reduce_scatter": True, "contiguous_gradients": True,
+        "reduce_bucket_size": 5000, "allgather_bucket_size": 6000,
+        "offload_param": {"device": "cpu", "pin_memory": True},
+    }  # fmt: skip
+    assert run(flags, {})[1]["zero_optimization"] == expected
+    given = {"zero_optimization": {"stage": 2, "reduce_bucket_size": 5e8, "reduce_scatter": False}}
+    completed = run(f"{BATCH} --bf16", given)[1]["zero_optimization"]
+    assert completed == {"stage": 2, "reduce_bucket_size": 500_000_000, "reduce_scatter": False}
+
+
+def test_flags_of_zero_that_contradict_the_json_are_refused():
+    told = refusal(
+        f"{BATCH} --zero-reduce-bucket-size 5", {"zero_optimization": {"reduce_bucket_size": 6}}
+    )
+    assert "--zero-reduce-bucket-size 5 contradicts zero_optimization.reduce_bucket_size 6" in told

@@ -27,6 +27,13 @@ def test_processes_that_know_nothing_of_each_other_are_refused(monkeypatch, name
     assert world_size() == 4
 
 
+def test_a_local_rank_that_contradicts_the_environment_is_refused(monkeypatch):
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    message = "--local_rank 0 contradicts LOCAL_RANK=1"
+    with pytest.raises(ConfigError, match=message), distributed(ParallelConfig(local_rank=0)):
+        pass
+
+
 FAULTS = """
 import resource, torch
 from megatron.engine import environment

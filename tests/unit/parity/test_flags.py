@@ -90,7 +90,8 @@ def test_every_flag_that_a_layout_stands_for_is_refused():
     assert asked <= OF_LAYOUTS
     kept = {
         "pipeline_partition", "recompute_activations", "recompute_granularity", "recompute_method",
-        "recompute_num_layers", "checkpoint_activations", "distributed_backend",
+        "recompute_num_layers", "checkpoint_activations", "activations_checkpoint_method",
+        "distributed_backend",
         "distributed_timeout_minutes", "local_rank", "logits_chunk_mib",
     }  # fmt: skip
     fields = {f.name for f in dataclasses.fields(ParallelFlags) if not f.metadata.get("internal")}

@@ -45,14 +45,6 @@ def test_ids_without_a_meaning():
         _ = tokenizer.eod
 
 
-def test_saved_ids_against_auto_tokenizer(tmp_path):
-    from transformers import AutoTokenizer
-
-    tokenizer = IdTokenizer(100)
-    tokenizer.save_pretrained(tmp_path)
-    reloaded = AutoTokenizer.from_pretrained(tmp_path)
-    text = " ".join(map(str, range(100)))
-    assert len(reloaded) == 100 and reloaded.eos_token_id is None
-    assert reloaded(text)["input_ids"] == tokenizer.tokenize(text)
-    with pytest.raises(Exception, match="UNK"):
-        reloaded("100")
+def test_ids_without_a_meaning_have_no_files(tmp_path):
+    IdTokenizer(100).save_pretrained(tmp_path / "tokenizer")
+    assert not (tmp_path / "tokenizer").exists()

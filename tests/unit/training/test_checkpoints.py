@@ -1,5 +1,7 @@
 """What a run does about saves that fail."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from megatron.checkpoint.files import CheckpointError
@@ -11,8 +13,8 @@ from megatron.training.checkpoints import CheckpointManager
 class Writer:
     """Fails every save; its result is there at once, or only when it is waited for."""
 
-    def __init__(self, quick, fails=True):
-        self.options = CheckpointConfig(save="somewhere")
+    def __init__(self, quick, fails=True, **options):
+        self.options = CheckpointConfig(save="somewhere", **options)
         self.quick, self.fails = quick, fails
         self.saves, self.pending = [], []
 
@@ -64,3 +66,12 @@ def test_only_the_last_failure_fails_the_run():
     writer.fails = False
     with saves:
         saves.save(4, 16)
+
+
+@pytest.mark.parametrize("asked, saved", [(True, [0]), (False, [])])
+def test_the_initial_state_is_saved_if_asked_for(asked, saved):
+    writer = Writer(quick=True, fails=False, save_init=asked)
+    saves = CheckpointManager(writer, Report())
+    for iteration in range(3):
+        saves.before_step(SimpleNamespace(iteration=iteration, consumed_samples=4 * iteration))
+    assert writer.saves == saved

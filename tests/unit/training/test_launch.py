@@ -16,7 +16,7 @@ import torch.distributed as dist
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser
 from megatron.engine.environment import meeting
 from megatron.training import launch
-from megatron.training.launch import Node, set_infiniband, start_processes
+from megatron.training.launch import Node, run_node, set_infiniband, start_processes
 
 TWO_NODES = "--num-gpus-per-node 2 --num-nodes 2 --node-ips "
 LAUNCHER = "WORLD_SIZE LOCAL_WORLD_SIZE LOCAL_SIZE RANK NODE_RANK GLOO_SOCKET_IFNAME".split()
@@ -127,10 +127,15 @@ def test_gpus_that_are_not_there(started, monkeypatch):
         start("--num-gpus-per-node 2")
 
 
-def test_what_a_launcher_has_started_is_not_started_again(started, monkeypatch):
-    monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert start(f"{TWO_NODES}a,b") == 4
+def test_what_a_launcher_has_started_is_not_started_again(started, monkeypatch, caplog):
+    launcher = {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "a"}
+    for name, value in launcher.items():
+        monkeypatch.setenv(name, value)
+    with caplog.at_level("INFO", "megatron.training.launch"):
+        assert start(f"{TWO_NODES}a,b") == 4
+        assert not caplog.messages
+        assert start(f"{TWO_NODES}b,a") == 4
+    assert caplog.messages == ["--node-ips b,a changes nothing: the launcher connects the nodes"]
     assert not started
 
 
@@ -164,3 +169,30 @@ def test_processes_that_do_not_meet():
             meet(server=True)
     with pytest.raises(ConfigError, match="process 0 of 2 waited 3 minutes .*1/2 clients joined"):
         meet(server=True)
+
+
+PROCESS = """
+import os, signal, sys
+names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"
+with open(os.path.join(sys.argv[1], os.environ["RANK"]), "w") as file:
+    file.write(" ".join(os.environ[name] for name in names))
+if os.environ["RANK"] == "1":
+    exec(sys.argv[2])
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "printed"),
+    [
+        ("", 0, ""),
+        ("sys.exit(3)", 3, ""),
+        ("os.kill(os.getpid(), signal.SIGKILL)", 137, "error: process 1 was killed by SIGKILL\n"),
+    ],
+)
+def test_the_status_is_that_of_the_processes(tmp_path, monkeypatch, capfd, end, status, printed):
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert run_node(Node(2), ["-c", PROCESS, str(tmp_path), end], 1, 1.0) == status
+    assert capfd.readouterr().err == printed
+    for rank in "01" if not status else "1":  # another may be ended before it has begun
+        assert (tmp_path / rank).read_text() == f"{rank} {rank} 2 2 1"

@@ -105,7 +105,7 @@ def resolved(*flags: str, world_size: int = 1):
 def test_megatrons_flags_and_defaults():
     options = resolved().config.profiling
     assert (options.profile, options.profile_step_start, options.profile_step_end) == (
-        False, 10, 12,
+        None, 10, 12,
     )  # fmt: skip
     assert options.profile_ranks == (0,)
     options = resolved(

@@ -215,3 +215,13 @@ def test_a_single_process_stops_on_its_own_request():
     alone = StopAgreement(CPU, 1)
     assert not alone.reached(False, False)
     assert alone.reached(True, False)
+
+
+def test_kill_switch_file_stops_a_run_and_keeps_the_next_from_starting(tmp_path):
+    switch = tmp_path / "stop"
+    stop = StopRequest(kill_switch=str(switch))
+    assert stop.requested is None
+    switch.touch()
+    assert stop.requested == f"--kill-switch-file {switch}"
+    with pytest.raises(TrainingStopped, match=f"--kill-switch-file {switch} exists.*delete it"):
+        StopRequest(kill_switch=str(switch))

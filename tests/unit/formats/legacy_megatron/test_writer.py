@@ -9,6 +9,7 @@ import torch
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
 from megatron.checkpoint.writer import write_checkpoint
+from megatron.config import TokenizerConfig
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
 
@@ -193,3 +194,11 @@ def test_bert_is_not_exported(tmp_path, legacy_model, random_weights, write_lega
     write_legacy(tmp_path, weights, model)
     with pytest.raises(ValueError, match=r"lm_head.bias, which this export does not write"):
         write_megatron(opened(tmp_path), tmp_path / "legacy")
+
+
+def test_an_unknown_tokenizer_stays_unknown(ours, tmp_path):
+    """Megatron has no type for ids whose tokenizer nobody named."""
+    source = ours()
+    source.tokenizer = TokenizerConfig(tokenizer_type="IdTokenizer", vocab_size=60)
+    write_megatron(source, tmp_path / "legacy", 1, 1, 1)
+    assert opened(tmp_path / "legacy").tokenizer is None

@@ -1,8 +1,12 @@
-"""Flags of Megatron-LM and Megatron-DeepSpeed that mean nothing here, and what to use instead."""
+"""What to say of a flag that a program does not have: what to use instead of one of Megatron-LM or
+Megatron-DeepSpeed that means nothing here, or whose flag it is."""
 
 from __future__ import annotations
 
 from fnmatch import fnmatchcase
+
+from megatron.config.command_line import FlagParser
+from megatron.config.run import FLAG_CLASSES
 
 REFUSED = {
     # Networks.
@@ -34,7 +38,7 @@ REFUSED = {
     ),
     "--mtp-*": "there is no multi-token prediction",
     "--heterogeneous-* --spec": "all blocks are alike; a new one is a family in megatron/families",
-    "--mup-* --use-mup": "there is no muP; set --lr and --init-method-std for the size of the model",
+    "--mup-* --use-mup": "there is no muP; choose --lr and --init-method-std for the size",
     "--encoder-num-layers": "for a GPT, give --num-layers",
     "--decoder-num-layers": "a GPT has one stack of blocks, of --num-layers",
     "--quick-geglu --glu-linear-offset --activation-func-clamp-value": (
@@ -73,8 +77,8 @@ REFUSED = {
         "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16"
     ),
     "--fp32-residual-connection": (
-        "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 keeps those "
-        "between the blocks in float32"
+        "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 runs as autocast, "
+        "with float32 weights"
     ),
     "--fp16-lm-cross-entropy": "the loss is always computed in float32",
     "--embedding-weights-in-fp32": (
@@ -152,7 +156,7 @@ REFUSED = {
         "tools/build_index.py builds the sample indices before a run, in --data-cache-path"
     ),
     "--dataloader-inter-document-masking": "use --reset-attention-mask",
-    "--allow-ambiguous-pad-tokens": "only the samples of --sft are padded, and the loss ignores that",
+    "--allow-ambiguous-pad-tokens": "only samples of --sft are padded, and the loss ignores that",
     "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
     "--no-tokenizer-sentencepiece-* --disable-tokenizer-sentencepiece-* --tokenizer-hf-* "
     "--null-tokenizer-*": "a tokenizer is what its files say; see --tokenizer-type",
@@ -165,6 +169,7 @@ REFUSED = {
     "--start-eval-at-iter": "the first evaluation is after --eval-interval iterations",
     "--test-mode": "use --mock-data for a run without data",
     # Checkpoints.
+    "--no-load-lr-state": "--finetune starts the schedules, and the iterations, from the beginning",
     "--reset-iteration": "--finetune loads the weights and starts at iteration 0",
     "--ckpt-format --use-dist-ckpt --dist-ckpt-format": "use --checkpoint-format",
     "--ckpt-convert-*": "tools/convert_checkpoint.py converts checkpoints",
@@ -209,7 +214,7 @@ REFUSED = {
         "metrics go to --metrics-file, --tensorboard-dir and --wandb-project"
     ),
     "--pytorch-profiler-collect-* --record-shapes --nvtx-ranges": (
-        "--profile records shapes, and marks NVTX ranges under nsys; --profile pt-full adds call stacks"
+        "--profile records shapes, and NVTX ranges under nsys; --profile pt-full adds call stacks"
     ),
     "--flight-recorder-* --no-flight-recorder-* --disable-flight-recorder-*": (
         "set TORCH_NCCL_TRACE_BUFFER_SIZE and the like in the environment"
@@ -230,14 +235,65 @@ REFUSED = {
         "there is no reinforcement learning; --sft trains on instructions"
     ),
 }
-"""Names and patterns of flags, and what to use instead."""
+"""Names and patterns of flags of other trainers, and what to use instead."""
 
-_PATTERNS = {pattern: row for row in REFUSED for pattern in row.split()}
+TRAINING = "pretrain_gpt.py"
+
+OWN_FLAGS = {
+    "tools/preprocess_data.py": """--input --output-prefix --json-key --json-keys --jsonl-keys
+        --chunk-size --split-sentences --keep-newlines --keep-sequential-samples --partitions
+        --sentence-splitter --lang --input-format""",
+    "tools/generate.py": """--prompt --prompt-file --max-new-tokens --greedy --temperature --top-k
+        --top-p --num-samples""",
+    "tools/convert_checkpoint.py": """--architecture --push-to-hub --private --max-shard-size
+        --release""",
+    "tools/checkpoint/util.py": """--model-type --load-dir --save-dir --loader --saver
+        --megatron-path --max-queue-size --true-vocab-size --target-tensor-parallel-size
+        --target-pipeline-parallel-size --no-checking""",
+    "tools/train_tokenizer.py": "--min-frequency --byte-fallback",
+    "tools/analyze_data.py": "--analyzing-metric --analyzing-num-threads",
+    "tools/check_parity.py": "--layouts",
+    "tools/plan.py": "--gpus --gpus-per-node --gpu-memory --inter-node-bandwidth",
+    "tools/show_batch.py": "--world-size",
+}
+"""Flags that people give to another program, by the program that has them."""
+
+OF_2019 = {
+    "--use-npy-data-loader --input-data-sizes-file": (
+        "tools/preprocess_data.py makes indexed files for --data-path"
+    ),
+    "--load-openai --eval-hf --pretrained-bert": "--load reads a folder of Hugging Face",
+    "--cloze-eval --webtext-eval --strict-lambada --overlapping-eval": (
+        "this program trains, and evaluates on --valid-data-path only"
+    ),
+    "--out-seq-length --top_k --top_p --genfile --sample-input-file --sample-output-file "
+    "--recompute": "tools/generate.py generates text, with flags of its own",
+    "--max-num-samples --data-epochs": "--train-iters or --train-samples is the length of a run",
+}
+"""The same for flags of Megatron-LM's first releases."""
+
+_PATTERNS = {
+    pattern: reason for row, reason in (REFUSED | OF_2019).items() for pattern in row.split()
+}
+
+
+def instead_of(flag: str, prog: str) -> str | None:
+    """What to say of a flag that ``prog`` does not have; None if nothing is known of it."""
+    return refused_flag(flag) or another_program(flag, prog)
 
 
 def refused_flag(flag: str) -> str | None:
     """What to use instead of a flag of another trainer; None for any other flag."""
-    row = _PATTERNS.get(flag)
-    if row is None:
-        row = next((r for p, r in _PATTERNS.items() if fnmatchcase(flag, p)), None)
-    return None if row is None else REFUSED[row]
+    exact = _PATTERNS.get(flag)
+    if exact is not None:
+        return exact
+    return next((reason for p, reason in _PATTERNS.items() if fnmatchcase(flag, p)), None)
+
+
+def another_program(flag: str, prog: str) -> str | None:
+    """Says whose flag it is, if it belongs to another program than ``prog``."""
+    for program, flags in OWN_FLAGS.items():
+        if flag in flags.split() and not program.endswith(prog):
+            return f"a flag of {program}"
+    training = set(FlagParser(*FLAG_CLASSES)._option_string_actions) - {"-h", "--help", "--version"}
+    return f"a flag of {TRAINING}" if flag in training else None
