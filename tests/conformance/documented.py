@@ -57,6 +57,7 @@ class Case:
         environment: variables that the document says to set.
         sizes: other values for flags of :data:`SIZES`, and values for those of :data:`PATHS`.
         paths: replaces placeholders such as ``<wikitext>``.
+        stand_in: a program that is replaced by one that prints its words.
         prints: names of :data:`LINES`, or patterns; each must be found in the output.
         leaves: files that it must make; patterns of pathlib.
         processes: how many the documented command has; it must resolve at its own size.
@@ -78,6 +79,7 @@ class Case:
     environment: Mapping[str, str] = field(default_factory=dict)
     sizes: Mapping[str, str] = field(default_factory=dict)
     paths: Mapping[str, str] = field(default_factory=dict)
+    stand_in: str | None = None
     prints: Sequence[str] = ()
     leaves: Sequence[str] = ()
     processes: int | None = None

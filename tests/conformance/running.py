@@ -8,6 +8,7 @@ import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -21,6 +22,8 @@ BIN = Path(sys.executable).parent
 """The commands of the environment."""
 PATIENCE = 300.0
 """Seconds that a command may take."""
+STAND_INS = "stand-ins"
+"""Folder of the programs that stand for others."""
 APART = {".git", ".venv", ".github", ".ci", "docs", "tests", "site"}
 """What the folder of a command does not hold of the checkout."""
 
@@ -93,6 +96,11 @@ class Runner:
         return checkout(folder) if not folder.exists() else folder
 
     def _started(self, case: Case, folder: Path, text: str, sizes: dict[str, str]) -> Done:
+        if case.stand_in:
+            program = folder / STAND_INS / case.stand_in
+            program.parent.mkdir()
+            program.write_text(f'#!/bin/sh\necho {case.stand_in} "$@"\n')
+            program.chmod(0o755)
         if case.prepare:
             done = self._shell(f"set -e; {case.prepare}", folder, case.environment)
             if done.status:
@@ -100,6 +108,8 @@ class Runner:
         if case.is_script and not case.to_come and training_script(text):
             printed = self.printed(case, folder)
             text = f"{text} {small_flags(printed, sizes, case.id)}"
+        # Tests run beside each other; a launcher's documented port may be another's.
+        text = re.sub(r"(?<=--master_port )\d+", free_port(), text)
         words = plain_program(text)
         if self.programs is not None and words is not None:
             status, output = self.programs.run(words[0], words[1:], folder, **case.environment)
@@ -122,13 +132,21 @@ class Runner:
         launched = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT", "MASTER_ADDR")
         kept = {k: v for k, v in os.environ.items() if k not in launched}
         # What users set on a machine whose cores other processes share.
-        kept |= {"PATH": f"{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        kept |= {"PATH": f"{folder / STAND_INS}:{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+        kept |= dict.fromkeys(("MASTER_PORT", "DLTS_MASTER_PORT"), free_port())
         ended = subprocess.run(
             ["bash", "-c", text], cwd=folder, env=kept | dict(settings), text=True,
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             timeout=PATIENCE,
         )  # fmt: skip
         return Done(text, folder, ended.returncode, ended.stdout)
+
+
+def free_port() -> str:
+    """A port that nothing listens at."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return str(probe.getsockname()[1])
 
 
 def training_script(text: str) -> bool:

@@ -23,12 +23,12 @@ def page() -> str:
         "same run in today's spelling: every loss, gradient norm and weight is the same, bit for",
         "bit.",
         "",
-        "A test replaces sizes, counts and paths, and nothing else: the value of a listed flag,",
-        "or an environment variable that the document says to set. A script gets small sizes as",
-        "flags behind it, of those flags only that it passes itself. Every training command is",
-        "also resolved at its own size and number of processes. A command that waits fails the",
-        "test when it begins to pass. The cases are in `tests/conformance/cases/`; this page is",
-        "made from them:",
+        "A test replaces sizes, counts and paths, and nothing else: the value of a listed flag, a",
+        "launcher's port, or an environment variable that the document says to set. A script gets",
+        "small sizes as flags behind it, of those flags only that it passes itself. Every training",
+        "command is also resolved at its own size and number of processes. A command that waits",
+        "fails the test when it begins to pass. The cases are in `tests/conformance/cases/`; this",
+        "page is made from them:",
         "",
         "<!-- needs: minutes -->",
         "```sh",
@@ -69,7 +69,9 @@ def replaced(case: Case) -> str:
     words = [f"{flag} {size}" for flag, size in case.sizes.items()]
     words += [f"{placeholder} by {path}" for placeholder, path in case.paths.items()]
     words += [f"{name}={value}" for name, value in case.environment.items()]
-    return ", ".join(f"`{word}`" for word in words)
+    shown = [f"`{word}`" for word in words]
+    shown += [f"`{case.stand_in}` by one that prints its words"] if case.stand_in else []
+    return ", ".join(shown)
 
 
 def definitions(document: str) -> list[str]:
