@@ -28,6 +28,9 @@ from megatron.util.nearest import nearest
 MANY_FLAGS = 40
 """With more flags than this, --help shows the examples again at its end."""
 
+UNUSED_PAGE = "docs/reference/megatron-flags.md"
+"""Lists the flags that are accepted and not used, which would be a third of --help."""
+
 _EXAMPLE = re.compile(
     r"^ *((?:\w+=\S+ )*(?:python|deepspeed|torchrun)(?: -\S+(?: [^-\s]\S*)?)* \S+\.py\b"
     r"(?:.*\\\n)*.*)$",
@@ -111,15 +114,20 @@ class FlagParser(CommandParser):
             self._add_class(cls)
 
     def _add_class(self, cls: type) -> None:
-        group = self.add_argument_group((cls.__doc__ or cls.__name__).split("\n")[0].rstrip("."))
+        fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("internal")]
+        unused = all(field.metadata.get("note") for field in fields)
+        group = self.add_argument_group(
+            (cls.__doc__ or cls.__name__).split("\n")[0].rstrip("."),
+            f"{len(fields)} flags, listed in {UNUSED_PAGE}" if unused else None,
+        )
         hints = typing.get_type_hints(cls)
         texts = field_help(cls)
-        for field in dataclasses.fields(cls):
+        for field in fields:
             meta = field.metadata
-            if meta.get("internal"):
-                continue
             names, off = flag_names(field)
             text = (texts[field.name] + _default_text(field)).replace("%", "%%")
+            if unused:
+                text = argparse.SUPPRESS
             parse, count = flag_value(hints[field.name])
             common: dict[str, Any] = {"dest": field.name, "action": _Record}
             if parse is bool:
