@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
 import re
 import shlex
 import shutil
+import signal
 import socket
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
 from doc_commands import Programs
 from documented import LINES, ROOT, Case, case_of, shrunk, small_flags
+from filelock import FileLock
 
 BIN = Path(sys.executable).parent
 """The commands of the environment."""
@@ -133,13 +137,24 @@ class Runner:
         kept = {k: v for k, v in os.environ.items() if k not in launched}
         # What users set on a machine whose cores other processes share.
         kept |= {"PATH": f"{folder / STAND_INS}:{BIN}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-        kept |= dict.fromkeys(("MASTER_PORT", "DLTS_MASTER_PORT"), free_port())
-        ended = subprocess.run(
-            ["bash", "-c", text], cwd=folder, env=kept | dict(settings), text=True,
-            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            timeout=PATIENCE,
-        )  # fmt: skip
-        return Done(text, folder, ended.returncode, ended.stdout)
+        kept["MASTER_PORT"] = free_port()
+        # DeepSpeed's launcher has one port where a command names none.
+        only_one = FileLock(Path(tempfile.gettempdir()) / f"conformance-{os.getuid()}.lock")
+        with only_one if "deepspeed" in text else contextlib.nullcontext():
+            process = subprocess.Popen(
+                ["bash", "-c", text], cwd=folder, env=kept | dict(settings), text=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            try:
+                output, _ = process.communicate(timeout=PATIENCE)
+            except subprocess.TimeoutExpired:
+                raise Failed(f"not over after {PATIENCE:g} seconds: {text}") from None
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+        return Done(text, folder, process.returncode, output)
 
 
 def free_port() -> str:
