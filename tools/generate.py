@@ -4,7 +4,8 @@
 
     python tools/generate.py --load checkpoints --prompt 'def main():' --temperature 0.8 --top-p 0.9
 
-Without a prompt it reads prompts line by line, and shows each text while it is generated.
+Without a prompt it reads prompts line by line until "stop", and shows each text while it is
+generated.
 """
 
 import dataclasses
@@ -188,12 +189,14 @@ def json_prompt(path: Path, number: int, line: str) -> str:
 
 
 def interact(program: Program) -> None:
-    """Continues one line after another until the end of the input."""
+    """Continues one line after another until the line "stop" or the end of the input."""
     for number in itertools.count():
         try:
-            text = input("prompt> ")
+            text = input("Context prompt (stop to exit) >>> ")
         except EOFError:
             print()
+            return
+        if text.strip() == "stop":
             return
         # A repeated prompt gives another text.
         options = dataclasses.replace(program.options, seed=program.options.seed + number)

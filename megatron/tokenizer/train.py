@@ -131,7 +131,8 @@ def train_wordpiece(
 
 
 def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
-    """Trains the model of --tokenizer-model unless it exists; other processes wait. Raises
+    """Trains the model of --tokenizer-model, with its pieces in a .vocab beside it, unless it
+    exists; other processes wait. Raises
     ConfigError if a flag is missing, or --tokenizer-model-type is unknown; ValueError if no model
     can be learned from the texts."""
     path, vocab_size = Path(model_path(config, new=True)), config.vocab_size
@@ -147,7 +148,17 @@ def train_missing_model(config: TokenizerConfig, texts: TextSource) -> None:
     with Lock(f"{path}.lock", wait_seconds=-1):
         if not path.exists():
             logger.warning("%s does not exist: training it (%s, %d)", path, kind, vocab_size)
-            write_text(path, train_sentencepiece_model(texts(), kind, vocab_size))
+            model = train_sentencepiece_model(texts(), kind, vocab_size)
+            write_text(path.with_suffix(".vocab"), _pieces(model))
+            write_text(path, model)
+
+
+def _pieces(model: bytes) -> str:
+    """The pieces of a model with their scores, a line each, as SentencePiece writes them beside a
+    model; people read them, programs do not."""
+    pieces = sentencepiece.SentencePieceProcessor(model_proto=model)
+    numbers = range(pieces.get_piece_size())
+    return "".join(f"{pieces.id_to_piece(i)}\t{pieces.get_score(i):g}\n" for i in numbers)
 
 
 def train_sentencepiece_model(

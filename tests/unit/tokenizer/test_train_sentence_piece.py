@@ -43,7 +43,11 @@ def test_no_text_is_left_out():
 
 def test_file_appears_whole(tmp_path):
     train_missing_model(config(tmp_path / "new" / "m.model"), lambda: TEXTS)
-    assert {path.name for path in (tmp_path / "new").iterdir()} == {"m.model", "m.model.lock"}
+    names = {path.name for path in (tmp_path / "new").iterdir()}
+    assert names == {"m.model", "m.vocab", "m.model.lock"}
+    lines = (tmp_path / "new" / "m.vocab").read_text().splitlines()
+    assert lines[:2] == ["<unk>\t0", "<s>\t0"]
+    assert all(float(line.split("\t")[1]) <= 0 for line in lines)
 
 
 @pytest.mark.parametrize(

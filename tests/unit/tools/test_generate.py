@@ -90,12 +90,17 @@ def test_json_prompts_may_have_several_lines(main, load, tmp_path, capsys):
     assert json.loads((tmp_path / "texts.jsonl").read_text())["prompt"] == "1\n2"
 
 
+PROMPT = "Context prompt (stop to exit) >>> "
+
+
 def test_interactive(main, load, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("5 6\nnot numbers\n" + "1 " * 20 + "\n7\n"))
+    monkeypatch.setattr(
+        sys, "stdin", io.StringIO("5 6\nnot numbers\n" + "1 " * 20 + "\n7\nstop\n8\n")
+    )
     main([*load, "--greedy"])
     out, err = capsys.readouterr()
     assert "5 6 " in out and "\n" in out
-    assert out.count("prompt> ") == 5
+    assert out.count(PROMPT) == 5
     assert "error: NullTokenizer reads integers" in err
     assert "at most --max-new-tokens 4" in err
 
@@ -103,11 +108,11 @@ def test_interactive(main, load, capsys, monkeypatch):
 def test_the_same_line_again_gives_another_text(main, load, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("5\n5\n"))
     main(load)
-    first, second = capsys.readouterr().out.split("prompt> ")[1:3]
+    first, second = capsys.readouterr().out.split(PROMPT)[1:3]
     assert first != second
     monkeypatch.setattr(sys, "stdin", io.StringIO("5\n5\n"))
     main(load)
-    assert capsys.readouterr().out.split("prompt> ")[1:3] == [first, second]
+    assert capsys.readouterr().out.split(PROMPT)[1:3] == [first, second]
 
 
 def test_longer_than_the_model_leaves_nothing(main, load, tmp_path):

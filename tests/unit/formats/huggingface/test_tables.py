@@ -110,7 +110,7 @@ TRAINING = {
 """What makes no difference to logits."""
 OTHER_SPELLINGS = {
     "group_query_attention", "use_rotary_position_embeddings", "use_rope_scaling",
-    "rope_scaling_factor", "swiglu", "openai_gelu",
+    "rope_scaling_factor", "swiglu", "openai_gelu", "no_position_embedding",
 }  # fmt: skip
 UNUSUAL = {
     "family": "bert", "position_embedding_type": "none", "normalization": "LayerNorm",

@@ -78,7 +78,7 @@ def test_groups_by_position(tmp_path):
 
 def test_duplicates_as_in_2019(tmp_path, capsys):
     """Files without flags, in the folder's name of then; ids are under the key url."""
-    folder = ROOT / "compat" / "openwebtext"
+    folder = ROOT / "openwebtext"
     text = "the same words in the same order, more than enough of them to make shingles of " * 3
     pages = [{"url": name, "text": text} for name in "ab"] + [{"url": "c", "text": "other " * 50}]
     names = ("pages", "pairs", "groups", "kept")
