@@ -11,8 +11,8 @@ from pretrain_gpt import main  # noqa: E402
 if __name__ == "__main__":
     if "RANK" not in os.environ:
         print(
-            "oneflow_gpt.training runs pretrain_gpt.py, whose defaults hold: --seed 1234 (OneFlow "
-            "GPT: 12345), and no default of --learning-rate (0.001)",
+            "oneflow_gpt.training is pretrain_gpt.py here, with its defaults: --seed 1234 (OneFlow "
+            "GPT: 12345); sizes and --learning-rate have to be given",
             file=sys.stderr,
         )
     main()

@@ -88,7 +88,9 @@ def _known() -> dict[str, tuple[str, str]]:
                 continue
             names, off = flag_names(field)
             if cls is LegacyFlags:
+                only = field.metadata["choices"]
                 state, text = "accepted", field.metadata["note"]
+                text += f" (value: {' or '.join(only)})" if only else ""
             else:
                 state, text = "implemented", texts[field.name]
             for name in names:
@@ -106,7 +108,7 @@ def states_of(flag: UpstreamFlag) -> set[tuple[str, str]]:
         instead = refused_flag(name)
         if name in known:
             found.add(known[name])
-        if instead is not None:
+        elif instead is not None:
             found.add(("refused", instead))
     return found
 

@@ -28,7 +28,7 @@ from megatron.util.nearest import nearest
 MANY_FLAGS = 40
 """With more flags than this, --help shows the examples again at its end."""
 
-UNUSED_PAGE = "docs/reference/megatron-flags.md"
+UNUSED_LIST = "megatron/config/legacy_flags.py"
 """Lists the flags that are accepted and not used, which would be a third of --help."""
 
 _EXAMPLE = re.compile(
@@ -97,7 +97,7 @@ class CommandParser(argparse.ArgumentParser):
         # It knows all flags of training, and is needed for a message only.
         instead = resolve_name("megatron.config.unknown_flags:instead_of")(name, self.prog)
         if instead is not None:
-            self.error(f"{name}: {instead}")
+            self.error(f"{name} {instead}")
         known = self._option_string_actions
         hint = nearest(name, known, "; the nearest known flag is {}", cutoff=0.5)
         self.error(f"unknown flag {name}{hint} (--help lists all)")
@@ -110,15 +110,28 @@ class FlagParser(CommandParser):
         super().__init__(
             description, prog, usage="%(prog)s [flags]", argument_default=argparse.SUPPRESS
         )
+        self._notes: dict[str, str] = {}
         for cls in classes:
             self._add_class(cls)
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        """Says why a flag that is not used does not take a value that asks for something else."""
+        note = self._notes.get(action.dest)
+        if note and action.choices and value not in action.choices:
+            expected = " or ".join(map(str, action.choices))
+            raise argparse.ArgumentError(
+                action, f"{value} is not supported here, {expected} is: {note}"
+            )
+        super()._check_value(action, value)
 
     def _add_class(self, cls: type) -> None:
         fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("internal")]
         unused = all(field.metadata.get("note") for field in fields)
         group = self.add_argument_group(
             (cls.__doc__ or cls.__name__).split("\n")[0].rstrip("."),
-            f"{len(fields)} flags, listed in {UNUSED_PAGE}" if unused else None,
+            f"{len(fields)} flags; a run that is given one says why. {UNUSED_LIST} lists them"
+            if unused
+            else None,
         )
         hints = typing.get_type_hints(cls)
         texts = field_help(cls)
@@ -128,6 +141,7 @@ class FlagParser(CommandParser):
             text = (texts[field.name] + _default_text(field)).replace("%", "%%")
             if unused:
                 text = argparse.SUPPRESS
+                self._notes[field.name] = meta["note"]
             parse, count = flag_value(hints[field.name])
             common: dict[str, Any] = {"dest": field.name, "action": _Record}
             if parse is bool:
@@ -233,10 +247,14 @@ class _Record(argparse.Action):
             and previous.value != values
         ):
             parser.error(
-                f"{previous.origin.removeprefix('flag ')} {previous.value} and {option_string} "
-                f"{values} set the same thing; give one of them"
+                f"{previous.origin.removeprefix('flag ')} {_words(previous.value)} and "
+                f"{option_string} {_words(values)} set the same thing; give one of them"
             )
         setattr(namespace, self.dest, Setting(values, f"flag {option_string}"))
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _parser(parse: type, spellings: Mapping[str, str]) -> Callable[[str], Any]:

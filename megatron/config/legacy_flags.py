@@ -25,8 +25,10 @@ _GRADIENTS = "DeepSpeed's engine reduces gradients; zero_optimization in its JSO
 _PINNED = '"pin_memory" of offload_optimizer in the DeepSpeed JSON does this'
 _NCCL = "NCCL is set up by its environment variables"
 _REMOTE = "data at s3:// and the like are read by fsspec, with or without it"
+_SEQUENCE = "--sequence-parallel splits activations along the sequence, over tensor-parallel ranks"
+_DENSE = "there is no mixture of experts; models are dense"
 _UNUSED = {
-    "--use-distributed-optimizer": "DeepSpeed's ZeRO does this; set --zero-stage 1",
+    "--use-distributed-optimizer": "DeepSpeed's ZeRO does this, from --zero-stage 1 on",
     "--DDP-impl local|torch|FSDP": "DeepSpeed's engine reduces the gradients",
     "--use-flash-attn --use-flash-attn-v1 --use-flash-attn-v2 --use-flash-attn-triton "
     "--use-flash-attn-builder": "--attention-backend chooses the kernel",
@@ -36,7 +38,7 @@ _UNUSED = {
     "--no-gradient-accumulation-fusion": "DeepSpeed's engine accumulates",
     "--attention-softmax-in-fp32": "the attention kernels accumulate their softmax in float32",
     "--apply-query-key-layer-scaling": (
-        "it changes no result: the kernels do not overflow in float16 without it"
+        "the kernels do not overflow in float16 without it, and its results are the same"
     ),
     "--fp16-lm-cross-entropy": "the loss is always computed in float32",
     "--no-query-key-layer-scaling": "attention scores are never scaled by the layer number",
@@ -186,10 +188,19 @@ _UNUSED = {
     "--num-dataset-builder-threads INT": _CACHE,
     "--enable-msc": _REMOTE,
     "--disable-msc": _REMOTE,
+    # Values that turn off what is not supported here.
+    "--context-parallel-size 1|": _SEQUENCE,
+    "--ds-sequence-parallel-size 1|": _SEQUENCE,
+    "--num-experts 1|": _DENSE,
+    "--topk 1|": _DENSE,
+    "--mlp-type standard|": _DENSE,
+    "--expert-model-parallel-size 1|": _DENSE,
+    "--expert-tensor-parallel-size 1|": _DENSE,
+    "--moe-expert-parallel-size 1|": _DENSE,
     # 2019.
     "--resume-dataloader": "a resumed run always continues with the next sample",
     "--shuffle": "training samples are always shuffled, by --seed",
-    "--deep-init": "output projections always start with the std / sqrt(2 x layers)",
+    "--deep-init": "output projections start with --init-method-std / sqrt(2 x layers)",
     "--fp32-embedding --fp32-tokentypes --embedding-weights-in-fp32": (
         "the optimizer has float32 weights of every parameter; a step uses them rounded to the "
         "dtype of training"

@@ -18,7 +18,7 @@ from megatron.config.engine import (
     check_fast_paths,
     resolve_engine,
 )
-from megatron.config.flags import ConfigResolver, Settings, build, flag_of
+from megatron.config.flags import ConfigResolver, Settings, build
 from megatron.config.kinds import KindConfig, kind_classes
 from megatron.config.layouts import Layout, check_layout
 from megatron.config.legacy_flags import LegacyFlags
@@ -247,7 +247,8 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
     )
     check_layout(config.layout())
     notes = [
-        f"{flag_of(f)} is accepted and not used: {f.metadata['note']}"
+        f"{settings[f.name].origin.removeprefix('flag ')} is accepted and not used: "
+        f"{f.metadata['note']}"
         for f in dataclasses.fields(LegacyFlags)
         if f.name in settings
     ]

@@ -10,7 +10,7 @@ from megatron.config.run import FLAG_CLASSES
 
 REFUSED = {
     # Networks.
-    "--num-experts --num-experts-switch --num-local-experts --moe-* --topk --mlp-type "
+    "--num-experts-switch --num-local-experts --moe-* "
     "--expert-interval --expert-parallel --expert-*-parallel-size --expert-tensor-parallel-* "
     "--use-tutel --create-moe-param-group --disable-moe-* --enable-expert-tensor-parallelism "
     "--overlap-moe-* --overlap-dispatch-* --ep-overlap-* --use-grouped-gemm-* "
@@ -89,8 +89,8 @@ REFUSED = {
         "main weights and moments are float32"
     ),
     # Layouts.
-    "--context-parallel-size --cp-comm-type --hierarchical-context-parallel-sizes "
-    "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank --ds-sequence-parallel-* "
+    "--cp-comm-type --hierarchical-context-parallel-sizes "
+    "--hybrid-context-parallel --max-seqlen-per-dp-cp-rank --ds-sequence-parallel-fpdt* "
     "--force-ds-sequence-parallel": (
         "--sequence-parallel splits activations along the sequence, over the tensor-parallel ranks"
     ),
@@ -280,7 +280,10 @@ _PATTERNS = {
 
 def instead_of(flag: str, prog: str) -> str | None:
     """What to say of a flag that ``prog`` does not have; None if nothing is known of it."""
-    return refused_flag(flag) or another_program(flag, prog)
+    instead = refused_flag(flag)
+    if instead is not None:
+        return f"is not supported here: {instead}"
+    return another_program(flag, prog)
 
 
 def refused_flag(flag: str) -> str | None:
@@ -295,6 +298,6 @@ def another_program(flag: str, prog: str) -> str | None:
     """Says whose flag it is, if it belongs to another program than ``prog``."""
     for program, flags in OWN_FLAGS.items():
         if flag in flags.split() and not program.endswith(prog):
-            return f"a flag of {program}"
+            return f"is a flag of {program}"
     training = set(FlagParser(*FLAG_CLASSES)._option_string_actions) - {"-h", "--help", "--version"}
-    return f"a flag of {TRAINING}" if flag in training else None
+    return f"is a flag of {TRAINING}" if flag in training else None

@@ -21,6 +21,7 @@ import torch.distributed as dist
 
 from megatron.config import ConfigError, ParallelConfig
 from megatron.parallel.mesh import Mesh, build_mesh
+from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
 
@@ -78,8 +79,11 @@ def distributed(config: ParallelConfig) -> Iterator[Mesh]:
                 "GPU; run nvidia-smi, see CUDA_VISIBLE_DEVICES, or give --distributed-backend gloo "
                 "to train on the CPU"
             )
-        logger.warning("--distributed-backend nccl needs GPUs; this machine has none, and trains "
-                       "on the CPU with gloo")  # fmt: skip
+        tell = logger.warning if is_main_process() else logger.debug  # once, not by every rank
+        tell(
+            "--distributed-backend nccl needs GPUs; this machine has none, and trains on the CPU "
+            "with gloo"
+        )
         backend = "gloo"
     os.environ.setdefault("RANK", "0")
     os.environ.setdefault("WORLD_SIZE", "1")

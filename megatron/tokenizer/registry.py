@@ -44,7 +44,10 @@ def build_tokenizer(config: TokenizerConfig, texts: TextSource | None = None) ->
     known = ", ".join(TOKENIZERS)
     config = with_files(config)
     if config.tokenizer_type is None:
-        raise ConfigError(f"--tokenizer-type is missing; expected one of {known}")
+        raise ConfigError(
+            f"--tokenizer-type is missing; expected one of {known}; or give --vocab-size for "
+            "indexed data without a tokenizer"
+        )
     if config.tokenizer_type not in TOKENIZERS:
         hint = nearest(config.tokenizer_type, TOKENIZERS, " Did you mean {}?")
         raise ConfigError(

@@ -94,7 +94,8 @@ def find_origin(options: CheckpointConfig) -> ResumeSource | None:
         (options.load and options.exit_on_missing_checkpoint, "--exit-on-missing-checkpoint"),
     ):
         if wanted:
-            raise CheckpointError(f"{flag}: no checkpoint in --load {options.load}")
+            where = f"in --load {options.load}" if options.load else "without --load"
+            raise CheckpointError(f"{flag}: no checkpoint {where}")
     return None
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from documented import DOCUMENTS, ROOT, SIZES, Case, all_cases, cases, variables
 
 PAGE = ROOT / "docs" / "reference" / "conformance.md"
-HEADER = ("| command | result | replaced besides |", "| --- | --- | --- |")
+HEADER = ("| case | command | result | replaced besides |", "| --- | --- | --- | --- |")
 
 
 def page() -> str:
@@ -49,7 +49,8 @@ def page() -> str:
 
 def row(case: Case) -> str:
     """A case as a row of the table."""
-    cells = (f"`{' '.join(case.documented.split())}`", result(case), replaced(case))
+    command = f"`{' '.join(case.documented.split())}`"
+    cells = (case.name, command, result(case), replaced(case))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

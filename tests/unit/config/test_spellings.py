@@ -133,7 +133,7 @@ def test_epochs_need_their_length():
     [
         ("--micro-batch-size 2 --batch-size 4", "--micro-batch-size 2 and --batch-size 4 set the"),
         ("--lr 1 --learning-rate 2", "--lr 1.0 and --learning-rate 2.0 set the same thing"),
-        ("--data-path a --dataset b", "--data-path ('a',) and --dataset ('b',) set the same"),
+        ("--data-path a --dataset b", "--data-path a and --dataset b set the same"),
         ("--learning-rat 1", "unknown flag --learning-rat; the nearest known flag is --learning-r"),
     ],
 )

@@ -68,7 +68,7 @@ def test_says_when_there_is_no_layout(main, capsys):
     "flags, message",
     [
         ("--gpus 8 --hiden-size 3", "unknown flag --hiden-size; the nearest known flag"),
-        ("--gpus 8 --zero-stage 1", "--zero-stage: a flag of pretrain_gpt.py"),
+        ("--gpus 8 --zero-stage 1", "--zero-stage is a flag of pretrain_gpt.py"),
         ("", "--gpus is missing"),
         ("--gpus 8 --gpu-memory much", "--gpu-memory much: expected a size"),
         ("--gpus 8 --num-attention-heads 7", "--num-attention-heads 7 must divide"),

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import sys
+import traceback
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -105,12 +106,24 @@ def _module() -> ModuleType | None:
     except ModuleNotFoundError as error:
         if error.name in (MODULE, MODULE.partition(".")[0]):
             return None
-        raise
+        raise ConfigError(f"{MODULE}: {error}; install it, or correct the import") from error
+    except Exception as error:
+        lines = [
+            f for f in traceback.extract_tb(error.__traceback__) if "importlib" not in f.filename
+        ]
+        place = f"{lines[-1].filename}, line {lines[-1].lineno}"
+        raise ConfigError(f"{place}: {type(error).__name__}: {error}") from error
 
 
 def _classes() -> Mapping[str, Any]:
     module = _module()
-    return {} if module is None else getattr(module, "NAMED_CORPORA", {})
+    classes = {} if module is None else getattr(module, "NAMED_CORPORA", {})
+    if module is not None and not isinstance(classes, Mapping):
+        raise ConfigError(
+            f"{module.__file__}: NAMED_CORPORA is a {type(classes).__name__}; it must be a dict of "
+            "names and classes"
+        )
+    return classes
 
 
 @dataclass(frozen=True)
@@ -213,6 +226,7 @@ def _write_once(file: Path, corpus: _Corpus) -> None:
         with single_writer(file):
             if not file.exists():
                 logger.info("writing the texts of %s to %s, once", corpus.name, file)
+                _warn_of_older(file, corpus)
                 _write(file, corpus)
     except OSError as error:
         raise OSError(
@@ -220,6 +234,16 @@ def _write_once(file: Path, corpus: _Corpus) -> None:
             f"the texts of the corpus {corpus.name} cannot be written to {file} "
             f"({error.strerror or error}); --data-cache-path names another folder",
         ) from error
+
+
+def _warn_of_older(file: Path, corpus: _Corpus) -> None:
+    stem = file.stem.rpartition("-")[0]
+    if any(other.stem.rpartition("-")[0] == stem for other in file.parent.glob(f"{stem}-*.jsonl")):
+        logger.warning(
+            "the corpus %s changed since its texts were last written: a run that continues with it "
+            "now sees different samples from the ones it would have seen",
+            corpus.name,
+        )
 
 
 def _write(file: Path, corpus: _Corpus) -> None:
