@@ -105,7 +105,10 @@ def _process_groups(config: ParallelConfig, backend: str) -> Iterator[Mesh]:
     import deepspeed
 
     timeout = timedelta(minutes=config.distributed_timeout_minutes)
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    address, given = os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"]
+    if not given.isdecimal() or not 0 < int(given) < 2**16:
+        raise ConfigError(f"MASTER_PORT={given}: expected a port, a number from 1 to 65535")
+    port = int(given)
     origin = "deepspeed --master_port" if "CROSS_SIZE" in os.environ else "MASTER_PORT"
     who = f"process {os.environ['RANK']} of {os.environ['WORLD_SIZE']}"
     with meeting(who, address, port, origin, timeout):

@@ -2,7 +2,8 @@
 
 Progress is counted in the unit of the run: samples, tokens or iterations. The formulas are those of
 Megatron's ``OptimizerParamScheduler``. A step uses the value at the progress made *before* it, so
-the first step of a warm-up from 0 leaves the weights unchanged.
+the first step of a warm-up from 0 leaves the weights unchanged. A step that is skipped, as fp16
+does at an overflow, counts; Megatron's schedule waits for the next one.
 """
 
 from __future__ import annotations

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -177,6 +178,29 @@ def parts(folder, reader=None, **fields):
 
 def names(blend):
     return [(Path(s.paths[0]).name.partition("-")[0], s.weight) for s in blend.sources]
+
+
+def test_texts_that_changed_are_named(folder, caplog):
+    texts(find("essays"))
+    assert "changed" not in caplog.text
+    (folder / "essays" / "b.txt").write_text("b")
+    texts(find("essays"))
+    assert "the corpus essays changed since its texts were last written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "code, message",
+    [
+        ("NAMED_CORPORA = ['essays']", "corpora.py: NAMED_CORPORA is a list; it must be a dict"),
+        ("\nraise KeyError('x')", "corpora.py, line 2: KeyError: 'x'"),
+        ("import no_such_package", "data_utils.corpora: No module named 'no_such_package'"),
+    ],
+)
+def test_modules_that_cannot_be_used(folder, forget, code, message):
+    (folder / "data_utils" / "corpora.py").write_text(code)
+    forget()
+    with pytest.raises(ConfigError, match=re.escape(message)):
+        find("essays")
 
 
 def test_the_corpora_file_comes_first(folder):
