@@ -1,6 +1,7 @@
 """NAMED_CORPORA of data_utils/corpora.py: their texts, their errors, and what is beside them."""
 
 import json
+import logging
 import os
 import re
 import sys
@@ -180,7 +181,8 @@ def names(blend):
     return [(Path(s.paths[0]).name.partition("-")[0], s.weight) for s in blend.sources]
 
 
-def test_texts_that_changed_are_named(folder, caplog):
+def test_texts_that_changed_are_named(folder, caplog, monkeypatch):
+    monkeypatch.setattr(logging.getLogger("megatron"), "propagate", True)
     texts(find("essays"))
     assert "changed" not in caplog.text
     (folder / "essays" / "b.txt").write_text("b")
