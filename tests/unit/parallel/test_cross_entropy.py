@@ -240,10 +240,11 @@ def test_logits_are_never_whole(monkeypatch, dtype):
 
 @pytest.mark.parametrize("way", ["definition"], indirect=True)
 def test_the_definition_knows_logits_that_a_rank_of_many_has(way):
-    """Whole blocks of padding, logits of -inf, and no token at all."""
-    width = softmax_loss.BLOCK + 3
+    """Whole blocks of padding and of -inf, and no token at all."""
+    width = 2 * softmax_loss.BLOCK + 3
     logits = torch.randn(5, width)
-    logits[1, :7] = -torch.inf
+    logits[1, 10 : 10 + 2 * softmax_loss.BLOCK - 20] = -torch.inf
+    logits[2, softmax_loss.BLOCK :] = -torch.inf
     labels = torch.tensor([0, 7, -1, 2, 3])
     for used in (width - 2, 10, 0):
         part = softmax_loss.softmax_of(logits, labels, softmax_loss.Columns(used, None))
@@ -331,7 +332,7 @@ def test_chunks_of_compiled_logits():
     default = partial(logits_chunk, "cuda", chunk_bytes=None, compiled=True)
     assert default(2 * 32_000) == (8192, 256)
     assert default(2 * 152_064) == (8192, 256)
-    assert default(2 * 262_144) == (5120, 256)
+    assert default(2 * 200_000) == (6656, 256)
     assert default(4 * 4_000_000) == (256, 256)
     assert logits_chunk("cuda", 2 * 32_000, 100 * 2 * 32_000, compiled=True) == (100, 1)
     assert logits_chunk("cuda", 2 * 32_000, 0, compiled=True) == (None, 1)
