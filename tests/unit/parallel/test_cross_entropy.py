@@ -154,6 +154,16 @@ def test_small_gradients_are_not_lost_in_float16(way):
     assert max(differences(found, expected)) <= TOLERANCE[torch.float16]
 
 
+def test_labels_that_are_no_token_have_no_logit(monkeypatch):
+    """Padding of the vocabulary, and negative numbers."""
+    x, weight, labels, mask = case(torch.float64)
+    labels[0, :3], mask[:] = torch.tensor([VOCAB, PADDED - 1, -100]), 1.0
+    expected = ours(x, weight, labels, mask)
+    monkeypatch.setattr(cross_entropy, "compiles_for", lambda kind: True)
+    monkeypatch.setattr(softmax_loss, "compiled", lambda function: function)
+    assert max(differences(ours(x, weight, labels, mask), expected)) <= 1e-13
+
+
 @pytest.mark.parametrize("way", WAYS, indirect=True)
 def test_no_token_counts(way):
     x, weight, labels, mask = case(torch.float32)
