@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.model import attention_backends
 from megatron.model.layer_list import LayerStack
 from megatron.model.rope import _table
+from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import VocabParallelEmbedding
@@ -105,12 +106,29 @@ def test_chunks_of_logits_stay_on_their_device(monkeypatch):
     rows, real = [], torch.mm
 
     def spy(left, right, **options):
-        rows.append(len(left))
+        if "out" in options:  # not what the meta device makes of other products
+            rows.append(len(left))
         return real(left, right, **options)
 
     monkeypatch.setattr(torch, "mm", spy)
     walk(monkeypatch, stack)
     assert set(rows) == {tokens}
+
+
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_compiled_loss_stays_on_its_device(monkeypatch, chunks):
+    """What is compiled for a GPU, before the compiler has it."""
+    asked = []
+    monkeypatch.setattr(cross_entropy, "compiles_for", lambda kind: asked.append(kind) or True)
+    monkeypatch.setattr(softmax_loss, "compiled", lambda function: function)
+    monkeypatch.setattr(cross_entropy, "eager_loss", None)
+    stack = build(**LLAMA)
+    for module in stack.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            bound = BATCH * LENGTH // chunks * PADDED * 2
+            module.head = dataclasses.replace(module.head, chunk_bytes=bound, softcap=5.0)
+    walk(monkeypatch, stack)
+    assert set(asked) == {"meta"}
 
 
 @pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
