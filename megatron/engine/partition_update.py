@@ -12,7 +12,7 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from torch import Tensor
 
 from megatron.engine.adam_update import BLOCK, ElementwiseAdam, Float32, FusedAdam, StateFormat
-from megatron.engine.compiler import missing_for_compiler
+from megatron.parallel.compiler import missing_compiler
 
 LEAST = 2**16
 """Number of elements of one gradient that are worth a kernel of their own. Others are collected in
@@ -22,8 +22,11 @@ a buffer, many to a kernel."""
 _MOST_COMPILED = 2**30
 """Largest number of elements in a slice, so that an index fits into 32 bits."""
 
-_MOST_FUSED = 2**16
-"""The same where the gradients of a slice are copied: the copy stays in a CPU's cache."""
+_MOST_FUSED = 2**24
+"""The same where the gradients of a slice are copied."""
+
+_MOST_IN_CACHE = 2**18
+"""The same for each thread of a CPU: the copy stays in its cache."""
 
 
 class Part(NamedTuple):
@@ -85,10 +88,11 @@ def partition_update(
 ) -> PartitionUpdate:
     """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW."""
     form, (betas, eps) = Float32(), (optimizer.defaults["betas"], optimizer.defaults["eps"])
-    if device.type == "cuda" and not missing_for_compiler(device):
+    if device.type == "cuda" and not missing_compiler(device.type):
         kernel = ElementwiseAdam(form, betas, eps, compiled=True)
         return PartitionUpdate(wrapper, optimizer, form, kernel, _MOST_COMPILED)
-    return PartitionUpdate(wrapper, optimizer, form, FusedAdam(betas, eps), _MOST_FUSED)
+    most = _MOST_IN_CACHE * torch.get_num_threads() if device.type == "cpu" else _MOST_FUSED
+    return PartitionUpdate(wrapper, optimizer, form, FusedAdam(betas, eps), most)
 
 
 class PartitionUpdate:
