@@ -78,7 +78,7 @@ class AsyncOptimizerStep:
             take_clipping_over(wrapper, self._clip)
         else:
             self._measure = self._partitioned_norm
-            self._update = partition_update(wrapper, optimizer, device)
+            self._update = partition_update(wrapper, optimizer, mesh.data.rank, device)
             take_step_over(wrapper, self._step_partitioned)
 
     @torch.no_grad()

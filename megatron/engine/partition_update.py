@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER, OPTIMIZER_STEP_TIMER
 from torch import Tensor
 
 from megatron.engine.adam_update import BLOCK, ElementwiseAdam, Float32, FusedAdam, StateFormat
@@ -84,15 +85,16 @@ def _parts(ends: list[int], start: int, end: int) -> Iterator[Part]:
 
 
 def partition_update(
-    wrapper: Any, optimizer: torch.optim.Optimizer, device: torch.device
+    wrapper: Any, optimizer: torch.optim.Optimizer, rank: int, device: torch.device
 ) -> PartitionUpdate:
-    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW."""
+    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW, on this
+    data-parallel rank."""
     form, (betas, eps) = Float32(), (optimizer.defaults["betas"], optimizer.defaults["eps"])
     if device.type == "cuda" and not missing_compiler(device.type):
         kernel = ElementwiseAdam(form, betas, eps, compiled=True)
-        return PartitionUpdate(wrapper, optimizer, form, kernel, _MOST_COMPILED)
+        return PartitionUpdate(wrapper, optimizer, rank, form, kernel, _MOST_COMPILED)
     most = _MOST_IN_CACHE * torch.get_num_threads() if device.type == "cpu" else _MOST_FUSED
-    return PartitionUpdate(wrapper, optimizer, form, FusedAdam(betas, eps), most)
+    return PartitionUpdate(wrapper, optimizer, rank, form, FusedAdam(betas, eps), most)
 
 
 class PartitionUpdate:
@@ -101,6 +103,7 @@ class PartitionUpdate:
 
     Args:
         wrapper: DeepSpeed's optimizer around ``optimizer``.
+        rank: of this process among the data-parallel ones.
         form: how main weights and moments are stored.
         kernel: updates a slice.
         most: the largest number of elements in a slice.
@@ -110,11 +113,12 @@ class PartitionUpdate:
         self,
         wrapper: Any,
         optimizer: torch.optim.Optimizer,
+        rank: int,
         form: StateFormat,
         kernel: ElementwiseAdam | FusedAdam,
         most: int,
     ) -> None:
-        self._wrapper, self._optimizer = wrapper, optimizer
+        self._wrapper, self._optimizer, self._rank = wrapper, optimizer, rank
         self._form, self._kernel, self._most = form, kernel, most
         self._pieces: dict[int, list[Piece]] = {}
         self._places: dict[int, list[Tensor]] = {}
@@ -123,8 +127,9 @@ class PartitionUpdate:
     def step(self, factor: Tensor | None, held: Tensor) -> None:
         """Updates with the gradients times ``factor``, or nothing where ``held`` is 1; both float32
         on the device."""
-        wrapper = self._wrapper
+        wrapper, timers = self._wrapper, self._wrapper.timers
         wrapper._global_grad_norm = None
+        timers(OPTIMIZER_STEP_TIMER).start()
         for number, main in enumerate(wrapper.single_partition_of_fp32_groups):
             self._update(number, main, factor, held)
             wrapper._release_preflattened_grad_buffers(number)
@@ -132,6 +137,8 @@ class PartitionUpdate:
             for param in wrapper.bit16_groups[number]:
                 param.grad = param.grad_accum = None
         wrapper._lazy_init_hp_params_optimizer_state()
+        timers(OPTIMIZER_STEP_TIMER).stop()
+        timers(OPTIMIZER_ALLGATHER_TIMER).start()
         all_gather_dp_groups(
             groups_flat=wrapper.bit16_groups_flat,
             partitioned_param_groups=wrapper.parallel_partitioned_bit16_groups,
@@ -139,13 +146,15 @@ class PartitionUpdate:
             start_alignment_factor=wrapper.nccl_start_alignment_factor,
             allgather_bucket_size=wrapper.allgather_bucket_size,
         )
+        timers(OPTIMIZER_ALLGATHER_TIMER).stop()
+        timers.log([OPTIMIZER_STEP_TIMER, OPTIMIZER_ALLGATHER_TIMER])
 
     def _update(self, number: int, main: Tensor, factor: Tensor | None, held: Tensor) -> None:
         wrapper, state = self._wrapper, self._optimizer.state[main]
         group = self._optimizer.param_groups[number]
         if not state:
             state.update(self._form.create(main), step=held.new_zeros(()))
-        model = wrapper.parallel_partitioned_bit16_groups[number][self._rank(number)]
+        model = wrapper.parallel_partitioned_bit16_groups[number][self._rank]
         grads = self._gradients(number)
         if number not in self._pieces:
             self._prepare(number, [grad.numel() for grad in grads], model)
@@ -161,9 +170,6 @@ class PartitionUpdate:
             update(_collect(piece, grads, buffer), place, tensors)
         state["step"].sub_(held)
 
-    def _rank(self, number: int) -> int:
-        return torch.distributed.get_rank(self._wrapper.real_dp_process_group[number])
-
     def _gradients(self, number: int) -> list[Tensor]:
         grads = self._wrapper.averaged_gradients[number]
         flat = getattr(grads, "flat_partition", None)
@@ -171,7 +177,7 @@ class PartitionUpdate:
 
     def _prepare(self, number: int, sizes: list[int], model: Tensor) -> None:
         self._pieces[number] = cut(sizes, model.numel(), LEAST, self._most)
-        first = self._rank(number) * model.numel()
+        first = self._rank * model.numel()
         self._places[number] = [
             torch.full((), first + piece.start, dtype=torch.int64, device=model.device)
             for piece in self._pieces[number]
@@ -192,7 +198,8 @@ def _collect(piece: Piece, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:
         return parts[0]
     result = buffer[: piece.length]
     *places, padding = result.split([*(p.length for p in piece.parts), _padding(piece)])
-    torch._foreach_copy_(places, parts)
+    if parts:
+        torch._foreach_copy_(places, parts)
     padding.zero_()
     return result
 
