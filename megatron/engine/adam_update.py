@@ -18,6 +18,9 @@ BLOCK = 256
 """Slices start at multiples of this number of elements, and all but the last of a partition have a
 multiple of it."""
 
+FIRST = 2**20
+"""Number of elements to compile for: enough that torch gives every thread of a GPU many."""
+
 PLACES = 40
 """Number of bits of a key for the place of an element in its group; the others are of the step."""
 
@@ -98,9 +101,8 @@ class ElementwiseAdam:
         self, form: StateFormat, betas: tuple[float, float], eps: float, compiled: bool
     ) -> None:
         self._form, self._betas, self._eps = form, betas, eps
+        self._compiled = compiled
         self._update: Callable[..., None] = self.update
-        if compiled:  # torch.compile imports the compiler
-            self._update = torch.compile(self.update, dynamic=True, fullgraph=True)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that gradients of this dtype must be given in."""
@@ -111,7 +113,28 @@ class ElementwiseAdam:
     ) -> SliceUpdate:
         """The update of a group's slices; ``step`` counts this update already."""
         rates = self._rates(group["lr"], group["weight_decay"], step, factor, held)
-        return lambda grad, place, stored: self._update(grad, place, stored, *rates)
+
+        def update(grad: Tensor, place: Tensor, stored: tuple[Tensor, ...]) -> None:
+            # torch compiles a view again for every shape of what it is a view of.
+            stored = tuple(tensor.detach() for tensor in stored)
+            if self._compiled:
+                self._compile(grad, place, stored, rates)
+            self._update(grad.detach(), place, stored, *rates)
+
+        return update
+
+    def _compile(
+        self, grad: Tensor, place: Tensor, stored: tuple[Tensor, ...], rates: Rates
+    ) -> None:
+        """Compiles with tensors of their own: for a slice that starts within another tensor, torch
+        would compile once more when one does not."""
+
+        def own(like: Tensor) -> Tensor:
+            return like.new_zeros(FIRST if len(like) == len(grad) else FIRST // BLOCK)
+
+        self._compiled = False
+        self._update = torch.compile(self.update, dynamic=True, fullgraph=True)  # imports it
+        self._update(own(grad), place, tuple(map(own, stored)), *rates)
 
     def _rates(
         self, lr: float, decay: float, step: Tensor, factor: Tensor | None, held: Tensor
