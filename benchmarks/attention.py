@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model.attention_backends import PLAIN, AttentionMasks, eager
+from megatron.model.attention_backends import eager
+from megatron.model.attention_masks import PLAIN, AttentionMasks
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_BSND, k_BSKD, v_BSKD) -> [B, S, N, D]."""

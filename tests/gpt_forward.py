@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from megatron.model.attention_backends import AttentionMasks
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerCache, LayerStack, LayerState
 from megatron.parallel.cross_entropy import Targets

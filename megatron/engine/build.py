@@ -28,6 +28,7 @@ from megatron.engine.deepspeed_patches import (
 )
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.train_engine import TrainEngine
+from megatron.model.attention_masks import slopes_on
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.rope import rope_table
@@ -146,7 +147,8 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
         except InvalidCxxCompiler:
             return _stay_eager("no C++ compiler found")
     # Not where the function is defined: this imports torch's compiler, a second of every start.
-    torch.compiler.assume_constant_result(rope_table)
+    for table in (rope_table, slopes_on):
+        torch.compiler.assume_constant_result(table)
     for block in blocks:
         block.compile(mode=mode, dynamic=False)
         if device.type == "cuda" and mode in GRAPH_MODES:
