@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 BLOCK = 128
 """Positions of a block."""
 
+DEVICES = ("cuda",)
+"""For which torch generates the kernel and its gradient."""
+
 SMALLEST_HEAD = 16
 """Head width below which Triton has no matrix product."""
 
@@ -37,7 +40,7 @@ def block_masks(
     keys torch's other kernels would need a dense mask, or dense scores, for. Empty if FlexAttention
     cannot be used, see :func:`why_not_flex`."""
     device, length = tokens_BS.device, tokens_BS.shape[1]
-    if device.type == "cpu":  # before a list of windows is made
+    if device.type not in DEVICES:
         return {}
     windows = flex_windows(config, length, document_ids_BS is not None)
     if not windows or why_not_flex(config, device.type) is not None:
@@ -62,7 +65,7 @@ def flex_windows(config: ModelConfig, length: int, documents: bool) -> set[int |
 def why_not_flex(config: ModelConfig, device_type: str) -> str | None:
     """Why FlexAttention is not used for a model on a kind of device; None if it is."""
     attention = config.attention
-    if device_type != "cuda":
+    if device_type not in DEVICES:
         return "FlexAttention is for GPUs"
     if attention.attention_backend == "eager":
         return "--attention-backend eager"
