@@ -33,6 +33,7 @@ from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
+from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
@@ -58,6 +59,8 @@ def build_engine(
     for param, name in names.items():
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
+    if device.type == "cuda" and is_main_process():
+        print(attention_line(config, device), flush=True)
     use_float8(blocks, config, device)
     if config.fast_paths.torch_compile:
         compile_blocks(blocks, config.fast_paths.torch_compile_mode, device)
@@ -67,6 +70,17 @@ def build_engine(
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
     return TrainEngine(config, spec, mesh, device, backend, names, optimizer, engine, asynchronous)
+
+
+def attention_line(config: RunConfig, device: torch.device) -> str:
+    """What computes attention in a run."""
+    documents = config.data.reset_attention_mask or any(
+        kind.samples == "packed" and kind.reads_all for kind in config.kinds
+    )
+    half = torch.float16 if config.precision.fp16 else torch.bfloat16
+    dtype = half if config.precision.fp16 or config.precision.bf16 else torch.float32
+    tensor = config.parallel.tensor_model_parallel_size
+    return describe_attention(config.model, dtype, device, tensor, documents)
 
 
 def _adapt_settings(

@@ -29,6 +29,8 @@ BLOCK = 128
 DEVICES = ("cuda",)
 """For which torch generates the kernel and its gradient."""
 
+_MOST_LENGTHS = 64
+
 SMALLEST_HEAD = 16
 """Head width below which Triton has no matrix product."""
 
@@ -191,5 +193,8 @@ def _uncompiled() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    # The second length compiles for all lengths.
-    return torch.compile(_uncompiled())
+    import torch._dynamo.config as dynamo
+
+    # Compiled for every length, as blocks are. Over torch's limit it would write out all scores.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_LENGTHS)
+    return torch.compile(_uncompiled(), dynamic=False)

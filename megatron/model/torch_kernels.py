@@ -1,4 +1,4 @@
-"""Which of torch's kernels computes scaled_dot_product_attention on a GPU.
+"""Which of torch's kernels computes scaled_dot_product_attention on a GPU, and what is said of it.
 
 torch takes the first kernel of a list that supports the inputs. Flash-attention 3 and 4 take the
 place of torch's own flash kernel, version 2, in that list.
@@ -10,14 +10,23 @@ import contextlib
 import functools
 import importlib.util
 import os
+import warnings
+from collections import Counter
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import torch
+from torch.backends.cuda import (
+    SDPAParams,
+    can_use_efficient_attention,
+    can_use_flash_attention,
+)
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.config import ConfigError
+from megatron.config import ConfigError, ModelConfig
+from megatron.model.attention_flex import flex_windows, why_not_flex
+from megatron.model.attention_masks import AttentionScoring
 
 FAST_CUDNN = 90900
 """The first cuDNN whose attention is faster than flash-attention 2 on Hopper and Blackwell."""
@@ -192,3 +201,95 @@ def _let_torch_set_its_order() -> None:
 def _capability() -> tuple[int, int]:
     """(0, 0) without a GPU."""
     return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+
+
+def describe_attention(
+    config: ModelConfig, dtype: torch.dtype, device: torch.device, tensor: int, documents: bool
+) -> str:
+    """The line about the attention kernels of a run, as torch chooses them for queries and keys of
+    its shapes, without computing anything; ``tensor`` is the tensor-parallel size, ``documents``
+    whether attention stays within documents. Raises ConfigError as :func:`kernel_order`."""
+    chosen: Counter[str] = Counter()
+    scorings = Counter(AttentionScoring.of(config, layer) for layer in range(config.num_layers))
+    for scores, count in scorings.items():
+        chosen[_kernel(config, scores, dtype, device, tensor, documents)] += count
+    kernels = list(chosen)
+    if len(kernels) > 1:
+        kernels = [f"{kernel} in {count} blocks" for kernel, count in chosen.items()]
+    backend = config.attention.attention_backend
+    return (
+        f"attention: {', '.join(kernels)} (torch {torch.__version__}; "
+        f"--attention-backend {backend})"
+    )
+
+
+def _kernel(
+    config: ModelConfig,
+    scores: AttentionScoring,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor: int,
+    documents: bool,
+) -> str:
+    shape, length = config.attention, config.seq_length
+    name, dropout = shape.attention_backend, shape.attention_dropout
+    if name == "eager":
+        return "plain matrix products"
+    if name.startswith("flash"):
+        name = f"flash{version_of_flash(name, dropout)}"
+    plain = not (documents or scores.slopes or scores.softcap)
+    if name == "flash2" and plain:
+        return "flash-attention 2 of the package flash-attn"
+    masked = scores.window in flex_windows(config, length, documents)
+    why = why_not_flex(config, device.type)
+    if masked and why is None:
+        return "FlexAttention"
+    if scores.softcap is not None:
+        return f"plain matrix products ({why})"
+    heads = shape.num_attention_heads // tensor
+    # With a mask, keys are copied for each of their queries' heads.
+    groups = heads if masked else max(shape.num_query_groups // tensor, 1)
+    q, k, v = (
+        torch.empty(1, length, count, shape.kv_channels, dtype=dtype, device=device)
+        .transpose(1, 2)
+        .requires_grad_()
+        for count in (heads, groups, groups)
+    )
+    mask = None
+    if masked:
+        mask = torch.empty(1, 1, 1, length, dtype=dtype, device=device)
+        mask = mask.expand(1, 1, length, length)
+    order = kernel_order("sdpa" if name == "flash2" else name)
+    with order.during(device, length, length, masked):
+        found = torch._fused_sdp_choice(
+            q, k, v, mask, dropout, not masked, scale=scores.scale, enable_gqa=heads != groups
+        )
+        kernel = SDPBackend(found)
+        reasons = ""
+        if kernel == SDPBackend.MATH and device.type == "cuda":
+            inputs = SDPAParams(q, k, v, mask, dropout, not masked, heads != groups)
+            reasons = f", since {_reasons(inputs)}"
+    said = _name(kernel) + reasons
+    return f"{said}, with a dense mask since {why}" if masked else said
+
+
+def _name(kernel: SDPBackend) -> str:
+    if kernel == SDPBackend.CUDNN_ATTENTION:
+        version = torch.backends.cudnn.version() or 0
+        return f"cuDNN {version // 10000}.{version // 100 % 100}"
+    if kernel == SDPBackend.FLASH_ATTENTION:
+        other = attention.current_flash_attention_impl()
+        return "flash-attention 2" if other is None else f"flash-attention {other[-1]}"
+    if kernel == SDPBackend.EFFICIENT_ATTENTION:
+        return "memory-efficient attention"
+    return "torch's slow math kernel, which writes out all scores"
+
+
+def _reasons(inputs: SDPAParams) -> str:
+    """What torch says against its fused kernels."""
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for check in (can_use_flash_attention, can_use_efficient_attention):
+            check(inputs, True)
+    texts = (str(each.message).split(" (Triggered")[0].strip() for each in said)
+    return " ".join(dict.fromkeys(texts)) or "no fused kernel supports these shapes"

@@ -147,7 +147,7 @@ def test_against_plain_products(kind, more, kv_heads):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize(("kind", "more", "kv_heads"), SCORES)
+@pytest.mark.parametrize(("kind", "more", "kv_heads"), SCORES[3:7:2])
 def test_generated_code_against_plain_products(kind, more, kv_heads):
     """The forward pass, in C++."""
     length, scores = 200, AttentionScoring(**more)
