@@ -24,10 +24,12 @@ from megatron.engine.deepspeed_patches import (
 )
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.train_engine import TrainEngine
+from megatron.model.attention_masks import slopes_on
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
+from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
@@ -54,6 +56,8 @@ def build_engine(
     for param, name in names.items():
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
+    if device.type == "cuda" and is_main_process():
+        print(attention_line(config, device), flush=True)
     use_float8(blocks, config, device)
     if config.fast_paths.torch_compile:
         compile_blocks(blocks, config.fast_paths.torch_compile_mode, device)
@@ -63,6 +67,17 @@ def build_engine(
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
     return TrainEngine(config, spec, mesh, device, backend, names, optimizer, engine, asynchronous)
+
+
+def attention_line(config: RunConfig, device: torch.device) -> str:
+    """What computes attention in a run."""
+    documents = config.data.reset_attention_mask or any(
+        kind.samples == "packed" and kind.reads_all for kind in config.kinds
+    )
+    half = torch.float16 if config.precision.fp16 else torch.bfloat16
+    dtype = half if config.precision.fp16 or config.precision.bf16 else torch.float32
+    tensor = config.parallel.tensor_model_parallel_size
+    return describe_attention(config.model, dtype, device, tensor, documents)
 
 
 def _adapt_settings(
@@ -131,7 +146,8 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
     if missing:
         return _stay_eager(missing)
     # Not where the function is defined: this imports torch's compiler, a second of every start.
-    torch.compiler.assume_constant_result(rope_table)
+    for table in (rope_table, slopes_on):
+        torch.compiler.assume_constant_result(table)
     for block in blocks:
         # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
         forward = torch.compile(block.forward, mode=mode, dynamic=False)
