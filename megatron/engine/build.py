@@ -99,7 +99,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
         return
     _check_float8(device, fast.fp8_format)
     chosen = fast.float8_blocks(config.model.num_layers)
-    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe == "rowwise")
+    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe)
     for block in blocks:
         assert isinstance(block, Block)
         if block.attention.layer not in chosen:

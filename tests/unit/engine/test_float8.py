@@ -44,9 +44,9 @@ LINEARS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 def test_the_four_linear_layers_of_every_block():
     stack = build(fp8_format="hybrid")
     assert layers(stack) == {f"{n}.{name}" for n in (2, 3, 4) for name in LINEARS}
-    assert stack.blocks()[0].mlp.up.float8 == Float8(hybrid=True, rowwise=False)
+    assert stack.blocks()[0].mlp.up.float8 == Float8(hybrid=True, recipe="tensorwise")
     rows = build(fp8_format="e4m3", fp8_recipe="rowwise").blocks()[0].mlp.up.float8
-    assert rows == Float8(hybrid=False, rowwise=True)
+    assert rows == Float8(hybrid=False, recipe="rowwise")
     assert not layers(build())
 
 
