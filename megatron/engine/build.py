@@ -26,6 +26,7 @@ from megatron.engine.deepspeed_patches import (
     refuse_what_is_wrong,
     take_out,
 )
+from megatron.engine.float8 import Float8State
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.block import Block
@@ -65,7 +66,10 @@ def build_engine(
     engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
-    return TrainEngine(config, spec, mesh, device, backend, names, optimizer, engine, asynchronous)
+    float8 = Float8State(blocks, names, config.fast_paths, mesh, config.engine.zero_stage == 3)
+    return TrainEngine(
+        config, spec, mesh, device, backend, names, optimizer, engine, asynchronous, float8
+    )
 
 
 def _adapt_settings(
