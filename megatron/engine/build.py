@@ -33,6 +33,7 @@ from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
+from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
@@ -101,7 +102,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
     fast = config.fast_paths
     if fast.fp8_format is None:
         return
-    _check_float8(device, fast.fp8_format)
+    _check_float8(device, fast.fp8_format, fast.fp8_recipe)
     chosen = fast.float8_blocks(config.model.num_layers)
     float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe)
     for block in blocks:
@@ -113,7 +114,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
                 module.float8 = float8
 
 
-def _check_float8(device: torch.device, name: str) -> None:
+def _check_float8(device: torch.device, name: str, recipe: str) -> None:
     if device.type == "cuda":
         found = torch.cuda.get_device_capability(device)
         if found < FIRST_CAPABILITY:
@@ -122,12 +123,33 @@ def _check_float8(device: torch.device, name: str) -> None:
                 f"--fp8-format {name} needs a GPU of compute capability {needed} or more (Ada, "
                 f"Hopper, Blackwell); {torch.cuda.get_device_name(device)} has {has}. Leave it out"
             )
+        if recipe == "blockwise":
+            _check_blockwise(device, found)
+        missing = missing_compiler("cuda")
+        if missing and is_main_process():
+            print(
+                f"--fp8-format {name}: {missing}; casts run operator by operator, which makes a "
+                "step slower than in bfloat16",
+                flush=True,
+            )
     elif is_main_process():
         print(
             f"--fp8-format {name}: on a {device.type} 8-bit GEMMs are slower than others; useful "
             "only to study their effect on the loss",
             flush=True,
         )
+
+
+def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
+    cuda = torch.version.cuda or "0.0"
+    if capability[0] == 9 and tuple(map(int, cuda.split(".")[:2])) >= (12, 9):
+        return
+    raise ConfigError(
+        "--fp8-recipe blockwise needs a GPU of compute capability 9 (Hopper) and a torch for CUDA "
+        f"12.9 or later; {torch.cuda.get_device_name(device)} has "
+        f"{'.'.join(map(str, capability))}, and torch is for {cuda}. Use --fp8-recipe tensorwise "
+        "or rowwise"
+    )
 
 
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:

@@ -47,12 +47,14 @@ class Kept(NamedTuple):
     measured: bool = False
 
     def operands(self) -> tuple[Tensor, ...]:
-        """Values and scale of the weight's two layouts; nothing if it is not kept."""
+        """The weight's values in both layouts, and their scale or scales, each tensor once (a
+        compiler takes none twice); nothing if it is not kept."""
         if self.weight is None:
             return ()
         rows, columns = self.weight.rows, self.weight.columns
         assert rows is not None and columns is not None
-        return (*rows, *columns)
+        scales = (rows.scale,) if rows.scale is columns.scale else (rows.scale, columns.scale)
+        return rows.values, columns.values, *scales
 
     @property
     def input_largest(self) -> Tensor | None:
@@ -267,5 +269,9 @@ class _Float8Linear(torch.autograd.Function):
 
 
 def _kept(largest: Tensor | None, measured: bool, operands: Sequence[Tensor]) -> Kept:
-    weight = Cast(Operand(*operands[:2]), Operand(*operands[2:])) if operands else None
+    """From its tensors; the inverse of :meth:`Kept.operands`."""
+    weight = None
+    if operands:
+        rows, columns, *scales = operands
+        weight = Cast(Operand(rows, scales[0]), Operand(columns, scales[-1]))
     return Kept(weight, largest, measured)

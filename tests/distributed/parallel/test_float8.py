@@ -1,19 +1,25 @@
 """8-bit products of layers that are cut over two ranks, against one process; and whole runs."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
 from configs import model_config
 from pool import tensor_group
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import TINY, train
 
+from megatron.engine.environment import distributed
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parity.runs import watched_trainer
+from megatron.training.run import parse_run
 
 BATCH, LENGTH, HIDDEN = 2, 16, 64
 SHAPE = {
@@ -84,6 +90,43 @@ def test_two_ranks_are_as_near_to_bf16_as_one(pool, sequence, kv_heads, recipe):
 
 FLAGS = [*TINY, "--bf16", "--train-iters", "4", "--attention-dropout", "0", "--hidden-dropout", "0"]
 FP8 = ["--fp8-format", "hybrid"]
+DELAYED = [*FP8, "--fp8-recipe", "delayed"]
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of matrices to 8 bits that are not of a micro batch's 16 tokens."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and found.dtype in FLOAT8:
+            self.count += found.shape[0] != 16
+        return found
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def casts_of_weights(flags: list[str]) -> list[int]:
+    """In each step of a run."""
+    counts: list[int] = []
+    run = parse_run(None, flags)
+    with distributed(run.config.parallel) as mesh, Casts() as casts:
+        trainer = watched_trainer(run, mesh, lambda result: counts.append(casts.count))
+        trainer.fit()
+    return [after - before for before, after in pairwise([0, *counts])]
+
+
+@pytest.mark.parametrize(
+    ("flags", "count"),
+    [("--zero-stage 1", 8), ("--zero-stage 2", 8), ("--zero-stage 0", 8), ("--zero-stage 3", 64)],
+)
+def test_weights_are_cast_once_for_each_update(pool, flags, count):
+    """Two blocks of four; at stage 3, where they are gathered, in four micro batches forward and
+    backward."""
+    found = pool.run(1, casts_of_weights, [*FLAGS, *FP8, *flags.split()])[0]
+    assert found == [count] * 4
 
 
 def test_zero_stages_agree_and_follow_bf16(pool):
@@ -118,6 +161,9 @@ SAMPLE = ("tp2-sp-dp2", "pp2-dp2")
 )
 def test_layouts_follow_bf16(pool, layout):
     flags = [*FLAGS, *LAYOUTS[layout].split()]
-    plain, found = (pool.run(4, train, [*flags, *more])[0] for more in ([], FP8))
+    plain, found, delayed = (pool.run(4, train, [*flags, *m])[0] for m in ([], FP8, DELAYED))
+    assert delayed.losses[0] == found.losses[0]
+    assert delayed.losses != found.losses
+    assert delayed.losses == pytest.approx(plain.losses, rel=2e-2)
     assert found.losses != plain.losses and found.losses == pytest.approx(plain.losses, rel=1e-2)
     assert found.norms[0] == pytest.approx(plain.norms[0], rel=5e-2)
