@@ -17,7 +17,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.engine import GRAPH_MODES
 from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
-from megatron.engine.deepspeed_json import Json, for_engine
+from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     allow_fp16,
     guard,
@@ -67,7 +67,7 @@ def build_engine(
     engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
-    float8 = Float8State(blocks, names, config.fast_paths, mesh, config.engine.zero_stage == 3)
+    float8 = Float8State(blocks, names, config.fast_paths, mesh, backend.stage == 3)
     return TrainEngine(
         config, spec, mesh, device, backend, names, optimizer, engine, asynchronous, float8
     )
@@ -78,7 +78,7 @@ def _adapt_settings(
 ) -> bool:
     """Turns off what this run does not need of DeepSpeed, or does itself; returns whether the
     optimizer step is asynchronous."""
-    stage = config.engine.zero_stage
+    stage = stage_of(settings)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     refuse_what_is_wrong(stage, in_fp32)
     # DeepSpeed allocates its gradient buckets whole in every step: 5e8 elements by default, 1 to 2
@@ -153,8 +153,9 @@ def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
 
 
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
-    """Compiles every block in place; without a compiler they stay eager, which a line reports.
-    Blocks of the same shape share compiled code. Every sequence length is compiled separately."""
+    """Compiles the forward of every block; without a compiler they stay eager, which a line
+    reports. Blocks of the same shape share compiled code; every sequence length is compiled
+    separately."""
     if device.type == "cuda":
         # Triton compiles the code that launches its kernels, with Python's headers.
         if not any(map(shutil.which, ("cc", "gcc", "clang"))):
@@ -174,7 +175,9 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
     # Not where the function is defined: this imports torch's compiler, a second of every start.
     torch.compiler.assume_constant_result(rope_table)
     for block in blocks:
-        block.compile(mode=mode, dynamic=False)
+        # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
+        forward = torch.compile(block.forward, mode=mode, dynamic=False)
+        block.forward = forward  # type: ignore[method-assign]
         if device.type == "cuda" and mode in GRAPH_MODES:
             _keep_gradients_out_of_graphs(block)
 

@@ -119,13 +119,14 @@ def casts_of_weights(flags: list[str]) -> list[int]:
 
 
 @pytest.mark.parametrize(
-    ("flags", "count"),
-    [("--zero-stage 1", 8), ("--zero-stage 2", 8), ("--zero-stage 0", 8), ("--zero-stage 3", 64)],
-)
-def test_weights_are_cast_once_for_each_update(pool, flags, count):
-    """Two blocks of four; at stage 3, where they are gathered, in four micro batches forward and
-    backward."""
-    found = pool.run(1, casts_of_weights, [*FLAGS, *FP8, *flags.split()])[0]
+    ("flags", "ranks", "count"),
+    [("--zero-stage 0", 1, 8), ("--zero-stage 1", 1, 8), ("--zero-stage 2", 2, 8),
+     ("--zero-stage 3", 2, 32)],
+)  # fmt: skip
+def test_weights_are_cast_once_for_each_update(pool, flags, ranks, count):
+    """Two blocks of four, for four micro batches of all ranks; at stage 3, where each weight is
+    gathered when it is used, for each of a rank's two, forward and backward."""
+    found = pool.run(ranks, casts_of_weights, [*FLAGS, *FP8, *flags.split()])[0]
     assert found == [count] * 4
 
 
