@@ -119,7 +119,7 @@ def seconds_per_token(training: Training, gpu: Gpu, fp8: bool = False) -> float:
     attention = shape.flops_per_token(causal=True) - products - head
     inner = shape.ffn_hidden_size
     # Norms, rotations, gated activation and residuals, forward and backward, in 2 bytes.
-    passes = 54 * width + 18 * inner
+    passes = 54.0 * width + 18.0 * inner
     if fp8:
         # Largest value, cast and transposed cast of inputs and gradients of each product.
         passes += 6 * (8 * width + 3 * inner)
