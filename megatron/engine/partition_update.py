@@ -128,7 +128,6 @@ class PartitionUpdate:
         """Updates with the gradients times ``factor``, or nothing where ``held`` is 1; both float32
         on the device."""
         wrapper, timers = self._wrapper, self._wrapper.timers
-        wrapper._global_grad_norm = None
         timers(OPTIMIZER_STEP_TIMER).start()
         for number, main in enumerate(wrapper.single_partition_of_fp32_groups):
             self._update(number, main, factor, held)
