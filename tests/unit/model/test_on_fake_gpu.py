@@ -26,6 +26,7 @@ from megatron.model.attention_masks import AttentionMasks, _slopes_on
 from megatron.model.layer_list import LayerStack
 from megatron.model.rope import _table
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
+from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import VocabParallelEmbedding
@@ -119,7 +120,8 @@ def test_chunks_of_logits_stay_on_their_device(monkeypatch):
     rows, real = [], torch.mm
 
     def spy(left, right, **options):
-        rows.append(len(left))
+        if "out" in options:  # not what the meta device makes of other products
+            rows.append(len(left))
         return real(left, right, **options)
 
     monkeypatch.setattr(torch, "mm", spy)
@@ -127,21 +129,37 @@ def test_chunks_of_logits_stay_on_their_device(monkeypatch):
     assert set(rows) == {tokens}
 
 
-@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_compiled_loss_stays_on_its_device(monkeypatch, chunks):
+    """What is compiled for a GPU, before the compiler has it."""
+    asked = []
+    monkeypatch.setattr(cross_entropy, "compiles_for", lambda kind: asked.append(kind) or True)
+    monkeypatch.setattr(softmax_loss, "compiled", lambda function: function)
+    monkeypatch.setattr(cross_entropy, "eager_loss", None)
+    stack = build(**LLAMA)
+    for module in stack.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            bound = BATCH * LENGTH // chunks * PADDED * 2
+            module.head = dataclasses.replace(module.head, chunk_bytes=bound, softcap=5.0)
+    walk(monkeypatch, stack)
+    assert set(asked) == {"meta"}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["e4m3", "hybrid"])
-def test_8_bit_products_are_laid_out_as_gpus_take_them(monkeypatch, hybrid, rowwise):
+def test_8_bit_products_are_laid_out_as_gpus_take_them(monkeypatch, hybrid, recipe):
     """The conditions are those of torch's own shape function, which asks less of a CPU."""
     calls, real = [], torch._scaled_mm
 
     def spy(left, right, **options):
         # A GPU multiplies no two matrices of E5M2, and takes scales by row for bfloat16 only.
         assert right.dtype == torch.float8_e4m3fn
-        assert not rowwise or options["out_dtype"] == torch.bfloat16
+        assert recipe != "rowwise" or options["out_dtype"] == torch.bfloat16
         calls.append((left.dtype, options["use_fast_accum"]))
         return real(left, right, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", spy)
-    stack = build(float8=Float8(hybrid, rowwise), **LLAMA | BIASED)
+    stack = build(float8=Float8(hybrid, recipe), **LLAMA | BIASED)
     walk(monkeypatch, stack)
     backward = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
     # Two steps of two blocks with four linear layers, and three products of each.
