@@ -109,7 +109,7 @@ FLASH = {
 
 def version_of_flash(name: str, dropout: float) -> int:
     """The version that ``--attention-backend`` asks for; for ``flash`` the fastest that is
-    installed and supports the GPU and the dropout. Raises ConfigError if there is none."""
+    installed and supports the GPU and the dropout. Raises ConfigError if no version can."""
     if name != "flash":
         version = int(name.removeprefix("flash"))
         problem = _problem(version, dropout)

@@ -163,7 +163,7 @@ def test_generated_code_against_plain_products(kind, more, kv_heads):
 
 
 def test_dropout_and_a_cache_do_without(monkeypatch):
-    """With block masks at hand; their dense masks are then made in the first layer."""
+    """Although there are block masks; their dense masks are then made in the first layer."""
     monkeypatch.setattr("megatron.model.attention_backends.flex", None)
     ids = documents(100, "many")
     masks = AttentionMasks(ids, blocks={None: block_mask(100, None, ids, CPU)})
