@@ -38,7 +38,7 @@ class Kept(NamedTuple):
     Attributes:
         weight: the weight in 8 bits in both layouts; None to cast it at every use.
         largest: largest magnitudes of input and output gradient to scale by (recipe ``delayed``),
-            float32 [2]. Its gradient in the backward pass are those of this micro batch.
+            float32 [2]. Those of this micro batch leave the backward pass as its gradient.
         measured: whether ``largest`` has been measured; otherwise the current ones are used.
     """
 

@@ -328,7 +328,7 @@ class _ColumnLinear(torch.autograd.Function):
         weights, biases = params[:count], params[count : 2 * count]
         x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
         finish_x: Finish = lambda: mine  # noqa: E731
-        if ctx.sequence:
+        if ctx.sequence and any(needs[:count]):
             finish_x = start_gather_sequence(mine, ctx.group)
         casts: list[Cast] = []
         if float8 is not None:
