@@ -264,7 +264,7 @@ class _Float8Linear(torch.autograd.Function):
         if bias_needs:
             bias_grad = grad_TO.sum(0).to(ctx.bias_dtype)
         if largest_needs:
-            found = torch.stack([x_largest, grad.largest])
+            found = torch.stack([x_largest, grad.known_largest])
         return x_grad, weight_grad, bias_grad, found, *[None] * (3 + len(operands))
 
 
