@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -29,10 +25,12 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.float8 import Float8State
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.train_engine import TrainEngine
+from megatron.model.attention_masks import slopes_on
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
+from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
@@ -59,6 +57,8 @@ def build_engine(
     for param, name in names.items():
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
+    if device.type == "cuda" and is_main_process():
+        print(attention_line(config, device), flush=True)
     use_float8(blocks, config, device)
     if config.fast_paths.torch_compile:
         compile_blocks(blocks, config.fast_paths.torch_compile_mode, device)
@@ -71,6 +71,17 @@ def build_engine(
     return TrainEngine(
         config, spec, mesh, device, backend, names, optimizer, engine, asynchronous, float8
     )
+
+
+def attention_line(config: RunConfig, device: torch.device) -> str:
+    """What computes attention in a run."""
+    documents = config.data.reset_attention_mask or any(
+        kind.samples == "packed" and kind.reads_all for kind in config.kinds
+    )
+    half = torch.float16 if config.precision.fp16 else torch.bfloat16
+    dtype = half if config.precision.fp16 or config.precision.bf16 else torch.float32
+    tensor = config.parallel.tensor_model_parallel_size
+    return describe_attention(config.model, dtype, device, tensor, documents)
 
 
 def _adapt_settings(
@@ -156,24 +167,12 @@ def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device)
     """Compiles the forward of every block; without a compiler they stay eager, which a line
     reports. Blocks of the same shape share compiled code; every sequence length is compiled
     separately."""
-    if device.type == "cuda":
-        # Triton compiles the code that launches its kernels, with Python's headers.
-        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-            return _stay_eager("no C compiler found")
-        if not _finds_python_headers():
-            folder = sysconfig.get_path("include")
-            return _stay_eager(f"no Python.h in {folder} (python3-dev, python3-devel)")
-    if device.type == "cpu":
-        # These take seconds to import.
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return _stay_eager("no C++ compiler found")
+    missing = missing_compiler(device.type)
+    if missing:
+        return _stay_eager(missing)
     # Not where the function is defined: this imports torch's compiler, a second of every start.
-    torch.compiler.assume_constant_result(rope_table)
+    for table in (rope_table, slopes_on):
+        torch.compiler.assume_constant_result(table)
     for block in blocks:
         # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
         forward = torch.compile(block.forward, mode=mode, dynamic=False)
@@ -192,13 +191,6 @@ def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
 
     for param in block.parameters():
         param.register_hook(partial(own, param))
-
-
-def _finds_python_headers() -> bool:
-    folders = [sysconfig.get_path("include")]
-    for name in ("CPATH", "C_INCLUDE_PATH"):  # where gcc and clang look too
-        folders += os.environ.get(name, "").split(os.pathsep)
-    return any(folder and Path(folder, "Python.h").is_file() for folder in folders)
 
 
 def _stay_eager(reason: str) -> None:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
-from megatron.config.parallel import LOGITS_CHUNK_MIB
+from megatron.config.parallel import logits_chunk
 from megatron.planning.parameters import (
     RankShare,
     linear_parameters,
@@ -29,9 +29,6 @@ REDUCE_BUCKET = 500_000_000
 
 LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO 3 keeps gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
-
-LOGITS_CHUNK = LOGITS_CHUNK_MIB["cuda"] * 2**20
-"""Bytes of logits that exist at a time, on a GPU by default."""
 
 MLP_WIDTHS = {
     "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
@@ -165,7 +162,9 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
         heads = (share.query + share.kv) / model.attention.kv_channels
         whole += tokens * heads * (copied * model.attention.kv_channels + statistics)
     logits = tokens * size * share.vocab
-    chunk = min(logits, LOGITS_CHUNK)
+    most, _ = logits_chunk("cuda", size * share.vocab, None, compiled=True)
+    assert most is not None
+    chunk = min(logits, most * size * share.vocab)
     learned = model.positions.position_embedding_type == "learned_absolute"
     positions = model.seq_length if learned else 0
     full = layout.recompute in ("uniform", "block")
@@ -180,7 +179,7 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
         head=outside * norm
         + tokens * size * hidden
         + share.vocab * hidden * (size if chunk == logits else 4),
-        loss=chunk + (4 / size * chunk if half else 0.0),
+        loss=chunk,
         hidden=between,
     )
 

@@ -37,6 +37,12 @@ class Workload:
         shape = TransformerShape.of(self.padded(1))
         return shape.flops_per_step(self.global_batch_size, causal=False)
 
+    def hardware_flops(self, recompute: str | None) -> float:
+        """The same with what a layout recomputes."""
+        shape = TransformerShape.of(self.padded(1))
+        again = shape.recomputed_flops_per_token(recompute, causal=False)
+        return self.flops() + self.global_batch_size * shape.seq_length * again
+
 
 @dataclass(frozen=True)
 class Plan:
