@@ -59,7 +59,7 @@ def test_completes_flags_choices_and_files():
     script = str(ROOT / "pretrain_gpt.py")
     assert completions("pretrain_gpt.py --attention-b", script) == ["--attention-backend"]
     assert completions("pretrain_gpt.py --attention-backend ", script) == [
-        "sdpa", "cudnn", "eager", "flash",
+        "sdpa", "cudnn", "eager", "flash", "flash2", "flash3", "flash4",
     ]  # fmt: skip
     assert completions("python pretrain_gpt.py --load deepspeed_con", script, start=2) == [
         "deepspeed_configs/"
