@@ -175,7 +175,7 @@ WHOLE_BLOCKS = Replacement(
     # before there are gradients. They are reduced as they come instead, as those of other layers.
     "fetching the parameters of a block at once (ZeRO 3)",
     "those of every layer are fetched by themselves, and --torch-compile compiles them one by one",
-    f"{_TESTS}/test_whole_blocks.py::test_same_bits_with_fewer_fetches",
+    f"{_TESTS}/test_whole_blocks.py::test_same_bits_with_a_fetch_per_block",
     lambda: _has(stage3, "z3_leaf_parameter") and _has(deepspeed.utils, "set_z3_leaf_module"),
 )
 GUARD_OF_PARTITIONS = Replacement(

@@ -1,4 +1,4 @@
-"""A run that is saved and continued on a GPU has the bits of one that went on."""
+"""A run that is saved and continued on a GPU has the bits of one that was not stopped."""
 
 import numpy as np
 import pytest
