@@ -11,13 +11,13 @@ are tokens and no padding, N blocks of columns.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.parallel.compiler import missing_compiler
@@ -66,6 +66,14 @@ class Softmax(NamedTuple):
         """-log softmax at the label: [C]."""
         return (self.largest_C - self.target_C) + self.total_C.log()
 
+    def joined(self, other: Softmax) -> Softmax:
+        """That of the columns of both."""
+        largest_C = torch.maximum(self.largest_C, other.largest_C)
+        total_C, more_C = (
+            part.total_C * (part.largest_C - largest_C).exp() for part in (self, other)
+        )
+        return Softmax(largest_C, total_C + more_C, self.target_C + other.target_C)
+
     def over_ranks(self, group: Group) -> Softmax:
         """That of all ranks' columns, where this is of one rank's."""
         largest_C = self.largest_C.clone()
@@ -96,16 +104,26 @@ def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def softmax_of(logits_CP: Tensor, labels_C: Tensor, columns: Columns) -> Softmax:
     """One read of the logits. A label that is no column of this rank must be negative."""
+    width = logits_CP.shape[1]
+    # The rest is a block of its own: torch's compiler for GPUs copies what is padded, in float32.
+    whole = width - width % BLOCK
+    places = [slice(start, stop) for start, stop in ((0, whole), (whole, width)) if start < stop]
+    return functools.reduce(
+        Softmax.joined, (_of_blocks(logits_CP, at, labels_C, columns) for at in places)
+    )
+
+
+def _of_blocks(logits_CP: Tensor, at: slice, labels_C: Tensor, columns: Columns) -> Softmax:
+    """That of some columns, block by block."""
     work = torch.promote_types(logits_CP.dtype, torch.float32)
-    low, width = torch.finfo(work).min, logits_CP.shape[1]
-    number_P = torch.arange(width, device=logits_CP.device)
+    low = torch.finfo(work).min
+    number_K = torch.arange(at.start, at.stop, device=logits_CP.device)
     # No -inf, whose difference from itself is not a number.
-    capped_CP = capped(logits_CP.to(work), columns.softcap).clamp(min=low)
-    capped_CP = torch.where(number_P < columns.used, capped_CP, low)
-    target_CP = torch.where(number_P == labels_C[:, None], capped_CP, 0.0)
-    more = -width % BLOCK
-    capped_CNB = F.pad(capped_CP, (0, more), value=low).unflatten(1, (-1, BLOCK))
-    target_CNB = F.pad(target_CP, (0, more)).unflatten(1, (-1, BLOCK))
+    capped_CK = capped(logits_CP[:, at].to(work), columns.softcap).clamp(min=low)
+    capped_CK = torch.where(number_K < columns.used, capped_CK, low)
+    target_CK = torch.where(number_K == labels_C[:, None], capped_CK, 0.0)
+    block = min(BLOCK, at.stop - at.start)
+    capped_CNB, target_CNB = (each.unflatten(1, (-1, block)) for each in (capped_CK, target_CK))
     largest_CN = capped_CNB.amax(-1)
     total_CN = (capped_CNB - largest_CN[..., None]).exp().sum(-1)
     largest_C = largest_CN.amax(-1)

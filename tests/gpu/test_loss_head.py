@@ -86,7 +86,7 @@ def test_sums_of_products_are_float32(dtype):
 @needs_gpu
 def test_nothing_but_a_chunk_of_logits_takes_memory():
     """No float32 copy of them, and no second matrix of the weight's size."""
-    tokens, vocab, width = 4096, 65_536, 256
+    tokens, vocab, width = 4096, 66_048, 256
     x = torch.randn(1, tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.randn(vocab, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     labels = torch.randint(vocab, (1, tokens), device=DEVICE)
