@@ -259,7 +259,7 @@ def _kernel(
     if masked:
         mask = torch.empty(1, 1, 1, length, dtype=dtype, device=device)
         mask = mask.expand(1, 1, length, length)
-    order = kernel_order("sdpa" if name == "flash2" else name)
+    order = TORCHS_ORDER if name == "flash2" else kernel_order(name)
     with order.during(device, length, length, masked):
         found = torch._fused_sdp_choice(
             q, k, v, mask, dropout, not masked, scale=scores.scale, enable_gqa=heads != groups

@@ -17,8 +17,9 @@ from megatron.config.engine import FastPathsConfig
 from megatron.engine.build import compile_blocks
 from megatron.engine.float8 import Float8State
 from megatron.families import build_model
-from megatron.model import attention_flex
+from megatron.model import attention_backends, attention_flex
 from megatron.model.layer_list import LayerStack, initialise
+from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import float8_casts
 from megatron.parallel.float8 import Float8
 from megatron.parallel.mesh import Mesh
@@ -150,6 +151,15 @@ def test_documents_are_part_of_a_blocks_graph(kind, recompute):
         assert_near(found, outcome(eager, seed=seed, documents=True), 4e-6)
     # With and without a window.
     assert graphs() == (2 if kind == "gemma2" else 1, Counter())
+
+
+@pytest.mark.usefixtures("without_generated_code")
+def test_blocks_share_a_graph_with_an_order_of_kernels(monkeypatch):
+    order = KernelOrder(CUDNN_FIRST, any_length=False)
+    monkeypatch.setattr(attention_backends, "kernel_order", lambda name: order)
+    eager, stack = build("llama"), compiled(build("llama"))
+    assert_near(outcome(stack), outcome(eager), 4e-6)
+    assert graphs() == (1, Counter())
 
 
 @pytest.mark.usefixtures("without_generated_code")
