@@ -1,22 +1,17 @@
-"""Builds the engine of a layout, with its fast paths: torch.compile and 8-bit GEMMs."""
+"""Builds the engine of a layout, with its fast paths: compiled blocks and 8-bit GEMMs."""
 
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterable, Sequence
-from functools import partial
-from pathlib import Path
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.config import ConfigError, RunConfig
-from megatron.config.engine import GRAPH_MODES
 from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
+from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.deepspeed_json import Json, for_engine
 from megatron.engine.deepspeed_patches import (
     allow_fp16,
@@ -30,7 +25,6 @@ from megatron.engine.optimizer import build_optimizer
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
-from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
@@ -58,8 +52,8 @@ def build_engine(
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
     use_float8(blocks, config, device)
-    if config.fast_paths.torch_compile:
-        compile_blocks(blocks, config.fast_paths.torch_compile_mode, device)
+    if to_compile(config, device):
+        compile_blocks(blocks, config.fast_paths, device)
     optimizer = build_optimizer(names, config.optimizer)
     asynchronous = _adapt_settings(settings, config, names, mesh)
     engine = backend.start(optimizer, settings)
@@ -124,54 +118,3 @@ def _check_float8(device: torch.device, name: str) -> None:
             "only to study their effect on the loss",
             flush=True,
         )
-
-
-def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
-    """Compiles every block in place; without a compiler they stay eager, which a line reports.
-    Blocks of the same shape share compiled code. Every sequence length is compiled separately."""
-    if device.type == "cuda":
-        # Triton compiles the code that launches its kernels, with Python's headers.
-        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-            return _stay_eager("no C compiler found")
-        if not _finds_python_headers():
-            folder = sysconfig.get_path("include")
-            return _stay_eager(f"no Python.h in {folder} (python3-dev, python3-devel)")
-    if device.type == "cpu":
-        # These take seconds to import.
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return _stay_eager("no C++ compiler found")
-    # Not where the function is defined: this imports torch's compiler, a second of every start.
-    torch.compiler.assume_constant_result(rope_table)
-    for block in blocks:
-        block.compile(mode=mode, dynamic=False)
-        if device.type == "cuda" and mode in GRAPH_MODES:
-            _keep_gradients_out_of_graphs(block)
-
-
-def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
-    """Copies the first gradient of every parameter. Autograd would keep the graph's own output as
-    ``grad``, which the next micro batch overwrites before its gradients are added: the sum is
-    silently wrong (pytorch issue 169545)."""
-
-    def own(param: nn.Parameter, grad: Tensor) -> Tensor | None:
-        return grad.clone() if param.grad is None else None
-
-    for param in block.parameters():
-        param.register_hook(partial(own, param))
-
-
-def _finds_python_headers() -> bool:
-    folders = [sysconfig.get_path("include")]
-    for name in ("CPATH", "C_INCLUDE_PATH"):  # where gcc and clang look too
-        folders += os.environ.get(name, "").split(os.pathsep)
-    return any(folder and Path(folder, "Python.h").is_file() for folder in folders)
-
-
-def _stay_eager(reason: str) -> None:
-    if is_main_process():
-        print(f"--torch-compile: {reason}; the blocks run eagerly", flush=True)

@@ -316,4 +316,4 @@ def test_compiled_logits_are_read_twice_and_written_once():
     arguments = logits, labels, weight, softmax, columns
     second = compiled_traffic(softmax_loss.write_gradient, *arguments)
     assert 2 <= first / each <= 2.1 and 4 <= second / each <= 4.1
-    print("bytes", traffic(eager)/each, whole/each, first/each, second/each)
+    print("bytes", traffic(eager) / each, whole / each, first / each, second / each)
