@@ -48,6 +48,18 @@ class Layout:
         return self.tensor * self.pipeline * self.data
 
     @property
+    def running_zero(self) -> int:
+        """ZeRO stage that the engine runs. Over one data-parallel rank nothing can be partitioned,
+        and stage 1 computes what 2 and 3 would without their copies, hooks and waits. Not where
+        something is offloaded; nor at stage 2 with float32 sums, which stage 1 keeps beside the
+        16-bit gradients."""
+        offloaded = self.offload_optimizer or self.offload_param
+        sums_only = self.zero == 2 and self.grads_in_fp32
+        if self.data > 1 or self.zero < 2 or offloaded or sums_only:
+            return self.zero
+        return 1
+
+    @property
     def fewest_micro_batches(self) -> int:
         """The smallest number of micro batches per step that the schedule supports."""
         factor = {"1f1b": 0, "interleaved": 1, "dualpipev": 2}[self.schedule]

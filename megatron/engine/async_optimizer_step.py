@@ -18,7 +18,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.engine.deepspeed_json import Json, offloads
+from megatron.engine.deepspeed_json import Json, offloads, stage_of
 from megatron.engine.deepspeed_patches import queues, take_norm_over
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
 from megatron.parallel.mesh import MODEL, SHARDED, Mesh
@@ -31,7 +31,7 @@ def can_defer(config: RunConfig, settings: Json) -> bool:
     if not adam or config.precision.fp16 or offloaded:
         return False
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    return queues(config.engine.zero_stage, in_fp32)
+    return queues(stage_of(settings), in_fp32)
 
 
 class AsyncOptimizerStep:

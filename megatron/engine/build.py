@@ -12,7 +12,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
 from megatron.engine.compilation import compile_blocks, to_compile
-from megatron.engine.deepspeed_json import Json, for_engine
+from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     allow_fp16,
     guard,
@@ -67,7 +67,7 @@ def _adapt_settings(
 ) -> bool:
     """Turns off what this run does not need of DeepSpeed, or does itself; returns whether the
     optimizer step is asynchronous."""
-    stage = config.engine.zero_stage
+    stage = stage_of(settings)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     refuse_what_is_wrong(stage, in_fp32)
     # DeepSpeed allocates its gradient buckets whole in every step: 5e8 elements by default, 1 to 2

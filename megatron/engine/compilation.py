@@ -56,8 +56,9 @@ def _iterations(config: RunConfig) -> int:
 def compile_blocks(
     blocks: Sequence[nn.Module], paths: FastPathsConfig, device: torch.device
 ) -> None:
-    """Compiles every block in place; without a compiler they stay eager, which a line reports.
-    Blocks of the same shape share compiled code. Every sequence length is compiled separately."""
+    """Compiles the forward of every block; without a compiler they stay eager, which a line
+    reports. Blocks of the same shape share compiled code; every sequence length is compiled
+    separately."""
     missing = missing_compiler(device.type)
     if missing:
         _stay_eager(missing)
@@ -73,7 +74,9 @@ def compile_blocks(
     torch.compiler.assume_constant_result(rope_table)
     mode = paths.torch_compile_mode
     for block in blocks:
-        block.compile(mode=mode, dynamic=False)
+        # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
+        forward = torch.compile(block.forward, mode=mode, dynamic=False)
+        block.forward = forward  # type: ignore[method-assign]
         if device.type == "cuda" and mode in GRAPH_MODES:
             _keep_gradients_out_of_graphs(block)
 

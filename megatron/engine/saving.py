@@ -211,7 +211,8 @@ class CheckpointWriter:
         if options.save_universal:
             try:
                 source = open_checkpoint(self.folder / tag(iteration), verify=False)
-                save_copy("universal", source, self.folder, 3 if self.engine.stage == 3 else 1)
+                stage = 3 if self.engine.config.engine.zero_stage == 3 else 1
+                save_copy("universal", source, self.folder, stage)
             except Exception as error:  # the save itself has succeeded
                 notes.append(f"--save-universal: the universal copy failed: {error}")
         return notes + apply_retention(

@@ -66,8 +66,7 @@ class TrainEngine:
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
         self.backend, self.names, self.optimizer, self.engine = backend, names, optimizer, engine
-        self.stage = config.engine.zero_stage
-        self.layers, self.model = backend.layers, backend.model
+        self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
         self._samples_per_round = config.training.micro_batch_size * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
         self._async_step = None

@@ -53,20 +53,20 @@ def state_bytes(layout: Layout) -> StateBytes:
     rank updates to float32 in the step, beside the reduced ones, and keeps separate main weights
     for float32 too. 16 bits at stage 0 run as autocast over float32 weights.
     """
-    data = layout.data
-    if layout.zero == 0:
+    data, zero = layout.data, layout.running_zero
+    if zero == 0:
         return StateBytes(4.0, 4.0, 8.0)
     size = 4 if layout.precision == "fp32" else 2
     accumulated = 4 if layout.grads_in_fp32 else size
-    if layout.zero == 1:
+    if zero == 1:
         # Whole until they are reduced. Its bf16 optimizer accumulates beside the 16-bit gradients.
         beside = size if accumulated > size and layout.precision == "bf16" else 0
         gradients = max(accumulated + beside, (size + 4) / data)
-    elif layout.zero == 2 and accumulated > size:
+    elif zero == 2 and accumulated > size:
         gradients = accumulated / data
     else:
         gradients = (accumulated + 4) / data
-    return StateBytes(size / (data if layout.zero == 3 else 1), gradients, 12 / data)
+    return StateBytes(size / (data if zero == 3 else 1), gradients, 12 / data)
 
 
 def bucket_bytes(layout: Layout) -> int:
@@ -77,14 +77,15 @@ def bucket_bytes(layout: Layout) -> int:
     the float32 gradients at the end of the step. Stage 2 reduces each micro batch's gradients and
     accumulates them afterwards.
     """
-    if layout.data == 1 and layout.zero < 3 and not (layout.zero == 2 and layout.grads_in_fp32):
+    zero = layout.running_zero
+    if layout.data == 1 and zero < 3 and not (zero == 2 and layout.grads_in_fp32):
         return 0  # gradients stay where the backward pass puts them
-    size = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
-    if layout.zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
+    size = 2 if layout.precision != "fp32" and zero > 0 else 4
+    if zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
         return 4
-    if layout.grads_in_fp32 and layout.zero != 2:
+    if layout.grads_in_fp32 and zero != 2:
         size = 4
-    return size * (2 if layout.zero == 1 and layout.pipeline > 1 else 1)
+    return size * (2 if zero == 1 and layout.pipeline > 1 else 1)
 
 
 def buffer_bytes(layout: Layout, parameters: int) -> float:
