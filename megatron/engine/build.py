@@ -53,7 +53,7 @@ def build_engine(
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
     use_float8(blocks, config, device)
     if to_compile(config, device):
-        compile_blocks(blocks, config.fast_paths, device)
+        compile_blocks(backend.sequences, config.fast_paths, device)
     optimizer = build_optimizer(names, config.optimizer)
     asynchronous = _adapt_settings(settings, config, names, mesh)
     engine = backend.start(optimizer, settings)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES, FastPathsConfig
 from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
+from megatron.model.layer_list import LayerSequence
 from megatron.model.rope import rope_table
 from megatron.parallel.compiler import missing_compiler
 from megatron.util.processes import is_main_process
@@ -54,11 +55,11 @@ def _iterations(config: RunConfig) -> int:
 
 
 def compile_blocks(
-    blocks: Sequence[nn.Module], paths: FastPathsConfig, device: torch.device
+    sequences: Sequence[LayerSequence], paths: FastPathsConfig, device: torch.device
 ) -> None:
-    """Compiles the forward of every block; without a compiler they stay eager, which a line
-    reports. Blocks of the same shape share compiled code; every sequence length is compiled
-    separately."""
+    """Compiles the forward of every block, and with it the last sum of the block before; without a
+    compiler they stay eager, which a line reports. Blocks of the same shape share compiled code;
+    every sequence length is compiled separately."""
     missing = missing_compiler(device.type)
     if missing:
         _stay_eager(missing)
@@ -73,7 +74,9 @@ def compile_blocks(
     autograd.activation_memory_budget = 1.0 if budget is None else budget
     torch.compiler.assume_constant_result(rope_table)
     mode = paths.torch_compile_mode
-    for block in blocks:
+    for sequence in sequences:
+        sequence.hand_on()
+    for block in (block for sequence in sequences for block in sequence.blocks):
         # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
         forward = torch.compile(block.forward, mode=mode, dynamic=False)
         block.forward = forward  # type: ignore[method-assign]

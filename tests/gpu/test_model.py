@@ -162,7 +162,7 @@ def test_compiled_blocks_against_float64(kind, mode):
     """Steps of two micro batches, whose gradients are added, and an evaluation after each: CUDA
     graphs are warmed up and recorded by the first ones, and replayed by the last."""
     stack, reference = build(DEVICE, torch.bfloat16, **KINDS[kind]), expected(kind, micro_batches=2)
-    compile_blocks(stack.blocks(), FastPathsConfig(torch_compile_mode=mode), DEVICE)
+    compile_blocks([stack.sequence], FastPathsConfig(torch_compile_mode=mode), DEVICE)
     for _ in range(4):
         assert_near(run(stack, micro_batches=2), reference, LIMITS[torch.bfloat16])
         with torch.no_grad():

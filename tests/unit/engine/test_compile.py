@@ -32,6 +32,7 @@ KINDS: dict[str, dict] = {
     "llama-gqa-window": LLAMA | {"num_query_groups": 2, "sliding_window": 5},
     "gemma": LLAMA | {"qk_layernorm": True, "post_norm": True, "apply_layernorm_1p": True},
     "bloom": {"position_embedding_type": "alibi"},
+    "neox": {"parallel_residual": True},
 }
 
 
@@ -74,7 +75,7 @@ def without_generated_code(monkeypatch):
 
 def compiled(stack: LayerStack, budget: float | None = None) -> LayerStack:
     paths = FastPathsConfig(activation_memory_budget=budget)
-    compile_blocks(stack.blocks(), paths, torch.device("cpu"))
+    compile_blocks([stack.sequence], paths, torch.device("cpu"))
     return stack
 
 
@@ -120,6 +121,22 @@ def test_8_bit_products_are_compiled_with_the_block():
     eager, stack = build("llama", float8=Float8()), compiled(build("llama", float8=Float8()))
     assert_near(outcome(stack), outcome(eager), 4e-6)
     assert graphs() == (1, Counter())
+
+
+@pytest.mark.usefixtures("without_generated_code")
+def test_blocks_leave_their_last_sum_to_the_next():
+    """Before and after them nothing is pending; observers see whole sums all the same."""
+    eager, stack = build("llama"), compiled(build("llama"))
+    seen: list[list[Tensor]] = [[], []]
+    for observed, outputs in zip((eager, stack), seen, strict=True):
+        for block in observed.blocks():
+            assert block.hands_on == (observed is stack)
+        observed.sequence.observe(lambda _, state, outputs=outputs: outputs.append(state.hidden))
+        outcome(observed)
+    assert len(seen[0]) == len(seen[1]) > BLOCKS
+    assert_near(seen[1], seen[0], 4e-6)
+    assert not any(block.hands_on for block in compiled(build("gemma")).blocks())
+    assert not any(block.hands_on for block in compiled(build("llama", "full")).blocks())
 
 
 @pytest.mark.parametrize("recompute", [None, "selective"])
@@ -244,6 +261,6 @@ def test_without_a_compiler_blocks_stay_eager(monkeypatch, capsys, device):
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
     stack = build("gpt2")
-    compile_blocks(stack.blocks(), FastPathsConfig(), torch.device(device))
+    compile_blocks([stack.sequence], FastPathsConfig(), torch.device(device))
     assert "compiler found; the blocks run eagerly" in capsys.readouterr().out
     assert not any("forward" in vars(block) for block in stack.blocks())

@@ -16,7 +16,7 @@ from megatron.engine import compilation
 from megatron.engine.backend import PlainBackend, runs_graphs
 from megatron.engine.compilation import compile_blocks
 from megatron.model.embedding import LM_LOSS
-from megatron.model.layer_list import LayerState
+from megatron.model.layer_list import LayerSequence, LayerState
 from megatron.model.spec import ModelSpec
 from megatron.parallel import compiler
 
@@ -58,7 +58,9 @@ def compiled(monkeypatch):
 
     def build(mode: str, device: torch.device = GPU) -> Graph:
         block = Graph()
-        compile_blocks([block], FastPathsConfig(torch_compile_mode=mode), device)
+        compile_blocks(
+            [LayerSequence([], [block])], FastPathsConfig(torch_compile_mode=mode), device
+        )
         return block.to(torch.bfloat16)  # as DeepSpeed does, after that
 
     return build
@@ -139,7 +141,7 @@ def test_without_pythons_headers_blocks_stay_eager(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
     modes: list[str] = []
     monkeypatch.setattr(torch, "compile", lambda forward, mode, dynamic: modes.append(mode))
-    compile_blocks([Graph()], FastPathsConfig(), GPU)
+    compile_blocks([LayerSequence([], [Graph()])], FastPathsConfig(), GPU)
     assert modes == (["default"] if place else [])
     said = f"--torch-compile: no Python.h in {tmp_path / 'include'} (python3-dev, python3-devel); "
     assert (said in capsys.readouterr().out) == (place is None)
