@@ -36,8 +36,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         post = nn.Identity if not config.norm.post_norm else lambda: build_norm(config, tp)
-        # A norm of the last output is computed with the sum, which would otherwise be split.
-        self.may_hand_on = not config.norm.post_norm
+        # Elsewhere the last sum is computed with a norm before it, or with the sum before it.
+        self.may_hand_on = not (config.norm.post_norm or config.parallel_residual)
         self.parallel = config.parallel_residual
         self.attention_norm = build_norm(config, tp)
         self.attention = Attention(config, layer, tp, recompute_attention, kind)
