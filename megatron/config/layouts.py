@@ -25,7 +25,7 @@ class Layout:
 
     ``chunks`` are pipeline stages per process; ``recompute`` is None where nothing is recomputed;
     ``micro_batches`` per step has each number in a ramp-up of the batch size, and is empty when it
-    is not known, or nothing is trained.
+    is not known, or nothing is trained; ``float8`` is whether the blocks multiply in 8 bits.
     """
 
     tensor: int = 1
@@ -41,6 +41,7 @@ class Layout:
     offload_optimizer: str | None = None
     offload_param: str | None = None
     micro_batches: tuple[int, ...] = ()
+    float8: bool = False
 
     @property
     def processes(self) -> int:

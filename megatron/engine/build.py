@@ -21,11 +21,14 @@ from megatron.engine.deepspeed_patches import (
     refuse_what_is_wrong,
     take_out,
 )
+from megatron.engine.float8 import Float8State
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
+from megatron.model.torch_kernels import describe_attention
+from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
@@ -51,6 +54,8 @@ def build_engine(
     for param, name in names.items():
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
+    if device.type == "cuda" and is_main_process():
+        print(attention_line(config, device), flush=True)
     use_float8(blocks, config, device)
     if to_compile(config, device):
         compile_blocks(backend.sequences, config.fast_paths, device)
@@ -59,7 +64,21 @@ def build_engine(
     engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
-    return TrainEngine(config, spec, mesh, device, backend, names, optimizer, engine, asynchronous)
+    float8 = Float8State(blocks, names, config.fast_paths, mesh, backend.stage == 3)
+    return TrainEngine(
+        config, spec, mesh, device, backend, names, optimizer, engine, asynchronous, float8
+    )
+
+
+def attention_line(config: RunConfig, device: torch.device) -> str:
+    """What computes attention in a run."""
+    documents = config.data.reset_attention_mask or any(
+        kind.samples == "packed" and kind.reads_all for kind in config.kinds
+    )
+    half = torch.float16 if config.precision.fp16 else torch.bfloat16
+    dtype = half if config.precision.fp16 or config.precision.bf16 else torch.float32
+    tensor = config.parallel.tensor_model_parallel_size
+    return describe_attention(config.model, dtype, device, tensor, documents)
 
 
 def _adapt_settings(
@@ -91,9 +110,9 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
     fast = config.fast_paths
     if fast.fp8_format is None:
         return
-    _check_float8(device, fast.fp8_format)
+    _check_float8(device, fast.fp8_format, fast.fp8_recipe)
     chosen = fast.float8_blocks(config.model.num_layers)
-    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe == "rowwise")
+    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe)
     for block in blocks:
         assert isinstance(block, Block)
         if block.attention.layer not in chosen:
@@ -103,7 +122,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
                 module.float8 = float8
 
 
-def _check_float8(device: torch.device, name: str) -> None:
+def _check_float8(device: torch.device, name: str, recipe: str) -> None:
     if device.type == "cuda":
         found = torch.cuda.get_device_capability(device)
         if found < FIRST_CAPABILITY:
@@ -112,9 +131,30 @@ def _check_float8(device: torch.device, name: str) -> None:
                 f"--fp8-format {name} needs a GPU of compute capability {needed} or more (Ada, "
                 f"Hopper, Blackwell); {torch.cuda.get_device_name(device)} has {has}. Leave it out"
             )
+        if recipe == "blockwise":
+            _check_blockwise(device, found)
+        missing = missing_compiler("cuda")
+        if missing and is_main_process():
+            print(
+                f"--fp8-format {name}: {missing}; casts run operator by operator, which makes a "
+                "step slower than in bfloat16",
+                flush=True,
+            )
     elif is_main_process():
         print(
             f"--fp8-format {name}: on a {device.type} 8-bit GEMMs are slower than others; useful "
             "only to study their effect on the loss",
             flush=True,
         )
+
+
+def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
+    cuda = torch.version.cuda or "0.0"
+    if capability[0] == 9 and tuple(map(int, cuda.split(".")[:2])) >= (12, 9):
+        return
+    raise ConfigError(
+        "--fp8-recipe blockwise needs a GPU of compute capability 9 (Hopper) and a torch for CUDA "
+        f"12.9 or later; {torch.cuda.get_device_name(device)} has "
+        f"{'.'.join(map(str, capability))}, and torch is for {cuda}. Use --fp8-recipe tensorwise "
+        "or rowwise"
+    )

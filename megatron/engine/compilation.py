@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES, FastPathsConfig
 from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
+from megatron.model.attention_masks import slopes_on
 from megatron.model.layer_list import LayerSequence
 from megatron.model.rope import rope_table
 from megatron.parallel.compiler import missing_compiler
@@ -72,7 +73,8 @@ def compile_blocks(
     dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
     budget = paths.activation_memory_budget
     autograd.activation_memory_budget = 1.0 if budget is None else budget
-    torch.compiler.assume_constant_result(rope_table)
+    for table in (rope_table, slopes_on):
+        torch.compiler.assume_constant_result(table)
     mode = paths.torch_compile_mode
     for sequence in sequences:
         sequence.hand_on()

@@ -17,7 +17,13 @@ from dataclasses import dataclass
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
 from megatron.config.parallel import logits_chunk
-from megatron.planning.parameters import RankShare, local_widths, norms_of_block, rank_shares
+from megatron.planning.parameters import (
+    RankShare,
+    linear_parameters,
+    local_widths,
+    norms_of_block,
+    rank_shares,
+)
 
 REDUCE_BUCKET = 500_000_000
 """Largest number of elements of a bucket of gradients: DeepSpeed's ``reduce_bucket_size``."""
@@ -150,6 +156,8 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     outputs = (1 if model.shared_parallel_norm else 2) * size * hidden
     whole = outside * (inputs + outputs + 2 * mask) + _angles(model, layout)
     whole += tokens * size * (qkv + changed + share.query + mlp) + kernel
+    if layout.float8:
+        whole += _float8_inputs(model, layout, tokens, outputs)
     if model.norm.qk_layernorm:
         copied = source if source > size else 0
         heads = (share.query + share.kv) / model.attention.kv_channels
@@ -175,6 +183,22 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
         loss=chunk,
         hidden=between,
     )
+
+
+def _float8_inputs(model: ModelConfig, layout: Layout, tokens: int, outputs: float) -> float:
+    """What the inputs of 8-bit layers add to a block: a byte for each number instead of the number,
+    or beside it where something else keeps it as well (attention its output, a ReLU its own). Parts
+    of a split sequence stay as they are."""
+    share, alone = local_widths(model, layout.tensor), MLP_WIDTHS[model.mlp.activation] > 1
+    entering = 0.0 if layout.sequence else 2.0 * model.hidden_size - outputs
+    return tokens * (entering + share.query + share.ffn * (-1.0 if alone else 1.0))
+
+
+def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
+    """Bytes of the 8-bit weights of a rank's blocks, in both layouts; at stage 3 each is cast where
+    it is used."""
+    kept = layout.float8 and layout.zero < 3
+    return 2.0 * blocks * linear_parameters(model, layout.tensor) if kept else 0.0
 
 
 def _all_scores(model: ModelConfig) -> bool:
@@ -264,7 +288,7 @@ def rank_memory(
     top = max(kept.recomputed, kept.head + kept.loss if share.last else 0.0)
     state = state_bytes(layout)
     return Memory(
-        state.weights * share.parameters,
+        state.weights * share.parameters + float8_bytes(model, layout, sum(share.blocks)),
         state.gradients * share.parameters,
         state.optimizer * share.parameters,
         buffer_bytes(layout, share.parameters),

@@ -334,18 +334,18 @@ def _low_precision(tp: TensorParallel, dtype: torch.dtype, autocast: bool) -> No
 
 def cross_entropy(vocab: int, sequence: bool, softcap: float | None) -> None:
     """As CPUs compute it, and what GPUs compile."""
-    _cross_entropy(vocab, sequence, softcap)
+    tp = TensorParallel(tensor_group(), sequence)
+    _cross_entropy(vocab, tp, softcap)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cross_entropy_module, "compiles_for", lambda kind: True)
         patch.setattr(cross_entropy_module, "eager_loss", None)
         patch.setattr(softmax_loss, "compiled", lambda function: function)
-        _cross_entropy(vocab, sequence, softcap)
+        _cross_entropy(vocab, tp, softcap)
 
 
-def _cross_entropy(vocab: int, sequence: bool, softcap: float | None) -> None:
+def _cross_entropy(vocab: int, tp: TensorParallel, softcap: float | None) -> None:
     """ROWS rows, of which the last ranks hold only padding when ``vocab`` is small; chunks of three
     tokens."""
-    tp = TensorParallel(tensor_group(), sequence)
     group, width = tp.group, ROWS // tp.group.size
     weight = draw(ROWS, INPUTS)
     mine = weight.chunk(group.size)[group.rank].clone().requires_grad_()
