@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, ConfigResolver, option, shared
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, ConfigResolver, option, shared
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import PrecisionConfig
@@ -107,9 +107,10 @@ class FastPathsConfig:
     """Number of first blocks that --first-last-layers-bf16 keeps in bfloat16."""
     num_layers_at_end_in_bf16: int = option(1, bounds=NOT_NEGATIVE)
     """Number of last blocks that --first-last-layers-bf16 keeps in bfloat16."""
-    torch_compile: bool = option(False)
-    """Compile the blocks with torch.compile. Needs a C++ compiler; without one the run continues
-    eagerly."""
+    torch_compile: str = option("auto", choices=("auto", "on", "off"), bare="on")
+    """Compile the blocks with torch.compile: on (also without a value), off, or auto: on a GPU in
+    runs of at least 200 iterations. Needs a C++ compiler (CPU) or a C compiler and Python.h (GPU);
+    without them the run continues eagerly."""
     torch_compile_mode: str = option(
         "default",
         choices=("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"),
@@ -117,6 +118,14 @@ class FastPathsConfig:
     """Mode of --torch-compile: reduce-overhead uses CUDA graphs, max-autotune also benchmarks
     several kernels for each matrix product, max-autotune-no-cudagraphs does only that. CUDA graphs
     need ZeRO stage 0 to 2 and no pipeline."""
+    activation_memory_budget: float | None = option(None, bounds=SHARE)
+    """Share of the activations that compiled blocks keep for the backward pass, which computes the
+    rest again, cheapest first: 1 is all that torch.compile would keep, 0 the inputs of each block
+    only. Needs --torch-compile."""
+
+    def __post_init__(self) -> None:
+        if isinstance(self.torch_compile, bool):  # saved by an earlier version
+            object.__setattr__(self, "torch_compile", "on" if self.torch_compile else "off")
 
     def float8_blocks(self, blocks: int) -> range:
         """Those of ``blocks`` blocks whose linear layers compute in FP8."""
@@ -137,8 +146,11 @@ def check_fast_paths(
     resolver: ConfigResolver,
 ) -> None:
     """Checks the fast paths against the rest of a configuration."""
-    if not paths.torch_compile:
-        resolver.check_unused("torch_compile_mode", "--torch-compile")
+    if paths.torch_compile != "on":
+        for name in ("torch_compile_mode", "activation_memory_budget"):
+            resolver.check_unused(name, "--torch-compile")
+    if paths.activation_memory_budget is not None:
+        _check_budget(model, parallel, resolver)
     if paths.torch_compile_mode in GRAPH_MODES:
         _check_graphs(parallel, zero_stage, resolver)
     resolver.check(
@@ -185,6 +197,22 @@ def _check_graphs(parallel: ParallelConfig, zero_stage: int, resolver: ConfigRes
         f"{resolver.show('torch_compile_mode')}, {resolver.show('zero_stage')}: a CUDA graph reads "
         "weights where they were when it was recorded, and stage 3 gathers them again each time; "
         f"{instead}",
+    )
+
+
+def _check_budget(model: ModelConfig, parallel: ParallelConfig, resolver: ConfigResolver) -> None:
+    budget = resolver.show("activation_memory_budget")
+    resolver.check(
+        parallel.recompute_granularity != "full",
+        f"{budget}, {resolver.show('recompute_granularity')}: full recomputation keeps the inputs "
+        "of blocks only, and what the budget leaves out would be computed a third time; give one "
+        "of the two",
+    )
+    resolver.check(
+        not (model.hidden_dropout or model.attention.attention_dropout),
+        f"{budget}, {resolver.show('hidden_dropout')}, {resolver.show('attention_dropout')}: "
+        "torch.compile draws other dropout masks where it computes activations again, which makes "
+        "gradients wrong; set both to 0, or recompute with --recompute-granularity",
     )
 
 

@@ -46,6 +46,7 @@ class Bounds(NamedTuple):
 POSITIVE = Bounds(lambda value: value > 0, "must be positive")
 NOT_NEGATIVE = Bounds(lambda value: value >= 0, "must not be negative")
 FRACTION = Bounds(lambda value: 0 <= value < 1, "must be in [0, 1)")
+SHARE = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]")
 
 
 Role = Literal["weights", "results", "layout", "schedule", "course"]

@@ -157,7 +157,8 @@ def runs_graphs(config: RunConfig, device: torch.device) -> bool:
     be called before each pass: without it a block could overwrite its own input, as a graph writes
     its outputs to the same memory every time (pytorch issue 160281)."""
     fast = config.fast_paths
-    return fast.torch_compile and fast.torch_compile_mode in GRAPH_MODES and device.type == "cuda"
+    asked = fast.torch_compile == "on" and fast.torch_compile_mode in GRAPH_MODES
+    return asked and device.type == "cuda"
 
 
 class PipelineBackend(Backend):

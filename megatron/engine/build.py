@@ -1,18 +1,17 @@
-"""Builds the engine of a layout, with its fast paths: torch.compile and 8-bit GEMMs."""
+"""Builds the engine of a layout, with its fast paths: compiled blocks and 8-bit GEMMs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from megatron.config import ConfigError, RunConfig
-from megatron.config.engine import GRAPH_MODES
 from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
+from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     allow_fp16,
@@ -25,10 +24,8 @@ from megatron.engine.deepspeed_patches import (
 from megatron.engine.float8 import Float8State
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.train_engine import TrainEngine
-from megatron.model.attention_masks import slopes_on
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
-from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
 from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.compiler import missing_compiler
@@ -60,8 +57,8 @@ def build_engine(
     if device.type == "cuda" and is_main_process():
         print(attention_line(config, device), flush=True)
     use_float8(blocks, config, device)
-    if config.fast_paths.torch_compile:
-        compile_blocks(blocks, config.fast_paths.torch_compile_mode, device)
+    if to_compile(config, device):
+        compile_blocks(backend.sequences, config.fast_paths, device)
     optimizer = build_optimizer(names, config.optimizer)
     asynchronous = _adapt_settings(settings, config, names, mesh)
     engine = backend.start(optimizer, settings)
@@ -161,38 +158,3 @@ def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
         f"{'.'.join(map(str, capability))}, and torch is for {cuda}. Use --fp8-recipe tensorwise "
         "or rowwise"
     )
-
-
-def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
-    """Compiles the forward of every block; without a compiler they stay eager, which a line
-    reports. Blocks of the same shape share compiled code; every sequence length is compiled
-    separately."""
-    missing = missing_compiler(device.type)
-    if missing:
-        return _stay_eager(missing)
-    # Not where the function is defined: this imports torch's compiler, a second of every start.
-    for table in (rope_table, slopes_on):
-        torch.compiler.assume_constant_result(table)
-    for block in blocks:
-        # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
-        forward = torch.compile(block.forward, mode=mode, dynamic=False)
-        block.forward = forward  # type: ignore[method-assign]
-        if device.type == "cuda" and mode in GRAPH_MODES:
-            _keep_gradients_out_of_graphs(block)
-
-
-def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
-    """Copies the first gradient of every parameter. Autograd would keep the graph's own output as
-    ``grad``, which the next micro batch overwrites before its gradients are added: the sum is
-    silently wrong (pytorch issue 169545)."""
-
-    def own(param: nn.Parameter, grad: Tensor) -> Tensor | None:
-        return grad.clone() if param.grad is None else None
-
-    for param in block.parameters():
-        param.register_hook(partial(own, param))
-
-
-def _stay_eager(reason: str) -> None:
-    if is_main_process():
-        print(f"--torch-compile: {reason}; the blocks run eagerly", flush=True)

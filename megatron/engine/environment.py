@@ -92,6 +92,7 @@ def distributed(config: ParallelConfig) -> Iterator[Mesh]:
         os.environ["MASTER_PORT"] = str(_free_port())
     prepare_deepspeed()
     if device.type == "cuda":
+        _let_segments_grow()
         torch.cuda.set_device(device)
         _tell_deepspeed(device)
     else:
@@ -179,6 +180,16 @@ def _tell_deepspeed(device: torch.device) -> None:
     for name in ("LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_RANK"):
         if name in os.environ:
             os.environ[name] = str(device.index)
+
+
+def _let_segments_grow() -> None:
+    """Makes torch's allocator for GPUs extend the memory that it has instead of adding pieces of
+    fixed sizes, between which memory is lost, unless the user configures it; torch reads the
+    variable at the first allocation. Only cudaIpcGetMemHandle cannot use such memory, which nothing
+    here calls."""
+    names = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+    if torch.version.hip is None and not any(map(os.environ.get, names)):
+        os.environ[names[0]] = "expandable_segments:True"
 
 
 def _keep_freed_memory() -> None:

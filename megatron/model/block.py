@@ -18,7 +18,12 @@ class Block(nn.Module):
     """Pre-norm attention and MLP, added to the residual stream one after the other, or, with
     ``parallel_residual``, both computed from the same stream; with ``cross``, attention to the
     output of an encoder between the two, for which a parallel residual is a ConfigError. The other
-    arguments are those of :class:`Attention`."""
+    arguments are those of :class:`Attention`.
+
+    With ``hands_on`` the sum with the output of the MLP is left to the next block (``pending`` of
+    the state), which :meth:`LayerSequence.hand_on` sets."""
+
+    hands_on = False
 
     def __init__(
         self,
@@ -31,6 +36,8 @@ class Block(nn.Module):
     ) -> None:
         super().__init__()
         post = nn.Identity if not config.norm.post_norm else lambda: build_norm(config, tp)
+        # Elsewhere the last sum is computed with a norm before it, or with the sum before it.
+        self.may_hand_on = not (config.norm.post_norm or config.parallel_residual)
         self.parallel = config.parallel_residual
         self.attention_norm = build_norm(config, tp)
         self.attention = Attention(config, layer, tp, recompute_attention, kind)
@@ -51,7 +58,7 @@ class Block(nn.Module):
         self.dropout = Dropout(config.hidden_dropout, tp)
 
     def forward(self, state: LayerState) -> LayerState:
-        x = state.hidden
+        x = state.total
         normed = self.attention_norm(x)
         y = x + self.dropout(self.attention_post_norm(self.attention(normed, state)))
         if self.cross_attention is not None:
@@ -59,5 +66,7 @@ class Block(nn.Module):
             y = y + self.dropout(self.cross_attention_post_norm(seen))
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x if self.parallel else y)
-        y = y + self.dropout(self.mlp_post_norm(self.mlp(normed)))
-        return state.with_hidden(y)
+        last = self.dropout(self.mlp_post_norm(self.mlp(normed)))
+        if self.hands_on:
+            return state._replace(hidden=y, pending=last)
+        return state.with_hidden(y + last)

@@ -44,6 +44,7 @@ class LayerState(NamedTuple):
         position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
         dropout_seed: seed of the dropout masks of this micro batch; None leaves torch's generators
             alone.
+        pending: between blocks that hand their last sum on, what is to be added to ``hidden``.
     """
 
     hidden: Tensor
@@ -55,9 +56,15 @@ class LayerState(NamedTuple):
     dropout_seed: int | None = None
     targets: Targets | None = None
     batch: Any = None
+    pending: Tensor | None = None
 
     def with_hidden(self, hidden: Tensor) -> LayerState:
-        return self._replace(hidden=hidden)
+        return self._replace(hidden=hidden, pending=None)
+
+    @property
+    def total(self) -> Tensor:
+        """The hidden states, with what is pending."""
+        return self.hidden if self.pending is None else self.hidden + self.pending
 
     def with_loss(self, name: str, loss: Tensor) -> LayerState:
         before = self.losses.get(name)
@@ -104,6 +111,25 @@ class LayerSequence:
             state = step(state)
         return state
 
+    def hand_on(self) -> None:
+        """Lets every block leave its last sum to the block after it, which computes it together
+        with its norm. Nothing changes for other layers, nor for what is kept to recompute: before
+        and after such blocks nothing is pending."""
+        runs: list[list[int]] = [[]]
+        for place, (_, step) in enumerate(self.steps):
+            if isinstance(step, LayerSequence):
+                step.hand_on()
+            if getattr(step, "may_hand_on", False):
+                runs[-1].append(place)
+            else:
+                runs.append([])
+        for run in (run for run in runs if len(run) > 1):
+            for place in run:
+                self.steps[place][1].hands_on = True  # type: ignore[attr-defined]
+            for place, around in ((run[0], _from_zero), (run[-1], _with_total)):
+                index, step = self.steps[place]
+                self.steps[place] = index, partial(around, step)
+
     def observe(self, observer: Callable[[int, LayerState], None]) -> None:
         """Calls a function with the index of every layer and the state after it, from now on."""
         self.steps = [(index, _observed(index, step, observer)) for index, step in self.steps]
@@ -123,6 +149,17 @@ class RecomputedLayers(LayerSequence):
         return super().__call__(state._replace(masks=masks))
 
 
+def _from_zero(block: Step, state: LayerState) -> LayerState:
+    # The first of several blocks is then compiled as the others are, whose input has a gradient.
+    zeros = torch.zeros_like(state.hidden, requires_grad=state.hidden.requires_grad)
+    return block(state._replace(pending=zeros))
+
+
+def _with_total(block: Step, state: LayerState) -> LayerState:
+    state = block(state)
+    return state.with_hidden(state.total)
+
+
 def _observed(index: int | None, step: Step, observer: Callable[[int, LayerState], None]) -> Step:
     if index is None:
         assert isinstance(step, LayerSequence)
@@ -131,7 +168,7 @@ def _observed(index: int | None, step: Step, observer: Callable[[int, LayerState
 
     def observed(state: LayerState) -> LayerState:
         state = step(state)
-        observer(index, state)
+        observer(index, state.with_hidden(state.total))
         return state
 
     return observed

@@ -100,9 +100,15 @@ def gradients(argv: Sequence[str]) -> GradientRecord:
 
 def gradients_in(run: Run, mesh: Mesh) -> GradientRecord:
     """The same, within existing process groups; ZeRO stage, dtype and DeepSpeed JSON do not
-    matter."""
-    engine_config = dataclasses.replace(run.config.engine, zero_stage=0, deepspeed_config=None)
-    config = dataclasses.replace(run.config, engine=engine_config, precision=PrecisionConfig())
+    matter. Blocks are compiled with ``--torch-compile on`` only: one step does not repay it."""
+    config = run.config
+    fast = config.fast_paths
+    if fast.torch_compile == "auto":
+        fast = dataclasses.replace(fast, torch_compile="off")
+    engine_config = dataclasses.replace(config.engine, zero_stage=0, deepspeed_config=None)
+    config = dataclasses.replace(
+        config, engine=engine_config, precision=PrecisionConfig(), fast_paths=fast
+    )
     run = dataclasses.replace(run, config=config, content=complete({}, config))
     engine = build_engine(
         config, run.content, spec_of(config.model, config.parallel), mesh, training_device()

@@ -6,7 +6,8 @@ outside the matrices that t ranks share, so ``10 + 24 / t`` with tensor parallel
 ``34 / t`` with sequence parallelism (equation 4). Here they are counted tensor by tensor, which
 covers grouped queries, rotary positions, gated MLPs, other widths and no dropout. Only the eager
 attention kernel has the term in s^2: flash kernels keep their output and one number per query (Dao
-et al. 2022, arXiv:2205.14135).
+et al. 2022, arXiv:2205.14135). That compiled blocks keep less, and ``--activation-memory-budget``
+still less, is not counted.
 """
 
 from __future__ import annotations

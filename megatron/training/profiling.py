@@ -130,7 +130,7 @@ class TorchTrace(Recorder):
         assert self.options.profile_dir is not None
         self.folder = Path(self.options.profile_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
-        if config.fast_paths.torch_compile:
+        if config.fast_paths.torch_compile == "on" and device.type == "cpu":
             # Inductor's CPU kernels appear in traces only if they are compiled for it.
             from torch._inductor import config as inductor
 

@@ -15,7 +15,8 @@ from torch.nn import attention
 from torch.nn.attention import SDPBackend, flex_attention
 
 from megatron.config import ConfigError
-from megatron.engine.build import compile_blocks
+from megatron.config.engine import FastPathsConfig
+from megatron.engine.compilation import compile_blocks
 from megatron.model import attention_flex
 from megatron.model.attention_backends import attention_backend, cudnn, eager
 from megatron.model.attention_flex import block_mask
@@ -153,7 +154,7 @@ def test_documents_of_a_model(kind, compiled, recompute):
         if compiled and here:
             if not ON_GPU:
                 pytest.skip("only a GPU has this")
-            compile_blocks(stack.blocks(), "default", DEVICE)
+            compile_blocks([stack.sequence], FastPathsConfig(), DEVICE)
         losses = []
         for number in range(3):
             draw = torch.Generator().manual_seed(number)

@@ -12,8 +12,9 @@ from gpu_runs import CPU, DEVICE, ON_GPU, needs_gpu, no_waiting
 from torch import Tensor
 
 from megatron.config import OptimizerConfig
+from megatron.config.engine import FastPathsConfig
 from megatron.engine.async_optimizer_step import AsyncOptimizerStep
-from megatron.engine.build import compile_blocks
+from megatron.engine.compilation import compile_blocks
 from megatron.engine.optimizer import build_optimizer
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
@@ -161,7 +162,7 @@ def test_compiled_blocks_against_float64(kind, mode):
     """Steps of two micro batches, whose gradients are added, and an evaluation after each: CUDA
     graphs are warmed up and recorded by the first ones, and replayed by the last."""
     stack, reference = build(DEVICE, torch.bfloat16, **KINDS[kind]), expected(kind, micro_batches=2)
-    compile_blocks(stack.blocks(), mode, DEVICE)
+    compile_blocks([stack.sequence], FastPathsConfig(torch_compile_mode=mode), DEVICE)
     for _ in range(4):
         assert_near(run(stack, micro_batches=2), reference, LIMITS[torch.bfloat16])
         with torch.no_grad():

@@ -32,6 +32,8 @@ def test_blocks_in_8_bits(flags, blocks):
 
 TP2, PP2 = "--tensor-model-parallel-size 2", "--pipeline-model-parallel-size 2"
 GRAPHS = "--torch-compile --torch-compile-mode reduce-overhead"
+BUDGET = "--torch-compile --activation-memory-budget 0.5"
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0"
 REFUSED = [
     ("--fp8-format hybrid", "needs --bf16"),
     ("--fp8-format e4m3 --fp16 --zero-stage 1", "needs --bf16"),
@@ -49,6 +51,11 @@ REFUSED = [
     (f"{FP8} {TP2} --ffn-hidden-size 48", "--ffn-hidden-size 48 / --tensor-model-par.* 2 is 24"),
     (f"{FP8} --micro-batch-size 3 --seq-length 24", "--micro-batch-size 3 x --seq-length 24 is 72"),
     ("--torch-compile-mode max-autotune", "with --torch-compile only"),
+    ("--torch-compile off --torch-compile-mode max-autotune", "with --torch-compile only"),
+    ("--activation-memory-budget 0.5", "with --torch-compile only"),
+    (f"{BUDGET}", "0.5, --hidden-dropout 0.1 .default., --attention-dropout 0.1 .*gradients wrong"),
+    (f"{BUDGET} {NO_DROPOUT} --recompute-granularity full", "budget 0.5, .* full: .* a third time"),
+    ("--torch-compile --activation-memory-budget 1.5", r"1.5 must be in \[0, 1\]"),
     (f"{GRAPHS} --zero-stage 3", "reduce-overhead, --zero-stage 3: .* gathers them again"),
     (f"{GRAPHS} {PP2}", "overhead, --pipeline-model-par.* 2: .* keeps those of several"),
 ]
@@ -58,6 +65,28 @@ REFUSED = [
 def test_refused(flags, words):
     with pytest.raises(ConfigError, match=words):
         config(flags, 2 if TP2 in flags or PP2 in flags else 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "meant"),
+    [
+        ("", "auto"),
+        ("--torch-compile", "on"),
+        ("--torch-compile --bf16", "on"),
+        ("--torch-compile off", "off"),
+    ],
+)
+def test_when_blocks_are_compiled(flags, meant):
+    resolved = config(flags)
+    assert resolved.fast_paths.torch_compile == meant
+    assert RunConfig.from_dict(resolved.to_dict()) == resolved
+
+
+@pytest.mark.parametrize(("saved", "meant"), [(True, "on"), (False, "off")])
+def test_what_earlier_versions_saved_about_compiling_is_read(saved, meant):
+    content = config("").to_dict()
+    content["fast_paths"]["torch_compile"] = saved
+    assert RunConfig.from_dict(content).fast_paths.torch_compile == meant
 
 
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])

@@ -1,20 +1,23 @@
 """Compiled blocks: how often something is compiled, and that results are those of eager ones."""
 
+import json
 from collections import Counter
 from collections.abc import Callable
 
 import pytest
 import torch
-from configs import model_config
+from configs import model_config, run_config
 from gpt_forward import forward
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_leaves
 
-from megatron.config import ModelConfig, ParallelConfig
+from megatron.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron.config.engine import FastPathsConfig
-from megatron.engine.build import compile_blocks
+from megatron.config.kinds.curriculum import CurriculumConfig
+from megatron.engine import compilation
+from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.float8 import Float8State
 from megatron.families import build_model
 from megatron.model import attention_backends, attention_flex
@@ -36,6 +39,7 @@ KINDS: dict[str, dict] = {
     "llama-gqa-window": LLAMA | {"num_query_groups": 2, "sliding_window": 5},
     "gemma": LLAMA | {"qk_layernorm": True, "post_norm": True, "apply_layernorm_1p": True},
     "bloom": {"position_embedding_type": "alibi"},
+    "neox": {"parallel_residual": True},
 }
 GEMMA2 = {"num_query_groups": 2, "sliding_window": 5, "window_attn_skip_freq": 2} | {
     "attn_logit_softcapping": 5.0
@@ -83,8 +87,9 @@ def without_generated_code(monkeypatch):
     monkeypatch.setattr(torch, "compile", compile_eagerly)
 
 
-def compiled(stack: LayerStack) -> LayerStack:
-    compile_blocks(stack.blocks(), "default", torch.device("cpu"))
+def compiled(stack: LayerStack, budget: float | None = None) -> LayerStack:
+    paths = FastPathsConfig(activation_memory_budget=budget)
+    compile_blocks([stack.sequence], paths, torch.device("cpu"))
     return stack
 
 
@@ -217,6 +222,55 @@ def test_casts_of_layers_that_are_not_compiled_whole():
 
 
 @pytest.mark.usefixtures("without_generated_code")
+def test_blocks_leave_their_last_sum_to_the_next():
+    """Before and after them nothing is pending; observers see whole sums all the same."""
+    eager, stack = build("llama"), compiled(build("llama"))
+    seen: list[list[Tensor]] = [[], []]
+    for observed, outputs in zip((eager, stack), seen, strict=True):
+        for block in observed.blocks():
+            assert block.hands_on == (observed is stack)
+        observed.sequence.observe(lambda _, state, outputs=outputs: outputs.append(state.hidden))
+        outcome(observed)
+    assert len(seen[0]) == len(seen[1]) > BLOCKS
+    assert_near(seen[1], seen[0], 4e-6)
+    for others in (build("gemma"), build("neox"), build("llama", "full")):
+        assert not any(block.hands_on for block in compiled(others).blocks())
+
+
+@pytest.mark.parametrize("recompute", [None, "selective"])
+@pytest.mark.usefixtures("without_generated_code")
+def test_a_memory_budget_keeps_a_share_of_the_activations(recompute):
+    """Bytes that a block keeps for its backward pass, its weights apart."""
+    kept = {}
+    for budget in (None, 0.5, 0.0):
+        torch.compiler.reset()
+        stack, eager = compiled(build("llama", recompute), budget), build("llama", recompute)
+        own = {param.untyped_storage().data_ptr() for param in stack.parameters()}
+        saved: dict[int, int] = {}
+
+        def keep(tensor: Tensor, saved=saved, own=own) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in own:
+                saved[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            found = outcome(stack)
+        assert_near(found, outcome(eager), 4e-6)
+        kept[budget] = sum(saved.values())
+    assert kept[0.0] < kept[0.5] < kept[None], kept
+
+
+@pytest.mark.usefixtures("without_generated_code")
+def test_more_lengths_than_torch_compiles_by_default():
+    """It would run the ninth version of a block eagerly."""
+    stack = compiled(build("llama"))
+    for length in range(1, 11):
+        outcome(stack, length)
+    assert graphs() == (10, Counter())
+
+
+@pytest.mark.usefixtures("without_generated_code")
 def test_another_length_is_compiled_again():
     stack, eager = compiled(build("llama")), build("llama")
     for length in (LENGTH, LENGTH // 2, LENGTH):
@@ -234,6 +288,66 @@ def test_generated_code_against_eager_blocks(kind, dtype):
     assert graphs() == (1, Counter())
 
 
+LONG, SHORT = {"train_iters": 200}, {"train_iters": 199}
+CURRICULUM = CurriculumConfig(
+    curriculum_learning=json.dumps(
+        {
+            "enabled": True, "curriculum_type": "seqlen", "min_difficulty": 8, "max_difficulty": 16,
+            "schedule_type": "fixed_linear",
+            "schedule_config": {"total_curriculum_step": 9, "difficulty_step": 8},
+        }
+    )
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("asked", "device", "training", "missing", "compiles", "words"),
+    [
+        (
+            "auto",
+            "cuda",
+            LONG,
+            None,
+            True,
+            "auto: 200 iterations on a GPU repay it; the blocks are",
+        ),
+        (
+            "auto",
+            "cuda",
+            SHORT,
+            None,
+            False,
+            "auto: 199 iterations may not repay it (from 200); the",
+        ),
+        ("auto", "cuda", {"train_samples": 800}, None, True, "auto: 200 iterations"),
+        ("auto", "cuda", {"train_tokens": 6399}, None, False, "auto: 199 iterations"),
+        ("auto", "cuda", {}, None, False, "auto: a run of unknown length"),
+        ("auto", "cuda", LONG | {"skip_train": True}, None, False, "auto: a run of unknown length"),
+        ("auto", "cuda", LONG | {"kinds": (CURRICULUM,)}, None, False, "auto: every sequence"),
+        ("auto", "cuda", LONG, "no compiler", True, ""),  # compile_blocks says that
+        ("auto", "cpu", LONG, None, False, ""),
+        ("on", "cpu", SHORT, None, True, ""),
+        ("on", "cuda", SHORT, None, True, ""),
+        ("off", "cuda", LONG, None, False, ""),
+    ],
+)
+def test_when_a_run_is_compiled(
+    monkeypatch, capsys, asked, device, training, missing, compiles, words
+):
+    monkeypatch.setattr(compilation, "missing_compiler", lambda device_type: missing)
+    training = dict(training)
+    config = run_config(
+        model_config(),
+        kinds=training.pop("kinds", ()),
+        training=TrainingConfig(micro_batch_size=4, global_batch_size=4, **training),
+        fast_paths=FastPathsConfig(torch_compile=asked),
+    )
+    assert to_compile(config, torch.device(device)) == compiles
+    said = capsys.readouterr().out
+    assert words in said
+    assert said.count("\n") == bool(words)
+
+
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_without_a_compiler_blocks_stay_eager(monkeypatch, capsys, device):
     monkeypatch.setenv("PATH", "")
@@ -245,6 +359,6 @@ def test_without_a_compiler_blocks_stay_eager(monkeypatch, capsys, device):
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
     stack = build("gpt2")
-    compile_blocks(stack.blocks(), "default", torch.device(device))
+    compile_blocks([stack.sequence], FastPathsConfig(), torch.device(device))
     assert "compiler found; the blocks run eagerly" in capsys.readouterr().out
     assert not any("forward" in vars(block) for block in stack.blocks())

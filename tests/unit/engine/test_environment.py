@@ -55,6 +55,16 @@ def test_memory_of_large_tensors_is_kept():
     assert int(done.stdout) < 2.5 * 2**14, done.stderr
 
 
+@pytest.mark.parametrize("name", ["PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"])
+def test_the_users_configuration_of_the_allocator_is_kept(monkeypatch, name):
+    for one in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(one, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:128")
+    environment._let_segments_grow()
+    found = {key: value for key, value in os.environ.items() if key.endswith("ALLOC_CONF")}
+    assert found == {name: "max_split_size_mb:128"}
+
+
 @pytest.mark.parametrize(("visible", "index"), [(1, 0), (4, 3)])
 def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, visible, index):
     """slurm's --gpus-per-task shows each rank one; DeepSpeed goes by LOCAL_RANK."""
@@ -63,6 +73,8 @@ def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, visible, index):
     monkeypatch.setenv("LOCAL_RANK", "3")
     monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_RANK", "3")
     monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     device = torch.device("cuda", index)
     assert training_device() == device
 
@@ -75,7 +87,11 @@ def test_a_process_that_sees_one_gpu_takes_it(monkeypatch, visible, index):
         seen.extend(os.environ[name] for name in names)
         raise Reached
 
-    monkeypatch.setattr(torch.cuda, "set_device", seen.append)
+    def set_device(device):  # which allocates nothing
+        seen.append(device)
+        assert os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+
+    monkeypatch.setattr(torch.cuda, "set_device", set_device)
     monkeypatch.setattr(environment, "prepare_deepspeed", lambda: None)
     monkeypatch.setattr("deepspeed.init_distributed", start_deepspeed)
     monkeypatch.setattr(environment, "own_cores", lambda where: nullcontext(seen.append(where)))

@@ -1,0 +1,108 @@
+"""torch.compile of a model's blocks: whether, and how."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from megatron.config import RunConfig
+from megatron.config.engine import GRAPH_MODES, FastPathsConfig
+from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
+from megatron.model.attention_masks import slopes_on
+from megatron.model.layer_list import LayerSequence
+from megatron.model.rope import rope_table
+from megatron.parallel.compiler import missing_compiler
+from megatron.util.processes import is_main_process
+
+LONG_ENOUGH = 200
+"""Iterations from which ``--torch-compile auto`` compiles. Compiling is estimated to take about a
+minute at the start, and to save a sixth of every step: 200 steps of two seconds repay it,
+and shorter steps in later starts, which find the code in torch's cache."""
+
+GRAPHS = 256
+"""How many versions of a block are compiled before torch, with a warning, runs others eagerly: two,
+for training and evaluation, of each sequence length of a curriculum. Its default is 8."""
+
+
+def to_compile(config: RunConfig, device: torch.device) -> bool:
+    """Whether the blocks of a run on this device are to be compiled: what ``--torch-compile`` says,
+    and on a GPU what its ``auto`` means, which a line reports."""
+    asked = config.fast_paths.torch_compile
+    if asked != "auto":
+        return asked == "on"
+    if device.type != "cuda":
+        return False
+    iterations = _iterations(config)
+    if iterations < LONG_ENOUGH:
+        length = f"{iterations} iterations" if iterations else "a run of unknown length"
+        return _stay_eager(f"auto: {length} may not repay it (from {LONG_ENOUGH})")
+    if sequence_lengths(config.kind(CurriculumConfig)) is not None:
+        return _stay_eager("auto: every sequence length of the curriculum would be compiled")
+    if missing_compiler(device.type) is None:  # else compile_blocks says so
+        _say(f"auto: {iterations} iterations on a GPU repay it; the blocks are compiled")
+    return True
+
+
+def _iterations(config: RunConfig) -> int:
+    """About how many iterations the flags ask for; 0 where they do not say."""
+    training = config.training
+    if training.skip_train:
+        return 0
+    samples = training.train_samples or (training.train_tokens or 0) // config.model.seq_length
+    return training.train_iters or samples // training.global_batch_size
+
+
+def compile_blocks(
+    sequences: Sequence[LayerSequence], paths: FastPathsConfig, device: torch.device
+) -> None:
+    """Compiles the forward of every block, and with it the last sum of the block before; without a
+    compiler they stay eager, which a line reports. Blocks of the same shape share compiled code;
+    every sequence length is compiled separately."""
+    missing = missing_compiler(device.type)
+    if missing:
+        _stay_eager(missing)
+        return
+    # Not at the top of a file, or where the function is defined: torch's compiler takes a second of
+    # every start.
+    import torch._dynamo.config as dynamo
+    import torch._functorch.config as autograd
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+    budget = paths.activation_memory_budget
+    autograd.activation_memory_budget = 1.0 if budget is None else budget
+    for table in (rope_table, slopes_on):
+        torch.compiler.assume_constant_result(table)
+    mode = paths.torch_compile_mode
+    for sequence in sequences:
+        sequence.hand_on()
+    for block in (block for sequence in sequences for block in sequence.blocks):
+        # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
+        forward = torch.compile(block.forward, mode=mode, dynamic=False)
+        block.forward = forward  # type: ignore[method-assign]
+        if device.type == "cuda" and mode in GRAPH_MODES:
+            _keep_gradients_out_of_graphs(block)
+
+
+def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
+    """Copies the first gradient of every parameter. Autograd would keep the graph's own output as
+    ``grad``, which the next micro batch overwrites before its gradients are added: the sum is
+    silently wrong (pytorch issue 169545)."""
+
+    def own(param: nn.Parameter, grad: Tensor) -> Tensor | None:
+        return grad.clone() if param.grad is None else None
+
+    for param in block.parameters():
+        param.register_hook(partial(own, param))
+
+
+def _stay_eager(reason: str) -> bool:
+    _say(f"{reason}; the blocks run eagerly")
+    return False
+
+
+def _say(line: str) -> None:
+    if is_main_process():
+        print(f"--torch-compile: {line}", flush=True)
