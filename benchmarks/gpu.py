@@ -60,6 +60,7 @@ def measure(options: argparse.Namespace, work: list) -> int:
     from gpu_suite.results import Results
     from gpu_suite.schedule import Suite
     from gpu_suite.table import markdown
+
     from megatron.util.files import write_whole
 
     if options.scale == "full" and not _has_gpu():

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contestants.inputs import batches
 from contestants.hf import parameter_groups
+from contestants.inputs import batches
 from contestants.plain_model import GPT
 from contestants.plain_weights import plain_weights
 from contestants.registry import AfterStep, Contestant

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-
 from contestants.setting import Setting
-from gpu_suite.device import attention_shapes, attend, attention_inputs
+
+from gpu_suite.device import attend, attention_inputs, attention_shapes
 from gpu_suite.shapes import SHAPES, products
 
 REPEATS = 5
@@ -53,8 +53,7 @@ def of_shape(setting: Setting) -> dict[str, Any]:
         times = tokens / count * (1 if head else setting.layers) * setting.micro_batches
         for kind, (m, n, k) in _passes(count, inputs, outputs):
             rates: dict[str, float | None] = {
-                dtype: rate(dtype, m, n, k, kind)
-                for dtype in ("bf16", *(() if head else ("fp8",)))
+                dtype: rate(dtype, m, n, k, kind) for dtype in ("bf16", *(() if head else ("fp8",)))
             }
             rows.append([layer, kind, m, n, k, rates["bf16"], rates.get("fp8")])
             for dtype in step:
@@ -89,9 +88,7 @@ def rate(kind: str, m: int, n: int, k: int, which: str = "output") -> float:
     wide = torch.bfloat16 if a.is_cuda else torch.float32
 
     def call() -> Any:
-        return torch._scaled_mm(
-            a, b, scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast
-        )
+        return torch._scaled_mm(a, b, scale_a=one, scale_b=one, out_dtype=wide, use_fast_accum=fast)
 
     return 2 * m * n * k / seconds(call)
 
@@ -144,7 +141,9 @@ def seconds(call: Callable[[], Any]) -> float:
         call()
         mark.record()
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1e3
+    return (
+        statistics.median(a.elapsed_time(b) for a, b in zip(marks, marks[1:], strict=False)) / 1e3
+    )
 
 
 def _device() -> str:

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from contestants.registry import FLOOR
 from contestants.setting import Setting
+
 from gpu_suite.results import Found, failure
 
 BANDS = {"narrow": (0.01, 0.05), "wide": (0.03, 0.15)}

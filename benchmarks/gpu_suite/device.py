@@ -106,8 +106,8 @@ def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
 
 
 def kernels(*shape: int) -> list[str]:
-    """Names of what runs for causal attention and its gradients: kernels on a GPU, torch's operators
-    on a CPU."""
+    """Names of what runs for causal attention and its gradients: kernels on a GPU, operators on a
+    CPU."""
     cuda = torch.cuda.is_available()
     inputs = attention_inputs(*shape)
     attend(*inputs).sum().backward()

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from contestants.registry import is_ours
 from contestants.setting import Setting
+
 from gpu_suite.shapes import SHAPES, step_flops
 
 MACHINE, TESTS, CEILINGS = "machine", "tests", "ceilings"
@@ -23,7 +24,7 @@ STATES_B = f"{STATES_A}+main-params-dtype=bf16"
 STATES_C = f"{AWARE}+exp-avg-dtype=int8+exp-avg-sq-dtype=int8"
 
 START_SECONDS = 40.0
-"""Of a training cell before its first step: a worker's imports, the model, compilation. Estimate."""
+"""Estimate for a training cell before its first step: imports, the model, compilation."""
 EXPECTED_MFU = 0.45
 """Share of the data sheet's rate that durations are estimated with."""
 TRACED_STEPS = 2

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from contestants.process import environment
+
 from gpu_suite.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]

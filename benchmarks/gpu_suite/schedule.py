@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gpu_suite.ladder import CEILINGS, SLACK, TESTS, Cell, needs_own_process
 from gpu_suite.processes import OutOfTime, Sampler, Worker, WorkerDied, gpu_tests
-from gpu_suite.results import Found, Results
+from gpu_suite.results import Found, Results, failure
 from gpu_suite.worker import request_of
 
 CUT_OFF_TWICE = 2
+ALIKE = ("group", "shape", "seq_length", "trace")
+"""What cells have in common that take about as long as one another."""
+MARGIN = 1.2
 LEAST = 60.0
 """Seconds that every cell may take at least."""
 START_TIMEOUT = 300.0
@@ -22,27 +25,36 @@ LEFT_SHARE = 0.02
 
 def next_cell(
     cells: Sequence[Cell], results: Results, peak_flops: float, left: float
-) -> Cell | None:
-    """The first cell without a result that fits into the time left, in seconds; those that were cut
-    off twice come last. A cell that was cut off needs more than it was given then."""
-    open_cells = [cell for cell in cells if results.of(cell.name) is None]
+) -> tuple[Cell, float] | None:
+    """The first cell without a result that fits into the time left, in seconds, and its estimated
+    duration; those that were cut off twice come last."""
+    known = results.all()
+    open_cells = [cell for cell in cells if cell.name not in known]
     open_cells.sort(key=lambda cell: len(results.begun.get(cell.name, ())) >= CUT_OFF_TWICE)
     for cell in open_cells:
-        if needed(cell, results, peak_flops) <= left:
-            return cell
+        seconds = needed(cell, known.values(), results.begun.get(cell.name, ()), peak_flops)
+        if seconds <= left:
+            return cell, seconds
     return None
 
 
-def needed(cell: Cell, results: Results, peak_flops: float) -> float:
-    """Estimated seconds of a cell, by what others of its group and shape took where some have been
-    measured; more than it was given where that was not enough."""
+def needed(cell: Cell, known: Iterable[Found], given: Sequence[float], peak_flops: float) -> float:
+    """Estimated seconds of a cell.
+
+    Args:
+        known: what was measured; if several cells of its group, shape and length were, it takes as
+            long as the slowest of them.
+        given: seconds that it was given before, and were not enough.
+        peak_flops: the device's rate by its data sheet.
+    """
     like = [
         found["seconds"]
-        for found in map(results.of, results.alike(cell))
-        if found is not None and failure(found) is None
+        for found in known
+        if failure(found) is None
+        and all(found["cell"][each] == getattr(cell, each) for each in ALIKE)
     ]
-    estimate = 1.2 * max(like) if len(like) >= LIKE else cell.seconds(peak_flops)
-    return max([estimate, *(1.2 * seconds for seconds in results.begun.get(cell.name, ()))])
+    seconds = MARGIN * max(like) if len(like) >= 2 else cell.seconds(peak_flops)
+    return max([seconds, *(MARGIN * each for each in given)])
 
 
 class Suite:
@@ -80,8 +92,9 @@ class Suite:
         """
         try:
             self._start()
-            while cell := next_cell(cells, self.results, self.machine["peak_flops"], self.left()):
-                self._measure(cell)
+            peak = self.machine["peak_flops"]
+            while chosen := next_cell(cells, self.results, peak, self.left()):
+                self._measure(*chosen)
         finally:
             self._stop()
         open_cells = [cell.name for cell in cells if self.results.of(cell.name) is None]
@@ -107,8 +120,7 @@ class Suite:
             self.worker.close()
             self.worker = None
 
-    def _measure(self, cell: Cell) -> None:
-        estimate = needed(cell, self.results, self.machine["peak_flops"])
+    def _measure(self, cell: Cell, estimate: float) -> None:
         allowed = max(SLACK * estimate, LEAST)
         timeout = min(allowed, self.left())
         self.say(f"{cell.name}: about {estimate:.0f} s")

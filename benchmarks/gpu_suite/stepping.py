@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from contestants.registry import NoMoreSteps
 from contestants.worker import Clock
+
 from gpu_suite.ladder import TRACED_STEPS
 from gpu_suite.shapes import Steps
 from megatron.profiling.breakdown import break_down

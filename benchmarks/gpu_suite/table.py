@@ -8,21 +8,22 @@ from typing import Any
 
 from contestants.report import summary
 from contestants.setting import Setting
+
+from gpu_suite import ladder
 from gpu_suite.compare import BANDS, departures
-from gpu_suite.ladder import ABLATIONS, CEILINGS, GROUPS, LENGTHS, LLMQ, MACHINE, MAIN, PEERS, TESTS
-from gpu_suite.ladder import LARGE, SCALES, SMALL  # isort: skip
+from gpu_suite.ladder import CEILINGS, MACHINE, SCALES, TESTS
 from gpu_suite.results import Found, failure
 from gpu_suite.shapes import step_flops
 from megatron.util.files import write_whole
 
 HEADS = {
-    MAIN: "This project's shapes",
-    LLMQ: "LLMQ's shapes (sequence 1024, 524,288 tokens a step)",
-    ABLATIONS: "What each optimisation gives: all of them, then one of them otherwise",
-    PEERS: "Others at the same batch",
-    LARGE: "Shapes that a card barely holds",
-    LENGTHS: "Longer sequences",
-    SMALL: "Small shapes",
+    ladder.MAIN: "This project's shapes",
+    ladder.LLMQ: "LLMQ's shapes (sequence 1024, 524,288 tokens a step)",
+    ladder.ABLATIONS: "What each optimisation gives: all of them, then one of them otherwise",
+    ladder.PEERS: "Others at the same batch",
+    ladder.LARGE: "Shapes that a card barely holds",
+    ladder.LENGTHS: "Longer sequences",
+    ladder.SMALL: "Small shapes",
 }
 COLUMNS = (
     "model", "sequence", "", "tokens a step", "micro batch", "ms a step", "over the first",
@@ -30,10 +31,10 @@ COLUMNS = (
     "peak GB", "MHz, W", "loss at first step", "at last",
 )  # fmt: skip
 LEGEND = (
-    "TFLOP/s are those of the model, forward and backward, attention counted causally (half of the "
-    "scores), which is how LLMQ counts, fp8 too; MFU is of the data sheet's rate in 16 bits, causal "
-    "and with the scores counted whole (as Megatron-LM does); \"of measured products\" is the same "
-    "TFLOP/s over what square products of the row's dtype reached on this device. A row whose losses "
+    "TFLOP/s are those of the model, forward and backward, attention counted causally (half of "
+    "the scores), which is how LLMQ counts, fp8 too; MFU is of the data sheet's rate in 16 bits, "
+    "causal and with the scores counted whole (as Megatron-LM does); \"of measured products\" is the "
+    "same TFLOP/s over what square products of the row's dtype reached here. A row whose losses "
     f"leave the band of its shape's first row (± {BANDS['narrow'][0]:.0%}, fp8 and states of fewer "
     f"bits ± {BANDS['wide'][0]:.0%}, at every step) has no speed."
 )  # fmt: skip
@@ -112,8 +113,8 @@ def _ceilings(found: Found, level: int) -> list[str]:
         return [*lines, why, ""]
     square = found["square"]
     lines += [
-        f"Copy: {found['copy_bytes_per_second'] / 1e12:.3g} TB/s read and written. Square products: "
-        f"{square['bf16'] / 1e12:,.4g} TFLOP/s in bf16, {square['fp8'] / 1e12:,.4g} in fp8.",
+        f"Copy: {found['copy_bytes_per_second'] / 1e12:.3g} TB/s read and written. Square "
+        f"products: {square['bf16'] / 1e12:,.4g} TFLOP/s in bf16, {square['fp8'] / 1e12:,.4g} in fp8.",
         "",
         _cells(["model", "product", "M", "N", "K", "TFLOP/s, bf16", "fp8"]),
         "|---" * 7 + "|",
@@ -225,6 +226,3 @@ def refresh(path: Path, section: str) -> None:
     else:
         text = f"{text.rstrip()}\n\n{marked}" if text else marked
     write_whole(path, text.encode())
-
-
-assert set(HEADS) <= set(GROUPS)

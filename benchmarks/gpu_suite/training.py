@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-
 from contestants.ours import flags_of
 from contestants.registry import Contestant, contestant, is_ours
 from contestants.setting import Setting
+
 from gpu_suite.ladder import Cell
 from gpu_suite.shapes import SHAPES
 from gpu_suite.stepping import Stepping, split
