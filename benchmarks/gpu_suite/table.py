@@ -33,8 +33,8 @@ COLUMNS = (
 LEGEND = (
     "TFLOP/s are those of the model, forward and backward, attention counted causally (half of "
     "the scores), which is how LLMQ counts, fp8 too; MFU is of the data sheet's rate in 16 bits, "
-    "causal and with the scores counted whole (as Megatron-LM does); \"of measured products\" is the "
-    "same TFLOP/s over what square products of the row's dtype reached here. A row whose losses "
+    "causal and with the scores counted whole (as Megatron-LM does); 'of measured products' is "
+    "the same TFLOP/s over what square products of the row's dtype reached here. A row whose losses "
     f"leave the band of its shape's first row (± {BANDS['narrow'][0]:.0%}, fp8 and states of fewer "
     f"bits ± {BANDS['wide'][0]:.0%}, at every step) has no speed."
 )  # fmt: skip
@@ -114,7 +114,8 @@ def _ceilings(found: Found, level: int) -> list[str]:
     square = found["square"]
     lines += [
         f"Copy: {found['copy_bytes_per_second'] / 1e12:.3g} TB/s read and written. Square "
-        f"products: {square['bf16'] / 1e12:,.4g} TFLOP/s in bf16, {square['fp8'] / 1e12:,.4g} in fp8.",
+        f"products: {square['bf16'] / 1e12:,.4g} TFLOP/s in bf16, "
+        f"{square['fp8'] / 1e12:,.4g} in fp8.",
         "",
         _cells(["model", "product", "M", "N", "K", "TFLOP/s, bf16", "fp8"]),
         "|---" * 7 + "|",
