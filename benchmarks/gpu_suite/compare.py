@@ -33,9 +33,9 @@ def outside(found: Found, reference: Found) -> str | None:
     ):
         if loss is not None and expected is not None and _apart(loss, expected, of_loss):
             return f"loss at step {step} is {loss:.4f}, not {expected:.4f} ± {of_loss:.0%}"
-    norms = [each["grad_norms"][0] for each in (found, reference)]
-    if None not in norms and _apart(*norms, of_norm):
-        return f"first gradients' norm is {norms[0]:.4g}, not {norms[1]:.4g} ± {of_norm:.0%}"
+    norm, expected = (each["grad_norms"][0] for each in (found, reference))
+    if norm is not None and expected is not None and _apart(norm, expected, of_norm):
+        return f"first gradients' norm is {norm:.4g}, not {expected:.4g} ± {of_norm:.0%}"
     return None
 
 

@@ -8,6 +8,7 @@ may be set beside its figures.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from contestants.report import shape_of
 from contestants.setting import Setting
@@ -94,9 +95,14 @@ def products(setting: Setting) -> dict[str, tuple[int, int]]:
     }
 
 
-_LLMQ = {"architecture": "qwen2", "seq_length": 1024, "step_tokens": 524_288}
-_LLAMA = {"architecture": "llama", "seq_length": 2048, "vocabulary": 32_000}
-_GPT2 = {"architecture": "gpt2", "seq_length": 1024, "vocabulary": 50_304, "step_tokens": 65_536}
+_LLMQ: dict[str, Any] = {"architecture": "qwen2", "seq_length": 1024, "step_tokens": 524_288}
+_LLAMA: dict[str, Any] = {"architecture": "llama", "seq_length": 2048, "vocabulary": 32_000}
+_GPT2: dict[str, Any] = {
+    "architecture": "gpt2",
+    "seq_length": 1024,
+    "vocabulary": 50_304,
+    "step_tokens": 65_536,
+}
 
 SHAPES = {
     shape.name: shape

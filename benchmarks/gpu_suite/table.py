@@ -34,7 +34,7 @@ LEGEND = (
     "TFLOP/s are those of the model, forward and backward, attention counted causally (half of "
     "the scores), which is how LLMQ counts, fp8 too; MFU is of the data sheet's rate in 16 bits, "
     "causal and with the scores counted whole (as Megatron-LM does); 'of measured products' is "
-    "the same TFLOP/s over what square products of the row's dtype reached here. A row whose losses "
+    "the same TFLOP/s over what square products of the row's dtype reached. A row whose losses "
     f"leave the band of its shape's first row (± {BANDS['narrow'][0]:.0%}, fp8 and states of fewer "
     f"bits ± {BANDS['wide'][0]:.0%}, at every step) has no speed."
 )  # fmt: skip
