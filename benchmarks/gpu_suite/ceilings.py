@@ -8,13 +8,18 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from contestants.setting import Setting
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from gpu_suite.device import attend, attention_inputs, attention_shapes
 from gpu_suite.shapes import SHAPES, products
+from megatron.training.metrics import measure_matmul_peak
 
 REPEATS = 5
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
@@ -27,6 +32,8 @@ def ceilings() -> dict[str, Any]:
     """The ceilings cell. Rates are FLOP/s, medians of several calls."""
     cuda = torch.cuda.is_available()
     names = TRAINED if cuda else ("tiny", "tiny-qwen")
+    if cuda:  # a GPU that was idle needs a moment to reach its clocks
+        measure_matmul_peak(torch.bfloat16, torch.device("cuda"), 1.0)
     found: dict[str, Any] = {"copy_bytes_per_second": copy_rate(2**30 if cuda else 2**22)}
     side = 8192 if cuda else 256
     found["square"] = {kind: rate(kind, side, side, side) for kind in ("bf16", "fp8")}
@@ -102,10 +109,10 @@ def attention(*shape: int) -> dict[str, Any]:
     for name, backend in _backends().items():
         inputs = attention_inputs(*shape)
         try:
-            with torch.nn.attention.sdpa_kernel(backend) if backend else _as_chosen():
+            with nullcontext() if backend is None else sdpa_kernel(backend):
                 grad = torch.randn_like(attend(*inputs))
-                forward = seconds(lambda: attend(*inputs).detach())  # noqa: B023
-                both = seconds(lambda: attend(*inputs).backward(grad))  # noqa: B023
+                forward = seconds(partial(attend, *inputs))
+                both = seconds(partial(_with_gradients, inputs, grad))
         except RuntimeError as error:
             found[name] = str(error).splitlines()[0][:200]
             continue
@@ -113,14 +120,13 @@ def attention(*shape: int) -> dict[str, Any]:
     return found
 
 
-def _as_chosen() -> Any:
-    return torch.enable_grad()
+def _with_gradients(inputs: tuple[Tensor, ...], grad: Tensor) -> None:
+    torch.autograd.grad(attend(*inputs), inputs, grad)
 
 
 def _backends() -> dict[str, Any]:
-    backend = torch.nn.attention.SDPBackend
-    named = {"chosen by torch": None, "flash": backend.FLASH_ATTENTION}
-    return named | ({"cuDNN": backend.CUDNN_ATTENTION} if torch.cuda.is_available() else {})
+    named = {"chosen by torch": None, "flash": SDPBackend.FLASH_ATTENTION}
+    return named | ({"cuDNN": SDPBackend.CUDNN_ATTENTION} if torch.cuda.is_available() else {})
 
 
 def seconds(call: Callable[[], Any]) -> float:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from machine import machine
 
+from megatron.profiling.categories import ATTENTION, kernel_category
 from megatron.training.metrics import measure_matmul_peak, peak_flops
 
 QUERY = (
@@ -82,6 +83,8 @@ def smi(query: str = QUERY) -> dict[str, str]:
         )
     except (OSError, subprocess.TimeoutExpired):
         return {}
+    if done.returncode:  # an older driver does not know a field
+        return {}
     values = [value.strip() for value in done.stdout.partition("\n")[0].split(",")]
     return dict(zip(query.split(","), values, strict=False))
 
@@ -123,5 +126,5 @@ def kernels(*shape: int) -> list[str]:
         for event in profile.events()
         if (event.device_type == torch.autograd.DeviceType.CUDA) == cuda
     ]
-    names = (event.name for event in events if "attention" in event.name or cuda)
-    return list(dict.fromkeys(names))
+    names = list(dict.fromkeys(event.name for event in events))
+    return [name for name in names if kernel_category(name, None) == ATTENTION] or names

@@ -27,7 +27,8 @@ class Results:
     """A folder of results of one device; made if it is not there.
 
     Attributes:
-        begun: by cell, the seconds that it was given each time it was begun without a result.
+        begun: by cell, the seconds that it was given each time it was begun without a result; 0
+            where that is not known, since the whole suite was ended.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -49,9 +50,14 @@ class Results:
         """File of a cell's trace."""
         return self.folder / "traces" / f"{name}.json.gz"
 
-    def begin(self, name: str, seconds: float) -> None:
-        """A cell begins, with this much time."""
-        self.begun.setdefault(name, []).append(seconds)
+    def begin(self, name: str) -> None:
+        """A cell begins."""
+        self.begun.setdefault(name, []).append(0.0)
+        self._write("begun.json", self.begun)
+
+    def cut_off(self, name: str, seconds: float) -> None:
+        """It had this much time, which was not enough."""
+        self.begun[name][-1] = seconds
         self._write("begun.json", self.begun)
 
     def put(self, name: str, found: Found) -> None:

@@ -124,7 +124,7 @@ class Suite:
         allowed = max(SLACK * estimate, LEAST)
         timeout = min(allowed, self.left())
         self.say(f"{cell.name}: about {estimate:.0f} s")
-        self.results.begin(cell.name, timeout)
+        self.results.begin(cell.name)
         self.after_each()
         began = time.monotonic()
         try:
@@ -134,6 +134,8 @@ class Suite:
             self.worker = None
             if timeout < allowed:
                 self.say(f"{cell.name}: cut off after {timeout:.0f} s by the time limit")
+                self.results.cut_off(cell.name, timeout)
+                self.after_each()
                 return
             found = {"failed": f"not done within {timeout:.0f} s"}
         except WorkerDied as error:

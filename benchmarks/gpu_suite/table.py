@@ -13,7 +13,7 @@ from gpu_suite import ladder
 from gpu_suite.compare import BANDS, departures
 from gpu_suite.ladder import CEILINGS, MACHINE, SCALES, TESTS
 from gpu_suite.results import Found, failure
-from gpu_suite.shapes import step_flops
+from gpu_suite.shapes import SHAPES, step_flops
 from megatron.util.files import write_whole
 
 HEADS = {
@@ -124,6 +124,16 @@ def _ceilings(found: Found, level: int) -> list[str]:
         for layer, kind, m, n, k, *rates in of_shape["rows"]:
             shown = [f"{rate / 1e12:,.4g}" if rate else "" for rate in rates]
             lines.append(_cells([shape, f"{layer}, {kind}", *map(str, (m, n, k)), *shown]))
+    lines += [
+        "",
+        _cells(["model", "products of a step alone, ms, bf16", "fp8", "MFU, causal, at most"]),
+    ]
+    lines.append("|---" * 4 + "|")
+    for shape, of_shape in found["products"].items():
+        alone = of_shape["step_seconds"]
+        share = step_flops(SHAPES[shape].setting()) / alone["bf16"] / found["machine"]["peak_flops"]
+        shown = [f"{alone[dtype] * 1e3:,.1f}" for dtype in ("bf16", "fp8")]
+        lines.append(_cells([shape, *shown, f"{share:.1%}"]))
     lines += ["", _cells(["attention [B, N, K, S, D]", "kernel", "TFLOP/s, forward", "both"])]
     lines.append("|---" * 4 + "|")
     for shape, rates in found["attention"].items():

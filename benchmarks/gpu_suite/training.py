@@ -108,11 +108,16 @@ def _measure(
     torch.set_num_threads(setting.threads)
     stepping = Stepping(SHAPES[cell.shape].steps, trace if cell.trace else None, about)
     found["setting"] = dataclasses.asdict(setting)
+    why = None
     try:
         entrant.run(setting, stepping.after_step)
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        if not _no_memory(error):
+            raise
         why = str(error).splitlines()[0][:200]
-        del stepping, error
+    if why is not None:
+        # Only here: until its block ends, an error keeps the frames in which the model is.
+        del stepping
         free()
         return why
     found |= {
@@ -125,6 +130,14 @@ def _measure(
     return None
 
 
+def _no_memory(error: RuntimeError) -> bool:
+    """Triton and cuBLAS have no class for it."""
+    said = str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(
+        words in said for words in ("out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    )
+
+
 def command(cell: Cell, entrant: Contestant, setting: Setting) -> str:
     """What a user would type for the same training, or, of a peer, for the same measurement."""
     if is_ours(cell.contestant):
@@ -135,7 +148,6 @@ def command(cell: Cell, entrant: Contestant, setting: Setting) -> str:
 
 def free() -> int:
     """Gives all memory back that nothing refers to; bytes on the GPU that are still in use."""
-    sys.last_exc = sys.last_value = None  # type: ignore[attr-defined]
     compiler = sys.modules.get("torch._dynamo")
     if compiler is not None:
         # Code objects are shared by the variants: compiled code of the last one counts against the
