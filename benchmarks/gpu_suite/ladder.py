@@ -82,12 +82,11 @@ def turned_off(base: str) -> list[tuple[str, str]]:
     fp8 = base + FP8
     return [
         ("all of it", base),
-        ("no torch.compile", base.replace("+torch-compile", "")),
+        ("no torch.compile", base.replace("+torch-compile", "+torch-compile=off")),
         ("logits by 64 MiB", f"{base}+logits-chunk-mib=64"),
         ("logits by 1024 MiB", f"{base}+logits-chunk-mib=1024"),
         ("logits whole", f"{base}+logits-chunk-mib=0"),
         ("attention cuDNN", f"{base}+attention-backend=cudnn"),
-        ("attention flash-attn", f"{base}+attention-backend=flash"),
         ("attention eager", f"{base}+attention-backend=eager"),
         ("gradients accumulated in fp32", f"{base}+accumulate-allreduce-grads-in-fp32"),
         ("states (A), 10 bytes", base + STATES_A),
@@ -103,7 +102,7 @@ def turned_off(base: str) -> list[tuple[str, str]]:
         ("fp8 delayed", f"{fp8}+fp8-recipe=delayed"),
         ("fp8 blockwise", f"{fp8}+fp8-recipe=blockwise"),
         ("fp8 rowwise", f"{fp8}+fp8-recipe=rowwise"),
-        ("fp8, no torch.compile", fp8.replace("+torch-compile", "")),
+        ("fp8, no torch.compile", fp8.replace("+torch-compile", "+torch-compile=off")),
         (
             "compile mode max-autotune-no-cudagraphs",
             f"{base}+torch-compile-mode=max-autotune-no-cudagraphs",
@@ -112,6 +111,10 @@ def turned_off(base: str) -> list[tuple[str, str]]:
             "compile mode reduce-overhead (CUDA graphs)",
             f"{base}+torch-compile-mode=reduce-overhead",
         ),
+        # Packages that are rarely there.
+        ("attention flash-attention 2", f"{base}+attention-backend=flash"),
+        ("attention flash-attention 3", f"{base}+attention-backend=flash3"),
+        ("attention flash-attention 4", f"{base}+attention-backend=flash4"),
     ]
 
 
