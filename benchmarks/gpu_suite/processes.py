@@ -144,7 +144,10 @@ def gpu_tests(log: Path, timeout: float) -> dict[str, Any]:
     with log.open("rb") as file:
         file.seek(begin)
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
-    return {"summary": (lines or [""])[-1], "status": status, "log": lines[-40:]}
+    broken = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
+    return {
+        "summary": (lines or [""])[-1], "status": status, "broken": broken, "log": lines[-40:]
+    }  # fmt: skip
 
 
 class Sampler:

@@ -35,9 +35,7 @@ class Results:
         self.folder = folder
         for name in ("cells", "traces", "cache"):
             (folder / name).mkdir(parents=True, exist_ok=True)
-        self.begun: dict[str, list[float]] = {}
-        if (folder / "begun.json").exists():
-            self.begun = json.loads((folder / "begun.json").read_text())
+        self.begun = self._read_begun()
 
     def of(self, name: str) -> Found | None:
         """What was found for a cell; None if it has not been measured."""
@@ -95,7 +93,7 @@ class Results:
                 if content is not None and not target.exists():
                     target.parent.mkdir(parents=True, exist_ok=True)
                     target.write_bytes(content.read())
-        self.__init__(self.folder)  # type: ignore[misc]
+        self.begun = self._read_begun()
 
     def pack(self, bundle: Path) -> None:
         """Writes the bundle: results first, then traces and compiled code as far as they fit."""
@@ -111,6 +109,10 @@ class Results:
                 break
             cells, content = [*cells, *part], larger
         write_whole(bundle, content)
+
+    def _read_begun(self) -> dict[str, list[float]]:
+        path = self.folder / "begun.json"
+        return json.loads(path.read_text()) if path.exists() else {}
 
     def _files(self, name: str) -> list[Path]:
         return [path for path in sorted((self.folder / name).rglob("*")) if path.is_file()]

@@ -55,8 +55,9 @@ def markdown(results: Mapping[str, Found], level: int = 1) -> str:
     lines = [f"{'#' * level} {machine['device']}", "", _about(machine, results), ""]
     if TESTS in results:
         found = results[TESTS]
-        said = failure(found) or f"{found['summary']} (exit status {found['status']})"
+        said = failure(found) or found["summary"]
         lines += [f"`python -m pytest tests/gpu -q`: {said}", ""]
+        lines += [*(f"- {line}" for line in found.get("broken", ())), ""]
     if CEILINGS in results:
         lines += _ceilings(results[CEILINGS], level + 1)
     odd = departures(results)

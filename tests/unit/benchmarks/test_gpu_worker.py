@@ -163,6 +163,33 @@ def drawn_flags() -> list[str]:
 
 
 @pytest.mark.proof
+def test_nothing_of_a_training_is_left():
+    """Neither of one that ends nor of one that runs out of memory after a step."""
+    code = (
+        "import gc, json, sys, torch; sys.path[:0] = [sys.argv[1]]\n"
+        "from gpu_suite import stepping, worker\n"
+        "from gpu_suite.ladder import MAIN, Cell\n"
+        "from megatron.model.layer_list import LayerStack\n"
+        "from pathlib import Path\n"
+        "request = worker.request_of(Cell(MAIN, 'tiny', 'x', 'ours-zero1'), Path('x'), {})\n"
+        "whole = stepping.Stepping.after_step\n"
+        "def short(self, *loss):\n"
+        "    whole(self, *loss)\n"
+        "    raise torch.OutOfMemoryError('no memory')\n"
+        "for stepping.Stepping.after_step in (whole, short):\n"
+        "    found = worker.answer(json.loads(request))\n"
+        "    left = [each for each in gc.get_objects() if isinstance(each, LayerStack)]\n"
+        "    print('left', len(left), found.get('failed'), found.get('halved'))\n"
+    )
+    folder = str(Path(gpu.__file__).parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code, folder], capture_output=True, text=True, check=True
+    )
+    said = [line for line in done.stdout.splitlines() if line.startswith("left")]
+    assert said == ["left 0 None None", "left 0 out of memory: no memory no memory"]
+
+
+@pytest.mark.proof
 def test_a_trial_that_is_killed_resumed_and_merged(tmp_path, capsys):
     """The whole of --scale tiny, as it is started; the first run is killed in the middle."""
     bundle, program = tmp_path / "gpu.tgz", str(Path(gpu.__file__))
