@@ -68,7 +68,7 @@ def test_out_of_memory_is_tried_again_with_half_the_micro_batch(monkeypatch, tmp
     assert found["halved"] == "CUDA out of memory. Tried to allocate 2 GiB"
     assert found["setting"]["micro_batch"] == 2 and found["losses"] == [6.0] * 6
     assert len(found["rounds"]) == 2 and "failed" not in found
-    always, tried[:] = True, []
+    always, tried[:], models[:] = True, [], []
     found = train(cell, tmp_path / "trace", {}, Room(None))
     assert len(tried) == 2 and found["failed"].startswith("out of memory: CUDA out of memory")
 
