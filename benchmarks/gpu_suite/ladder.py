@@ -27,7 +27,6 @@ START_SECONDS = 40.0
 """Estimate for a training cell before its first step: imports, the model, compilation."""
 EXPECTED_MFU = 0.45
 """Share of the data sheet's rate that durations are estimated with."""
-TRACED_STEPS = 2
 SLACK = 2.5
 """A cell may take this many times its estimated duration."""
 OWN_PROCESS = ("activation-memory-budget", "attention-backend", "torch-compile-mode")
@@ -44,7 +43,7 @@ class Cell:
         variant: what is different from the group's first of this shape, for people.
         contestant: of `contestants.registry`.
         seq_length, micro_tokens: in place of the shape's; 0 for the shape's own.
-        trace: whether two steps are traced afterwards.
+        trace: whether steps are traced afterwards.
         fixed: estimated seconds of a cell that trains nothing.
     """
 
@@ -73,8 +72,9 @@ class Cell:
         """Estimated duration on a device of this rate."""
         if not self.shape:
             return self.fixed
-        steps = SHAPES[self.shape].steps.total + TRACED_STEPS * self.trace
-        return START_SECONDS + steps * step_flops(self.setting) / (EXPECTED_MFU * peak_flops)
+        steps = SHAPES[self.shape].steps
+        count = steps.total + steps.traced * self.trace
+        return START_SECONDS + count * step_flops(self.setting) / (EXPECTED_MFU * peak_flops)
 
 
 def turned_off(base: str) -> list[tuple[str, str]]:

@@ -16,11 +16,13 @@ from contestants.setting import Setting
 
 @dataclass(frozen=True)
 class Steps:
-    """How many steps a measurement makes: ``warmup``, then ``rounds`` of ``each``."""
+    """How many steps a measurement makes: ``warmup``, then ``rounds`` of ``each``; and ``traced``
+    ones where there is a trace: one of those with many micro batches, whose traces are large."""
 
     warmup: int
     rounds: int
     each: int
+    traced: int = 2
 
     @property
     def total(self) -> int:
@@ -114,11 +116,11 @@ SHAPES = {
         ),
         Shape(
             name="Qwen2.5-1.5B", layers=28, hidden=1536, heads=12, kv_heads=2, ffn=8960,
-            vocabulary=151_936, tied=True, micro_tokens=16_384, steps=Steps(1, 3, 1), **_LLMQ,
+            vocabulary=151_936, tied=True, micro_tokens=16_384, steps=Steps(1, 3, 1, 1), **_LLMQ,
         ),
         Shape(
             name="Qwen2.5-3B", layers=36, hidden=2048, heads=16, kv_heads=2, ffn=11_008,
-            vocabulary=151_936, tied=True, micro_tokens=8192, steps=Steps(1, 2, 1), **_LLMQ,
+            vocabulary=151_936, tied=True, micro_tokens=8192, steps=Steps(1, 2, 1, 1), **_LLMQ,
         ),
         Shape(
             name="Qwen2.5-7B", layers=28, hidden=3584, heads=28, kv_heads=4, ffn=18_944,

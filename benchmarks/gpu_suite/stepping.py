@@ -1,4 +1,4 @@
-"""The steps of one contestant: warm-up, rounds that are timed, and two that are traced."""
+"""The steps of one contestant: warm-up, rounds that are timed, and some that are traced."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import torch
 from contestants.registry import NoMoreSteps
 from contestants.worker import Clock
 
-from gpu_suite.ladder import TRACED_STEPS
 from gpu_suite.shapes import Steps
 from megatron.profiling.breakdown import break_down
 from megatron.profiling.tables import breakdown_text
@@ -25,7 +24,7 @@ class Stepping:
 
     Args:
         steps: how many there are.
-        trace: file of a trace of two further steps; None without one.
+        trace: file of a trace of further steps; None without one.
         about: kept in the trace: ``matmul_peak_flops`` where it is known.
     """
 
@@ -57,11 +56,11 @@ class Stepping:
         elif self.trace is None:
             raise NoMoreSteps
         else:
-            self._profiler = _profiler()
+            self._profiler = _profiler(self.steps.traced)
             self._profiler.start()
 
     def _traced(self, profiler: torch.profiler.profile) -> None:
-        if self.done == self.steps.total + TRACED_STEPS:
+        if self.done == self.steps.total + self.steps.traced:
             if torch.cuda.is_available():
                 torch.cuda.synchronize()
             profiler.add_metadata_json("megatron", json.dumps(self.about))
@@ -80,13 +79,13 @@ class Stepping:
         self._unread = []
 
 
-def _profiler() -> torch.profiler.profile:
+def _profiler(steps: int) -> torch.profiler.profile:
     activities = [torch.profiler.ProfilerActivity.CPU]
     if torch.cuda.is_available():
         activities.append(torch.profiler.ProfilerActivity.CUDA)
     return torch.profiler.profile(
         activities=activities,
-        schedule=torch.profiler.schedule(wait=0, warmup=0, active=TRACED_STEPS, repeat=1),
+        schedule=torch.profiler.schedule(wait=0, warmup=0, active=steps, repeat=1),
         record_shapes=True,
     )
 
