@@ -26,7 +26,7 @@ REFUSED = {
     "--retro-*": "there is no Retro model",
     "--num-layers-teacher --num-experts-teacher --hidden-size-teacher "
     "--num-attention-heads-teacher --mos --kd --kd-* --load-teacher --logits-load-* "
-    "--logits-save-*": ("there is no distillation; leave it out to train on the data alone"),
+    "--logits-save-*": "distillation is not supported; leave it out to train on the data alone",
     "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
     "--v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents "
     "--mla-*": "there is no multi-latent attention; --num-query-groups makes keys and values fewer",
@@ -73,7 +73,8 @@ REFUSED = {
     "--no-fp8-wgrad --disable-fp8-wgrad --fp8-output-proj --fp8-quantizer-factory "
     "--fp8-param-gather --fp4-* --te-precision-config-file --use-kitchen-attention "
     "--kitchen-* --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
-        "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16"
+        "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16, "
+        "beside 8-bit copies in both layouts"
     ),
     "--fp32-residual-connection": (
         "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 runs as autocast, "

@@ -12,12 +12,12 @@ from configs import run_config
 from torch import Tensor, nn
 
 from megatron.config.engine import FastPathsConfig
-from megatron.engine import build as build_module
 from megatron.engine.backend import PlainBackend, runs_graphs
 from megatron.engine.build import compile_blocks
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
+from megatron.parallel import compiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -51,9 +51,8 @@ class Graph(nn.Module):
 @pytest.fixture
 def compiled(monkeypatch):
     """Compiles for a GPU; of compiling nothing but the call is left."""
-    monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: None)
-    monkeypatch.setattr(build_module.shutil, "which", lambda name: name)
-    monkeypatch.setattr(build_module, "_finds_python_headers", lambda: True)
+    monkeypatch.setattr(torch, "compile", lambda forward, mode, dynamic: forward)
+    monkeypatch.setattr(compiler, "_missing_for_gpus", lambda: None)
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
 
     def build(mode: str, device: torch.device = GPU) -> Graph:
@@ -137,10 +136,11 @@ def test_without_pythons_headers_blocks_stay_eager(monkeypatch, tmp_path, capsys
         (tmp_path / folder / "Python.h").touch()
     monkeypatch.setenv("CPATH", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
-    monkeypatch.setattr(build_module.shutil, "which", lambda name: name)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: name)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
     modes: list[str] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: modes.append(mode))
+    monkeypatch.setattr(torch, "compile", lambda forward, mode, dynamic: modes.append(mode))
     compile_blocks([Graph()], "default", GPU)
     assert modes == (["default"] if place else [])
     said = f"--torch-compile: no Python.h in {tmp_path / 'include'} (python3-dev, python3-devel); "

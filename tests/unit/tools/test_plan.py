@@ -1,12 +1,10 @@
 """tools/plan.py as people call it."""
 
-import importlib.util
-import sys
-from pathlib import Path
+import re
 
 import pytest
+from programs import load_program
 
-TOOL = Path(__file__).parents[3] / "tools" / "plan.py"
 SMALL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 5000 "
     "--global-batch-size 64 --bf16 "
@@ -15,11 +13,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("plan", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module.main
+    return load_program("tools/plan.py").main
 
 
 def test_lists_the_best(main, capsys):
@@ -97,5 +91,8 @@ def test_published_tables(main, capsys):
     out = capsys.readouterr().out
     for name in ("22B", "175B", "530B", "1T", "1.7B", "1008.0B"):
         assert sum(line.startswith(f"{name} ") for line in out.splitlines()) >= 1
+    published = re.findall(r"selective.* (\S+%)  +\S+%  +\S+\n", out)
+    assert published == ["43.7%", "52.8%", "57.0%", "57.0%"]
+    assert re.search(r"^175B .* 1024 +1536 +138 +\d+ +32\.00 ", out, re.MULTILINE)
     assert "4 + 16/d" in out and "6 + 12/d" in out and "8 + 8/d" in out
     assert "arXiv:2205.05198" in out and "arXiv:2104.04473" in out
