@@ -24,6 +24,8 @@ from megatron.engine.environment import training_device
 from megatron.planning.memory import Memory, peak_memory
 
 Found = dict[str, Any]
+COMPILED_SHARE = 0.5
+"""An estimate, low rather than high: what is refused is never tried."""
 
 
 class CannotFit(Exception):
@@ -43,13 +45,15 @@ class Room:
             return cls(None)
         return cls(torch.cuda.get_device_properties(0).total_memory)
 
-    def refuse(self, needed: Memory) -> None:
-        """Raises CannotFit if ``needed`` is more."""
-        if self.total is not None and needed.total > self.total:
-            state = needed.total - needed.activations
+    def refuse(self, eager: Memory) -> None:
+        """Raises CannotFit if a run that needs ``eager`` without torch.compile needs more even
+        where compiled layers keep only :data:`COMPILED_SHARE` of its activations."""
+        state = eager.total - eager.activations
+        needed = state + COMPILED_SHARE * eager.activations
+        if self.total is not None and needed > self.total:
             raise CannotFit(
-                f"predicted to need {needed.total / 1e9:.1f} GB ({state / 1e9:.1f} GB of state), "
-                f"the device has {self.total / 1e9:.1f} GB; not started"
+                f"predicted to need {needed / 1e9:.1f} GB ({state / 1e9:.1f} GB of state), the "
+                f"device has {self.total / 1e9:.1f} GB; not started"
             )
 
 
@@ -83,12 +87,9 @@ def train(cell: Cell, trace: Path, about: Found, room: Room) -> Found:
         return found | {"missing": f"{', '.join(missing)} not installed"}
     smaller = halved(setting)
     if is_ours(cell.contestant):
-        # Compiled layers keep about half of what is predicted, so that only what would not fit
-        # with half the micro batch is not worth a try.
-        needed = predicted(entrant, smaller or setting)
         found["predicted_bytes"] = predicted(entrant, setting).total
         try:
-            room.refuse(needed)
+            room.refuse(predicted(entrant, smaller or setting))
         except CannotFit as error:
             return found | {"cannot_fit": str(error)}
     why = _measure(cell, entrant, setting, found, trace, about)
