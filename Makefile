@@ -64,7 +64,7 @@ bench: $(STAMP)  ## a training step on the CPU against its peers (docs/reference
 	    $(BIN)/python benchmarks/train.py --vocab-size $$vocabulary --rounds 9 \
 	        --json benchmarks/results/cpu-$$vocabulary.json || exit 1; done
 
-bench-gpu: $(STAMP)  ## all measurements for one GPU, and the tests; continues where it was stopped
+bench-gpu: $(STAMP)  ## measurements and tests for one GPU; continues where it was stopped
 	$(BIN)/python benchmarks/gpu.py
 
 clean:  ## remove runs/quickstart and what the tools leave behind; .venv stays

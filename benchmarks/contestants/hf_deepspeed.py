@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from contestants import hf
-from contestants.batches import batches
+from contestants.inputs import batches
 from contestants.registry import AfterStep, Contestant
 from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, Setting
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from typing import Any
 
 import numpy as np
@@ -11,6 +12,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from contestants import hf
+from contestants.inputs import samples
 from contestants.registry import AfterStep, Contestant
 from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Setting
 
@@ -19,7 +21,7 @@ class Samples(Dataset):
     """The file's samples, over and over."""
 
     def __init__(self, setting: Setting) -> None:
-        self.samples = np.load(setting.tokens, mmap_mode="r")
+        self.samples = samples(setting)
 
     def __len__(self) -> int:
         return 10**9
@@ -50,7 +52,7 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
     """Trains by ``Trainer.train``."""
     cuda = torch.cuda.is_available()
     arguments = TrainingArguments(
-        output_dir=setting.folder,
+        output_dir=setting.folder or tempfile.gettempdir(),  # nothing is written
         bf16=setting.dtype == "bf16",
         use_cpu=not cuda,
         per_device_train_batch_size=setting.micro_batch,

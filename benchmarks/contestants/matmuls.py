@@ -20,7 +20,7 @@ def shape_of(setting: Setting) -> StepShape:
         kv_heads=setting.kv_heads,
         head_width=setting.hidden_size // setting.heads,
         inner=setting.ffn_hidden_size,
-        gated=setting.architecture == "llama",
+        gated=setting.gated,
         vocabulary=setting.vocab_size,
     )
 

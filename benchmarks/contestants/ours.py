@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Any
+from contextlib import nullcontext
 
 import torch
 
-from contestants.registry import AfterStep, Contestant
+from contestants.drawn import drawn_on_device
+from contestants.registry import AfterStep, Contestant, NoMoreSteps
 from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, WEIGHT_DECAY, Setting
 from megatron.engine.environment import distributed
 from megatron.training.run import build_trainer, parse_run
+from megatron.training.trainer import Callback, Step, Trainer
 
 NEVER = 10**9
-LLAMA = (
-    "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear "
-    "--untie-embeddings-and-output-weights"
-)
+LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear"
+UNTIED = "--untie-embeddings-and-output-weights"
+QWEN2 = f"{LLAMA} --add-qkv-bias --rotary-base 1000000 --norm-epsilon 1e-6"
 
 
 def flags_of(setting: Setting, stage: int, extra: tuple[str, ...] = ()) -> list[str]:
@@ -33,23 +34,42 @@ def flags_of(setting: Setting, stage: int, extra: tuple[str, ...] = ()) -> list[
         f"--adam-beta1 {BETAS[0]} --adam-beta2 {BETAS[1]} --adam-eps {EPS} --clip-grad {CLIP} "
         f"--tokenizer-type NullTokenizer --vocab-size {setting.vocab_size - 1} --mock-data "
         f"--train-iters {NEVER} --log-interval {NEVER} --eval-iters 0 --peak-tflops 1 "
-        f"--zero-stage {stage} {workers} {LLAMA if setting.architecture == 'llama' else ''} "
+        f"--zero-stage {stage} {workers} {_architecture(setting)} "
         f"{'--bf16' if setting.dtype == 'bf16' else ''}"
     )
     return [*flags.split(), *extra]
 
 
+def _architecture(setting: Setting) -> str:
+    if setting.architecture == "gpt2":
+        return ""
+    untied = "" if setting.tied else UNTIED
+    return f"{QWEN2 if setting.architecture == 'qwen2' else LLAMA} {untied}"
+
+
+class Steps(Callback):
+    """Tells of every step, and stops the training when nobody wants another one."""
+
+    def __init__(self, after_step: AfterStep) -> None:
+        self.tell, self.ended = after_step, False
+
+    def after_step(self, trainer: Trainer, step: Step) -> None:
+        """See `Callback.after_step`."""
+        try:
+            self.tell(step.result.loss, step.result.grad_norm)
+        except NoMoreSteps:
+            self.ended = True
+
+    def reason_to_stop(self, trainer: Trainer) -> str | None:
+        """See `Callback.reason_to_stop`."""
+        return "the end of the measurement" if self.ended else None
+
+
 def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None:
     """Trains by ``Trainer.fit``."""
     asked = parse_run(None, flags_of(setting, contestant.stage, contestant.flags))
+    weights = nullcontext() if setting.folder else drawn_on_device()
     with distributed(asked.config.parallel) as mesh:
-        trainer = build_trainer(asked, mesh)
-        step = trainer.engine.train_step
-
-        def train_step(*args: Any, **kwargs: Any) -> Any:
-            result = step(*args, **kwargs)
-            after_step(result.loss)
-            return result
-
-        trainer.engine.train_step = train_step  # type: ignore[method-assign]
+        with weights:
+            trainer = build_trainer(asked, mesh, [Steps(after_step)])
         trainer.fit()

@@ -6,8 +6,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from contestants.batches import batches
 from contestants.hf import parameter_groups
+from contestants.inputs import batches
 from contestants.plain_model import GPT
 from contestants.plain_weights import plain_weights
 from contestants.registry import AfterStep, Contestant
@@ -17,8 +17,9 @@ from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, Setting
 def build(setting: Setting, device: torch.device) -> GPT:
     """The model on ``device`` in the setting's dtype."""
     if setting.shared_weights:
-        model = GPT(setting)
-        model.load_state_dict(plain_weights(setting))
+        with torch.device("cpu" if setting.folder else device):
+            model = GPT(setting)
+        model.load_state_dict(plain_weights(setting, device))
     else:
         torch.manual_seed(SEED)
         with torch.device(device):

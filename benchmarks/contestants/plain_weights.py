@@ -5,9 +5,9 @@ from __future__ import annotations
 import re
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
+from contestants.inputs import weights
 from contestants.setting import Setting
 
 GPT2 = {
@@ -28,11 +28,9 @@ LLAMA = {
 }
 
 
-def plain_weights(setting: Setting) -> dict[str, Tensor]:
+def plain_weights(setting: Setting, device: torch.device) -> dict[str, Tensor]:
     """The state dictionary of :class:`contestants.plain_model.GPT`."""
-    found: dict[str, Tensor] = {}
-    for path in sorted(setting.weights.glob("*.safetensors")):
-        found |= load_file(path)
+    found = weights(setting, device)
     return _from_gpt2(found) if setting.architecture == "gpt2" else _from_llama(found, setting)
 
 

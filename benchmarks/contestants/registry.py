@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from contestants.setting import Setting
 
-AfterStep = Callable[[Any], None]
-"""Takes the loss of the step that just ended, a scalar tensor on the device; None without one."""
+
+class AfterStep(Protocol):
+    """Called after every step with its loss and the norm of its gradients, scalar tensors on the
+    device; None without one. Raises :class:`NoMoreSteps` after the last one."""
+
+    def __call__(self, loss: Any, grad_norm: Any = None, /) -> None: ...
+
+
+class NoMoreSteps(BaseException):
+    """Nobody wants another step of this contestant."""
+
 
 MAIN_WEIGHTS = "bf16 weights, fp32 main weights"
 AUTOCAST = "bf16 autocast, fp32 weights"
@@ -46,8 +55,10 @@ class Contestant:
         return self.numerics if dtype == "bf16" else "fp32"
 
     def run(self, setting: Setting, after_step: AfterStep) -> None:
-        """Trains until ``after_step`` ends the process."""
-        importlib.import_module(f"contestants.{self.module}").run(self, setting, after_step)
+        """Trains until ``after_step`` raises :class:`NoMoreSteps`, or ends the process."""
+        module = importlib.import_module(f"contestants.{self.module}")
+        with contextlib.suppress(NoMoreSteps):
+            module.run(self, setting, after_step)
 
 
 OURS = "ours-zero"

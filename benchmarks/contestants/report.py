@@ -24,7 +24,7 @@ def shape_of(setting: Setting) -> TransformerShape:
         kv_channels=setting.hidden_size // setting.heads,
         seq_length=setting.seq_length,
         padded_vocab_size=setting.vocab_size,
-        gated=setting.architecture == "llama",
+        gated=setting.gated,
     )
 
 

@@ -31,8 +31,9 @@ class Setting:
     micro_batches: int
     """Micro batches of an optimizer step."""
     architecture: str
-    """gpt2 (learned positions, LayerNorm, GELU, biases, tied head) or llama (rotary positions,
-    RMSNorm, SwiGLU, no biases, a head of its own)."""
+    """gpt2 (learned positions, LayerNorm, GELU, biases, tied head), llama (rotary positions,
+    RMSNorm, SwiGLU, no biases, a head of its own) or qwen2 (as llama, with biases on queries, keys
+    and values; for this trainer and the matrix products only)."""
     dtype: str
     """bf16 or fp32."""
     threads: int
@@ -41,13 +42,21 @@ class Setting:
     """Steps of each contestant before anything is measured."""
     steps: int
     """Steps of a round."""
-    folder: str
-    """Where `weights` (a model of Hugging Face) and `tokens.npy` are."""
+    folder: str = ""
+    """Where `weights` (a model of Hugging Face) and `tokens.npy` are; empty if every contestant
+    draws both itself, the weights on its device (:mod:`contestants.drawn`)."""
     shared_weights: bool = True
     """Whether all start from the weights in the folder; else each draws its own."""
     hf_activation: str = "gelu_new"
     """GELU by tanh as `transformers` has it: gelu_new, GPT2Config's own, in eager operators, or
     gelu_pytorch_tanh, one operator."""
+    tied: bool = False
+    """Whether the head of qwen2 is the embedding."""
+
+    @property
+    def gated(self) -> bool:
+        """Whether the MLP is SwiGLU."""
+        return self.architecture != "gpt2"
 
     @property
     def tokens_per_step(self) -> int:

@@ -50,7 +50,7 @@ class Rounds:
         self.left = setting.warmup
         self.losses: list[Any] = []
 
-    def after_step(self, loss: Any) -> None:
+    def after_step(self, loss: Any, grad_norm: Any = None, /) -> None:
         """What a contestant calls after every step; between rounds it does not return until it is
         time for the next one."""
         self.losses.append(loss)

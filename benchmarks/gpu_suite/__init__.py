@@ -1,1 +1,1 @@
-"""What `benchmarks/gpu.py` (`make bench-gpu`) measures on one GPU."""
+"""What `benchmarks/gpu.py` (`make bench-gpu`) measures on one GPU, and how it spends the time."""

@@ -1,83 +1,240 @@
-"""The measurements as Markdown."""
+"""What was found, as Markdown."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from gpu_suite.plan import Job
-from gpu_suite.run import Results, failure
+from contestants.report import summary
+from contestants.setting import Setting
+
+from gpu_suite import ladder
+from gpu_suite.compare import BANDS, departures
+from gpu_suite.ladder import CEILINGS, MACHINE, SCALES, TESTS
+from gpu_suite.results import Found, failure
+from gpu_suite.shapes import SHAPES, step_flops
+from megatron.util.files import write_whole
 
 HEADS = {
-    "sizes": "Sizes, and peers at the same batch",
-    "optimisations": "What each optimisation gives: all of them, then one of them otherwise",
-    "sequences": "Sequence lengths",
+    ladder.MAIN: "This project's shapes",
+    ladder.LLMQ: "LLMQ's shapes (sequence 1024, 524,288 tokens a step)",
+    ladder.ABLATIONS: "What each optimisation gives: all of them, then one of them otherwise",
+    ladder.PEERS: "Others at the same batch",
+    ladder.LARGE: "Shapes that a card barely holds",
+    ladder.LENGTHS: "Longer sequences",
+    ladder.SMALL: "Small shapes",
 }
 COLUMNS = (
-    "model", "sequence", "", "samples a step", "ms a step", "over the first", "tokens per s",
-    "MFU, causal", "MFU, whole", "peak GB", "loss at first step", "at last",
+    "model", "sequence", "", "tokens a step", "micro batch", "ms a step", "over the first",
+    "tokens per s", "TFLOP/s, causal", "MFU, causal", "MFU, whole", "of measured products",
+    "peak GB", "MHz, W", "loss at first step", "at last",
 )  # fmt: skip
+LEGEND = (
+    "TFLOP/s are those of the model, forward and backward, attention counted causally (half of "
+    "the scores), which is how LLMQ counts, fp8 too; MFU is of the data sheet's rate in 16 bits, "
+    "causal and with the scores counted whole (as Megatron-LM does); 'of measured products' is "
+    "the same TFLOP/s over what square products of the row's dtype reached. A row whose losses "
+    f"leave the band of its shape's first row (± {BANDS['narrow'][0]:.0%}, fp8 and states of fewer "
+    f"bits ± {BANDS['wide'][0]:.0%}, at every step) has no speed."
+)  # fmt: skip
+BEGIN, END = "<!-- measured by benchmarks/gpu.py -->", "<!-- end of benchmarks/gpu.py -->"
 
 
-def markdown(jobs: Sequence[Job], results: Results) -> str:
-    """Tables of all that was measured; what was not yet is left out."""
-    found = [(job, known) for job in jobs if (known := results.of(job)) is not None]
-    lines = ["# Measured by `benchmarks/gpu.py`", ""]
-    machine = next((known["machine"] for _, known in found if "machine" in known), None)
-    if machine is not None:
-        versions = ", ".join(
-            f"{name} {machine[name]}" for name in ("torch", "cuda", "deepspeed", "transformers")
-        )
-        lines += [
-            f"{machine['device']}, peak {machine['peak_flops'] / 1e12:,.4g} TFLOP/s in bf16 "
-            f"({machine['peak_is']}), {machine['cores']} cores; {versions}; Python "
-            f"{machine['python']}. fp8 rows are measured against the same peak. Each row is a run "
-            "of its own; the JSON beside this file says by which command. Commands, numerics: "
-            "docs/reference/benchmarks.md.",
-            "",
-        ]
-    for part, head in HEADS.items():
-        rows = [(job, known) for job, known in found if job.part == part]
+def markdown(results: Mapping[str, Found], level: int = 1) -> str:
+    """The results of one device by the names of their cells.
+
+    Args:
+        level: of the heading.
+    """
+    results = _in_order(results)
+    newest = max(results.values(), key=lambda found: found["date"], default=None)
+    if newest is None:
+        return "Nothing has been measured.\n"
+    machine = newest["machine"]
+    lines = [f"{'#' * level} {machine['device']}", "", _about(machine, results), ""]
+    if TESTS in results:
+        found = results[TESTS]
+        said = failure(found) or found["summary"]
+        lines += [f"`python -m pytest tests/gpu -q`: {said}", ""]
+        lines += [*(f"- {line}" for line in found.get("broken", ())), ""]
+    if CEILINGS in results:
+        lines += _ceilings(results[CEILINGS], level + 1)
+    odd = departures(results)
+    shown = False
+    for group, head in HEADS.items():
+        rows = [(name, found) for name, found in results.items() if found["cell"]["group"] == group]
         if rows:
-            lines += [f"## {head}", "", *_table(rows), ""]
-    for job, known in found:
-        if job.part == "tests":
-            text = known.get("failed") or f"{known['summary']} (exit status {known['status']})"
-            lines += ["## Test suite", "", f"`pytest -m 'not proof'`: {text}", ""]
-    lines.append(f"{len(found)} of {len(jobs)} measurements made.")
-    return "\n".join(lines) + "\n"
+            lines += [f"{'#' * (level + 1)} {head}", "", *_table(rows, odd, results), ""]
+            shown = True
+    if shown:
+        lines += [LEGEND, ""]
+    lines += _splits(results, level + 1)
+    commands = [(n, found["command"]) for n, found in results.items() if "command" in found]
+    if commands:
+        lines += [f"{'#' * (level + 1)} Commands", "", "```text"]
+        lines += [f"{name}: {command}" for name, command in commands]
+        lines += ["```", ""]
+    return "\n".join(lines)
 
 
-def _table(rows: Sequence[tuple[Job, dict[str, Any]]]) -> list[str]:
+def _in_order(results: Mapping[str, Found]) -> dict[str, Found]:
+    """In the order of the ladder; what it no longer has comes last."""
+    order = [cell.name for scale in SCALES.values() for cell in scale()]
+    place = {name: number for number, name in enumerate(order)}
+    last = len(order)
+    return dict(sorted(results.items(), key=lambda item: place.get(item[0], last)))
+
+
+def _about(machine: Found, results: Mapping[str, Found]) -> str:
+    versions = ("torch", "cuda", "cudnn", "triton", "nccl", "deepspeed", "transformers")
+    known = ", ".join(f"{name} {machine[name]}" for name in versions if machine.get(name))
+    dates = sorted(found["date"][:10] for found in results.values())
+    text = (
+        f"{machine['peak_flops'] / 1e12:,.4g} TFLOP/s in bf16 ({machine['peak_is']}), "
+        f"{machine['cores']} cores; {known}; Python {machine['python']}. {dates[0]}"
+    )
+    text += f" to {dates[-1]}. " if dates[-1] != dates[0] else ". "
+    found = results.get(MACHINE, {})
+    smi = found.get("nvidia_smi") or {}
+    if smi:
+        text += (
+            f"Driver {smi['driver_version']}, {smi['memory.total']}, limit {smi['power.limit']}, "
+            f"up to {smi['clocks.max.sm']}. "
+        )
+    for shape, names in found.get("attention_kernels", {}).items():
+        text += f"Attention at {shape}: {', '.join(f'`{name[:80]}`' for name in names[:6])}. "
+    return text.strip()
+
+
+def _ceilings(found: Found, level: int) -> list[str]:
+    lines = [f"{'#' * level} Ceilings", ""]
+    why = failure(found)
+    if why is not None:
+        return [*lines, why, ""]
+    square = found["square"]
+    lines += [
+        f"Copy: {found['copy_bytes_per_second'] / 1e12:.3g} TB/s read and written. Square "
+        f"products: {square['bf16'] / 1e12:,.4g} TFLOP/s in bf16, "
+        f"{square['fp8'] / 1e12:,.4g} in fp8.",
+        "",
+        _cells(["model", "product", "M", "N", "K", "TFLOP/s, bf16", "fp8"]),
+        "|---" * 7 + "|",
+    ]
+    for shape, of_shape in found["products"].items():
+        for layer, kind, m, n, k, *rates in of_shape["rows"]:
+            shown = [f"{rate / 1e12:,.4g}" if rate else "" for rate in rates]
+            lines.append(_cells([shape, f"{layer}, {kind}", *map(str, (m, n, k)), *shown]))
+    lines += [
+        "",
+        _cells(["model", "products of a step alone, ms, bf16", "fp8", "MFU, causal, at most"]),
+    ]
+    lines.append("|---" * 4 + "|")
+    for shape, of_shape in found["products"].items():
+        alone = of_shape["step_seconds"]
+        share = step_flops(SHAPES[shape].setting()) / alone["bf16"] / found["machine"]["peak_flops"]
+        shown = [f"{alone[dtype] * 1e3:,.1f}" for dtype in ("bf16", "fp8")]
+        lines.append(_cells([shape, *shown, f"{share:.1%}"]))
+    lines += ["", _cells(["attention [B, N, K, S, D]", "kernel", "TFLOP/s, forward", "both"])]
+    lines.append("|---" * 4 + "|")
+    for shape, rates in found["attention"].items():
+        title = f"{shape} {rates['shape']}"
+        for kernel, rate in rates.items():
+            if isinstance(rate, dict):
+                shown = [f"{rate[part] / 1e12:,.4g}" for part in ("forward", "both")]
+            elif kernel == "shape":
+                continue
+            else:
+                shown = [str(rate), ""]
+            lines.append(_cells([title, kernel, *shown]))
+    return [*lines, ""]
+
+
+def _table(
+    rows: Sequence[tuple[str, Found]], odd: Mapping[str, str], results: Mapping[str, Found]
+) -> list[str]:
     lines = [_cells(COLUMNS), "|---" * len(COLUMNS) + "|"]
     first: dict[tuple[str, int], float] = {}
-    for job, known in rows:
-        start = [job.model, str(job.seq_length), job.variant]
-        why = failure(job, known)
+    for name, found in rows:
+        cell = found["cell"]
+        length = cell["seq_length"] or found.get("setting", {}).get("seq_length", "")
+        start = [cell["shape"], str(length), cell["variant"]]
+        why = failure(found) or odd.get(name)
         if why is not None:
-            lines.append(_cells([*start, why.replace("|", "/"), *[""] * 8]))
+            lines.append(_cells([*start, why, *[""] * (len(COLUMNS) - 4)]))
             continue
-        summed, setting = known["summaries"][job.contestant], known["setting"]
-        seconds = summed["seconds_per_step"]
-        base = first.setdefault((job.model, job.seq_length), seconds)
-        losses = [summed["first_loss"], summed["last_loss"]]
-        lines.append(
-            _cells(
-                [
-                    *start,
-                    str(setting["micro_batch"] * setting["micro_batches"]),
-                    f"{seconds * 1e3:,.1f}",
-                    f"{seconds / base:.3f}",
-                    f"{summed['tokens_per_second']:,.0f}",
-                    f"{summed['mfu_causal']:.1%}",
-                    f"{summed['mfu_whole']:.1%}",
-                    f"{summed['peak_bytes'] / 1e9:.2f}",
-                    *("" if loss is None else f"{loss:.4f}" for loss in losses),
-                ]
-            )
-        )
+        row = numbers(found, results.get(CEILINGS))
+        base = first.setdefault((cell["shape"], length), row["seconds"])
+        lines.append(_cells([*start, *_shown(found, row, base)]))
     return lines
 
 
-def _cells(cells: Sequence[str]) -> str:
-    return f"| {' | '.join(cells)} |"
+def numbers(found: Found, ceilings: Found | None) -> dict[str, Any]:
+    """What a row shows: `contestants.report.summary`, ``flops`` (per second, causal) and
+    ``of_measured``, a share; None without the ceilings."""
+    setting = Setting(**found["setting"])
+    peak = found["machine"]["peak_flops"]
+    timed = setting.warmup + len(found["rounds"]) * setting.steps  # without traced steps
+    losses = found["losses"][:timed]
+    row = summary({"rounds": found["rounds"], "losses": losses}, setting, peak)
+    assert row is not None
+    seconds = row["seconds_per_step"]
+    flops = step_flops(setting) / seconds
+    dtype = "fp8" if "fp8-format" in found["cell"]["contestant"] else "bf16"
+    reached = (ceilings or {}).get("square", {}).get(dtype)
+    of_measured = flops / reached if reached else None
+    return {**row, "seconds": seconds, "flops": flops, "of_measured": of_measured}
+
+
+def _shown(found: Found, row: Mapping[str, Any], base: float) -> list[str]:
+    setting, gpu = Setting(**found["setting"]), found["gpu"]
+    micro = f"{setting.micro_batch} x {setting.seq_length:,}"
+    if "halved" in found:
+        micro += " (halved: out of memory)"
+    losses = [row["first_loss"], row["last_loss"]]
+    return [
+        f"{setting.tokens_per_step:,}",
+        micro,
+        f"{row['seconds'] * 1e3:,.1f}",
+        f"{row['seconds'] / base:.3f}",
+        f"{row['tokens_per_second']:,.0f}",
+        f"{row['flops'] / 1e12:,.4g}",
+        f"{row['mfu_causal']:.1%}",
+        f"{row['mfu_whole']:.1%}",
+        "" if row["of_measured"] is None else f"{row['of_measured']:.1%}",
+        f"{row['peak_bytes'] / 1e9:.2f}",
+        f"{gpu['clocks.sm']:.0f}, {gpu['power.draw']:.0f}" if gpu else "",
+        *("" if loss is None else f"{loss:.4f}" for loss in losses),
+    ]
+
+
+def _splits(results: Mapping[str, Found], level: int) -> list[str]:
+    lines = []
+    for name, found in results.items():
+        table = found.get("trace", {}).get("table")
+        if table:
+            lines += [f"{'#' * level} Where the time goes: {name}", "", "```text", table, "```", ""]
+    return lines
+
+
+def _cells(cells: Iterable[str]) -> str:
+    return f"| {' | '.join(' '.join(cell.split()).replace('|', '/') for cell in cells)} |"
+
+
+def report(devices: Mapping[str, Mapping[str, Found]]) -> str:
+    """Every device's tables, as a section of benchmarks/RESULTS.md."""
+    parts = [markdown(results, level=3) for _, results in sorted(devices.items())]
+    return "\n".join(["## On GPUs", "", *parts]).rstrip() + "\n"
+
+
+def refresh(path: Path, section: str) -> None:
+    """Replaces the section between the marks in a file, or adds it at the end; nothing else."""
+    text = path.read_text() if path.exists() else ""
+    marked = f"{BEGIN}\n{section}{END}\n"
+    if BEGIN in text:
+        before, _, rest = text.partition(BEGIN)
+        after = rest.partition(f"{END}\n")[2]
+        text = before + marked + after
+    else:
+        text = f"{text.rstrip()}\n\n{marked}" if text else marked
+    write_whole(path, text.encode())

@@ -1,0 +1,199 @@
+"""The measurements (cells), the most valuable first."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from contestants.registry import is_ours
+from contestants.setting import Setting
+
+from gpu_suite.shapes import SHAPES, step_flops
+
+MACHINE, TESTS, CEILINGS = "machine", "tests", "ceilings"
+MAIN, LLMQ, ABLATIONS, PEERS = "main", "llmq", "ablations", "peers"
+LARGE, LENGTHS, SMALL = "large", "lengths", "small"
+GROUPS = (MACHINE, TESTS, CEILINGS, MAIN, LLMQ, ABLATIONS, PEERS, LARGE, LENGTHS, SMALL)
+
+BASE = "ours-zero1+torch-compile"
+FP8 = "+fp8-format=hybrid"
+AWARE = "+use-precision-aware-optimizer"
+STATES_A = f"{AWARE}+exp-avg-dtype=bf16+exp-avg-sq-dtype=bf16"
+STATES_B = f"{STATES_A}+main-params-dtype=bf16"
+STATES_C = f"{AWARE}+exp-avg-dtype=int8+exp-avg-sq-dtype=int8"
+
+START_SECONDS = 40.0
+"""Estimate for a training cell before its first step: imports, the model, compilation."""
+EXPECTED_MFU = 0.45
+"""Share of the data sheet's rate that durations are estimated with."""
+SLACK = 2.5
+"""A cell may take this many times its estimated duration."""
+OWN_PROCESS = ("activation-memory-budget", "attention-backend", "torch-compile-mode")
+"""Flags that change what is global in torch, or leave CUDA graphs behind."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One measurement.
+
+    Attributes:
+        group: of :data:`GROUPS`.
+        shape: of `SHAPES`; empty where nothing is trained.
+        variant: what is different from the group's first of this shape, for people.
+        contestant: of `contestants.registry`.
+        seq_length, micro_tokens: in place of the shape's; 0 for the shape's own.
+        trace: whether steps are traced afterwards.
+        fixed: estimated seconds of a cell that trains nothing.
+    """
+
+    group: str
+    shape: str = ""
+    variant: str = ""
+    contestant: str = ""
+    seq_length: int = 0
+    micro_tokens: int = 0
+    trace: bool = False
+    fixed: float = 0.0
+
+    @property
+    def name(self) -> str:
+        """Of its file, and for ``--cells``."""
+        length = str(self.seq_length) if self.seq_length else ""
+        words = (self.group, self.shape, length, self.variant)
+        return re.sub(r"[^\w.]+", "-", "-".join(word for word in words if word)).strip("-")
+
+    @property
+    def setting(self) -> Setting:
+        """What it trains."""
+        return SHAPES[self.shape].setting(self.seq_length, self.micro_tokens)
+
+    def seconds(self, peak_flops: float) -> float:
+        """Estimated duration on a device of this rate."""
+        if not self.shape:
+            return self.fixed
+        steps = SHAPES[self.shape].steps
+        count = steps.total + steps.traced * self.trace
+        return START_SECONDS + count * step_flops(self.setting) / (EXPECTED_MFU * peak_flops)
+
+
+def turned_off(base: str) -> list[tuple[str, str]]:
+    """(what is different, contestant): everything that makes a step fast, one at a time."""
+    fp8 = base + FP8
+    return [
+        ("all of it", base),
+        ("no torch.compile", base.replace("+torch-compile", "+torch-compile=off")),
+        ("logits by 64 MiB", f"{base}+logits-chunk-mib=64"),
+        ("logits by 1024 MiB", f"{base}+logits-chunk-mib=1024"),
+        ("logits whole", f"{base}+logits-chunk-mib=0"),
+        ("attention cuDNN", f"{base}+attention-backend=cudnn"),
+        ("attention eager", f"{base}+attention-backend=eager"),
+        ("gradients accumulated in fp32", f"{base}+accumulate-allreduce-grads-in-fp32"),
+        ("states (A), 10 bytes", base + STATES_A),
+        ("states (B), 8 bytes", base + STATES_B),
+        ("states (C), 8 bytes", base + STATES_C),
+        ("ZeRO 2", base.replace("zero1", "zero2")),
+        ("ZeRO 3", base.replace("zero1", "zero3")),
+        ("ZeRO 0 (autocast)", base.replace("zero1", "zero0")),
+        ("activation memory budget 0.5", f"{base}+activation-memory-budget=0.5"),
+        ("recompute attention", f"{base}+recompute-granularity=selective"),
+        ("recompute blocks", f"{base}+recompute-granularity=full+recompute-method=uniform"),
+        ("fp8", fp8),
+        ("fp8 delayed", f"{fp8}+fp8-recipe=delayed"),
+        ("fp8 blockwise", f"{fp8}+fp8-recipe=blockwise"),
+        ("fp8 rowwise", f"{fp8}+fp8-recipe=rowwise"),
+        ("fp8, no torch.compile", fp8.replace("+torch-compile", "+torch-compile=off")),
+        (
+            "compile mode max-autotune-no-cudagraphs",
+            f"{base}+torch-compile-mode=max-autotune-no-cudagraphs",
+        ),
+        (
+            "compile mode reduce-overhead (CUDA graphs)",
+            f"{base}+torch-compile-mode=reduce-overhead",
+        ),
+        # Packages that are rarely there.
+        ("attention flash-attention 2", f"{base}+attention-backend=flash"),
+        ("attention flash-attention 3", f"{base}+attention-backend=flash3"),
+        ("attention flash-attention 4", f"{base}+attention-backend=flash4"),
+    ]
+
+
+PEER_NAMES = {
+    "matrix products alone": "matmuls",
+    "plain PyTorch, compiled": "plain-compiled",
+    "transformers + DeepSpeed": "hf-deepspeed",
+    "transformers' Trainer": "hf-trainer",
+}
+
+
+def full() -> Iterator[Cell]:
+    """For a GPU."""
+    yield Cell(MACHINE, fixed=40)
+    yield Cell(TESTS, fixed=100)
+    yield Cell(CEILINGS, fixed=60)
+    yield from _both(MAIN, "1.3B", trace=True)
+    yield from _both(LLMQ, "Qwen2.5-1.5B", trace=True)
+    yield from _both(LLMQ, "Qwen2.5-3B", trace=True)
+    yield from _both(MAIN, "3B", trace=True)
+    for variant, contestant in turned_off(BASE):
+        yield Cell(ABLATIONS, "1.3B", variant, contestant)
+    yield Cell(ABLATIONS, "1.3B", "micro batch of 32,768 tokens", BASE, micro_tokens=32_768)
+    yield Cell(ABLATIONS, "1.3B", "micro batch of 8,192 tokens", BASE, micro_tokens=8192)
+    for variant, contestant in PEER_NAMES.items():
+        yield Cell(PEERS, "1.3B", variant, contestant, trace=contestant == "plain-compiled")
+    for kind, flags in (("8 bytes (B)", STATES_B), ("8 bytes (C)", STATES_C)):
+        yield Cell(LARGE, "Qwen2.5-7B", f"bf16, {kind}", BASE + flags)
+        yield Cell(LARGE, "Qwen2.5-7B", f"fp8, {kind}", BASE + flags + FP8)
+    yield from _both(LARGE, "Qwen2.5-7B")
+    yield from _both(LARGE, "7B")
+    for kind, flags in (("10 bytes (A)", STATES_A), ("8 bytes (B)", STATES_B)):
+        yield Cell(LARGE, "Qwen2.5-3B", f"bf16, {kind}", BASE + flags, micro_tokens=16_384)
+    for length in (4096, 8192):
+        yield from _both(LENGTHS, "3B", seq_length=length)
+    for shape in ("Qwen2.5-1.5B", "Qwen2.5-3B", "3B"):
+        yield Cell(PEERS, shape, "matrix products alone", "matmuls")
+    for shape in ("350M", "124M"):
+        yield from _both(SMALL, shape)
+    graphs = f"{BASE}+torch-compile-mode=reduce-overhead"
+    yield Cell(SMALL, "124M", "bf16, CUDA graphs", graphs)
+
+
+def tiny() -> Iterator[Cell]:
+    """For a trial on a CPU: each kind of cell once, without compilation."""
+    base = "ours-zero1"
+    yield Cell(MACHINE, fixed=10)
+    yield Cell(TESTS, fixed=20)
+    yield Cell(CEILINGS, fixed=10)
+    yield Cell(MAIN, "tiny", "bf16", base, trace=True)
+    yield Cell(MAIN, "tiny", "fp8", base + FP8)
+    yield Cell(LLMQ, "tiny-qwen", "bf16", base)
+    yield Cell(ABLATIONS, "tiny", "all of it", base)
+    yield Cell(ABLATIONS, "tiny", "attention eager", f"{base}+attention-backend=eager")
+    yield Cell(ABLATIONS, "tiny", "a flag of another version", f"{base}+no-such-flag=1")
+    yield Cell(PEERS, "tiny", "matrix products alone", "matmuls")
+    yield Cell(PEERS, "tiny", "plain PyTorch", "plain")
+    yield Cell(PEERS, "tiny", "transformers + DeepSpeed", "hf-deepspeed")
+    yield Cell(LENGTHS, "tiny", "bf16", base, seq_length=64)
+
+
+SCALES = {"full": full, "tiny": tiny}
+
+
+def cells(scale: str, groups: Sequence[str] = GROUPS, names: Sequence[str] = ()) -> list[Cell]:
+    """The cells of a scale, in their order; of these groups, or those with one of these names."""
+    every = list(SCALES[scale]())
+    if names:
+        return [cell for cell in every if cell.name in names]
+    return [cell for cell in every if cell.group in groups]
+
+
+def _both(group: str, shape: str, trace: bool = False, seq_length: int = 0) -> Iterator[Cell]:
+    for variant, flags in (("bf16", ""), ("fp8", FP8)):
+        yield Cell(group, shape, variant, BASE + flags, seq_length=seq_length, trace=trace)
+
+
+def needs_own_process(cell: Cell) -> bool:
+    """Whether it leaves a process in a state of its own, as :data:`OWN_PROCESS` do, and what is not
+    ours, which initialises torch.distributed in its own way."""
+    ours = not cell.contestant or is_ours(cell.contestant)
+    return not ours or any(flag in cell.contestant for flag in OWN_PROCESS)

@@ -1,0 +1,159 @@
+"""Which cells benchmarks/gpu.py has: shapes, order, estimates, and what is too large to start."""
+
+import contextlib
+import io
+import math
+
+import pytest
+from contestants.ours import flags_of
+from contestants.process import environment
+from contestants.registry import contestant, is_ours
+from gpu_suite.ladder import ABLATIONS, BASE, FP8, GROUPS, cells, turned_off
+from gpu_suite.shapes import SHAPES, products, step_flops
+from gpu_suite.training import CannotFit, Room, halved, predicted
+
+from megatron.training.run import parse_run
+
+WORK = cells("full")
+TRAINED = [cell for cell in WORK if cell.shape]
+H100 = Room(85_000_000_000)
+
+
+def test_the_order_is_that_of_value():
+    groups = list(dict.fromkeys(cell.group for cell in WORK))
+    assert groups[:3] == ["machine", "tests", "ceilings"] and set(groups) == set(GROUPS)
+    names = [cell.name for cell in WORK]
+    assert len(set(names)) == len(names)
+    assert names[3:7] == [
+        "main-1.3B-bf16", "main-1.3B-fp8", "llmq-Qwen2.5-1.5B-bf16", "llmq-Qwen2.5-1.5B-fp8",
+    ]  # fmt: skip
+    assert all(cell.trace for cell in WORK[3:11])
+    lengths = {cell.setting.seq_length for cell in TRAINED if cell.shape == "3B"}
+    assert lengths == {2048, 4096, 8192}
+
+
+def test_every_cell_takes_few_minutes_by_estimate():
+    seconds = {cell.name: cell.seconds(989e12) for cell in WORK}
+    assert max(seconds.values()) < 200
+    assert sum(list(seconds.values())[:7]) < 10 * 60
+    # A slower device takes longer, less the start.
+    assert TRAINED[0].seconds(312e12) > 1.5 * TRAINED[0].seconds(989e12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens_per_second", "rate", "share"),
+    [
+        ("Qwen2.5-1.5B", 59_101, 562.98e12, 0.569),
+        ("Qwen2.5-3B", 30_935, 586.75e12, 0.593),
+        ("Qwen2.5-7B", 13_856, 596.34e12, 0.603),
+    ],
+)
+def test_flops_of_llmqs_shapes_are_counted_as_llmq_counts(name, tokens_per_second, rate, share):
+    """Its published tokens per second, and the share of 989.4 TFLOP/s that it prints."""
+    setting = SHAPES[name].setting()
+    assert setting.tokens_per_step == 524_288 and setting.seq_length == 1024
+    reached = step_flops(setting) / setting.tokens_per_step * tokens_per_second
+    assert reached == pytest.approx(rate, rel=1e-4)
+    assert reached / 989.4e12 == pytest.approx(share, abs=6e-4)
+
+
+def test_parameters_of_the_shapes():
+    """They are what they are called, within 7 %; LLMQ's as in Qwen2.5's model cards."""
+    published = {"Qwen2.5-1.5B": 1.54e9, "Qwen2.5-3B": 3.09e9, "Qwen2.5-7B": 7.62e9}
+    for name in dict.fromkeys(cell.shape for cell in TRAINED):
+        setting = SHAPES[name].setting()
+        linear = products(setting)
+        head = math.prod(linear.pop("head"))
+        tied = setting.architecture == "gpt2" or setting.tied
+        count = setting.layers * sum(map(math.prod, linear.values())) + head * (1 if tied else 2)
+        called = published.get(name) or float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
+        assert count == pytest.approx(called, rel=0.005 if name in published else 0.07), name
+
+
+def test_flags_are_the_shapes():
+    """The trainer builds the shape that the table of shapes describes."""
+    from megatron.families import build_model
+    from megatron.planning.parameters import model_parameters
+
+    run = parse_run(None, flags_of(SHAPES["Qwen2.5-1.5B"].setting(), 1))
+    assert model_parameters(run.config.model) == 1_543_714_304  # of Qwen2.5-1.5B
+    model = run.config.model
+    assert model.embedding.tied and model.positions.rotary_base == 1e6
+    tiny = parse_run(None, flags_of(SHAPES["tiny-qwen"].setting(), 1)).config.model
+    biases = [name for name, _ in build_model(tiny).canonical_parameters() if "bias" in name]
+    assert biases == ["layers.0.attention.qkv.bias"]
+
+
+def test_the_trainer_knows_the_flags():
+    """Each variant's command line becomes a run, without a model."""
+    entrants = {cell.contestant: cell for cell in TRAINED if is_ours(cell.contestant)}
+    assert len(entrants) > 15
+    for name, cell in entrants.items():
+        entrant = contestant(name)
+        said = io.StringIO()
+        try:
+            with contextlib.redirect_stderr(said):
+                run = parse_run(None, flags_of(cell.setting, entrant.stage, entrant.flags))
+        except (SystemExit, ValueError) as error:
+            assert any(flag in name for flag in NOT_YET), f"{name}: {error} {said.getvalue()}"
+            continue
+        compiled = run.config.fast_paths.torch_compile in (True, "on")
+        assert compiled == ("torch-compile" in name.split("+"))
+
+
+NOT_YET = (
+    "use-precision-aware-optimizer", "activation-memory-budget", "fp8-recipe=delayed",
+    "fp8-recipe=blockwise", "torch-compile=off", "attention-backend=",
+)  # fmt: skip
+"""Flags that need a GPU or another version of the trainer; without, their rows say so."""
+
+
+def test_each_optimisation_is_taken_from_the_same_base():
+    """No flag twice, no variant twice."""
+    names = [name for _, name in turned_off(BASE)]
+    assert names[0] == BASE and len(set(names)) == len(names)
+    for name in names:
+        flags = [flag.partition("=")[0] for flag in name.split("+")]
+        assert len(set(flags)) == len(flags), name
+    assert sum(cell.group == ABLATIONS for cell in WORK) == len(names) + 2
+
+
+def test_half_the_micro_batch_is_the_same_step():
+    setting = SHAPES["Qwen2.5-1.5B"].setting()
+    half = halved(setting)
+    assert half.micro_batch * 2 == setting.micro_batch
+    assert half.tokens_per_step == setting.tokens_per_step
+    assert halved(SHAPES["1.3B"].setting(micro_tokens=2048)) is None
+    # An odd one is rounded down; the number of micro batches is then not a whole one of before.
+    odd = halved(SHAPES["1.3B"].setting(micro_tokens=3 * 2048))
+    assert (odd.micro_batch, odd.micro_batches) == (1, 30)
+
+
+def test_what_cannot_fit_is_known_before_it_starts():
+    """fp32 states of 7B need more than an H100 has; 3B and the smaller ones fit."""
+    base = contestant(BASE)
+    with pytest.raises(CannotFit, match=r"predicted to need \d+\.\d GB .* the device has 85.0 GB"):
+        H100.refuse(predicted(base, halved(SHAPES["Qwen2.5-7B"].setting())))
+    for name in ("1.3B", "3B", "Qwen2.5-1.5B", "Qwen2.5-3B"):
+        H100.refuse(predicted(base, halved(SHAPES[name].setting())))
+    H100.refuse(predicted(base, SHAPES["3B"].setting(seq_length=8192)))
+    Room(None).refuse(predicted(base, SHAPES["Qwen2.5-7B"].setting()))
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"), [(None, "0"), ("", ""), ("3,1", "3"), ("GPU-8932f937", "GPU-8932f937")]
+)
+def test_a_contestant_sees_one_gpu(monkeypatch, given, seen):
+    if given is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", given)
+    setting = SHAPES["1.3B"].setting()
+    assert environment(setting, tuned_malloc=False)["CUDA_VISIBLE_DEVICES"] == seen
+
+
+def test_fp8_shapes_have_sizes_of_16():
+    for cell in TRAINED:
+        if FP8 in cell.contestant:
+            sizes = [size for pair in products(cell.setting).values() for size in pair]
+            assert all(size % 16 == 0 for size in sizes), cell.name
