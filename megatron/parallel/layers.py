@@ -12,6 +12,7 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -266,9 +267,10 @@ def column_linear(
     """Outputs of several maps of one input, each [B, S, OP], all in 8 bits or none. The input is
     the same on every rank; in a split region it is this rank's [B, S/t, I]. Raises ValueError as
     :func:`linear` does."""
+    weights, biases, copies, float8s, kept = zip(*maps, strict=True)
     if tp.group.size == 1:
-        return tuple(linear(x_BSI, w, b, float8, kept) for w, b, _, float8, kept in maps)
-    weights, biases, copies, (float8, *_), kept = zip(*maps, strict=True)
+        return tuple(map(linear, repeat(x_BSI), weights, biases, float8s, kept))
+    float8 = float8s[0]
     trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
     if float8 is not None and trained:
         float8.check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
