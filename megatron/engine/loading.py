@@ -66,7 +66,8 @@ def load_checkpoint(
 
 
 def _load_amax_history(engine: TrainEngine, folder: Path) -> None:
-    """Fills the history of ``--fp8-recipe delayed``; without one in the checkpoint it is new."""
+    """Fills the history of ``--fp8-recipe delayed``; without one in the checkpoint it stays empty,
+    which a line says."""
     if engine.float8.history is None:
         return
     state: dict[str, Tensor] = {}

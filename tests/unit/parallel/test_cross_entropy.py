@@ -1,12 +1,12 @@
 """The loss of a head on one rank; tests/distributed/parallel has it on several."""
 
-import logging
 import re
 from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
+from lowering import compiled_traffic
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -288,23 +288,6 @@ class Traffic(TorchDispatchMode):
         moved = [each for each in (*read, *tree_leaves(result)) if isinstance(each, torch.Tensor)]
         self.bytes += sum(each.nbytes for each in moved)
         return result
-
-
-def compiled_traffic(function, *arguments) -> float:
-    """The same of a compiled function's kernels, as torch's compiler counts them."""
-    from torch._inductor import config, metrics
-    from torch._inductor.compile_fx import inductor_metrics_log
-
-    level = inductor_metrics_log.level
-    inductor_metrics_log.setLevel(logging.INFO)
-    metrics.reset()
-    torch._dynamo.reset()
-    try:
-        with config.patch(fx_graph_cache=False):
-            torch.compile(function, fullgraph=True, dynamic=False)(*arguments)
-    finally:
-        inductor_metrics_log.setLevel(level)
-    return metrics.num_bytes_accessed
 
 
 @pytest.fixture

@@ -6,9 +6,12 @@ from collections import Counter
 import pytest
 import torch
 import torch.nn.functional as F
+from lowering import compiled_traffic
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megatron.parallel import float8_casts
+from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import Float8, Kept
 from megatron.parallel.layers import linear
 
@@ -287,3 +290,22 @@ def test_blocks_need_tokens_of_whole_blocks():
     weight = draw(128, 128).requires_grad_()
     with pytest.raises(ValueError, match="64 tokens of a micro batch are not a multiple of 128"):
         linear(draw(64, 128), weight, None, Float8(True, "blockwise"))
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(("delayed", "most"), [(False, 7.1), (True, 5.1)])
+def test_the_compiler_finds_the_largest_magnitude_within_the_norm(delayed, most):
+    """Bytes for each number of a normalised matrix, which is not written itself. Read for the norm
+    and its largest magnitude, read and written in 8 bits, and transposed: 2 + (2 + 1) + (1 + 1);
+    with a scale of earlier steps the second reading is spared."""
+    if missing_compiler("cpu"):
+        pytest.skip(missing_compiler("cpu"))
+    x, weight = draw(256, 1024), torch.ones(1024).bfloat16()
+    largest = torch.tensor(4.0) if delayed else None
+
+    def normed_in_8_bits(x: Tensor, weight: Tensor) -> tuple:
+        y = F.rms_norm(x.float(), (1024,), weight.float(), 1e-5).to(x.dtype)
+        found = float8_casts._cast(y, torch.float8_e4m3fn, "tensor", True, True, largest)
+        return found.rows, found.columns
+
+    assert compiled_traffic(normed_in_8_bits, x, weight) / x.numel() < most
