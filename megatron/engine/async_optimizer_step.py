@@ -2,8 +2,9 @@
 
 DeepSpeed's optimizers read the norm of the gradients to decide whether to step and how to clip, so
 the CPU waits for the backward pass. Here norm, clipping factor and decision stay on the device;
-torch's fused AdamW changes nothing where its ``found_inf`` tensor is 1. Results are DeepSpeed's,
-bitwise where nothing is clipped. DeepSpeed's own steps remain for fp16 (the loss scale is a number
+torch's fused AdamW changes nothing where its ``found_inf`` tensor is 1; ZeRO 1 and 2 have an update
+of their own (:mod:`partition_update`). Results are DeepSpeed's, bitwise on CPUs where nothing is
+clipped. DeepSpeed's own steps remain for fp16 (the loss scale is a number
 on the CPU), offloaded optimizer state, and SGD, which has no ``found_inf``.
 """
 
