@@ -340,6 +340,7 @@ def leave_norm_to_us(settings: Json, stage: int, grads_in_fp32: bool) -> None:
 
 def take_step_over(wrapper: Any, step: Callable[[], None]) -> None:
     """Replaces the step of a ZeRO optimizer of stage 1 or 2."""
+    wrapper._global_grad_norm = None  # as DeepSpeed has it where it computes none
     wrapper.step = lambda closure=None: step()
 
 

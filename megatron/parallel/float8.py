@@ -38,7 +38,7 @@ class Kept(NamedTuple):
     Attributes:
         weight: the weight in 8 bits in both layouts; None to cast it at every use.
         largest: largest magnitudes of input and output gradient to scale by (recipe ``delayed``),
-            float32 [2]. Its gradient in the backward pass are those of this micro batch.
+            float32 [2]. Those of this micro batch leave the backward pass as its gradient.
         measured: whether ``largest`` has been measured; otherwise the current ones are used.
     """
 
@@ -264,7 +264,7 @@ class _Float8Linear(torch.autograd.Function):
         if bias_needs:
             bias_grad = grad_TO.sum(0).to(ctx.bias_dtype)
         if largest_needs:
-            found = torch.stack([x_largest, grad.largest])
+            found = torch.stack([x_largest, grad.known_largest])
         return x_grad, weight_grad, bias_grad, found, *[None] * (3 + len(operands))
 
 

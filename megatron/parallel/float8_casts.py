@@ -51,6 +51,12 @@ class Cast(NamedTuple):
     columns: Operand | None = None
     largest: Tensor | None = None
 
+    @property
+    def known_largest(self) -> Tensor:
+        """The largest magnitude, of a cast that has it."""
+        assert self.largest is not None
+        return self.largest
+
 
 def cast(
     x_RC: Tensor,

@@ -328,7 +328,7 @@ class _ColumnLinear(torch.autograd.Function):
         weights, biases = params[:count], params[count : 2 * count]
         x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
         finish_x: Finish = lambda: mine  # noqa: E731
-        if ctx.sequence:
+        if ctx.sequence and any(needs[:count]):
             finish_x = start_gather_sequence(mine, ctx.group)
         casts: list[Cast] = []
         if float8 is not None:
@@ -362,10 +362,10 @@ class _ColumnLinear(torch.autograd.Function):
                 bias_grad = grad_TO.sum(0).to(biases[place].dtype)
             pending.append(_start_sums((weight_grad, bias_grad), copies, ctx.group))
         weight_grads, bias_grads = zip(*(finish() for finish in pending), strict=True)
-        found = [
-            torch.stack([x_largest, cast.largest]) if needed else None
-            for cast, needed in zip(casts or [None] * count, needs[2 * count :], strict=True)
-        ]
+        found: list[Tensor | None] = [None] * count
+        for place, needed in enumerate(needs[2 * count :]):
+            if needed:
+                found[place] = torch.stack([x_largest, casts[place].known_largest])
         x_grad = None if finish_x_grad is None else finish_x_grad().to(ctx.input_dtype)
         return x_grad, *[None] * 6, *weight_grads, *bias_grads, *found
 

@@ -55,22 +55,23 @@ def state_bytes(layout: Layout) -> StateBytes:
 
     ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
     1, gradients at 2 and parameters at 3. Beyond the paper, DeepSpeed copies the gradients that a
-    rank updates to float32 in the step, beside the reduced ones, and keeps separate main weights
-    for float32 too. 16 bits at stage 0 run as autocast over float32 weights.
+    rank updates to float32 in the step, beside the reduced ones, at stage 3 and in fp16, and keeps
+    separate main weights for float32 too. 16 bits at stage 0 run as autocast over float32 weights.
     """
     data, zero = layout.data, layout.running_zero
     if zero == 0:
         return StateBytes(4.0, 4.0, 8.0)
     size = 4 if layout.precision == "fp32" else 2
     accumulated = 4 if layout.grads_in_fp32 else size
+    copied = 4 if zero == 3 or layout.precision == "fp16" else 0
     if zero == 1:
         # Whole until they are reduced. Its bf16 optimizer accumulates beside the 16-bit gradients.
         beside = size if accumulated > size and layout.precision == "bf16" else 0
-        gradients = max(accumulated + beside, (size + 4) / data)
+        gradients = max(accumulated + beside, (size + copied) / data)
     elif zero == 2 and accumulated > size:
         gradients = accumulated / data
     else:
-        gradients = (accumulated + 4) / data
+        gradients = (accumulated + copied) / data
     return StateBytes(size / (data if zero == 3 else 1), gradients, 12 / data)
 
 

@@ -119,13 +119,13 @@ def seconds_per_token(training: Training, gpu: Gpu, fp8: bool = False) -> float:
     attention = shape.flops_per_token(causal=True) - products - head
     inner = shape.ffn_hidden_size
     # Norms, rotations, gated activation and residuals, forward and backward, in 2 bytes.
-    passes: float = 54 * width + 18 * inner
+    passes = 54.0 * width + 18.0 * inner
     if fp8:
         # Largest value, cast and transposed cast of inputs and gradients of each product.
         passes += 6 * (8 * width + 3 * inner)
     micro_batches = training.step_tokens / training.micro_tokens
     per_step = training.parameters * (UPDATE_BYTES + SUM_BYTES * (micro_batches - 1))
-    moved: float = shape.num_layers * passes + HEAD_BYTES * shape.padded_vocab_size
+    moved = shape.num_layers * passes + HEAD_BYTES * shape.padded_vocab_size
     moved += per_step / training.step_tokens
     # The gradient of the table in float32, and its scaling at the end of a micro batch.
     moved += 8 * table / COMPILED_CHUNK_TOKENS + 6 * table / training.micro_tokens

@@ -35,6 +35,6 @@ def test_a_run_learns_saves_and_ends(tmp_path, more):
     assert ("bf16 on cuda" if ON_GPU else "bf16 on cpu") in done.stdout
     assert ("it runs as ZeRO 1" in done.stdout) == bool(more)
     rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    losses = [row["lm loss"] for row in rows if row["kind"] == "train"]
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert len(losses) == 4 and losses[-1] < losses[0] - 0.3
     assert (tmp_path / "global_step20").is_dir()

@@ -58,7 +58,7 @@ def test_against_float64(dtype, tokens, softcap):
 
 
 @needs_gpu
-def test_it_is_compiled_and_the_host_waits_for_nothing(monkeypatch):
+def test_it_is_compiled_and_the_cpu_only_queues_work(monkeypatch):
     assert softmax_loss.compiles_for("cuda"), "this machine lacks a compiler"
     monkeypatch.setattr(cross_entropy, "eager_loss", None)
     x, weight, targets = case(torch.bfloat16)

@@ -27,11 +27,12 @@ def deterministic():
 @pytest.mark.parametrize("name", RUNS)
 def test_resume_is_bitwise(tmp_path, name):
     argv = [*TINY, *RUNS[name]]
-    whole = train(argv)
-    half = ["--save", str(tmp_path), "--save-interval", "3", "--exit-interval", "3"]
-    first = train([*argv, *half])
+    saving = ["--save-interval", "3", "--save"]
+    whole = train([*argv, *saving, str(tmp_path / "whole")])
+    first = train([*argv, *saving, str(tmp_path / "half"), "--exit-interval", "3"])
     assert first.losses == whole.losses[:3]
-    second = train([*argv, "--load", str(tmp_path)])
+    load = ["--load", str(tmp_path / "half")]
+    second = train([*argv, *saving, str(tmp_path / "rest"), *load])
     assert second.losses == whole.losses[3:]
     assert second.norms == whole.norms[3:]
     assert second.scales == whole.scales[3:]

@@ -10,6 +10,7 @@ from gpt_forward import forward
 from torch import Tensor
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
+from torch.utils._pytree import tree_leaves
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.config.engine import FastPathsConfig
@@ -19,6 +20,7 @@ from megatron.families import build_model
 from megatron.model import attention_backends, attention_flex
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
+from megatron.parallel import float8_casts
 from megatron.parallel.float8 import Float8
 from megatron.parallel.mesh import Mesh
 
@@ -186,6 +188,32 @@ def test_kept_8_bit_weights_enter_the_graph(recipe):
             state.end_step()
         assert_near(*found, 1e-2 if recipe == "delayed" else 4e-6)
     assert graphs() == (2 if recipe == "delayed" else 1, Counter())
+
+
+def test_casts_of_layers_that_are_not_compiled_whole():
+    """On a GPU they are compiled by themselves: one graph for each layout and dtype that a recipe
+    asks for, whatever the size, and the same bits."""
+    compiled_cast = torch.compile(float8_casts._cast, backend="aot_eager", dynamic=True)
+    generator = torch.Generator().manual_seed(0)
+    e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
+    kinds = [(e4m3, True, True), (e4m3, True, False), (e5m2, True, True)]
+    for scaling in ("tensor", "row", "block"):
+        for shape in ((128, 256), (256, 384), (384, 128)):
+            x = torch.randn(*shape, generator=generator).bfloat16()
+            for dtype, rows, columns in kinds:
+                found, expected = (
+                    [leaf for leaf in tree_leaves(each) if leaf is not None]
+                    for each in (
+                        function(x, dtype, scaling, rows, columns, None)
+                        for function in (compiled_cast, float8_casts._cast)
+                    )
+                )
+                for ours, theirs in zip(found, expected, strict=True):
+                    assert torch.equal(ours.float(), theirs.float())
+                    assert ours.stride() == theirs.stride()
+        assert graphs()[0] == len(kinds)
+        torch.compiler.reset()
+        counters.clear()
 
 
 @pytest.mark.usefixtures("without_generated_code")

@@ -141,7 +141,7 @@ def test_elementwise_near_whole_partitions():
 
 
 def test_a_slice_knows_its_place_in_the_group():
-    """Ranks after the first go on where the one before ends."""
+    """Ranks after the first continue where the one before ends."""
     places = []
 
     class Spy(FusedAdam):

@@ -28,8 +28,8 @@ from megatron.model.rope import _table
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.cross_entropy import Targets
-from megatron.parallel.float8 import Float8
-from megatron.parallel.layers import VocabParallelEmbedding
+from megatron.parallel.float8 import NOTHING_KEPT, Float8, Kept
+from megatron.parallel.layers import VocabParallelEmbedding, linear
 
 sys.path.append(str(Path(__file__).parents[1]))
 from one_device import GPU, OneDevice  # noqa: E402
@@ -166,6 +166,32 @@ def test_8_bit_products_are_laid_out_as_gpus_take_them(monkeypatch, hybrid, reci
     assert len(calls) == 2 * 2 * 4 * 3
     assert calls.count((torch.float8_e4m3fn, True)) == 16
     assert calls.count((backward, False)) == 32
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_products_by_blocks_are_laid_out_as_gpus_take_them(monkeypatch, kept):
+    """Three blocks along a side, where scales by square are padded to four."""
+    calls, real = [], F.scaled_mm
+
+    def spy(left, right, left_scale, left_kind, right_scale, right_kind, **options):
+        assert right.dtype == torch.float8_e4m3fn and options["output_dtype"] == torch.bfloat16
+        calls.append((left.dtype, right_kind, options["use_fast_accum"]))
+        return real(left, right, left_scale, left_kind, right_scale, right_kind, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", spy)
+    float8 = Float8(True, "blockwise")
+    x = torch.zeros(2, 128, 384, dtype=torch.bfloat16, device=GPU).requires_grad_()
+    weight = torch.zeros(640, 384, dtype=torch.bfloat16, device=GPU).requires_grad_()
+    with OneDevice():
+        state = Kept(float8.cast_weight(weight)) if kept else NOTHING_KEPT
+        y = linear(x, weight, None, float8, state)
+        y.backward(torch.zeros_like(y))
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+    lines, squares = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
+    assert calls == [
+        (forward, squares, True), (backward, squares, False), (backward, lines, False)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["eager", "cudnn", "flash"])

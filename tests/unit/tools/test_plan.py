@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from programs import load_program
+from tool_modules import load_program
 
 SMALL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 5000 "
