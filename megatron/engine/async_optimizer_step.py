@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.engine.deepspeed_json import Json, offloads
-from megatron.engine.deepspeed_patches import queues, take_norm_over
+from megatron.engine.deepspeed_patches import queues, take_clipping_over, take_step_over
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
+from megatron.engine.partition_update import partition_update
 from megatron.parallel.mesh import MODEL, SHARDED, Mesh
 
 
@@ -66,16 +67,19 @@ class AsyncOptimizerStep:
         self.norm: Tensor
         self.held: Tensor | None = None
         self._factor: Tensor | None = None
+        self._measure: Callable[[], Tensor]
         if wrapper is optimizer:
-            self._measure: Callable[[], Tensor] = self._whole_norm
+            self._measure = self._whole_norm
         elif isinstance(wrapper, BF16_Optimizer):
             self._measure = self._accumulated_norm
+            take_step_over(wrapper, self._step_accumulated)
         elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
             self._measure = self._partitioned_norm_3
+            take_clipping_over(wrapper, self._clip)
         else:
             self._measure = self._partitioned_norm
-        if wrapper is not optimizer:
-            take_norm_over(wrapper, self._clip, self._flat_gradient, self._step_accumulated)
+            self._update = partition_update(wrapper, optimizer, device)
+            take_step_over(wrapper, self._step_partitioned)
 
     @torch.no_grad()
     def prepare(self) -> None:
@@ -110,21 +114,6 @@ class AsyncOptimizerStep:
             params = wrapper.params_in_partition[number]
             found.append([g for g, p in zip(grads, params, strict=False) if p in self._counted])
         return self._scaled_norm(found, torch.float32)
-
-    def _flat_gradient(self, number: int) -> Tensor:
-        """Stages 1 and 2: a group's gradient as one vector in the dtype of the weights that it
-        updates; DeepSpeed would make one in the dtype of the parameters first."""
-        grads = self._wrapper.averaged_gradients[number]
-        flat = getattr(grads, "flat_partition", None)
-        if flat is not None:
-            return flat.view(-1)
-        weights = self._wrapper.single_partition_of_fp32_groups[number]
-        flat = torch.empty_like(weights)
-        sizes = [grad.numel() for grad in grads]
-        *parts, padding = flat.split([*sizes, flat.numel() - sum(sizes)])
-        torch._foreach_copy_(parts, [grad.reshape(-1) for grad in grads])
-        padding.zero_()
-        return flat
 
     def _partitioned_norm_3(self) -> Tensor:
         wrapper, counted = self._wrapper, self._counted
@@ -175,3 +164,7 @@ class AsyncOptimizerStep:
         wrapper._lazy_init_hp_params_optimizer_state()
         wrapper.update_lp_params()
         wrapper.clear_hp_grads()
+
+    def _step_partitioned(self) -> None:
+        assert self.held is not None
+        self._update.step(self._factor, self.held)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import math
-import os
-import shutil
-import sysconfig
 from collections.abc import Iterable, Sequence
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +13,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.engine import GRAPH_MODES
 from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
+from megatron.engine.compiler import missing_for_compiler
 from megatron.engine.deepspeed_json import Json, for_engine
 from megatron.engine.deepspeed_patches import (
     allow_fp16,
@@ -129,22 +126,9 @@ def _check_float8(device: torch.device, name: str) -> None:
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
     """Compiles every block in place; without a compiler they stay eager, which a line reports.
     Blocks of the same shape share compiled code. Every sequence length is compiled separately."""
-    if device.type == "cuda":
-        # Triton compiles the code that launches its kernels, with Python's headers.
-        if not any(map(shutil.which, ("cc", "gcc", "clang"))):
-            return _stay_eager("no C compiler found")
-        if not _finds_python_headers():
-            folder = sysconfig.get_path("include")
-            return _stay_eager(f"no Python.h in {folder} (python3-dev, python3-devel)")
-    if device.type == "cpu":
-        # These take seconds to import.
-        from torch._inductor.cpp_builder import get_cpp_compiler
-        from torch._inductor.exc import InvalidCxxCompiler
-
-        try:
-            get_cpp_compiler()
-        except InvalidCxxCompiler:
-            return _stay_eager("no C++ compiler found")
+    missing = missing_for_compiler(device)
+    if missing:
+        return _stay_eager(missing)
     # Not where the function is defined: this imports torch's compiler, a second of every start.
     torch.compiler.assume_constant_result(rope_table)
     for block in blocks:
@@ -163,13 +147,6 @@ def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
 
     for param in block.parameters():
         param.register_hook(partial(own, param))
-
-
-def _finds_python_headers() -> bool:
-    folders = [sysconfig.get_path("include")]
-    for name in ("CPATH", "C_INCLUDE_PATH"):  # where gcc and clang look too
-        folders += os.environ.get(name, "").split(os.pathsep)
-    return any(folder and Path(folder, "Python.h").is_file() for folder in folders)
 
 
 def _stay_eager(reason: str) -> None:

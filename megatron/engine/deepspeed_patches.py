@@ -20,6 +20,7 @@ import deepspeed
 from deepspeed.accelerator import get_accelerator
 from deepspeed.pipe import PipelineModule
 from deepspeed.runtime import compiler
+from deepspeed.runtime import utils as zero_utils
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -137,13 +138,14 @@ QUEUED_PARTITIONED = Replacement(
     _AGAINST_DEEPSPEED,
     lambda: (
         "compute_grad_norm" in DeepSpeedZeroConfig.model_fields
-        and _takes(DeepSpeedZeroOptimizer, "_get_preflattened_grad_partition", "self", "group_idx")
+        and _takes(DeepSpeedZeroOptimizer, "step", "self", "closure")
         and _takes(
-            DeepSpeedZeroOptimizer, "unscale_and_clip_grads", "self", "grad_groups_flat",
-            "total_norm",
+            DeepSpeedZeroOptimizer, "_release_preflattened_grad_buffers", "self", "group_idx"
         )
+        and _takes(DeepSpeedZeroOptimizer, "_lazy_init_hp_params_optimizer_state", "self")
+        and _has(zero_utils, "all_gather_dp_groups")
     ),
-)  # fmt: skip
+)
 QUEUED_ACCUMULATED = Replacement(
     f"{_QUEUED} (ZeRO 1 with sums in fp32)",
     _WAITS,
@@ -325,26 +327,20 @@ def leave_norm_to_us(settings: Json, stage: int, grads_in_fp32: bool) -> None:
         settings.setdefault("zero_optimization", {})["compute_grad_norm"] = False
 
 
-def take_norm_over(
-    wrapper: Any,
-    clip: Callable[[Sequence[Tensor]], None],
-    flat_gradient: Callable[[int], Tensor],
-    step: Callable[[], None],
+def take_step_over(wrapper: Any, step: Callable[[], None]) -> None:
+    """Replaces the step of a ZeRO optimizer of stage 1 or 2."""
+    wrapper.step = lambda closure=None: step()
+
+
+def take_clipping_over(
+    wrapper: DeepSpeedZeroOptimizer_Stage3, clip: Callable[[Sequence[Tensor]], None]
 ) -> None:
-    """Replaces DeepSpeed's clipping in a ZeRO optimizer of stage 1 or higher: by ``clip``, which
-    scales flat gradients; at stages 1 and 2 with the ``flat_gradient`` of a group of parameters; at
-    stage 1 with sums in float32 by the whole ``step``."""
-    if isinstance(wrapper, BF16_Optimizer):
-        wrapper.step = lambda closure=None: step()
-    elif isinstance(wrapper, DeepSpeedZeroOptimizer_Stage3):
-        # Its step reads the norms that it gets: here a constant on the CPU.
-        wrapper._get_norm_groups = lambda: [1.0]
-        wrapper.unscale_and_clip_grads = lambda group, norm: clip(
-            [wrapper.fp32_partitioned_groups_flat[group].grad]
-        )
-    else:
-        wrapper._get_preflattened_grad_partition = flat_gradient
-        wrapper.unscale_and_clip_grads = lambda grads, norm: clip(grads)
+    """Replaces norm and clipping of stage 3; ``clip`` scales flat gradients."""
+    # Its step reads the norms that it gets: here a constant on the CPU.
+    wrapper._get_norm_groups = lambda: [1.0]
+    wrapper.unscale_and_clip_grads = lambda group, norm: clip(
+        [wrapper.fp32_partitioned_groups_flat[group].grad]
+    )
 
 
 def average_by(engine: Any, average: Callable[[], None]) -> None:

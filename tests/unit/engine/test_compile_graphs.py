@@ -12,7 +12,7 @@ from configs import run_config
 from torch import Tensor, nn
 
 from megatron.config.engine import FastPathsConfig
-from megatron.engine import build as build_module
+from megatron.engine import compiler
 from megatron.engine.backend import PlainBackend, runs_graphs
 from megatron.engine.build import compile_blocks
 from megatron.model.embedding import LM_LOSS
@@ -52,8 +52,8 @@ class Graph(nn.Module):
 def compiled(monkeypatch):
     """Compiles for a GPU; of compiling nothing but the call is left."""
     monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: None)
-    monkeypatch.setattr(build_module.shutil, "which", lambda name: name)
-    monkeypatch.setattr(build_module, "_finds_python_headers", lambda: True)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: name)
+    monkeypatch.setattr(compiler, "_finds_python_headers", lambda: True)
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
 
     def build(mode: str, device: torch.device = GPU) -> Graph:
@@ -137,7 +137,7 @@ def test_without_pythons_headers_blocks_stay_eager(monkeypatch, tmp_path, capsys
         (tmp_path / folder / "Python.h").touch()
     monkeypatch.setenv("CPATH", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
-    monkeypatch.setattr(build_module.shutil, "which", lambda name: name)
+    monkeypatch.setattr(compiler.shutil, "which", lambda name: name)
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
     modes: list[str] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: modes.append(mode))

@@ -1,0 +1,183 @@
+"""AdamW on a slice of flat tensors: gradients are read, the optimizer's numbers and the weights of
+the model are read and written, and nothing of a slice's size is made in between.
+
+:class:`ElementwiseAdam` is one function of the elements, which torch compiles to one kernel, for
+numbers in any :class:`StateFormat`. :class:`FusedAdam` is torch's own kernel, for float32 only; it
+needs a float32 copy of a slice's gradients. Both change nothing where ``held`` is 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Slices start at multiples of this number of elements, and all but the last of a partition have a
+multiple of it."""
+
+PLACES = 40
+"""Number of bits of a key for the place of an element in its group; the others are of the step."""
+
+SliceUpdate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], None]
+"""Updates a slice: gets its gradients (n,), the place of its first element in the group (int64, no
+dimensions), and the slices of :meth:`StateFormat.tensors`, which it writes."""
+
+
+class Decoded(NamedTuple):
+    """The optimizer's numbers of n elements in float32."""
+
+    weight: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+
+class StateFormat(Protocol):
+    """How main weights and moments are stored. Its methods on slices are traced by torch's
+    compiler, for any n: no number may be read from a tensor."""
+
+    def create(self, main: Tensor) -> dict[str, Tensor]:
+        """Moments of a partition before its first update, by their names in
+        ``optimizer.state[main]``."""
+
+    def tensors(
+        self, model: Tensor, main: Tensor, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        """All that an update writes: flat, each with a number per element of the partition or one
+        per :data:`BLOCK` of them. ``model``: the weights that the model computes with."""
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
+        """The numbers of a slice."""
+
+    def encode(self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, key: Tensor) -> None:
+        """Writes a slice. ``new`` is what :meth:`decode` gave where ``held`` (bool, no dimensions):
+        then every stored bit must stay. ``key`` (int64, no dimensions) plus an element's index
+        differs from those of all other elements and updates, for random bits."""
+
+
+class Float32:
+    """Main weights and moments in float32, the model's weights a rounded copy."""
+
+    def create(self, main: Tensor) -> dict[str, Tensor]:
+        return {name: torch.zeros_like(main.detach()) for name in ("exp_avg", "exp_avg_sq")}
+
+    def tensors(
+        self, model: Tensor, main: Tensor, state: Mapping[str, Tensor]
+    ) -> tuple[Tensor, ...]:
+        return model, main, state["exp_avg"], state["exp_avg_sq"]
+
+    def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
+        return Decoded(*stored[1:])
+
+    def encode(self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, key: Tensor) -> None:
+        for tensor, values in zip(stored, (new.weight, *new), strict=True):
+            tensor.copy_(values)
+
+
+class Rates(NamedTuple):
+    """Numbers of one update, float32 without dimensions, on the device: ``factor`` of the
+    gradients; ``held``; ``step``, the count of updates with this one; ``keep``, what decay leaves
+    of a weight; ``step_size`` and ``root`` (of the second moment), corrected for the zeros that
+    moments start from."""
+
+    factor: Tensor
+    held: Tensor
+    step: Tensor
+    keep: Tensor
+    step_size: Tensor
+    root: Tensor
+
+
+class ElementwiseAdam:
+    """Updates slices in any format; ``compiled``: by one kernel that torch generates, the same for
+    slices of all sizes, else by many operations."""
+
+    def __init__(
+        self, form: StateFormat, betas: tuple[float, float], eps: float, compiled: bool
+    ) -> None:
+        self._form, self._betas, self._eps = form, betas, eps
+        self._update: Callable[..., None] = self.update
+        if compiled:  # torch.compile imports the compiler
+            self._update = torch.compile(self.update, dynamic=True, fullgraph=True)
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype that gradients of this dtype must be given in."""
+        return dtype
+
+    def of_group(
+        self, group: Mapping[str, Any], step: Tensor, factor: Tensor | None, held: Tensor
+    ) -> SliceUpdate:
+        """The update of a group's slices; ``step`` counts this update already."""
+        rates = self._rates(group["lr"], group["weight_decay"], step, factor, held)
+        return lambda grad, place, stored: self._update(grad, place, stored, *rates)
+
+    def _rates(
+        self, lr: float, decay: float, step: Tensor, factor: Tensor | None, held: Tensor
+    ) -> Rates:
+        # Of float32 powers of 0.999 only four digits would remain after the subtraction.
+        first, second = (1 - torch.pow(beta, step.double()) for beta in self._betas)
+        return Rates(
+            factor=torch.ones_like(held) if factor is None else factor.float(),
+            held=held,
+            step=step,
+            keep=torch.full_like(held, 1 - lr * decay),
+            step_size=(lr / first).float(),
+            root=second.sqrt().float(),
+        )
+
+    def update(
+        self, grad: Tensor, place: Tensor, stored: tuple[Tensor, ...], *numbers: Tensor
+    ) -> None:
+        """The definition: AdamW of ``grad`` (n,) in float32, ``numbers`` as in :class:`Rates`."""
+        rates, (beta1, beta2) = Rates(*numbers), self._betas
+        old = self._form.decode(stored)
+        grad = grad.float() * rates.factor
+        exp_avg = old.exp_avg + (grad - old.exp_avg) * (1 - beta1)
+        exp_avg_sq = old.exp_avg_sq * beta2 + grad * grad * (1 - beta2)
+        change = rates.step_size * exp_avg / (exp_avg_sq.sqrt() / rates.root + self._eps)
+        new = Decoded(old.weight * rates.keep - change, exp_avg, exp_avg_sq)
+        held = rates.held > 0
+        new = Decoded(*(torch.where(held, a, b) for a, b in zip(old, new, strict=True)))
+        self._form.encode(stored, new, held, (rates.step.long() << PLACES) + place)
+
+
+class FusedAdam:
+    """Updates slices in :class:`Float32` by torch's fused AdamW, for CPUs, and where there is no
+    compiler."""
+
+    def __init__(self, betas: tuple[float, float], eps: float) -> None:
+        self._betas, self._eps = betas, eps
+
+    def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
+        return torch.float32
+
+    def of_group(
+        self, group: Mapping[str, Any], step: Tensor, factor: Tensor | None, held: Tensor
+    ) -> SliceUpdate:
+        beta1, beta2 = self._betas
+
+        def update(grad: Tensor, place: Tensor, stored: tuple[Tensor, ...]) -> None:
+            model, main, exp_avg, exp_avg_sq = stored
+            if factor is not None:
+                grad.mul_(factor)
+            torch._fused_adamw_(
+                [main],
+                [grad],
+                [exp_avg],
+                [exp_avg_sq],
+                [],
+                [step],
+                lr=group["lr"],
+                beta1=beta1,
+                beta2=beta2,
+                weight_decay=group["weight_decay"],
+                eps=self._eps,
+                amsgrad=False,
+                maximize=False,
+                found_inf=held,
+            )
+            model.copy_(main)
+
+        return update

@@ -1,0 +1,197 @@
+"""The update of ZeRO 1 and 2: a rank's partition of the weights, a slice at a time."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
+
+import torch
+from deepspeed.runtime.utils import all_gather_dp_groups
+from torch import Tensor
+
+from megatron.engine.adam_update import BLOCK, ElementwiseAdam, Float32, FusedAdam, StateFormat
+from megatron.engine.compiler import missing_for_compiler
+
+LEAST = 2**16
+"""Number of elements of one gradient that are worth a kernel of their own. Others are collected in
+a buffer, many to a kernel."""
+
+
+_MOST_COMPILED = 2**30
+"""Largest number of elements in a slice, so that an index fits into 32 bits."""
+
+_MOST_FUSED = 2**16
+"""The same where the gradients of a slice are copied: the copy stays in a CPU's cache."""
+
+
+class Part(NamedTuple):
+    """``length`` elements of a gradient (by its index in the partition), from ``start``."""
+
+    gradient: int
+    start: int
+    length: int
+
+
+class Piece(NamedTuple):
+    """A range of a partition that is updated at once; ``parts`` are its gradients in order, the
+    rest is padding."""
+
+    start: int
+    length: int
+    parts: tuple[Part, ...]
+
+    @property
+    def whole(self) -> bool:
+        """Whether its gradients are a part of one tensor."""
+        return len(self.parts) == 1 and self.parts[0].length == self.length
+
+
+def cut(sizes: Sequence[int], length: int, least: int, most: int) -> list[Piece]:
+    """Cuts a partition of ``length`` elements into pieces of at most ``most``, all of whole blocks
+    but the last. ``sizes`` are those of its gradients; padding follows. Runs of ``least`` and more
+    elements of one gradient have pieces of their own."""
+    ends = list(accumulate(sizes, initial=0))
+    cuts = {0, length, _down(length)}
+    for start, end in pairwise(ends):
+        first, last = -_down(-start), _down(end)
+        if last - first >= least:
+            cuts |= {first, last}
+    edges = sorted(cuts)
+    return [
+        Piece(at, min(most, end - at), tuple(_parts(ends, at, min(at + most, end))))
+        for start, end in pairwise(edges)
+        for at in range(start, end, most)
+    ]
+
+
+def _down(number: int) -> int:
+    return number // BLOCK * BLOCK
+
+
+def _parts(ends: list[int], start: int, end: int) -> Iterator[Part]:
+    for gradient in range(bisect_right(ends, start) - 1, len(ends) - 1):
+        first, last = ends[gradient], ends[gradient + 1]
+        if first >= end:
+            return
+        begin, stop = max(start, first), min(end, last)
+        if begin < stop:
+            yield Part(gradient, begin - first, stop - begin)
+
+
+def partition_update(
+    wrapper: Any, optimizer: torch.optim.Optimizer, device: torch.device
+) -> PartitionUpdate:
+    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW."""
+    form, (betas, eps) = Float32(), (optimizer.defaults["betas"], optimizer.defaults["eps"])
+    if device.type == "cuda" and not missing_for_compiler(device):
+        kernel = ElementwiseAdam(form, betas, eps, compiled=True)
+        return PartitionUpdate(wrapper, optimizer, form, kernel, _MOST_COMPILED)
+    return PartitionUpdate(wrapper, optimizer, form, FusedAdam(betas, eps), _MOST_FUSED)
+
+
+class PartitionUpdate:
+    """Replaces ``step`` of DeepSpeed's optimizer of stages 1 and 2: Adam without a copy of all
+    gradients in float32; afterwards the ranks' weights are gathered.
+
+    Args:
+        wrapper: DeepSpeed's optimizer around ``optimizer``.
+        form: how main weights and moments are stored.
+        kernel: updates a slice.
+        most: the largest number of elements in a slice.
+    """
+
+    def __init__(
+        self,
+        wrapper: Any,
+        optimizer: torch.optim.Optimizer,
+        form: StateFormat,
+        kernel: ElementwiseAdam | FusedAdam,
+        most: int,
+    ) -> None:
+        self._wrapper, self._optimizer = wrapper, optimizer
+        self._form, self._kernel, self._most = form, kernel, most
+        self._pieces: dict[int, list[Piece]] = {}
+        self._places: dict[int, list[Tensor]] = {}
+
+    @torch.no_grad()
+    def step(self, factor: Tensor | None, held: Tensor) -> None:
+        """Updates with the gradients times ``factor``, or nothing where ``held`` is 1; both float32
+        on the device."""
+        wrapper = self._wrapper
+        wrapper._global_grad_norm = None
+        for number, main in enumerate(wrapper.single_partition_of_fp32_groups):
+            self._update(number, main, factor, held)
+            wrapper._release_preflattened_grad_buffers(number)
+            wrapper.averaged_gradients[number] = wrapper.all_grad_tensors[number] = None
+            for param in wrapper.bit16_groups[number]:
+                param.grad = param.grad_accum = None
+        wrapper._lazy_init_hp_params_optimizer_state()
+        all_gather_dp_groups(
+            groups_flat=wrapper.bit16_groups_flat,
+            partitioned_param_groups=wrapper.parallel_partitioned_bit16_groups,
+            dp_process_group=wrapper.real_dp_process_group,
+            start_alignment_factor=wrapper.nccl_start_alignment_factor,
+            allgather_bucket_size=wrapper.allgather_bucket_size,
+        )
+
+    def _update(self, number: int, main: Tensor, factor: Tensor | None, held: Tensor) -> None:
+        wrapper, state = self._wrapper, self._optimizer.state[main]
+        group = self._optimizer.param_groups[number]
+        if not state:
+            state.update(self._form.create(main), step=held.new_zeros(()))
+        model = wrapper.parallel_partitioned_bit16_groups[number][self._rank(number)]
+        grads = self._gradients(number)
+        if number not in self._pieces:
+            self._prepare(number, [grad.numel() for grad in grads], model)
+        pieces = self._pieces[number]
+        dtype = self._kernel.gradient_dtype(grads[0].dtype)
+        collected = [p.length for p in pieces if not p.whole or grads[0].dtype != dtype]
+        buffer = torch.empty(max(collected, default=0), dtype=dtype, device=model.device)
+        stored = self._form.tensors(model, main.detach(), state)
+        slices = zip(*(_slices(tensor, pieces, model.numel()) for tensor in stored), strict=True)
+        state["step"].add_(1)
+        update = self._kernel.of_group(group, state["step"], factor, held)
+        for piece, place, tensors in zip(pieces, self._places[number], slices, strict=True):
+            update(_collect(piece, grads, buffer), place, tensors)
+        state["step"].sub_(held)
+
+    def _rank(self, number: int) -> int:
+        return torch.distributed.get_rank(self._wrapper.real_dp_process_group[number])
+
+    def _gradients(self, number: int) -> list[Tensor]:
+        grads = self._wrapper.averaged_gradients[number]
+        flat = getattr(grads, "flat_partition", None)
+        return [grad.reshape(-1) for grad in (grads if flat is None else [flat])]
+
+    def _prepare(self, number: int, sizes: list[int], model: Tensor) -> None:
+        self._pieces[number] = cut(sizes, model.numel(), LEAST, self._most)
+        first = self._rank(number) * model.numel()
+        self._places[number] = [
+            torch.full((), first + piece.start, dtype=torch.int64, device=model.device)
+            for piece in self._pieces[number]
+        ]
+
+
+def _slices(tensor: Tensor, pieces: Sequence[Piece], length: int) -> Sequence[Tensor]:
+    """The pieces of a tensor with a number per element of a partition, or one per block."""
+    if tensor.numel() == length:
+        return tensor.split([piece.length for piece in pieces])
+    return tensor.split([-(-piece.length // BLOCK) for piece in pieces])
+
+
+def _collect(piece: Piece, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:
+    """A piece's gradients in the buffer's dtype; where they are, if they can be used from there."""
+    parts = [grads[part.gradient].narrow(0, part.start, part.length) for part in piece.parts]
+    if piece.whole and parts[0].dtype == buffer.dtype:
+        return parts[0]
+    result = buffer[: piece.length]
+    *places, padding = result.split([*(p.length for p in piece.parts), _padding(piece)])
+    torch._foreach_copy_(places, parts)
+    padding.zero_()
+    return result
+
+
+def _padding(piece: Piece) -> int:
+    return piece.length - sum(part.length for part in piece.parts)
