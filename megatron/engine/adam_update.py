@@ -18,12 +18,9 @@ BLOCK = 256
 """Slices start at multiples of this number of elements, and all but the last of a partition have a
 multiple of it."""
 
-PLACES = 40
-"""Number of bits of a key for the place of an element in its group; the others are of the step."""
-
 SliceUpdate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], None]
-"""Updates a slice: gets its gradients (n,), the place of its first element in the group (int64, no
-dimensions), and the slices of :meth:`StateFormat.tensors`, which it writes."""
+"""Updates a slice: gets its gradients (n,), its elements as for :meth:`StateFormat.encode`, and the
+slices of :meth:`StateFormat.tensors`, which it writes."""
 
 
 class Decoded(NamedTuple):
@@ -51,10 +48,12 @@ class StateFormat(Protocol):
     def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
         """The numbers of a slice."""
 
-    def encode(self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, key: Tensor) -> None:
+    def encode(
+        self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, elements: Tensor, step: Tensor
+    ) -> None:
         """Writes a slice. ``new`` is what :meth:`decode` gave where ``held`` (bool, no dimensions):
-        then every stored bit must stay. ``key`` (int64, no dimensions) plus an element's index
-        differs from those of all other elements and updates, for random bits."""
+        then every stored bit must stay. For random bits: ``elements`` identifies each (int32 (n,),
+        or that of the first, if the others follow), ``step`` is the number of the update."""
 
 
 class Float32:
@@ -71,7 +70,9 @@ class Float32:
     def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
         return Decoded(*stored[1:])
 
-    def encode(self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, key: Tensor) -> None:
+    def encode(
+        self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, elements: Tensor, step: Tensor
+    ) -> None:
         for tensor, values in zip(stored, (new.weight, *new), strict=True):
             tensor.copy_(values)
 
@@ -111,7 +112,7 @@ class ElementwiseAdam:
     ) -> SliceUpdate:
         """The update of a group's slices; ``step`` counts this update already."""
         rates = self._rates(group["lr"], group["weight_decay"], step, factor, held)
-        return lambda grad, place, stored: self._update(grad, place, stored, *rates)
+        return lambda grad, elements, stored: self._update(grad, elements, stored, *rates)
 
     def _rates(
         self, lr: float, decay: float, step: Tensor, factor: Tensor | None, held: Tensor
@@ -128,7 +129,7 @@ class ElementwiseAdam:
         )
 
     def update(
-        self, grad: Tensor, place: Tensor, stored: tuple[Tensor, ...], *numbers: Tensor
+        self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...], *numbers: Tensor
     ) -> None:
         """The definition: AdamW of ``grad`` (n,) in float32, ``numbers`` as in :class:`Rates`."""
         rates, (beta1, beta2) = Rates(*numbers), self._betas
@@ -140,7 +141,7 @@ class ElementwiseAdam:
         new = Decoded(old.weight * rates.keep - change, exp_avg, exp_avg_sq)
         held = rates.held > 0
         new = Decoded(*(torch.where(held, a, b) for a, b in zip(old, new, strict=True)))
-        self._form.encode(stored, new, held, (rates.step.long() << PLACES) + place)
+        self._form.encode(stored, new, held, elements, rates.step)
 
 
 class FusedAdam:
@@ -158,7 +159,7 @@ class FusedAdam:
     ) -> SliceUpdate:
         beta1, beta2 = self._betas
 
-        def update(grad: Tensor, place: Tensor, stored: tuple[Tensor, ...]) -> None:
+        def update(grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> None:
             model, main, exp_avg, exp_avg_sq = stored
             if factor is not None:
                 grad.mul_(factor)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.engine.adam_update import BLOCK, ElementwiseAdam, Float32, FusedAdam, StateFormat
 from megatron.engine.compiler import missing_for_compiler
+from megatron.engine.random_bits import wrapped
 
 LEAST = 2**16
 """Number of elements of one gradient that are worth a kernel of their own. Others are collected in
@@ -22,8 +23,9 @@ a buffer, many to a kernel."""
 _MOST_COMPILED = 2**30
 """Largest number of elements in a slice, so that an index fits into 32 bits."""
 
-_MOST_FUSED = 2**16
-"""The same where the gradients of a slice are copied: the copy stays in a CPU's cache."""
+_MOST_COPIED = {"cpu": 2**16, "cuda": 2**24}
+"""The same where a slice is copied: the copies stay in a CPU's cache, and do not count in a GPU's
+memory."""
 
 
 class Part(NamedTuple):
@@ -81,14 +83,21 @@ def _parts(ends: list[int], start: int, end: int) -> Iterator[Part]:
 
 
 def partition_update(
-    wrapper: Any, optimizer: torch.optim.Optimizer, device: torch.device
+    wrapper: Any,
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+    form: StateFormat,
+    keys: Mapping[nn.Parameter, int],
 ) -> PartitionUpdate:
-    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW."""
-    form, (betas, eps) = Float32(), (optimizer.defaults["betas"], optimizer.defaults["eps"])
-    if device.type == "cuda" and not missing_for_compiler(device):
-        kernel = ElementwiseAdam(form, betas, eps, compiled=True)
-        return PartitionUpdate(wrapper, optimizer, form, kernel, _MOST_COMPILED)
-    return PartitionUpdate(wrapper, optimizer, form, FusedAdam(betas, eps), _MOST_FUSED)
+    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW; for
+    ``form`` and ``keys`` see :class:`PartitionUpdate`."""
+    betas, eps = optimizer.defaults["betas"], optimizer.defaults["eps"]
+    compiled = device.type == "cuda" and not missing_for_compiler(device)
+    kernel: ElementwiseAdam | FusedAdam = FusedAdam(betas, eps)
+    if compiled or not isinstance(form, Float32):
+        kernel = ElementwiseAdam(form, betas, eps, compiled)
+    most = _MOST_COMPILED if compiled else _MOST_COPIED.get(device.type, _MOST_COMPILED)
+    return PartitionUpdate(wrapper, optimizer, form, kernel, most, keys)
 
 
 class PartitionUpdate:
@@ -100,6 +109,8 @@ class PartitionUpdate:
         form: how main weights and moments are stored.
         kernel: updates a slice.
         most: the largest number of elements in a slice.
+        keys: the identifier of the first element of each parameter's share, where the format needs
+            random bits.
     """
 
     def __init__(
@@ -109,11 +120,13 @@ class PartitionUpdate:
         form: StateFormat,
         kernel: ElementwiseAdam | FusedAdam,
         most: int,
+        keys: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
         self._wrapper, self._optimizer = wrapper, optimizer
         self._form, self._kernel, self._most = form, kernel, most
+        self._keys = None if isinstance(form, Float32) else keys
         self._pieces: dict[int, list[Piece]] = {}
-        self._places: dict[int, list[Tensor]] = {}
+        self._elements: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()
     def step(self, factor: Tensor | None, held: Tensor) -> None:
@@ -139,12 +152,12 @@ class PartitionUpdate:
     def _update(self, number: int, main: Tensor, factor: Tensor | None, held: Tensor) -> None:
         wrapper, state = self._wrapper, self._optimizer.state[main]
         group = self._optimizer.param_groups[number]
-        if not state:
+        if "step" not in state:
             state.update(self._form.create(main), step=held.new_zeros(()))
         model = wrapper.parallel_partitioned_bit16_groups[number][self._rank(number)]
         grads = self._gradients(number)
         if number not in self._pieces:
-            self._prepare(number, [grad.numel() for grad in grads], model)
+            self._prepare(number, grads, model)
         pieces = self._pieces[number]
         dtype = self._kernel.gradient_dtype(grads[0].dtype)
         collected = [p.length for p in pieces if not p.whole or grads[0].dtype != dtype]
@@ -153,8 +166,8 @@ class PartitionUpdate:
         slices = zip(*(_slices(tensor, pieces, model.numel()) for tensor in stored), strict=True)
         state["step"].add_(1)
         update = self._kernel.of_group(group, state["step"], factor, held)
-        for piece, place, tensors in zip(pieces, self._places[number], slices, strict=True):
-            update(_collect(piece, grads, buffer), place, tensors)
+        for piece, elements, tensors in zip(pieces, self._elements[number], slices, strict=True):
+            update(_collect(piece, grads, buffer), elements, tensors)
         state["step"].sub_(held)
 
     def _rank(self, number: int) -> int:
@@ -163,15 +176,27 @@ class PartitionUpdate:
     def _gradients(self, number: int) -> list[Tensor]:
         grads = self._wrapper.averaged_gradients[number]
         flat = getattr(grads, "flat_partition", None)
-        return [grad.reshape(-1) for grad in (grads if flat is None else [flat])]
+        if flat is not None and self._keys is None:
+            return [flat.view(-1)]
+        return [grad.reshape(-1) for grad in grads]
 
-    def _prepare(self, number: int, sizes: list[int], model: Tensor) -> None:
-        self._pieces[number] = cut(sizes, model.numel(), LEAST, self._most)
-        first = self._rank(number) * model.numel()
-        self._places[number] = [
-            torch.full((), first + piece.start, dtype=torch.int64, device=model.device)
-            for piece in self._pieces[number]
-        ]
+    def _prepare(self, number: int, grads: list[Tensor], model: Tensor) -> None:
+        sizes = [grad.numel() for grad in grads]
+        self._pieces[number] = pieces = cut(sizes, model.numel(), LEAST, self._most)
+        if self._keys is None:
+            self._elements[number] = [model.new_zeros((), dtype=torch.int32)] * len(pieces)
+        else:
+            firsts = list(self._firsts(number, self._keys))
+            self._elements[number] = [_elements(piece, firsts, model.device) for piece in pieces]
+
+    def _firsts(self, number: int, keys: Mapping[nn.Parameter, int]) -> Iterator[int]:
+        """The identifier of each gradient's first element; 0 for padding."""
+        params = iter(self._wrapper.params_in_partition[number])
+        skipped = self._wrapper.first_offset[number]
+        for grad in self._wrapper.averaged_gradients[number]:
+            param = None if getattr(grad, "_zero_padding", False) else next(params, None)
+            yield 0 if param is None else keys[param] + skipped
+            skipped = 0
 
 
 def _slices(tensor: Tensor, pieces: Sequence[Piece], length: int) -> Sequence[Tensor]:
@@ -179,6 +204,22 @@ def _slices(tensor: Tensor, pieces: Sequence[Piece], length: int) -> Sequence[Te
     if tensor.numel() == length:
         return tensor.split([piece.length for piece in pieces])
     return tensor.split([-(-piece.length // BLOCK) for piece in pieces])
+
+
+def _elements(piece: Piece, firsts: Sequence[int], device: torch.device) -> Tensor:
+    """Identifiers of a piece's elements, as :meth:`StateFormat.encode` gets them; ``firsts`` are
+    those of each gradient's first."""
+    begins = [firsts[part.gradient] + part.start for part in piece.parts]
+    if piece.whole:
+        return torch.full((), wrapped(begins[0]), dtype=torch.int32, device=device)
+    found = torch.zeros(piece.length, dtype=torch.int32, device=device)
+    place = 0
+    for part, begin in zip(piece.parts, begins, strict=True):
+        # Counted in 64 bits, of which the lower half is taken.
+        counted = torch.arange(begin, begin + part.length, device=device)
+        found[place : place + part.length] = counted.to(torch.int32)
+        place += part.length
+    return found
 
 
 def _collect(piece: Piece, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
 """How the optimizer's states are stored in fewer than 32 bits, and stochastic rounding.
 
-All of it is elementwise arithmetic on flat tensors, or over blocks of :data:`BLOCK` elements, which
+All of it is elementwise arithmetic on flat tensors, or over blocks of neighbours, which
 torch.compile fuses. Values are float32 in between. Except where it is exact, an update rounds
 stochastically, to one of the two neighbours with the probabilities that make the expected value
 exact: with ``--adam-beta2 0.999`` a second moment changes by less than half a unit in the last
@@ -19,9 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.layouts import StateDtypes
-
-BLOCK = 256
-"""Neighbouring elements that share the scale of their 8-bit moments."""
+from megatron.engine.adam_update import BLOCK
 
 _HALF, _NAN = 0x8000, 0x7FC00000
 _ONE = 0x3F800000
@@ -84,7 +82,7 @@ class BFloat16(Stored):
 
 
 class Blockwise(Stored):
-    """8 bits an element and a float32 scale, the largest magnitude, per :data:`BLOCK` of them.
+    """8 bits an element and a float32 scale, the largest magnitude, per BLOCK neighbours.
 
     A code is the leading bits of the ratio to the scale, as a float of 3 mantissa bits: magnitudes
     over 16 powers of two with a sign, over 32 without one. That is the range of Adam's first moment
