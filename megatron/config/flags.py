@@ -231,7 +231,8 @@ class ConfigResolver:
     def show(self, name: str) -> str:
         origin, flag = self.origins[name], self.flag(name)
         place = "" if origin == f"flag {flag}" else f" ({origin})"
-        return f"{flag} {self.values[name]}{place}"
+        value = self.values[name]
+        return flag + ("" if value is True else f" {value}") + place
 
     def check(self, condition: bool, message: str) -> None:
         """Raises ConfigError with ``message`` unless the condition holds."""

@@ -26,7 +26,7 @@ REFUSED = {
     "--retro-*": "there is no Retro model",
     "--num-layers-teacher --num-experts-teacher --hidden-size-teacher "
     "--num-attention-heads-teacher --mos --kd --kd-* --load-teacher --logits-load-* "
-    "--logits-save-*": ("there is no distillation; leave it out to train on the data alone"),
+    "--logits-save-*": "distillation is not supported; leave it out to train on the data alone",
     "--multi-latent-attention --q-lora-rank --kv-lora-rank --qk-head-dim --qk-pos-emb-head-dim "
     "--v-head-dim --rotary-scaling-factor --mscale --mscale-all-dim --cache-mla-latents "
     "--mla-*": "there is no multi-latent attention; --num-query-groups makes keys and values fewer",

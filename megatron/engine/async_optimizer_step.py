@@ -84,7 +84,7 @@ class AsyncOptimizerStep:
         else:
             self._measure = self._partitioned_norm
             self._update = partition_update(
-                wrapper, optimizer, device, form or Float32(), keys or {}
+                wrapper, optimizer, mesh.data.rank, device, form or Float32(), keys or {}
             )
             take_step_over(wrapper, self._step_partitioned)
 

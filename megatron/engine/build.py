@@ -13,7 +13,6 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.engine import GRAPH_MODES
 from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
-from megatron.engine.compiler import missing_for_compiler
 from megatron.engine.deepspeed_json import Json, for_engine
 from megatron.engine.deepspeed_patches import (
     QUEUED_PARTITIONED,
@@ -32,6 +31,7 @@ from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
+from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.mesh import Mesh
@@ -69,7 +69,7 @@ def build_engine(
     if config.precision.states is not None:
         require(QUEUED_PARTITIONED)
         stored = StoredStates(config.precision.states)
-        stored.take_main_weights(engine.optimizer, optimizer)
+        stored.take_main_weights(engine.optimizer, optimizer, mesh.data.rank)
     return TrainEngine(
         config, spec, mesh, device, backend, names, optimizer, engine, asynchronous, stored
     )
@@ -136,7 +136,7 @@ def _check_float8(device: torch.device, name: str) -> None:
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
     """Compiles every block in place; without a compiler they stay eager, which a line reports.
     Blocks of the same shape share compiled code. Every sequence length is compiled separately."""
-    missing = missing_for_compiler(device)
+    missing = missing_compiler(device.type)
     if missing:
         return _stay_eager(missing)
     # Not where the function is defined: this imports torch's compiler, a second of every start.

@@ -9,11 +9,12 @@ from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
+from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER, OPTIMIZER_STEP_TIMER
 from torch import Tensor, nn
 
 from megatron.engine.adam_update import BLOCK, ElementwiseAdam, Float32, FusedAdam, StateFormat
-from megatron.engine.compiler import missing_for_compiler
 from megatron.engine.random_bits import wrapped
+from megatron.parallel.compiler import missing_compiler
 
 LEAST = 2**16
 """Number of elements of one gradient that are worth a kernel of their own. Others are collected in
@@ -23,9 +24,11 @@ a buffer, many to a kernel."""
 _MOST_COMPILED = 2**30
 """Largest number of elements in a slice, so that an index fits into 32 bits."""
 
-_MOST_COPIED = {"cpu": 2**16, "cuda": 2**24}
-"""The same where a slice is copied: the copies stay in a CPU's cache, and do not count in a GPU's
-memory."""
+_MOST_COPIED = 2**24
+"""The same where a slice, or its gradients, are copied."""
+
+_MOST_IN_CACHE = 2**18
+"""The same for each thread of a CPU: the copy stays in its cache."""
 
 
 class Part(NamedTuple):
@@ -85,19 +88,23 @@ def _parts(ends: list[int], start: int, end: int) -> Iterator[Part]:
 def partition_update(
     wrapper: Any,
     optimizer: torch.optim.Optimizer,
+    rank: int,
     device: torch.device,
     form: StateFormat,
     keys: Mapping[nn.Parameter, int],
 ) -> PartitionUpdate:
-    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW; for
-    ``form`` and ``keys`` see :class:`PartitionUpdate`."""
+    """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW, on this
+    data-parallel rank; for ``form`` and ``keys`` see :class:`PartitionUpdate`."""
     betas, eps = optimizer.defaults["betas"], optimizer.defaults["eps"]
-    compiled = device.type == "cuda" and not missing_for_compiler(device)
+    compiled = device.type == "cuda" and not missing_compiler(device.type)
     kernel: ElementwiseAdam | FusedAdam = FusedAdam(betas, eps)
     if compiled or not isinstance(form, Float32):
         kernel = ElementwiseAdam(form, betas, eps, compiled)
-    most = _MOST_COMPILED if compiled else _MOST_COPIED.get(device.type, _MOST_COMPILED)
-    return PartitionUpdate(wrapper, optimizer, form, kernel, most, keys)
+    most = _MOST_IN_CACHE * torch.get_num_threads() if device.type == "cpu" else _MOST_COPIED
+    if compiled:
+        most = _MOST_COMPILED
+    random = None if isinstance(form, Float32) else keys
+    return PartitionUpdate(wrapper, optimizer, rank, form, kernel, most, random)
 
 
 class PartitionUpdate:
@@ -106,25 +113,27 @@ class PartitionUpdate:
 
     Args:
         wrapper: DeepSpeed's optimizer around ``optimizer``.
+        rank: of this process among the data-parallel ones.
         form: how main weights and moments are stored.
         kernel: updates a slice.
         most: the largest number of elements in a slice.
-        keys: the identifier of the first element of each parameter's share, where the format needs
-            random bits.
+        keys: the identifier of the first element of each parameter's share, for random bits; None
+            where the format needs none.
     """
 
     def __init__(
         self,
         wrapper: Any,
         optimizer: torch.optim.Optimizer,
+        rank: int,
         form: StateFormat,
         kernel: ElementwiseAdam | FusedAdam,
         most: int,
         keys: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
-        self._wrapper, self._optimizer = wrapper, optimizer
+        self._wrapper, self._optimizer, self._rank = wrapper, optimizer, rank
         self._form, self._kernel, self._most = form, kernel, most
-        self._keys = None if isinstance(form, Float32) else keys
+        self._keys = keys
         self._pieces: dict[int, list[Piece]] = {}
         self._elements: dict[int, list[Tensor]] = {}
 
@@ -132,8 +141,9 @@ class PartitionUpdate:
     def step(self, factor: Tensor | None, held: Tensor) -> None:
         """Updates with the gradients times ``factor``, or nothing where ``held`` is 1; both float32
         on the device."""
-        wrapper = self._wrapper
+        wrapper, timers = self._wrapper, self._wrapper.timers
         wrapper._global_grad_norm = None
+        timers(OPTIMIZER_STEP_TIMER).start()
         for number, main in enumerate(wrapper.single_partition_of_fp32_groups):
             self._update(number, main, factor, held)
             wrapper._release_preflattened_grad_buffers(number)
@@ -141,6 +151,8 @@ class PartitionUpdate:
             for param in wrapper.bit16_groups[number]:
                 param.grad = param.grad_accum = None
         wrapper._lazy_init_hp_params_optimizer_state()
+        timers(OPTIMIZER_STEP_TIMER).stop()
+        timers(OPTIMIZER_ALLGATHER_TIMER).start()
         all_gather_dp_groups(
             groups_flat=wrapper.bit16_groups_flat,
             partitioned_param_groups=wrapper.parallel_partitioned_bit16_groups,
@@ -148,13 +160,15 @@ class PartitionUpdate:
             start_alignment_factor=wrapper.nccl_start_alignment_factor,
             allgather_bucket_size=wrapper.allgather_bucket_size,
         )
+        timers(OPTIMIZER_ALLGATHER_TIMER).stop()
+        timers.log([OPTIMIZER_STEP_TIMER, OPTIMIZER_ALLGATHER_TIMER])
 
     def _update(self, number: int, main: Tensor, factor: Tensor | None, held: Tensor) -> None:
         wrapper, state = self._wrapper, self._optimizer.state[main]
         group = self._optimizer.param_groups[number]
         if "step" not in state:
             state.update(self._form.create(main), step=held.new_zeros(()))
-        model = wrapper.parallel_partitioned_bit16_groups[number][self._rank(number)]
+        model = wrapper.parallel_partitioned_bit16_groups[number][self._rank]
         grads = self._gradients(number)
         if number not in self._pieces:
             self._prepare(number, grads, model)
@@ -169,9 +183,6 @@ class PartitionUpdate:
         for piece, elements, tensors in zip(pieces, self._elements[number], slices, strict=True):
             update(_collect(piece, grads, buffer), elements, tensors)
         state["step"].sub_(held)
-
-    def _rank(self, number: int) -> int:
-        return torch.distributed.get_rank(self._wrapper.real_dp_process_group[number])
 
     def _gradients(self, number: int) -> list[Tensor]:
         grads = self._wrapper.averaged_gradients[number]
@@ -229,7 +240,8 @@ def _collect(piece: Piece, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:
         return parts[0]
     result = buffer[: piece.length]
     *places, padding = result.split([*(p.length for p in piece.parts), _padding(piece)])
-    torch._foreach_copy_(places, parts)
+    if parts:
+        torch._foreach_copy_(places, parts)
     padding.zero_()
     return result
 

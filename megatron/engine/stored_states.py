@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from megatron.config.layouts import StateDtypes
@@ -45,11 +44,10 @@ class StoredStates:
             found |= zip(self._names[kind], zeros, strict=True)
         return found
 
-    def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer) -> None:
+    def take_main_weights(self, wrapper: Any, optimizer: torch.optim.Optimizer, rank: int) -> None:
         """Makes DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around ``optimizer`` update the
-        model's weights, and frees its float32 copy of them."""
+        model's weights, those of this data-parallel rank, and frees its float32 copy of them."""
         for number, group in enumerate(optimizer.param_groups):
-            rank = dist.get_rank(group=wrapper.real_dp_process_group[number])
             model = wrapper.parallel_partitioned_bit16_groups[number][rank]
             optimizer.state.pop(wrapper.single_partition_of_fp32_groups[number], None)
             wrapper.single_partition_of_fp32_groups[number] = model

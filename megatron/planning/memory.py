@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config import ModelConfig
-from megatron.config.layouts import Layout
+from megatron.config.layouts import Layout, StateDtypes
 from megatron.config.parallel import LOGITS_CHUNK_MIB
 from megatron.planning.parameters import RankShare, local_widths, norms_of_block, rank_shares
 
@@ -60,6 +60,9 @@ def state_bytes(layout: Layout) -> StateBytes:
         return StateBytes(4.0, 4.0, 8.0)
     size = 4 if layout.precision == "fp32" else 2
     accumulated = 4 if layout.grads_in_fp32 else size
+    if layout.states is not None:
+        gradients = accumulated / (data if layout.zero == 2 else 1)
+        return StateBytes(2.0, gradients, stored_bytes(layout.states) / data)
     if layout.zero == 1:
         # Whole until they are reduced. Its bf16 optimizer accumulates beside the 16-bit gradients.
         beside = size if accumulated > size and layout.precision == "bf16" else 0
@@ -69,6 +72,14 @@ def state_bytes(layout: Layout) -> StateBytes:
     else:
         gradients = (accumulated + 4) / data
     return StateBytes(size / (data if layout.zero == 3 else 1), gradients, 12 / data)
+
+
+def stored_bytes(states: StateDtypes) -> float:
+    """Bytes per parameter of the states of ``--use-precision-aware-optimizer``. Float32 main
+    weights take what the bf16 weights lack; 8-bit moments have a float32 scale per 256 elements."""
+    sizes = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
+    main = {"fp32": 2.0, "bf16": 0.0}[states.main_params]
+    return main + sizes[states.exp_avg] + sizes[states.exp_avg_sq]
 
 
 def bucket_bytes(layout: Layout) -> int:

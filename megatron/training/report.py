@@ -90,9 +90,11 @@ class Reporter(Callback):
         for note in resolved.notes:
             self.say(note)
         self.say(f"layout: {_layout(config)} on {self.device.type}")
+        ramp = config.training.rampup_batch_size
+        growing = f"{ramp[0]} to " if ramp else ""
         self.say(
-            f"batches: micro {self.plan.micro_batch_size}, global {self.plan.global_batch_size}, "
-            f"{self.plan.train_iters} iterations"
+            f"batches: micro {self.plan.micro_batch_size}, "
+            f"global {growing}{self.plan.global_batch_size}, {self.plan.train_iters} iterations"
         )
         if self.peak is not None:
             self.say(

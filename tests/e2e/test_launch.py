@@ -170,19 +170,24 @@ def wait_for_step(save, process, step=3):
     raise AssertionError("no step was taken")
 
 
+def terminate_after_a_step(argv, save):
+    """Starts a run and ends it by SIGTERM; returns the process and what it printed."""
+    process = subprocess.Popen(
+        argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+        text=True,
+    )  # fmt: skip
+    wait_for_step(save, process)
+    process.send_signal(signal.SIGTERM)
+    return process, process.communicate(timeout=120)[0]
+
+
 @pytest.mark.parametrize(
     "launcher", ["torchrun", pytest.param("deepspeed", marks=pytest.mark.proof)]
 )
 def test_sigterm_saves_and_resumes(tmp_path, launcher):
     """DeepSpeed's launcher leaves its workers behind on SIGTERM; they notice and save."""
     argv = command(launcher, "--train-iters", 100000, "--save", tmp_path, "--zero-stage", 1)
-    process = subprocess.Popen(
-        argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
-    wait_for_step(tmp_path, process)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=120)[0]
+    _, output = terminate_after_a_step(argv, tmp_path)
     deadline = time.time() + 60
     while not (tmp_path / "latest").exists() and time.time() < deadline:
         time.sleep(0.1)
@@ -198,13 +203,7 @@ def test_sigterm_saves_and_resumes(tmp_path, launcher):
 def test_sigterm_reaches_the_processes_that_the_program_starts(tmp_path):
     """They save, and their exit status is that of the command."""
     argv = command("own", "--train-iters", 100000, "--save", tmp_path)
-    process = subprocess.Popen(
-        argv, cwd=ROOT, env=environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-        text=True,
-    )  # fmt: skip
-    wait_for_step(tmp_path, process)
-    process.send_signal(signal.SIGTERM)
-    output = process.communicate(timeout=120)[0]
+    process, output = terminate_after_a_step(argv, tmp_path)
     assert process.returncode == 0, output
     assert (tmp_path / "latest").exists(), output
 

@@ -68,10 +68,27 @@ def read_wikipedia(config: WikipediaConfig, running: LineJobConfig) -> JobReport
 
 def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
     """Drops empty articles and redirects, and writes the others in one form."""
+    writer = _ArticleWriter(config)
 
-    def article(
-        number: object, url: object, title: str, text: str, counts: Counter[str]
+    def step(batch: LineBatch) -> BatchResult:
+        is_markup = any(line.startswith((b"<doc ", _END)) for line in batch.lines)
+        if not is_markup and any(line.startswith(b"{") for line in batch.lines):
+            return map_records(batch, ("text",), writer.from_record, outputs=1)
+        return writer.from_markup(batch)
+
+    return step
+
+
+@dataclass(frozen=True)
+class _ArticleWriter:
+    """Articles to lines of JSON, from JSON records or from WikiExtractor's markup."""
+
+    config: WikipediaConfig
+
+    def line(
+        self, number: object, url: object, title: str, text: str, counts: Counter[str]
     ) -> bytes | None:
+        """The article as a line; None, and why in ``counts``, if it is left out."""
         text = text.strip()
         if title and text.partition("\n")[0].strip() == title.strip():
             text = text.partition("\n")[2].strip()
@@ -79,25 +96,25 @@ def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
             counts["empty articles left out"] += 1
         elif _REDIRECT.match(text):
             counts["redirects left out"] += 1
-        elif len(text) < config.min_length:
+        elif len(text) < self.config.min_length:
             counts["short articles left out"] += 1
         else:
             counts["articles written"] += 1
-            if config.title_in_text and title:
+            if self.config.title_in_text and title:
                 text = f"{title}\n\n{text}"
             return json_line({"id": number, "url": url, "title": title, "text": text})
         return None
 
-    def of_json(record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
+    def from_record(self, record: JsonRecord, counts: Counter[str]) -> Iterator[tuple[int, bytes]]:
         fields = record.fields
         title = fields.get("title", "")
         if not isinstance(title, str):
             raise BadRecordError('"title" is not a string', f"found {title!r:.60}")
-        line = article(fields.get("id"), fields.get("url"), title, fields["text"], counts)
+        line = self.line(fields.get("id"), fields.get("url"), title, fields["text"], counts)
         if line:
             yield 0, line
 
-    def of_markup(batch: LineBatch) -> BatchResult:
+    def from_markup(self, batch: LineBatch) -> BatchResult:
         result = BatchResult([])
         attributes: dict[str, str] | None = None
         lines: list[str] = []
@@ -126,7 +143,7 @@ def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
                 result.documents += 1
                 text = html.unescape("\n".join(lines))
                 about = attributes.get("id"), attributes.get("url"), attributes.get("title", "")
-                written.append(article(*about, text, result.counts) or b"")
+                written.append(self.line(*about, text, result.counts) or b"")
                 attributes = None
             elif attributes is not None:
                 lines.append(line)
@@ -136,14 +153,6 @@ def _wikipedia_step(config: WikipediaConfig) -> BatchStep:
             bad(started, "an article without </doc>", "the file ends")
         result.outputs = [b"".join(written)]
         return result
-
-    def step(batch: LineBatch) -> BatchResult:
-        is_markup = any(line.startswith((b"<doc ", _END)) for line in batch.lines)
-        if not is_markup and any(line.startswith(b"{") for line in batch.lines):
-            return map_records(batch, ("text",), of_json, outputs=1)
-        return of_markup(batch)
-
-    return step
 
 
 def article_batches(paths: Sequence[Path]) -> Iterator[LineBatch]:

@@ -79,7 +79,14 @@ COMMANDS = {
 }
 
 
-@pytest.mark.parametrize("name", COMMANDS)
+SAMPLE = ("2019", "2023")
+"""Those that `make test` runs; `make proof` runs all."""
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=[pytest.mark.proof] * (name not in SAMPLE)) for name in COMMANDS],
+)
 def test_same_losses_bit_for_bit(pool, files, name):
     old, new = (
         pool.run(2, train, f"{SHAPE} {words.format(files)}".split())[0] for words in COMMANDS[name]

@@ -1,21 +1,12 @@
 """Phases of a start add up to its whole."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
-
-PATH = Path(__file__).parents[3] / "benchmarks/startup.py"
+from programs import load_program
 
 
 @pytest.fixture(scope="module")
 def startup():
-    spec = importlib.util.spec_from_file_location("benchmark_of_startup", PATH)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look it up
-    spec.loader.exec_module(module)
-    return module
+    return load_program("benchmarks/startup.py")
 
 
 def stamps_of(pid: int, late: float) -> list[dict]:

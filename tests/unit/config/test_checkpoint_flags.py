@@ -19,15 +19,15 @@ def resolved(flags):
     [
         ("--save-interval 10", "--save-interval 10 needs --save, the folder to save in"),
         ("--keep-last 2", "--keep-last 2 needs --save"),
-        ("--async-save", "--async-save True needs --save"),
-        ("--save-universal", "--save-universal True needs --save"),
+        ("--async-save", "--async-save needs --save"),
+        ("--save-universal", "--save-universal needs --save"),
         ("--save x --keep-last 0", "--keep-last 0 must be positive"),
         ("--save x --keep-last 1 --keep-every -5", "--keep-every -5 must be positive"),
         ("--save x --save-interval 0", "--save-interval 0 must be positive"),
         ("--save x --keep-every 5", "--keep-every 5 exempts .* needs it"),
         (
             "--save x --async-save --checkpoint-format deepspeed",
-            "--async-save True contradicts --checkpoint-format deepspeed",
+            "--async-save contradicts --checkpoint-format deepspeed",
         ),
         (
             "--save x --no-save-optim --checkpoint-format deepspeed",

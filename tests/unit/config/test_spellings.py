@@ -17,6 +17,18 @@ def config_of(words, world_size=2):
     return resolve(PARSER.settings(words.split()), world_size).config
 
 
+@pytest.fixture
+def refusal(capsys):
+    """Parses a command line that is refused; returns what is printed."""
+
+    def parse(words):
+        with pytest.raises(SystemExit):
+            PARSER.settings(words.split())
+        return capsys.readouterr().err
+
+    return parse
+
+
 @pytest.mark.parametrize(
     "old, new",
     [
@@ -137,10 +149,8 @@ def test_epochs_need_their_length():
         ("--learning-rat 1", "unknown flag --learning-rat; the nearest known flag is --learning-r"),
     ],
 )
-def test_two_spellings_of_different_values_are_refused(capsys, words, told):
-    with pytest.raises(SystemExit):
-        PARSER.settings(words.split())
-    assert told in capsys.readouterr().err
+def test_two_spellings_of_different_values_are_refused(refusal, words, told):
+    assert told in refusal(words)
 
 
 @pytest.mark.parametrize(
@@ -152,10 +162,8 @@ def test_two_spellings_of_different_values_are_refused(capsys, words, told):
         ("--top_k", "tools/generate.py"),
     ],
 )
-def test_flags_of_2019_that_mean_nothing_here(capsys, flag, told):
-    with pytest.raises(SystemExit):
-        PARSER.settings([flag])
-    message = capsys.readouterr().err
+def test_flags_of_2019_that_mean_nothing_here(refusal, flag, told):
+    message = refusal(flag)
     assert flag in message and told in message
 
 

@@ -12,12 +12,12 @@ from configs import run_config
 from torch import Tensor, nn
 
 from megatron.config.engine import FastPathsConfig
-from megatron.engine import compiler
 from megatron.engine.backend import PlainBackend, runs_graphs
 from megatron.engine.build import compile_blocks
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
+from megatron.parallel import compiler
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 MODES = ("default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs")
@@ -52,8 +52,7 @@ class Graph(nn.Module):
 def compiled(monkeypatch):
     """Compiles for a GPU; of compiling nothing but the call is left."""
     monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: None)
-    monkeypatch.setattr(compiler.shutil, "which", lambda name: name)
-    monkeypatch.setattr(compiler, "_finds_python_headers", lambda: True)
+    monkeypatch.setattr(compiler, "_missing_for_gpus", lambda: None)
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
 
     def build(mode: str, device: torch.device = GPU) -> Graph:
@@ -138,6 +137,7 @@ def test_without_pythons_headers_blocks_stay_eager(monkeypatch, tmp_path, capsys
     monkeypatch.setenv("CPATH", str(tmp_path / "elsewhere"))
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     monkeypatch.setattr(compiler.shutil, "which", lambda name: name)
+    monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
     modes: list[str] = []
     monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: modes.append(mode))

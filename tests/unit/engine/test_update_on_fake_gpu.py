@@ -3,20 +3,24 @@ on the CPU, and the host neither reads a number nor sends one."""
 
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._pytree import tree_leaves
 
 from megatron.config import OptimizerConfig
+from megatron.engine import partition_update
+from megatron.engine.adam_update import ElementwiseAdam, Float32
 from megatron.engine.async_optimizer_step import AsyncOptimizerStep
 from megatron.engine.optimizer import build_optimizer
+from megatron.engine.partition_update import PartitionUpdate
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, Shard, parameter
 
 sys.path.append(str(Path(__file__).parents[1]))
+from flat_partitions import flat_partitions, set_gradients  # noqa: E402
 from one_device import GPU, OneDevice  # noqa: E402
 
 
@@ -49,33 +53,60 @@ def test_update_of_whole_parameters(params):
     assert update.held is not None and update.held.device == update.norm.device == GPU
 
 
-def test_update_of_flat_parts(params):
-    """As DeepSpeed's ZeRO 1 and 2 call it, a group at a time."""
+class Largest(OneDevice):
+    """Also notes the number of bytes of the largest tensor that is made."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        if all(each.alias_info is None for each in func._schema.returns):
+            made = [each for each in tree_leaves(result) if isinstance(each, Tensor)]
+            self.bytes = max([self.bytes, *(each.numel() * each.element_size() for each in made)])
+        return result
+
+
+def generated(grad, place, stored, *rates):
+    """In place of the function that torch generates, which makes nothing."""
+    for each in stored:
+        each.copy_(each)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_update_of_flat_parts(monkeypatch, compiled):
+    """As DeepSpeed's ZeRO 1 and 2 call it: no copy of the gradients but of a few at a time."""
+    gathered: list[dict] = []
+    monkeypatch.setattr(
+        partition_update, "all_gather_dp_groups", lambda **all: gathered.append(all)
+    )
+    monkeypatch.setattr(partition_update, "LEAST", 512)
+    monkeypatch.setattr(partition_update, "_MOST_COPIED", 1024)
+    with GPU:
+        shapes = (((64, 256), (32, 256)), ((256,), (3,)))
+        groups = [[parameter(Shard(s), Init()) for s in shapes_] for shapes_ in shapes]
+    params = [param for group in groups for param in group]
     for param in params:
         param.data = param.data.to(torch.bfloat16)
-    flat = [torch.zeros(param.numel() + 3, device=GPU) for param in params]
-    optimizer = torch.optim.AdamW([{"params": [each]} for each in flat], lr=1e-3, fused=True)
-    wrapper = SimpleNamespace(
-        bit16_groups=[[param] for param in params],
-        params_in_partition=[[param] for param in params],
-        single_partition_of_fp32_groups=flat,
-        averaged_gradients={},
-    )
+    wrapper, optimizer = flat_partitions(groups, padding=5)
     update = queued(wrapper, optimizer, params)
+    if compiled:
+        kernel = ElementwiseAdam(Float32(), (0.9, 0.95), 1e-8, compiled=False)
+        kernel._update = generated
+        update._update = PartitionUpdate(wrapper, optimizer, 0, Float32(), kernel, 1 << 30)
 
-    def step() -> None:
-        for number, param in enumerate(params):
-            wrapper.averaged_gradients[number] = [torch.zeros_like(param)]
+    def step(made: Largest | None = None) -> None:
+        set_gradients(wrapper, [[torch.zeros_like(param) for param in each] for each in groups])
+        if made is not None:
+            made.bytes = 0
         update.prepare()
-        for number, weights in enumerate(flat):
-            grad = wrapper._get_preflattened_grad_partition(number)
-            assert grad.shape == weights.shape and grad.dtype == torch.float32
-            wrapper.unscale_and_clip_grads([grad], None)
-            weights.grad = grad
-            optimizer.step()
-            weights.grad = None
+        wrapper.step()
 
     step()
-    with OneDevice():
-        step()
+    with Largest() as made:
+        step(made)
+    assert len(gathered) == 2
+    # Of the second group's end, 8 elements are collected; else at most 1024 of any.
+    assert made.bytes == (2 * 8 if compiled else 4 * 1024)
     assert update.held is not None and update.held.device == update.norm.device == GPU
+    for main in wrapper.single_partition_of_fp32_groups:
+        assert {each.device for each in optimizer.state[main].values()} == {GPU}

@@ -1,12 +1,12 @@
 """tools/checkpoint/util.py and to-megatron as people call them."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import load_program
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
@@ -14,22 +14,14 @@ from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 TOOLS = Path(__file__).parents[3] / "tools"
 
 
-def load_tool(path):
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
 def util():
-    return load_tool(TOOLS / "checkpoint" / "util.py")
+    return load_program("tools/checkpoint/util.py")
 
 
 @pytest.fixture(scope="module")
 def convert():
-    return load_tool(TOOLS / "convert_checkpoint.py")
+    return load_program("tools/convert_checkpoint.py")
 
 
 @pytest.fixture

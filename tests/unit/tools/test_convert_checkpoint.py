@@ -4,11 +4,11 @@ import dataclasses
 import importlib.util
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import load_program
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
@@ -19,16 +19,10 @@ from megatron.formats.huggingface import registry
 from megatron.formats.huggingface.entries import SAME
 from megatron.tokenizer.null import NullTokenizer
 
-TOOL = Path(__file__).parents[3] / "tools" / "convert_checkpoint.py"
-
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module
+    return load_program("tools/convert_checkpoint.py")
 
 
 @pytest.fixture

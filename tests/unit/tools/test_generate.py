@@ -1,27 +1,20 @@
 """tools/generate.py as people call it."""
 
 import dataclasses
-import importlib.util
 import io
 import json
 import sys
-from pathlib import Path
 
 import pytest
+from programs import load_program
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer
 
-TOOL = Path(__file__).parents[3] / "tools" / "generate.py"
-
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("generate", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module.main
+    return load_program("tools/generate.py").main
 
 
 @pytest.fixture(scope="module")

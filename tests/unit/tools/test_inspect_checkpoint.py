@@ -1,25 +1,19 @@
 """tools/inspect_checkpoint.py on checkpoints of known content."""
 
 import dataclasses
-import importlib.util
 import json
-from pathlib import Path
 
 import pytest
 import torch
+from programs import load_program
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.inspection import tensor_differences, tensor_facts
 
-TOOL = Path(__file__).parents[3] / "tools" / "inspect_checkpoint.py"
-
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("inspect_checkpoint", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module.main
+    return load_program("tools/inspect_checkpoint.py").main
 
 
 @pytest.fixture

@@ -1,6 +1,5 @@
 """tools/launch_container.py: from its flags to the command that runs."""
 
-import importlib.util
 import os
 import shlex
 import subprocess
@@ -8,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from programs import load_program
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "launch_container.py"
@@ -15,11 +15,7 @@ TOOL = ROOT / "tools" / "launch_container.py"
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("launch_container", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module
+    return load_program("tools/launch_container.py")
 
 
 @pytest.fixture

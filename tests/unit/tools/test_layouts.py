@@ -1,11 +1,10 @@
 """tools/layouts.py: what it prints is what the training command does, and what the docs show."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from programs import load_program
 
 from megatron.config import ConfigError
 from megatron.config.layouts import RULES, Layout
@@ -22,11 +21,7 @@ MODEL = (
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location("layouts", ROOT / "tools" / "layouts.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module
+    return load_program("tools/layouts.py")
 
 
 @pytest.fixture

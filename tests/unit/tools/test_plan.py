@@ -1,12 +1,8 @@
 """tools/plan.py as people call it."""
 
-import importlib.util
-import sys
-from pathlib import Path
-
 import pytest
+from programs import load_program
 
-TOOL = Path(__file__).parents[3] / "tools" / "plan.py"
 SMALL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 5000 "
     "--global-batch-size 64 --bf16 "
@@ -15,11 +11,7 @@ SMALL = (
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("plan", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module.main
+    return load_program("tools/plan.py").main
 
 
 def test_lists_the_best(main, capsys):

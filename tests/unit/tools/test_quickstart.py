@@ -1,11 +1,10 @@
 """tools/quickstart.py: its flags, its commands, its last line. tests/e2e runs it."""
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import pytest
+from programs import load_program
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
@@ -20,11 +19,7 @@ REFERENCE = HeldOut(tokens=139_264, text_bytes=439_000, unigram_entropy=6.39)
 
 @pytest.fixture(scope="module")
 def quickstart():
-    spec = importlib.util.spec_from_file_location("quickstart", ROOT / "tools" / "quickstart.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module
+    return load_program("tools/quickstart.py")
 
 
 @pytest.fixture(autouse=True)

@@ -1,23 +1,15 @@
 """tools/schedule.py: what it prints, draws and refuses."""
 
-import importlib.util
 import re
-import sys
-from pathlib import Path
 
 import pytest
 from matplotlib.image import imread
-
-TOOL = Path(__file__).parents[3] / "tools" / "schedule.py"
+from programs import load_program
 
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("schedule", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module.main
+    return load_program("tools/schedule.py").main
 
 
 @pytest.fixture(autouse=True)

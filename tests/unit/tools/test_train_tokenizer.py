@@ -1,14 +1,13 @@
 """tools/train_tokenizer.py: text in, files out that both readers take."""
 
 import gzip
-import importlib.util
 import json
 import random
-import sys
 from pathlib import Path
 
 import pytest
 import zstandard
+from programs import load_program
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer import build_tokenizer
@@ -19,11 +18,7 @@ TOOL = Path(__file__).parents[3] / "tools" / "train_tokenizer.py"
 
 @pytest.fixture(scope="module")
 def main():
-    spec = importlib.util.spec_from_file_location("train_tokenizer", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # the flags read the help texts from a class's module
-    spec.loader.exec_module(module)
-    return module.main
+    return load_program("tools/train_tokenizer.py").main
 
 
 @pytest.fixture(scope="module")

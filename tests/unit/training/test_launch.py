@@ -171,6 +171,7 @@ def test_processes_that_do_not_meet():
         meet(server=True)
 
 
+# What process 1 does at its end is an argument, so that one program serves every way to end.
 PROCESS = """
 import os, signal, sys
 names = "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS"

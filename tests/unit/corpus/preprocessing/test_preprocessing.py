@@ -1,7 +1,6 @@
 """tools/preprocess_data.py and the pipeline under it, against a plain loop over the lines."""
 
 import contextlib
-import importlib.util
 import json
 import os
 import resource
@@ -13,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from programs import load_program
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
@@ -373,9 +373,7 @@ def test_keyboard_interrupt_leaves_nothing(tmp_path, out, monkeypatch):
 
 
 def test_report_line(tmp_path, out, capsys):
-    spec = importlib.util.spec_from_file_location("preprocess_data", TOOL)
-    tool = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tool)
+    tool = load_program("tools/preprocess_data.py")
     path = write_lines(tmp_path / "in.jsonl", [{"text": "1 2"}, {"text": ""}])
     tool.report(run(path, out / "p"))
     line = capsys.readouterr().out

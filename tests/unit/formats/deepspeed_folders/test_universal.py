@@ -1,10 +1,8 @@
 """Universal checkpoints: what is written, atomically, and how a damaged one is refused."""
 
-import importlib.util
-from pathlib import Path
-
 import pytest
 import torch
+from programs import load_program
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
@@ -12,8 +10,6 @@ from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.deepspeed_folders import universal
 from megatron.formats.deepspeed_folders.universal import UniversalFolder, write_universal
 from megatron.formats.unpickle import load_pickle
-
-TOOL = Path(__file__).parents[4] / "tools" / "convert_checkpoint.py"
 
 
 @pytest.fixture
@@ -24,10 +20,7 @@ def own(tmp_path, gpt_config, random_gpt, write_checkpoint):
 
 
 def command(*argv):
-    spec = importlib.util.spec_from_file_location("convert_checkpoint", TOOL)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    module.main(["to-universal", *map(str, argv)])
+    load_program("tools/convert_checkpoint.py").main(["to-universal", *map(str, argv)])
 
 
 def test_command_writes_what_stock_loaders_look_for(tmp_path, own, capsys):

@@ -1,14 +1,13 @@
 """tools/convert_megatron_gpt2_checkpoint.py as Hugging Face's pages call transformers' script."""
 
-import importlib.util
 import json
 import shutil
-import sys
 import zipfile
 from pathlib import Path
 
 import pytest
 import torch
+from programs import load_program
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
@@ -16,7 +15,6 @@ from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.tokenizer.gpt2_bpe import CHARACTER_OF_BYTE
 
-TOOL = Path(__file__).parents[4] / "tools" / "convert_megatron_gpt2_checkpoint.py"
 GOLDEN = Path(__file__).parents[3] / "golden" / "megatron_gpt2" / "golden.json"
 FILE = "model_optim_rng.pt"
 TOKENS = torch.arange(20).reshape(2, 10)
@@ -24,11 +22,7 @@ TOKENS = torch.arange(20).reshape(2, 10)
 
 @pytest.fixture(scope="module")
 def tool():
-    spec = importlib.util.spec_from_file_location(TOOL.stem, TOOL)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_program("tools/convert_megatron_gpt2_checkpoint.py")
 
 
 @pytest.fixture

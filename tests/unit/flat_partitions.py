@@ -1,0 +1,42 @@
+"""What an update reads of DeepSpeed's optimizer of stages 1 and 2, without its engine."""
+
+from collections.abc import Sequence
+from types import SimpleNamespace
+
+import torch
+from deepspeed.utils.timer import NoopTimer
+from torch import Tensor, nn
+
+
+def flat_partitions(
+    groups: Sequence[Sequence[nn.Parameter]], padding: int = 0
+) -> tuple[SimpleNamespace, torch.optim.Optimizer]:
+    """A wrapper, and the AdamW in it, of a rank that has all parameters of each group."""
+    flat, main = [], []
+    for params in groups:
+        values = torch.cat([param.detach().reshape(-1) for param in params])
+        flat.append(torch.nn.functional.pad(values, (0, padding)))
+        main.append(flat[-1].float().clone().requires_grad_())
+    optimizer = torch.optim.AdamW([{"params": [each]} for each in main], lr=1e-3, fused=True)
+    wrapper = SimpleNamespace(
+        bit16_groups=groups,
+        params_in_partition=groups,
+        first_offset=[0 for _ in groups],
+        bit16_groups_flat=flat,
+        parallel_partitioned_bit16_groups=[[each] for each in flat],
+        single_partition_of_fp32_groups=main,
+        averaged_gradients={},
+        all_grad_tensors={},
+        real_dp_process_group=[None for _ in groups],
+        nccl_start_alignment_factor=2,
+        allgather_bucket_size=1 << 30,
+        timers=NoopTimer(),
+        _release_preflattened_grad_buffers=lambda number: None,
+        _lazy_init_hp_params_optimizer_state=lambda: None,
+    )
+    return wrapper, optimizer
+
+
+def set_gradients(wrapper: SimpleNamespace, grads: Sequence[Sequence[Tensor]]) -> None:
+    """As DeepSpeed leaves them after the last backward pass of a step."""
+    wrapper.averaged_gradients = dict(enumerate(grads))
