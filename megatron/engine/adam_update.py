@@ -31,6 +31,9 @@ class Decoded(NamedTuple):
     exp_avg_sq: Tensor
 
 
+Arranged = tuple[Tensor, Tensor, tuple[Tensor, ...]]
+
+
 class StateFormat(Protocol):
     """How main weights and moments are stored. Its methods on slices are traced by torch's
     compiler, for any n: no number may be read from a tensor."""
@@ -45,15 +48,18 @@ class StateFormat(Protocol):
         """All that an update writes: flat, each with a number per element of the partition or one
         per :data:`BLOCK` of them. ``model``: the weights that the model computes with."""
 
+    def arrange(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
+        """Views of a slice, its gradients and its elements in the shape of :meth:`decode`."""
+
     def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
-        """The numbers of a slice."""
+        """The numbers of a slice, all of one shape."""
 
     def encode(
         self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, elements: Tensor, step: Tensor
     ) -> None:
         """Writes a slice. ``new`` is what :meth:`decode` gave where ``held`` (bool, no dimensions):
-        then every stored bit must stay. For random bits: ``elements`` identifies each (int32 (n,),
-        or that of the first, if the others follow), ``step`` is the number of the update."""
+        then every stored bit must stay. For random bits: ``elements`` identifies each (int32, or
+        only that of the first, if the others follow), ``step`` is the number of the update."""
 
 
 class Float32:
@@ -66,6 +72,9 @@ class Float32:
         self, model: Tensor, main: Tensor, state: Mapping[str, Tensor]
     ) -> tuple[Tensor, ...]:
         return model, main, state["exp_avg"], state["exp_avg_sq"]
+
+    def arrange(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
+        return grad, elements, stored
 
     def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
         return Decoded(*stored[1:])
@@ -112,7 +121,8 @@ class ElementwiseAdam:
     ) -> SliceUpdate:
         """The update of a group's slices; ``step`` counts this update already."""
         rates = self._rates(group["lr"], group["weight_decay"], step, factor, held)
-        return lambda grad, elements, stored: self._update(grad, elements, stored, *rates)
+        arrange = self._form.arrange
+        return lambda *of_slice: self._update(*arrange(*of_slice), *rates)
 
     def _rates(
         self, lr: float, decay: float, step: Tensor, factor: Tensor | None, held: Tensor

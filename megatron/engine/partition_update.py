@@ -21,8 +21,9 @@ LEAST = 2**16
 a buffer, many to a kernel."""
 
 
-_MOST_COMPILED = 2**30
-"""Largest number of elements in a slice, so that an index fits into 32 bits."""
+_MOST_COMPILED = 2**26
+"""Largest number of elements in a slice, so that what a kernel may have to keep of it, the moments
+before they are encoded in 8 bits, takes little memory."""
 
 _MOST_COPIED = 2**24
 """The same where a slice, or its gradients, are copied."""

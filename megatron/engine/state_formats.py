@@ -1,12 +1,12 @@
 """How the optimizer's states are stored in fewer than 32 bits, and stochastic rounding.
 
-All of it is elementwise arithmetic on flat tensors, or over blocks of neighbours, which
-torch.compile fuses. Values are float32 in between. Except where it is exact, an update rounds
-stochastically, to one of the two neighbours with the probabilities that make the expected value
-exact: with ``--adam-beta2 0.999`` a second moment changes by less than half a unit in the last
-place of bfloat16 in a step, and rounded to nearest it would never fall. Without random bits values
-are rounded to nearest, which leaves stored values as they are: a checkpoint has their float32
-values, and a resumed run the same bits.
+All of it is elementwise arithmetic, of 8 bits over blocks of neighbours, which torch.compile fuses.
+Values are float32 in between. Except where it is exact, an update rounds stochastically, to one of
+the two neighbours with the probabilities that make the expected value exact: with ``--adam-beta2
+0.999`` a second moment changes by less than half a unit in the last place of bfloat16 in a step,
+and rounded to nearest it would never fall. Without random bits values are rounded to nearest, which
+leaves stored values as they are: a checkpoint has their float32 values, and a resumed run the same
+bits.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from abc import ABC, abstractmethod
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config.layouts import StateDtypes
@@ -40,12 +39,12 @@ class Stored(ABC):
 
     @abstractmethod
     def decode(self, stored: tuple[Tensor, ...]) -> Tensor:
-        """The float32 values [numel]."""
+        """The float32 values."""
 
     @abstractmethod
     def encode(self, values: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
-        """Float32 values [numel] as they are stored: rounded stochastically by ``random`` (int32
-        [numel], all bits random), to nearest without it."""
+        """Float32 values as they are stored: rounded stochastically by ``random`` (int32 of their
+        shape, all bits random), to nearest without it."""
 
     @property
     @abstractmethod
@@ -82,7 +81,8 @@ class BFloat16(Stored):
 
 
 class Blockwise(Stored):
-    """8 bits an element and a float32 scale, the largest magnitude, per BLOCK neighbours.
+    """8 bits an element and a float32 scale, the largest magnitude, per block. Values and codes are
+    [blocks, BLOCK], of the last block alone [1, its length]; scales [blocks].
 
     A code is the leading bits of the ratio to the scale, as a float of 3 mantissa bits: magnitudes
     over 16 powers of two with a sign, over 32 without one. That is the range of Adam's first moment
@@ -108,14 +108,13 @@ class Blockwise(Stored):
         ratio = torch.where(wide == 0, 0.0, ratio)
         if self._signed:
             ratio = torch.where(wide < 0, -ratio, ratio)
-        return (_blocks(ratio) * scales[:, None]).view(-1)[: codes.numel()]
+        return ratio * scales[:, None]
 
     def encode(self, values: Tensor, random: Tensor | None = None) -> tuple[Tensor, ...]:
-        blocks = _blocks(values)
-        scales = blocks.abs().amax(1)
+        scales = values.abs().amax(1)
         scales = torch.where(scales < _SMALLEST, 0.0, scales)
-        ratios = blocks.abs() / torch.where(scales == 0, 1.0, scales)[:, None]
-        distance = ratios.view(-1)[: values.numel()].view(torch.int32) - self._base
+        ratios = values.abs() / torch.where(scales == 0, 1.0, scales)[:, None]
+        distance = ratios.view(torch.int32) - self._base
         noise = 1 << (_STEP_BITS - 1) if random is None else random & ((1 << _STEP_BITS) - 1)
         codes = ((distance + noise) >> _STEP_BITS).clamp(0, self._codes)
         if self._signed:
@@ -123,8 +122,8 @@ class Blockwise(Stored):
         else:
             # A second moment that became 0 would make the step of its weight huge.
             codes = torch.where(values > 0, codes.clamp(min=1), 0)
-        live = _blocks(codes) * (scales != 0)[:, None]
-        return live.view(-1)[: values.numel()].to(self._dtype), scales
+        codes = torch.where((scales == 0)[:, None], 0, codes)
+        return codes.to(self._dtype), scales
 
 
 class MainWeights(ABC):
@@ -136,7 +135,7 @@ class MainWeights(ABC):
 
     @abstractmethod
     def decode(self, weight: Tensor, stored: tuple[Tensor, ...]) -> Tensor:
-        """The float32 values [numel]."""
+        """The float32 values."""
 
     @abstractmethod
     def encode(
@@ -225,9 +224,3 @@ def to_bfloat16(values: Tensor, random: Tensor | None = None) -> Tensor:
     added = values.view(torch.int32) + ((random >> 16) & 0xFFFF)
     upper = (added >> 16).to(torch.int16).view(torch.bfloat16)
     return torch.where(values.isnan(), torch.nan, upper)
-
-
-def _blocks(values: Tensor) -> Tensor:
-    """Flat values as [blocks, BLOCK], with zeros after the last."""
-    missing = -values.numel() % BLOCK
-    return (F.pad(values, (0, missing)) if missing else values).view(-1, BLOCK)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine.adam_update import BLOCK, Decoded
+from megatron.engine.adam_update import BLOCK, Arranged, Decoded
 from megatron.engine.random_bits import more_bits, random_bits
 from megatron.engine.state_formats import state_formats
 
@@ -36,6 +36,7 @@ class StoredStates:
         counts = {"weight": len(self._main.zeros(0, nothing))}
         counts |= {kind: len(form.zeros(0, nothing)) for kind, form in self._moments.items()}
         self._names = {kind: _NAMES[kind][:count] for kind, count in counts.items()}
+        self._scaled = any(len(names) > 1 for names in self._names.values())
 
     def create(self, main: Tensor) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
@@ -62,7 +63,22 @@ class StoredStates:
     ) -> tuple[Tensor, ...]:
         return model, *(state[name] for names in self._names.values() for name in names)
 
+    def arrange(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
+        """As [blocks, BLOCK] where there are scales, [blocks]; the last block alone as [1, n]."""
+        if not self._scaled:
+            return grad, elements, stored
+        shape = (-1, min(BLOCK, grad.numel()))
+        names = ("model", *(name for names in self._names.values() for name in names))
+        views = tuple(
+            tensor if name.endswith("_scale") else tensor.view(shape)
+            for name, tensor in zip(names, stored, strict=True)
+        )
+        return grad.view(shape), elements.view(shape) if elements.dim() else elements, views
+
     def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
+        # The comparison makes the length of a block a constant of compiled code.
+        if self._scaled and stored[0].shape[1] != BLOCK and stored[0].shape[0] != 1:
+            raise AssertionError(stored[0].shape)
         weight, beside, exp_avg, exp_avg_sq = self._split(stored)
         return Decoded(
             self._main.decode(weight, beside),
@@ -73,10 +89,10 @@ class StoredStates:
     def encode(
         self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, elements: Tensor, step: Tensor
     ) -> None:
-        count = stored[0].numel()
         if elements.dim() == 0:
+            count = new.weight.numel()
             places = torch.arange(count, dtype=torch.int32, device=elements.device)
-            elements = places + elements
+            elements = places.view(new.weight.shape) + elements
         first = random_bits(elements, step.int())
         second = more_bits(first)
         weight, beside = self._main.encode(new.weight, more_bits(second))
@@ -122,8 +138,14 @@ class StoredPartition:
             beside = tuple(self._state[name].narrow(0, start, count) for name in names)
             return form._main.decode(self._model.narrow(0, start, count), beside)
         first, end = start // BLOCK * BLOCK, start + count
-        stored = tuple(self._range(self._state[name], first, end) for name in names)
-        return form._moments[kind].decode(stored)[start - first :].clone()
+        parts = [
+            form._moments[kind].decode(
+                tuple(self._blocks(self._state[name], *part) for name in names)
+            )
+            for part in self._whole_and_last(first, end)
+        ]
+        found = torch.cat([part.view(-1) for part in parts])
+        return found[start - first : end - first]
 
     def set(self, kind: str, start: int, values: Tensor) -> None:
         """Writes elements from ``start`` on, rounded to nearest. Neighbouring ranges may share a
@@ -159,12 +181,23 @@ class StoredPartition:
 
     def _write(self, kind: str, first: int, values: Tensor) -> None:
         """Writes whole blocks from ``first`` on."""
-        found = self._form._moments[kind].encode(values)
-        for name, encoded in zip(self._form._names[kind], found, strict=True):
-            self._range(self._state[name], first, first + values.numel()).copy_(encoded)
+        form, names = self._form._moments[kind], self._form._names[kind]
+        for begin, end in self._whole_and_last(first, first + values.numel()):
+            part = values[begin - first : end - first]
+            found = form.encode(part.view(-1, min(BLOCK, end - begin)))
+            for name, encoded in zip(names, found, strict=True):
+                self._blocks(self._state[name], begin, end).copy_(encoded)
 
-    def _range(self, tensor: Tensor, first: int, end: int) -> Tensor:
-        """The numbers of elements [first, end), where ``first`` is that of a block."""
+    def _whole_and_last(self, first: int, end: int) -> list[tuple[int, int]]:
+        """The blocks of elements [first, end) as ranges: those of BLOCK elements, and the last one
+        of the partition if it is shorter. ``first`` is that of a block."""
+        total = self._model.numel()
+        end = min(-(-end // BLOCK) * BLOCK, total)
+        whole = end // BLOCK * BLOCK
+        return [part for part in ((first, whole), (whole, end)) if part[0] < part[1]]
+
+    def _blocks(self, tensor: Tensor, first: int, end: int) -> Tensor:
+        """A range of :meth:`_whole_and_last` as :meth:`StoredStates.arrange` shapes it."""
         if tensor.numel() == self._model.numel():
-            return tensor[first:end]
+            return tensor[first:end].view(-1, min(BLOCK, end - first))
         return tensor[first // BLOCK : -(-end // BLOCK)]

@@ -33,6 +33,11 @@ def bits_of(count: int, step: int = 1, key: int = 5) -> torch.Tensor:
     return random_bits(elements, torch.tensor(step, dtype=torch.int32))
 
 
+def blocks(values: torch.Tensor) -> torch.Tensor:
+    """Values as blocks, or as a last block alone."""
+    return values.view(-1, min(BLOCK, values.numel()))
+
+
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool((a.view(-1) == b.view(-1)).all())
 
@@ -59,7 +64,7 @@ def test_remainders_are_exact():
 
 
 @pytest.mark.parametrize("name", MOMENTS)
-@pytest.mark.parametrize("count", [1, 255, 256, 257, 5000])
+@pytest.mark.parametrize("count", [1, 255, 256, 5120])
 def test_what_is_stored_stays(name, count):
     """A checkpoint has the decoded values; loading it must give the same bits."""
     form = MOMENTS[name]
@@ -68,9 +73,11 @@ def test_what_is_stored_stays(name, count):
     if name.startswith("unsigned"):
         values = values.square()
     values[::7] = 0
-    zeros = form.zeros(count, torch.device("cpu"))
+    values = blocks(values)
+    codes, *scales = form.zeros(count, torch.device("cpu"))
+    zeros = blocks(codes), *scales
     assert bool((form.decode(zeros) == 0).all())
-    for random in (None, bits_of(count)):
+    for random in (None, blocks(bits_of(count))):
         stored = form.encode(values, random)
         assert [(t.shape, t.dtype) for t in stored] == [(t.shape, t.dtype) for t in zeros]
         decoded = form.decode(stored)
@@ -88,25 +95,27 @@ def test_8_bits_keep_three_of_the_mantissa_over_the_range(name):
     ratios = torch.logspace(math.log2(smallest), 0, 10 * BLOCK, base=2.0, dtype=torch.float64)
     scale = 3.7e-5
     values = (ratios.view(BLOCK, 10).t().reshape(-1) * scale).float()
-    values.view(10, BLOCK)[:, -1] = scale
+    values = blocks(values)
+    values[:, -1] = scale
     if name.startswith("signed"):
-        values[::2] *= -1
+        values[:, ::2] *= -1
     found = form.decode(form.encode(values))
     assert ((found - values).abs() / values.abs()).max() <= 1 / 16 + 1e-6
-    assert bool((found.view(10, BLOCK).abs().amax(1) == values.view(10, BLOCK).abs().amax(1)).all())
+    assert bool((found.abs().amax(1) == scale).all())
 
 
 def test_second_moments_do_not_become_0():
-    values = torch.full((BLOCK,), 1e-30)
-    values[0] = 1e-2
-    found = Blockwise(signed=False).decode(Blockwise(signed=False).encode(values, bits_of(BLOCK)))
+    values = torch.full((1, BLOCK), 1e-30)
+    values[0, 0] = 1e-2
+    form = Blockwise(signed=False)
+    found = form.decode(form.encode(values, blocks(bits_of(BLOCK))))
     assert bool((found > 0).all())
 
 
 def test_blocks_of_nothing_become_0():
     """No code means a subnormal number, which some devices treat as 0."""
     for form in (Blockwise(signed=True), Blockwise(signed=False)):
-        codes, scales = form.encode(torch.full((BLOCK,), 1e-38))
+        codes, scales = form.encode(torch.full((1, BLOCK), 1e-38))
         assert not codes.any() and not scales.any()
 
 
@@ -128,10 +137,10 @@ def test_stochastic_rounding_is_unbiased(name, fraction, sign):
     form = Rounded() if name == "Rounded" else MOMENTS[name]
     gap = 2**-7 if name in ("Rounded", "bf16") else 2**-3
     value = sign * (1 + fraction * gap) / 4
-    values = torch.full((COUNT,), value)
-    values[::BLOCK] = sign * 2.0  # the scale of 8 bits
+    values = torch.full((COUNT // BLOCK, BLOCK), value)
+    values[:, 0] = sign * 2.0  # the scale of 8 bits
     for step, random in ((7, lambda bits: bits), (8, more_bits)):
-        found = rounded(form, values, random(bits_of(COUNT, step)))
+        found = rounded(form, values, random(blocks(bits_of(COUNT, step))))
         found = found[values == value].double()
         low, high = sorted((sign / 4, sign * (1 + gap) / 4))
         assert set(found.unique().tolist()) == {low, high}
