@@ -18,6 +18,9 @@ BLOCK = 256
 """Slices start at multiples of this number of elements, and all but the last of a partition have a
 multiple of it."""
 
+FIRST = 2**20
+"""Number of elements to compile for: enough that torch gives every thread of a GPU many."""
+
 SliceUpdate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], None]
 """Updates a slice: gets its gradients (n,), its elements as for :meth:`StateFormat.encode`, and the
 slices of :meth:`StateFormat.tensors`, which it writes."""
@@ -108,9 +111,8 @@ class ElementwiseAdam:
         self, form: StateFormat, betas: tuple[float, float], eps: float, compiled: bool
     ) -> None:
         self._form, self._betas, self._eps = form, betas, eps
+        self._compiled = compiled
         self._update: Callable[..., None] = self.update
-        if compiled:  # torch.compile imports the compiler
-            self._update = torch.compile(self.update, dynamic=True, fullgraph=True)
 
     def gradient_dtype(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype that gradients of this dtype must be given in."""
@@ -121,8 +123,34 @@ class ElementwiseAdam:
     ) -> SliceUpdate:
         """The update of a group's slices; ``step`` counts this update already."""
         rates = self._rates(group["lr"], group["weight_decay"], step, factor, held)
-        arrange = self._form.arrange
-        return lambda *of_slice: self._update(*arrange(*of_slice), *rates)
+
+        def update(grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> None:
+            if self._compiled:
+                self._compile(grad, elements, stored, rates)
+            self._update(*self._arranged(grad, elements, stored), *rates)
+
+        return update
+
+    def _arranged(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
+        grad, elements, stored = self._form.arrange(grad, elements, stored)
+        # torch compiles a view again for every shape of what it is a view of.
+        return grad.detach(), elements.detach(), tuple(tensor.detach() for tensor in stored)
+
+    def _compile(
+        self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...], rates: Rates
+    ) -> None:
+        """Compiles with tensors of their own: for a slice that starts within another tensor, torch
+        would compile once more when one does not."""
+
+        def own(like: Tensor) -> Tensor:
+            if not like.dim():
+                return like
+            return like.new_zeros(FIRST if len(like) == len(grad) else FIRST // BLOCK)
+
+        self._compiled = False
+        self._update = torch.compile(self.update, dynamic=True, fullgraph=True)  # imports it
+        first = self._arranged(own(grad), own(elements), tuple(map(own, stored)))
+        self._update(*first, *rates)
 
     def _rates(
         self, lr: float, decay: float, step: Tensor, factor: Tensor | None, held: Tensor

@@ -111,11 +111,3 @@ def test_the_loop_finds_batches_that_another_thread_has_made():
         assert next(batches).item() == number
     assert threading.get_ident() not in made
     batches.close()
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_batches_arrive_on_the_gpu():
-    batches = Prefetcher(Source(50), device=torch.device("cuda"))
-    for number, batch in enumerate(batches, start=1):
-        assert batch.first.is_cuda
-        assert batch.first.tolist() == [number, number]

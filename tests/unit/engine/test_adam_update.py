@@ -2,7 +2,9 @@
 
 import re
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from megatron.engine.adam_update import ElementwiseAdam, Float32, FusedAdam
 from megatron.parallel.compiler import missing_compiler
 
 BETAS, EPS = (0.9, 0.95), 1e-8
+DECODED = [torch.float32] * 3
 RATES = [(1e-2, 0.1), (3e-3, 0.0), (1e-3, 0.2)]
 """Learning rate and decay of each update."""
 
@@ -33,24 +36,30 @@ def compiled():
     from torch._inductor.utils import run_and_get_code
 
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
-    adam = ElementwiseAdam(Float32(), BETAS, EPS, compiled=False)
-    adam._update = torch.compile(adam.update, dynamic=True, fullgraph=True, backend=counter)
-    with config.patch("fx_graph_cache", False):
+    compile_with = partial(torch.compile, backend=counter)
+    adam = ElementwiseAdam(Float32(), BETAS, EPS, compiled=True)
+    with config.patch("fx_graph_cache", False), mock.patch.object(torch, "compile", compile_with):
         _, (code,) = run_and_get_code(updated, adam, 4096)
         yield Compiled(adam, code, lambda: counter.frame_count)
     torch.compiler.reset()
 
 
 def slices(length: int, seed: int) -> tuple[Tensor, ...]:
-    """Weights of a model, main weights and moments, a part of larger tensors."""
-    draw = torch.Generator().manual_seed(seed)
-    main = torch.randn(length + 512, generator=draw)[256:-256]
-    return main.bfloat16(), main, torch.zeros_like(main), torch.zeros_like(main)
+    """Weights of a model, main weights and moments, parts of larger tensors at various places."""
+    draw, start = torch.Generator().manual_seed(seed), length % 3 * 256
+    values = torch.randn(length, generator=draw)
+    whole = [torch.zeros(start + length + 256, dtype=kind) for kind in (torch.bfloat16, *DECODED)]
+    model, main, *moments = (each[start : start + length] for each in whole)
+    model.copy_(values)
+    main.copy_(values)
+    return model, main, *moments
 
 
 def gradients(length: int, step: int) -> Tensor:
+    """Those of a part of a matrix, where they are many."""
     draw = torch.Generator().manual_seed(100 + step)
-    return torch.randn(length, generator=draw).bfloat16()
+    grads = torch.randn(length, generator=draw).bfloat16()
+    return grads if length < 1024 else grads.view(2, -1).view(-1)
 
 
 @torch.no_grad()

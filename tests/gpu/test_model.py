@@ -1,18 +1,14 @@
-"""Loss and gradients on a GPU, against float64 and plain products on the CPU.
-
-Where there is no GPU the CPU takes its place, so that what is here has been tried; what needs a GPU
-is skipped then.
-"""
+"""Loss and gradients on a GPU, against float64 and plain products on the CPU."""
 
 import contextlib
 import importlib.util
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from gpt_forward import forward
+from gpu_runs import CPU, DEVICE, ON_GPU, needs_gpu, no_waiting
 from torch import Tensor
 
 from megatron.config import OptimizerConfig
@@ -25,12 +21,10 @@ from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.tensor_parallel import TensorParallel
 
-sys.path.append(str(Path(__file__).parents[1]))
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
 from small_gpts import BATCH, KINDS, LENGTH, VOCAB, small_gpt  # noqa: E402
 
-ON_GPU = torch.cuda.is_available()
-CPU, DEVICE = torch.device("cpu"), torch.device("cuda" if ON_GPU else "cpu")
-needs_gpu = pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+pytestmark = pytest.mark.also_on_cpu
 # torch's memory-efficient attention may multiply float32 by TF32 inside.
 LIMITS = {torch.float32: 2e-3 if ON_GPU else 1e-4, torch.bfloat16: 0.05}
 """Largest error of a gradient, as a share of its norm."""
@@ -166,7 +160,6 @@ def test_the_heads_gradients_have_their_scale(tokens):
 def test_compiled_blocks_against_float64(kind, mode):
     """Steps of two micro batches, whose gradients are added, and an evaluation after each: CUDA
     graphs are warmed up and recorded by the first ones, and replayed by the last."""
-    torch.compiler.reset()
     stack, reference = build(DEVICE, torch.bfloat16, **KINDS[kind]), expected(kind, micro_batches=2)
     compile_blocks(stack.blocks(), mode, DEVICE)
     for _ in range(4):
@@ -175,18 +168,6 @@ def test_compiled_blocks_against_float64(kind, mode):
             torch.compiler.cudagraph_mark_step_begin()
             loss = forward(stack, **moved(micro_batch(0, False), DEVICE))
         torch.testing.assert_close(loss.double().cpu(), expected(kind)[0], rtol=0.05, atol=0.0)
-
-
-@contextlib.contextmanager
-def no_waiting() -> Iterator[None]:
-    """On a GPU: whatever has the host wait for the device raises."""
-    if ON_GPU:
-        torch.cuda.set_sync_debug_mode("error")
-    try:
-        yield
-    finally:
-        if ON_GPU:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])

@@ -1,5 +1,5 @@
 """The path of a batch to a GPU, told by stand-ins for torch's streams and events: what is copied,
-where, and who waits for what. tests/unit/data/test_prefetch.py has the same on a GPU."""
+where, and who waits for what. tests/gpu/test_prefetch.py is on a GPU."""
 
 import contextlib
 import threading

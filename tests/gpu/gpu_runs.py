@@ -1,0 +1,98 @@
+"""Where the tests of this folder run, and training runs within the test process."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+
+ON_CPU = os.environ.get("MEGATRON_GPU_TESTS_ON") == "cpu"
+"""Whether the CPU takes the place of a GPU."""
+if ON_CPU:
+    os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
+ON_GPU = torch.cuda.is_available() and not ON_CPU
+CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
+
+needs_gpu = pytest.mark.skipif(not ON_GPU, reason="only a GPU has this")
+"""For what the CPU cannot take the place of a GPU in."""
+
+SHAPE = (
+    "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 64 "
+    "--attention-dropout 0 --hidden-dropout 0 --swiglu --use-rotary-position-embeddings "
+    "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
+).split()
+RUN = (
+    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --weight-decay 0.1 --clip-grad 1.0 "
+    "--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 499 --mock-data "
+    "--num-workers 0 --eval-iters 0 --peak-tflops 1 --log-interval 1000 --train-iters 6"
+).split()
+TINY = [*SHAPE, *RUN]
+"""Flags of a Llama that trains in a second, without dropout: devices draw other masks."""
+
+_LINEAR = F.linear
+
+
+@contextlib.contextmanager
+def no_waiting() -> Iterator[None]:
+    """On a GPU: whatever makes the host wait for the device raises."""
+    if ON_GPU:
+        torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        if ON_GPU:
+            torch.cuda.set_sync_debug_mode("default")
+
+
+@contextlib.contextmanager
+def trainer(argv: Sequence[str]) -> Iterator:
+    """The trainer of a run with these flags, in this process; closed at the end."""
+    from megatron.engine.environment import distributed
+    from megatron.training.run import build_trainer, parse_run
+
+    with own_environment():
+        run = parse_run(None, argv)
+        with distributed(run.config.parallel) as mesh:
+            built = build_trainer(run, mesh)
+            try:
+                yield built
+            finally:
+                built.engine.close()
+
+
+@contextlib.contextmanager
+def own_environment() -> Iterator[None]:
+    """Undoes changes of the environment and of torch's threads: a run sets its port there."""
+    threads = torch.get_num_threads()
+    with mock.patch.dict(os.environ):
+        yield
+    torch.set_num_threads(threads)
+
+
+def forget_engines() -> None:
+    """Forgets what an engine left in torch's and DeepSpeed's globals, and compiled code."""
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.reset()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if "deepspeed.comm.comm" in sys.modules:
+        # Its backend outlives torch's groups, and so do the groups it keeps by name.
+        sys.modules["deepspeed.comm.comm"].cdb = None
+        groups = sys.modules["deepspeed.utils.groups"]
+        groups._release_process_group_references()
+        groups.mpu = None
+    if "deepspeed.runtime.torch_autocast" in sys.modules:
+        # Set for good by the first run with autocast; ZeRO then reduces in other formats.
+        sys.modules["deepspeed.runtime.torch_autocast"].TORCH_AUTOCAST_INITIALIZED = False
+    F.linear = _LINEAR  # ZeRO 3 leaves its own
+    gc.collect()
+    if ON_GPU:
+        torch.cuda.empty_cache()

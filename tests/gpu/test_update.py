@@ -1,0 +1,151 @@
+"""The update of ZeRO 1 and 2 on a GPU: as torch generates it, and without a compiler."""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, trainer
+from torch import Tensor, nn
+
+from megatron.engine import partition_update
+from megatron.engine.adam_update import ElementwiseAdam, Float32, FusedAdam
+from megatron.engine.partition_update import PartitionUpdate
+from megatron.parallel.compiler import missing_compiler
+
+sys.path.append(str(Path(__file__).parents[1] / "unit"))
+from flat_partitions import flat_partitions, set_gradients  # noqa: E402
+
+BETAS, EPS, MOST = (0.9, 0.95), 1e-8, 1 << 18
+SHAPES = (((512, 512), (300, 7), (768, 256), (5,)), ((512,), (512,), (3,)))
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch):
+    monkeypatch.setattr(partition_update, "all_gather_dp_groups", lambda **_: None)
+
+
+def drawn(seed: int, dtype: torch.dtype) -> list[list[Tensor]]:
+    draw = torch.Generator().manual_seed(seed)
+    return [[torch.randn(shape, generator=draw).to(dtype) for shape in group] for group in SHAPES]
+
+
+def kernel(name: str) -> ElementwiseAdam | FusedAdam:
+    if name == "fused":
+        return FusedAdam(BETAS, EPS)
+    if name == "compiled" and missing_compiler(DEVICE.type):
+        pytest.skip(str(missing_compiler(DEVICE.type)))
+    return ElementwiseAdam(Float32(), BETAS, EPS, compiled=name == "compiled")
+
+
+def expected(steps: int) -> tuple[list[Tensor], list[Tensor]]:
+    """Main weights, and second moments, of each group, in float64 on the CPU."""
+    groups = [[each.double() for each in group] for group in drawn(0, torch.bfloat16)]
+    main = [torch.cat([each.reshape(-1) for each in group]).requires_grad_() for group in groups]
+    optimizer = torch.optim.AdamW(main, betas=BETAS, eps=EPS, lr=1e-2, weight_decay=0.1)
+    for step in range(steps):
+        for each, grads in zip(main, drawn(1 + step, torch.bfloat16), strict=True):
+            each.grad = torch.cat([grad.reshape(-1) for grad in grads]).double() * 0.5
+        optimizer.step()
+    return [each.detach() for each in main], [optimizer.state[each]["exp_avg_sq"] for each in main]
+
+
+@pytest.mark.parametrize("name", ["compiled", "fused", "operations"])
+def test_against_float64_and_without_waiting(name):
+    """The third of four steps has a gradient that is not finite, and changes nothing."""
+    on_device = [[each.to(DEVICE) for each in group] for group in drawn(0, torch.bfloat16)]
+    wrapper, optimizer = flat_partitions([[nn.Parameter(x) for x in group] for group in on_device])
+    for group in optimizer.param_groups:
+        group.update(lr=1e-2, weight_decay=0.1)
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), kernel(name), MOST)
+    factor, good, bad = (torch.tensor(x, device=DEVICE) for x in (0.5, 0.0, 1.0))
+    for step, number in enumerate((0, 1, None, 2)):
+        grads = [
+            [x.to(DEVICE) for x in group] for group in drawn(1 + (number or 0), torch.bfloat16)
+        ]
+        if number is None:
+            before = [each.clone() for each in wrapper.single_partition_of_fp32_groups]
+            grads[0][0][3, 3] = float("nan")
+        set_gradients(wrapper, grads)
+        if step:
+            with no_waiting():
+                update.step(factor, bad if number is None else good)
+        else:  # makes what is made once
+            update.step(factor, good)
+        if number is None:
+            assert all(map(torch.equal, before, wrapper.single_partition_of_fp32_groups))
+    for main, flat, weights, second in zip(
+        wrapper.single_partition_of_fp32_groups,
+        wrapper.bit16_groups_flat,
+        *expected(3),
+        strict=True,
+    ):
+        state = optimizer.state[main]
+        torch.testing.assert_close(main.detach().to(CPU).double(), weights, rtol=5e-6, atol=1e-6)
+        torch.testing.assert_close(state["exp_avg_sq"].to(CPU).double(), second, rtol=5e-6, atol=0)
+        assert torch.equal(flat, main.bfloat16())
+        assert float(state["step"]) == 3
+
+
+def test_one_graph_for_all_slices(monkeypatch):
+    import torch._dynamo.testing
+
+    counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=counter))
+    adam = kernel("compiled")
+    on_device = [[each.to(DEVICE) for each in group] for group in drawn(0, torch.bfloat16)]
+    wrapper, optimizer = flat_partitions([[nn.Parameter(x) for x in group] for group in on_device])
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), adam, 1 << 16)
+    for step in range(3):
+        grads = [[x.to(DEVICE) for x in group] for group in drawn(step, torch.bfloat16)]
+        set_gradients(wrapper, grads)
+        for group in optimizer.param_groups:
+            group["lr"] = 1e-3 * step
+        update.step(None, torch.zeros((), device=DEVICE))
+    assert counter.frame_count == 1
+
+
+@needs_gpu
+@pytest.mark.parametrize("name", ["compiled", "fused"])
+def test_no_copy_of_the_gradients(name):
+    size = 1 << 24
+    params = [nn.Parameter(torch.zeros(size, device=DEVICE, dtype=torch.bfloat16)) for _ in "abcd"]
+    wrapper, optimizer = flat_partitions([params])
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), kernel(name), size // 4)
+    held = torch.zeros((), device=DEVICE)
+    for step in range(2):
+        set_gradients(wrapper, [[torch.ones_like(param) for param in params]])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        update.step(None, held)
+        if step:
+            made = torch.cuda.max_memory_allocated() - before
+            assert made <= (1 << 20 if name == "compiled" else size + (1 << 20))
+
+
+@pytest.mark.parametrize("stage", ["1", "2"])
+def test_a_run_with_and_without_a_compiler(monkeypatch, stage):
+    monkeypatch.undo()
+    losses = []
+    for missing in (None, "none here"):
+        if missing:
+            monkeypatch.setattr(partition_update, "missing_compiler", lambda device: "none here")
+        with trainer([*TINY, "--bf16", "--zero-stage", stage]) as built:
+            losses.append(run_losses(built))
+    assert losses[0] == pytest.approx(losses[1], abs=0.02)
+    assert losses[0][-1] < losses[0][0]
+
+
+def run_losses(built) -> list[float]:
+    found: list[float] = []
+    engine_step = built.engine.train_step
+
+    def step(*arguments, **options):
+        result = engine_step(*arguments, **options)
+        found.append(float(result.loss))
+        return result
+
+    built.engine.train_step = step
+    built.fit()
+    return found
