@@ -93,13 +93,18 @@ class StoredStates:
             count = new.weight.numel()
             places = torch.arange(count, dtype=torch.int32, device=elements.device)
             elements = places.view(new.weight.shape) + elements
-        first = random_bits(elements, step.int())
-        second = more_bits(first)
-        weight, beside = self._main.encode(new.weight, more_bits(second))
-        exp_avg = self._moments["exp_avg"].encode(new.exp_avg, second)
-        exp_avg_sq = self._moments["exp_avg_sq"].encode(new.exp_avg_sq, first)
+        bits = self.bits(elements, step)
+        weight, beside = self._main.encode(new.weight, bits.weight)
+        exp_avg = self._moments["exp_avg"].encode(new.exp_avg, bits.exp_avg)
+        exp_avg_sq = self._moments["exp_avg_sq"].encode(new.exp_avg_sq, bits.exp_avg_sq)
         for old, found in zip(stored, (weight, *beside, *exp_avg, *exp_avg_sq), strict=True):
             old.copy_(torch.where(held, old, found))
+
+    def bits(self, elements: Tensor, step: Tensor) -> Decoded:
+        """Random bits for each state of these elements in an update."""
+        first = random_bits(elements, step.int())
+        second = more_bits(first)
+        return Decoded(more_bits(second), second, first)
 
     def _split(
         self, stored: tuple[Tensor, ...]
