@@ -236,7 +236,7 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
     config = RunConfig.of(given | resolved)
     config.precision.check(config.engine.zero_stage, config.optimizer.optimizer, resolver)
     config.data.check(resolver)
-    config.checkpoint.check(resolver)
+    config.checkpoint.check(config.precision.states is not None, resolver)
     check_fast_paths(
         config.fast_paths,
         model,
