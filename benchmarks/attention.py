@@ -3,19 +3,23 @@
 
     python benchmarks/attention.py
     python benchmarks/attention.py --lengths 1024,8192 --head-dims 64,128 --heads 16 --json out.json
+    python benchmarks/attention.py --lengths 4096 --documents 8
 
 On a GPU: torch's scaled_dot_product_attention with the kernel that it chooses, and with each of its
-kernels alone (flash, cuDNN, efficient, math); the flash-attn packages 2 and 3 and FlexAttention
+kernels alone (flash, cuDNN, efficient, math); the flash-attn packages 2, 3 and 4 and FlexAttention
 where they are installed and compile. On a CPU: torch's fused kernel and plain matrix products. All
-causal, one document. Kernels take turns within every round; shown is the median over the rounds, in
-milliseconds of CUDA events or of CPU time, and TFLOP/s of causal attention counted once (3.5 x 2 B
-N S^2 D: two products forward, five backward). What a kernel cannot do is a line with its reason.
+causal. With --documents samples consist of as many documents of equal lengths, between which there
+is no attention: FlexAttention with block masks, and torch's kernel and plain products with a dense
+mask; the time is that of one layer, without that of the masks. Kernels take turns within every
+round; shown is the median over the rounds, in milliseconds of CUDA events or of CPU time, and
+TFLOP/s of causal attention counted once (3.5 x 2 B N S^2 D: two products forward, five backward;
+divided by the number of documents). What a kernel cannot do is a line with its reason.
 """
 
 from __future__ import annotations
 
 import argparse
-import importlib.util
+import importlib
 import json
 import platform
 import statistics
@@ -29,7 +33,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from megatron.model.attention_backends import PLAIN, AttentionMasks, eager
+from megatron.model.attention_backends import AttentionBackend, eager, sdpa
+from megatron.model.attention_flex import block_mask
+from megatron.model.attention_masks import PLAIN, AttentionMasks
+from megatron.model.torch_kernels import FLASH
 
 Kernel = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(q_BSND, k_BSKD, v_BSKD) -> [B, S, N, D]."""
@@ -42,12 +49,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         torch.set_num_threads(options.threads)
     name = torch.cuda.get_device_name() if device.type == "cuda" else platform.processor()
     print(f"{name or device}, torch {torch.__version__}, bfloat16, causal, median of rounds")
+    if options.documents > 1:
+        print(f"{options.documents} documents in each sample")
     results = []
     for head_dim in options.head_dims:
         for length in options.lengths:
             batch = max(1, options.tokens // length)
             shape = (batch, length, options.heads, options.kv_heads or options.heads, head_dim)
-            results.append(measure(shape, device, options.rounds))
+            results.append(measure(shape, device, options.rounds, options.documents))
             show(results[-1])
     if options.json:
         found = {"options": vars(options), "device": name, "torch": torch.__version__}
@@ -64,17 +73,37 @@ def parser() -> argparse.ArgumentParser:
     add("--heads", type=int, default=16 if on_gpu else 4)
     add("--kv-heads", type=int, help="key and value heads (default: --heads)")
     add("--tokens", type=int, default=16_384 if on_gpu else 1024, help="tokens of a batch")
+    add("--documents", type=int, default=1, help="documents of a sample")
     add("--rounds", type=int, default=20 if on_gpu else 9)
     add("--threads", type=int, default=1, help="threads on a CPU")
     add("--json", help="file for the results")
     return found
 
 
+def heads_first(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    return kernel(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
+
+
+def document_kernels(
+    device: torch.device, batch: int, length: int, documents: int
+) -> dict[str, Kernel]:
+    """Those that can be tried here for several documents, by name."""
+    places = torch.arange(length, device=device)
+    ids_BS = (places * documents // length).expand(batch, length)
+    dense = AttentionMasks(ids_BS)
+
+    def ours(attend: AttentionBackend, masks: AttentionMasks) -> Kernel:
+        return partial(heads_first, lambda q, k, v: attend(q, k, v, PLAIN, masks, 0.0))
+
+    found = {"sdpa": ours(sdpa, dense), "eager": ours(eager, dense)}
+    if device.type == "cuda":
+        blocks = {None: block_mask(length, None, ids_BS, device)}
+        found["flex"] = ours(sdpa, AttentionMasks(ids_BS, blocks=blocks))
+    return found
+
+
 def kernels(device: torch.device, grouped: bool) -> dict[str, Kernel]:
     """Those that can be tried here, by name."""
-
-    def heads_first(kernel: Kernel, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return kernel(*(x.transpose(1, 2) for x in (q, k, v))).transpose(1, 2)
 
     def torch_kernel(backend: SDPBackend | None, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         attend = partial(F.scaled_dot_product_attention, is_causal=True, enable_gqa=grouped)
@@ -97,11 +126,11 @@ def kernels(device: torch.device, grouped: bool) -> dict[str, Kernel]:
         found[f"sdpa {name.lower()}"] = partial(heads_first, partial(torch_kernel, backend))
     found["sdpa math"] = partial(heads_first, partial(torch_kernel, SDPBackend.MATH))
     found["flex"] = partial(heads_first, _flex_attention(grouped))
-    for package, name in (("flash_attn", "flash-attn 2"), ("flash_attn_interface", "flash-attn 3")):
-        if importlib.util.find_spec(package) is None:
-            print(f"{name}: not installed")
+    for version, flash in FLASH.items():
+        if flash.installed:
+            found[f"flash-attn {version}"] = _flash_attention(flash.module)
         else:
-            found[name] = _flash_attention(package)
+            print(f"flash-attn {version}: not installed")
     return found
 
 
@@ -133,7 +162,7 @@ def _flex_attention(grouped: bool) -> Kernel:
 
 
 def measure(
-    shape: tuple[int, int, int, int, int], device: torch.device, rounds: int
+    shape: tuple[int, int, int, int, int], device: torch.device, rounds: int, documents: int = 1
 ) -> dict[str, Any]:
     """Milliseconds of every kernel for B, S, N, K, D; a string says why a kernel has none."""
     batch, length, heads, kv_heads, head_dim = shape
@@ -145,7 +174,10 @@ def measure(
     grad = torch.randn(batch, length, heads, head_dim, device=device, dtype=torch.bfloat16)
     times: dict[str, dict[str, list[float]]] = {}
     failed: dict[str, str] = {}
-    tried = kernels(device, heads != kv_heads)
+    if documents > 1:
+        tried = document_kernels(device, batch, length, documents)
+    else:
+        tried = kernels(device, heads != kv_heads)
     for number in range(rounds + 2):
         for name, kernel in tried.items():
             if name in failed:
@@ -166,7 +198,8 @@ def measure(
         name: {part: statistics.median(values) for part, values in parts.items()}
         for name, parts in times.items()
     }
-    return {**dict(zip(names, shape, strict=True)), "ms": medians, "failed": failed}
+    found = dict(zip(names, shape, strict=True))
+    return {**found, "documents": documents, "ms": medians, "failed": failed}
 
 
 def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, float]:
@@ -186,7 +219,7 @@ def _timed(function: Callable[[], Any], device: torch.device) -> tuple[Any, floa
 def show(result: dict[str, Any]) -> None:
     """A table, the fastest kernel first."""
     batch, length, heads, head_dim = (result[n] for n in ("batch", "length", "heads", "head_dim"))
-    flop = 3.5 * 2 * batch * heads * length**2 * head_dim
+    flop = 3.5 * 2 * batch * heads * length**2 * head_dim / result["documents"]
     title = f"\nbatch {batch}, length {length}, heads {heads} ({result['kv_heads']} for keys)"
     print(f"{title}, head width {head_dim}")
     print(f"{'kernel':<16}{'forward ms':>12}{'backward ms':>13}{'TFLOP/s':>10}")

@@ -117,7 +117,8 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
         config.micro_batch_size,
         precision,
         run.precision.accumulate_allreduce_grads_in_fp32,
-        run.precision.states,
+        states=run.precision.states,
+        float8=run.fast_paths.fp8_format is not None,
     )
 
 
@@ -142,14 +143,14 @@ def assumptions(work: Workload, hardware: Hardware) -> list[str]:
 
 HEADER = [
     "layout", "micro", "m", "weights", "grads", "optim.", "buffers", "activ.", "(whole)", "GiB",
-    "step s", "TFLOP/s", "bubble", "tensor", "pipe", "data GB",
+    "step s", "TFLOP/s", "MFU", "HFU", "bubble", "tensor", "pipe", "data GB",
 ]  # fmt: skip
 
 LEGEND = """
 micro: samples of a micro batch; m: micro batches per step. Memory in GiB of the rank that needs
 most (grads: with their float32 copies in the update; whole: activations without recomputation).
-TFLOP/s: of the model, per GPU. bubble: share of the step in which a pipeline rank waits.
-tensor, pipe, data: GB that a rank sends in a step."""
+TFLOP/s: of the model, per GPU; MFU: of --peak-tflops; HFU: with recomputation. bubble: share of the
+step in which a pipeline rank waits. tensor, pipe, data: GB that a rank sends in a step."""
 
 
 def one_each(plans: Sequence[Plan]) -> list[Plan]:
@@ -166,13 +167,18 @@ def row(work: Workload, plan: Plan, hardware: Hardware) -> list[str]:
     whole = estimate(work, kept, plan.micro_batch, hardware).memory.activations
     memory, time, sent = plan.memory, plan.time, plan.sent
     parts = (memory.weights, memory.gradients, memory.optimizer, memory.buffers, memory.activations)
+    seconds = plan.layout.processes * time.total
+    rate = work.flops() / seconds / 1e12
+    hardware_rate = work.hardware_flops(plan.layout.recompute) / seconds / 1e12
     return [
         plan.layout.name,
         str(plan.micro_batch),
         str(plan.layout.micro_batches[0]),
         *(f"{part / GIB:.1f}" for part in (*parts, whole, memory.total)),
         f"{time.total:.2f}",
-        f"{work.flops() / plan.layout.processes / time.total / 1e12:.0f}",
+        f"{rate:.0f}",
+        f"{rate / hardware.peak_tflops:.1%}",
+        f"{hardware_rate / hardware.peak_tflops:.1%}",
         f"{time.bubble_share:.1%}",
         *(f"{part / GB:.1f}" for part in (sent.tensor, sent.pipeline, sent.data)),
     ]
@@ -235,7 +241,9 @@ class Published:
         micro_batch: samples of a micro batch; None where the paper does not say.
         seconds, full_seconds: time of a step, with selective and with full recomputation.
         tflops: TFLOP/s of one GPU, recomputation included.
-        mfu: model FLOPs over peak.
+        mfu: model FLOPs over peak, with selective recomputation.
+        hfu: the same with what is recomputed, 72 B s l h^2 (1 + s / 3h + V / 12lh) FLOPs by the
+            paper's appendix A: a recomputation of attention counts as both passes of it.
     """
 
     name: str
@@ -252,6 +260,7 @@ class Published:
     full_seconds: float | None = None
     tflops: float | None = None
     mfu: float | None = None
+    hfu: float | None = None
 
     @property
     def work(self) -> Workload:
@@ -296,10 +305,10 @@ class Published:
 
 
 KORTHIKANTI = (
-    Published("22B", 64, 6144, 48, 8, 1, 1, 8, 4, 4, 1.10, 1.42, mfu=0.415),
-    Published("175B", 96, 12288, 96, 8, 8, 3, 64, 64, 1, 13.75, 18.13, mfu=0.514),
-    Published("530B", 128, 20480, 105, 8, 35, 3, 280, 280, 1, 37.83, 49.05, mfu=0.560),
-    Published("1T", 160, 25600, 128, 8, 64, 1, 512, 512, 1, 71.49, 94.42, mfu=0.563),
+    Published("22B", 64, 6144, 48, 8, 1, 1, 8, 4, 4, 1.10, 1.42, mfu=0.415, hfu=0.437),
+    Published("175B", 96, 12288, 96, 8, 8, 3, 64, 64, 1, 13.75, 18.13, mfu=0.514, hfu=0.528),
+    Published("530B", 128, 20480, 105, 8, 35, 3, 280, 280, 1, 37.83, 49.05, mfu=0.560, hfu=0.570),
+    Published("1T", 160, 25600, 128, 8, 64, 1, 512, 512, 1, 71.49, 94.42, mfu=0.563, hfu=0.570),
 )
 """Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5: sequence parallelism with selective
 recomputation, and full recomputation without sequence parallelism; no data parallelism."""
@@ -319,6 +328,11 @@ NARAYANAN = (
 """Narayanan et al. 2021 (arXiv:2104.04473), table 1: full recomputation. Micro batches and stages
 per rank are not in the table."""
 
+MEGATRON_LM = (
+    Published("175B", 96, 12288, 96, 8, 16, 1, 1024, 1536, None, full_seconds=32.0, tflops=138),
+)
+"""Megatron-LM's README, GPT-3 example: "around 32 seconds" a step."""
+
 BYTES_PER_PARAMETER = (
     ("float16 parameters, float16 gradients", 20, "4 + 16/d", 4, 16),
     ("bfloat16 parameters, float32 gradients", 18, "6 + 12/d", 6, 12),
@@ -331,15 +345,16 @@ optimizer, with it over d data-parallel ranks, and the two numbers of that formu
 def published_tables(hardware: Hardware) -> str:
     """Published models beside their estimates, and the bytes per parameter."""
     head = ["model", "params B", "heads", "hidden", "layers", "t", "p", "v", "GPUs", "batch"]
-    korthikanti = [
-        [*head, "recompute", "published s", "estimate s", "ratio", "MFU", "bubble", "activ. GiB"]
-    ]
+    times = ["recompute", "published s", "estimate s", "ratio", "MFU", "HFU", "HFU published"]
+    korthikanti = [[*head, *times, "bubble", "activ. GiB"]]
     for run in KORTHIKANTI:
         selective, full = (True, "selective", run.seconds), (False, "uniform", run.full_seconds)
         for sequence, recompute, seconds in (selective, full):
             assert seconds is not None
             plan = run.plan(hardware, sequence=sequence, recompute=recompute)
-            rate = run.work.flops() / run.gpus / PEAK_TFLOPS / 1e12
+            peak = run.gpus * PEAK_TFLOPS * 1e12
+            rate = run.work.flops() / peak
+            hardware_rate = run.work.hardware_flops(recompute) / peak
             korthikanti.append(
                 [
                     *shape(run),
@@ -348,6 +363,8 @@ def published_tables(hardware: Hardware) -> str:
                     f"{plan.time.total:.2f}",
                     f"{plan.time.total / seconds:.2f}",
                     f"{rate / seconds:.1%} / {rate / plan.time.total:.1%}",
+                    f"{hardware_rate / seconds:.1%} / {hardware_rate / plan.time.total:.1%}",
+                    f"{run.hfu:.1%}" if sequence else "",
                     f"{plan.time.bubble_share:.1%}",
                     f"{plan.memory.activations / GIB:.1f}",
                 ]
@@ -355,7 +372,7 @@ def published_tables(hardware: Hardware) -> str:
     narayanan = [
         [*head, "TFLOP/s published", "estimated", "step s", "estimated", "bubble", "activ. GiB"]
     ]
-    for run in NARAYANAN:
+    for run in (*NARAYANAN, *MEGATRON_LM):
         assert run.tflops is not None
         plan = run.plan(hardware, sequence=False, recompute="uniform")
         work = run.hardware_flops / run.gpus / 1e12
@@ -364,7 +381,7 @@ def published_tables(hardware: Hardware) -> str:
                 *shape(run),
                 f"{run.tflops:.0f}",
                 f"{work / plan.time.total:.0f}",
-                f"{work / run.tflops:.2f}",
+                f"{run.full_seconds or work / run.tflops:.2f}",
                 f"{plan.time.total:.2f}",
                 f"{plan.time.bubble_share:.1%}",
                 f"{plan.memory.activations / GIB:.1f}",
@@ -375,12 +392,15 @@ def published_tables(hardware: Hardware) -> str:
         sizes.append([what, str(whole), text, *(f"{fixed + shared / d:.2f}" for d in (2, 8, 64))])
     return "\n".join(
         [
-            "Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5; MFU: published / "
-            "estimated.\n",
+            "Korthikanti et al. 2022 (arXiv:2205.05198), tables 3 and 5; MFU and HFU: from the "
+            "published time / estimated.\nThe published HFU counts a recomputation of attention "
+            "as another forward and backward pass of it,\n1 + s/3h + V/12lh; ours as the forward "
+            "pass that it is.\n",
             aligned(korthikanti),
             "\nNarayanan et al. 2021 (arXiv:2104.04473), table 1, full recomputation; the "
             "step time follows from the\npublished rate, 96 B s l h^2 (1 + s/6h + V/16lh) FLOPs. "
-            "Micro batches of 1 and 1F1B are assumed: the\ntable names neither.\n",
+            "Micro batches of 1 and 1F1B are assumed: the\ntable names neither. Last, 175B of "
+            "Megatron-LM's README, whose 32 s and 138 TFLOP/s are both published.\n",
             aligned(narayanan),
             f"\nBoth estimated at --utilisation {hardware.utilisation:g} of --peak-tflops "
             f"{hardware.peak_tflops:g}, {hardware.intra_node_bandwidth:g} GB/s in a node and "

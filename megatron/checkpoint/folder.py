@@ -12,6 +12,7 @@
         weights-<rank>.safetensors            float32 weights
         optimizer-<rank>.safetensors          moments
         random-<rank>.safetensors             random state
+        float8-<rank>.safetensors             largest values of --fp8-recipe delayed
         tokenizer/                            the tokenizer's files, in Hugging Face's form
     <save>/.global_step<N>.incomplete         being written
     <save>/.global_step<N>.replaced           the old one, until another has taken its place

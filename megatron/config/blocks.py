@@ -45,13 +45,15 @@ class _Attention:
     """Dropout probability of the attention weights."""
     attention_backend: str = option(
         "sdpa",
-        choices=("sdpa", "cudnn", "eager", "flash"),
+        choices=("sdpa", "cudnn", "eager", "flash", "flash2", "flash3", "flash4"),
         spellings={"auto": "sdpa", "fused": "cudnn", "unfused": "eager", "local": "eager"},
     )
     """Attention kernel: sdpa is torch's scaled_dot_product_attention, cudnn the same with cuDNN's
-    kernel preferred, eager plain matrix products, flash the flash-attn package (packed documents
-    and ALiBi fall back to sdpa). With --attn-logit-softcapping it is always eager: no fused kernel
-    has a softcap. Megatron's auto is sdpa, fused is cudnn, unfused and local are eager."""
+    kernel preferred, eager plain matrix products, flash2, flash3 and flash4 these versions of
+    flash-attention from their packages, and flash the fastest of them that is installed and
+    supports the GPU and --attention-dropout. On GPUs documents, sliding windows,
+    --attn-logit-softcapping and ALiBi use FlexAttention with all but eager, unless there is
+    dropout. Megatron's auto is sdpa, fused is cudnn, unfused and local are eager."""
 
 
 @dataclass(frozen=True, kw_only=True)

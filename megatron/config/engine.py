@@ -11,9 +11,7 @@ from megatron.config.training import PrecisionConfig
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Values of ``--torch-compile-mode`` that use CUDA graphs."""
-RECIPES = ("tensorwise", "rowwise")
-_MULTIPLE = 16
-"""Matrix products in 8 bits need sizes that are multiples of this."""
+RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,8 +91,16 @@ class FastPathsConfig:
     """Compute the matrix products of the blocks' linear layers in FP8: e4m3 for all tensors, hybrid
     with gradients in E5M2. Needs --bf16 and a GPU of compute capability 8.9 (slow on a CPU)."""
     fp8_recipe: str = option("tensorwise")
-    """FP8 scales, computed from the current values: one per tensor (tensorwise), or one per row and
-    column of each matrix product (rowwise)."""
+    """FP8 scales. From the current values: one per tensor (tensorwise), per row and column of each
+    matrix product (rowwise), or per 1 x 128 activations and 128 x 128 weights (blockwise: Hopper
+    only, sizes are multiples of 128). From the values of earlier steps: per tensor (delayed)."""
+    fp8_margin: int = option(0)
+    """With --fp8-recipe delayed: powers of two that scales leave free above the largest values."""
+    fp8_amax_history_len: int = option(1, bounds=POSITIVE)
+    """With --fp8-recipe delayed: number of steps whose largest values are kept."""
+    fp8_amax_compute_algo: str = option("most_recent", choices=("most_recent", "max"))
+    """With --fp8-recipe delayed: scale by the largest values of the last step (most_recent), or of
+    all steps that are kept (max)."""
     first_last_layers_bf16: bool = option(False)
     """Keep the first and the last blocks in bfloat16 with --fp8-format."""
     num_layers_at_start_in_bf16: int = option(1, bounds=NOT_NEGATIVE)
@@ -137,9 +143,11 @@ def check_fast_paths(
         _check_graphs(parallel, zero_stage, resolver)
     resolver.check(
         paths.fp8_recipe in RECIPES,
-        f"{resolver.show('fp8_recipe')}: scales are computed from the current values, one per "
-        f"tensor or per row; it must be one of {', '.join(RECIPES)}",
+        f"{resolver.show('fp8_recipe')} must be one of {', '.join(RECIPES)}; of Megatron's others "
+        "blockwise is the nearest (mxfp8 has scales per 32 numbers, which only Blackwell GPUs "
+        "multiply)",
     )
+    _note_history(paths, resolver)
     _check_kept_in_bf16(paths, model, resolver)
     if paths.fp8_format is None:
         resolver.check_unused("fp8_recipe", "--fp8-format")
@@ -148,7 +156,18 @@ def check_fast_paths(
         bf16,
         f"{resolver.show('fp8_format')} needs --bf16: everything else is computed in bfloat16",
     )
-    _check_widths(model, parallel.tensor_model_parallel_size, micro_batch_size, resolver)
+    _check_widths(model, parallel.tensor_model_parallel_size, micro_batch_size, paths, resolver)
+
+
+def _note_history(paths: FastPathsConfig, resolver: ConfigResolver) -> None:
+    """Says which flags of a pasted command do nothing with this recipe."""
+    names = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+    given = [resolver.show(name) for name in names if resolver.given(name)]
+    if given and paths.fp8_recipe != "delayed":
+        resolver.notes.append(
+            f"{', '.join(given)}: not used with {resolver.show('fp8_recipe')}, whose scales come "
+            "from the current values; --fp8-recipe delayed, Megatron's default, uses them"
+        )
 
 
 def _check_graphs(parallel: ParallelConfig, zero_stage: int, resolver: ConfigResolver) -> None:
@@ -189,9 +208,14 @@ def _check_kept_in_bf16(
 
 
 def _check_widths(
-    model: ModelConfig, ranks: int, micro_batch_size: int, resolver: ConfigResolver
+    model: ModelConfig,
+    ranks: int,
+    micro_batch_size: int,
+    paths: FastPathsConfig,
+    resolver: ConfigResolver,
 ) -> None:
     """Refuses sizes of shards, and numbers of tokens, that FP8 matrix products cannot have."""
+    multiple, named = (16, "") if paths.fp8_recipe != "blockwise" else (128, " blockwise")
     attention = model.attention
     width, groups = attention.kv_channels, attention.num_query_groups
     query, key = attention.num_attention_heads * width // ranks, max(1, groups // ranks) * width
@@ -209,7 +233,7 @@ def _check_widths(
     }
     for shown, size in sizes.items():
         resolver.check(
-            size % _MULTIPLE == 0,
-            f"{resolver.show('fp8_format')} needs sizes that are multiples of {_MULTIPLE}: "
+            size % multiple == 0,
+            f"{resolver.show('fp8_format')}{named} needs sizes that are multiples of {multiple}: "
             f"{shown} is {size}",
         )

@@ -35,7 +35,7 @@ class Layout:
     ``states`` is None where main weights and moments are tensors of their own, in float32;
     ``chunks`` are pipeline stages per process; ``recompute`` is None where nothing is recomputed;
     ``micro_batches`` per step has each number in a ramp-up of the batch size, and is empty when it
-    is not known, or nothing is trained.
+    is not known, or nothing is trained; ``float8`` is whether the blocks multiply in 8 bits.
     """
 
     tensor: int = 1
@@ -52,11 +52,24 @@ class Layout:
     offload_optimizer: str | None = None
     offload_param: str | None = None
     micro_batches: tuple[int, ...] = ()
+    float8: bool = False
 
     @property
     def processes(self) -> int:
         """Number of processes."""
         return self.tensor * self.pipeline * self.data
+
+    @property
+    def running_zero(self) -> int:
+        """ZeRO stage that the engine runs. Over one data-parallel rank nothing can be partitioned,
+        and stage 1 computes what 2 and 3 would without their copies, hooks and waits. Not where
+        something is offloaded; nor at stage 2 with float32 sums, which stage 1 keeps beside the
+        16-bit gradients."""
+        offloaded = self.offload_optimizer or self.offload_param
+        sums_only = self.zero == 2 and self.grads_in_fp32
+        if self.data > 1 or self.zero < 2 or offloaded or sums_only:
+            return self.zero
+        return 1
 
     @property
     def fewest_micro_batches(self) -> int:

@@ -11,7 +11,7 @@ _CACHE = "sample indices are in --data-cache-path"
 _TIMES = '"wall_clock_breakdown" in the DeepSpeed JSON times the parts of a step'
 _OVERLAP = '"overlap_comm" of zero_optimization in the DeepSpeed JSON does this'
 _COMPILE = "fusion comes from --torch-compile"
-_SCALES = "scales are computed from the current values"
+_INTERVAL = "scales are computed anew in every step"
 _SIGNALS = "a run always saves and exits on SIGTERM, SIGINT and SIGUSR1"
 _DIVIDED = "--sequence-parallel divides the activations between blocks"
 _STAGES = "the pipeline schedules decide when and how stages exchange activations"
@@ -75,9 +75,6 @@ _UNUSED = {
     "--overlap-param-gather": _OVERLAP,
     "--no-persist-layer-norm": "the norms are torch's",
     "--no-rope-fusion": _COMPILE,
-    "--fp8-margin INT": _SCALES,
-    "--fp8-amax-history-len INT": _SCALES,
-    "--fp8-amax-compute-algo most_recent|max": _SCALES,
     "--use-mcore-models": "there is one implementation of each model",
     "--transformer-impl local|transformer_engine": "there is one implementation",
     "--dataloader-type single|": "samples are read in one pass, in Megatron's order",
@@ -99,7 +96,7 @@ _UNUSED = {
     "--no-initialization": "weights are initialised before a checkpoint's replace them",
     "--torch_adam --ds_fused_adam": "Adam is torch's, fused on GPUs",
     "--disable-mem-efficient-ln": "the norms are torch's",
-    "--fp8-interval INT": _SCALES,
+    "--fp8-interval INT": _INTERVAL,
     "--no-delay-grad-reduce": "DeepSpeed's engine reduces the gradients",
     "--repeated-dataloader": "data are repeated as often as a run needs",
     "--trust-remote-code": "a tokenizer with code of its own is refused in any case",

@@ -130,6 +130,7 @@ class RunConfig:
             offload_optimizer=_device(zero, "offload_optimizer"),
             offload_param=_device(zero, "offload_param"),
             micro_batches=self._micro_batches(),
+            float8=self.fast_paths.fp8_format is not None,
         )
 
     def _micro_batches(self) -> tuple[int, ...]:

@@ -73,7 +73,8 @@ REFUSED = {
     "--no-fp8-wgrad --disable-fp8-wgrad --fp8-output-proj --fp8-quantizer-factory "
     "--fp8-param-gather --fp4-* --te-precision-config-file --use-kitchen-attention "
     "--kitchen-* --reuse-grad-buf-for-mxfp8-param-ag --keep-fp8-transpose-cache": (
-        "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16"
+        "--fp8-format and --fp8-recipe say what is computed in 8 bits; weights stay in bfloat16, "
+        "beside 8-bit copies in both layouts"
     ),
     "--fp32-residual-connection": (
         "hidden states have the dtype of --bf16 or --fp16; --bf16 --zero-stage 0 runs as autocast, "

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron.config import RunConfig
 from megatron.engine.adam_update import Float32, StateFormat
-from megatron.engine.deepspeed_json import Json, offloads
+from megatron.engine.deepspeed_json import Json, offloads, stage_of
 from megatron.engine.deepspeed_patches import queues, take_clipping_over, take_step_over
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
 from megatron.engine.partition_update import partition_update
@@ -33,7 +33,7 @@ def can_defer(config: RunConfig, settings: Json) -> bool:
     if not adam or config.precision.fp16 or offloaded:
         return False
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
-    return queues(config.engine.zero_stage, in_fp32)
+    return queues(stage_of(settings), in_fp32)
 
 
 class AsyncOptimizerStep:

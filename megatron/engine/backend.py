@@ -15,8 +15,8 @@ from torch.profiler import record_function
 
 from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES
-from megatron.engine.deepspeed_json import Json
-from megatron.engine.deepspeed_patches import partition_range, set_partition
+from megatron.engine.deepspeed_json import Json, stage_of
+from megatron.engine.deepspeed_patches import fetching_whole, partition_range, set_partition
 from megatron.engine.environment import Mpu
 from megatron.engine.pipeline_executor import PipelineExecutor
 from megatron.engine.pipeline_module import StageModule
@@ -31,7 +31,8 @@ from megatron.parallel.timeline import Exchange, work_plan
 
 class Backend(ABC):
     """The layers of a process (``model``, uninitialised at first, of the whole layer list
-    ``layers``), and how a step takes micro batches through them."""
+    ``layers``), and how a step takes micro batches through them; ``stage`` is the ZeRO stage that
+    runs."""
 
     model: nn.Module
 
@@ -45,7 +46,7 @@ class Backend(ABC):
     ) -> None:
         self._config, self._spec, self._mesh, self._device = config, spec, mesh, device
         self._tp = TensorParallel(mesh.tensor, config.parallel.sequence_parallel)
-        self.layers = spec.layers(self._tp)
+        self.layers, self.stage = spec.layers(self._tp), stage_of(settings)
         self.model = self._build(settings)
 
     @abstractmethod
@@ -86,13 +87,12 @@ class PlainBackend(Backend):
     model: LayerStack
 
     def _build(self, settings: Json) -> LayerStack:
-        self._stage = self._config.engine.zero_stage
         self._graphs = runs_graphs(self._config, self._device)
         # At stage 3 each parameter is partitioned as soon as it exists.
         with deepspeed.zero.Init(
             data_parallel_group=self._mesh.data.handle,
             config_dict_or_path=settings,
-            enabled=self._stage == 3,
+            enabled=self.stage == 3,
             mpu=Mpu(self._mesh),
         ):
             return LayerStack(self.layers, self._config.parallel)
@@ -102,7 +102,7 @@ class PlainBackend(Backend):
         return [self.model.sequence]
 
     def initialise(self, name: str, param: nn.Parameter) -> None:
-        if self._stage < 3:
+        if self.stage < 3:
             super().initialise(name, param)
             return
         values = parameter(shard_of(param), init_of(param), self._mesh.coordinates)
@@ -111,9 +111,10 @@ class PlainBackend(Backend):
         set_partition(param, values.data.view(-1)[start:end])
 
     def start(self, optimizer: torch.optim.Optimizer, settings: Json) -> Any:
-        self._engine, *_ = deepspeed.initialize(
-            model=self.model, optimizer=optimizer, config=settings, mpu=Mpu(self._mesh)
-        )
+        with fetching_whole(self.model.blocks() if self.stage == 3 else ()):
+            self._engine, *_ = deepspeed.initialize(
+                model=self.model, optimizer=optimizer, config=settings, mpu=Mpu(self._mesh)
+            )
         return self._engine
 
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:

@@ -13,7 +13,7 @@ from megatron.config import ConfigError, RunConfig
 from megatron.config.engine import GRAPH_MODES
 from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
-from megatron.engine.deepspeed_json import Json, for_engine
+from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     QUEUED_PARTITIONED,
     allow_fp16,
@@ -24,13 +24,16 @@ from megatron.engine.deepspeed_patches import (
     require,
     take_out,
 )
+from megatron.engine.float8 import Float8State
 from megatron.engine.optimizer import build_optimizer
 from megatron.engine.stored_states import StoredStates
 from megatron.engine.train_engine import TrainEngine
+from megatron.model.attention_masks import slopes_on
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.rope import rope_table
 from megatron.model.spec import ModelSpec
+from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.layers import ParallelLinear
@@ -57,6 +60,8 @@ def build_engine(
     for param, name in names.items():
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
+    if device.type == "cuda" and is_main_process():
+        print(attention_line(config, device), flush=True)
     use_float8(blocks, config, device)
     if config.fast_paths.torch_compile:
         compile_blocks(blocks, config.fast_paths.torch_compile_mode, device)
@@ -70,9 +75,31 @@ def build_engine(
         require(QUEUED_PARTITIONED)
         stored = StoredStates(config.precision.states)
         stored.take_main_weights(engine.optimizer, optimizer, mesh.data.rank)
+    float8 = Float8State(blocks, names, config.fast_paths, mesh, backend.stage == 3)
     return TrainEngine(
-        config, spec, mesh, device, backend, names, optimizer, engine, asynchronous, stored
+        config,
+        spec,
+        mesh,
+        device,
+        backend,
+        names,
+        optimizer,
+        engine,
+        asynchronous,
+        float8,
+        stored,
     )
+
+
+def attention_line(config: RunConfig, device: torch.device) -> str:
+    """What computes attention in a run."""
+    documents = config.data.reset_attention_mask or any(
+        kind.samples == "packed" and kind.reads_all for kind in config.kinds
+    )
+    half = torch.float16 if config.precision.fp16 else torch.bfloat16
+    dtype = half if config.precision.fp16 or config.precision.bf16 else torch.float32
+    tensor = config.parallel.tensor_model_parallel_size
+    return describe_attention(config.model, dtype, device, tensor, documents)
 
 
 def _adapt_settings(
@@ -80,7 +107,7 @@ def _adapt_settings(
 ) -> bool:
     """Turns off what this run does not need of DeepSpeed, or does itself; returns whether the
     optimizer step is asynchronous."""
-    stage = config.engine.zero_stage
+    stage = stage_of(settings)
     in_fp32 = config.precision.accumulate_allreduce_grads_in_fp32
     refuse_what_is_wrong(stage, in_fp32)
     # DeepSpeed allocates its gradient buckets whole in every step: 5e8 elements by default, 1 to 2
@@ -104,9 +131,9 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
     fast = config.fast_paths
     if fast.fp8_format is None:
         return
-    _check_float8(device, fast.fp8_format)
+    _check_float8(device, fast.fp8_format, fast.fp8_recipe)
     chosen = fast.float8_blocks(config.model.num_layers)
-    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe == "rowwise")
+    float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe)
     for block in blocks:
         assert isinstance(block, Block)
         if block.attention.layer not in chosen:
@@ -116,7 +143,7 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
                 module.float8 = float8
 
 
-def _check_float8(device: torch.device, name: str) -> None:
+def _check_float8(device: torch.device, name: str, recipe: str) -> None:
     if device.type == "cuda":
         found = torch.cuda.get_device_capability(device)
         if found < FIRST_CAPABILITY:
@@ -124,6 +151,15 @@ def _check_float8(device: torch.device, name: str) -> None:
             raise ConfigError(
                 f"--fp8-format {name} needs a GPU of compute capability {needed} or more (Ada, "
                 f"Hopper, Blackwell); {torch.cuda.get_device_name(device)} has {has}. Leave it out"
+            )
+        if recipe == "blockwise":
+            _check_blockwise(device, found)
+        missing = missing_compiler("cuda")
+        if missing and is_main_process():
+            print(
+                f"--fp8-format {name}: {missing}; casts run operator by operator, which makes a "
+                "step slower than in bfloat16",
+                flush=True,
             )
     elif is_main_process():
         print(
@@ -133,16 +169,32 @@ def _check_float8(device: torch.device, name: str) -> None:
         )
 
 
+def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
+    cuda = torch.version.cuda or "0.0"
+    if capability[0] == 9 and tuple(map(int, cuda.split(".")[:2])) >= (12, 9):
+        return
+    raise ConfigError(
+        "--fp8-recipe blockwise needs a GPU of compute capability 9 (Hopper) and a torch for CUDA "
+        f"12.9 or later; {torch.cuda.get_device_name(device)} has "
+        f"{'.'.join(map(str, capability))}, and torch is for {cuda}. Use --fp8-recipe tensorwise "
+        "or rowwise"
+    )
+
+
 def compile_blocks(blocks: Sequence[nn.Module], mode: str, device: torch.device) -> None:
-    """Compiles every block in place; without a compiler they stay eager, which a line reports.
-    Blocks of the same shape share compiled code. Every sequence length is compiled separately."""
+    """Compiles the forward of every block; without a compiler they stay eager, which a line
+    reports. Blocks of the same shape share compiled code; every sequence length is compiled
+    separately."""
     missing = missing_compiler(device.type)
     if missing:
         return _stay_eager(missing)
     # Not where the function is defined: this imports torch's compiler, a second of every start.
-    torch.compiler.assume_constant_result(rope_table)
+    for table in (rope_table, slopes_on):
+        torch.compiler.assume_constant_result(table)
     for block in blocks:
-        block.compile(mode=mode, dynamic=False)
+        # Not the call: ZeRO 3's hooks around a block stay outside of its graph.
+        forward = torch.compile(block.forward, mode=mode, dynamic=False)
+        block.forward = forward  # type: ignore[method-assign]
         if device.type == "cuda" and mode in GRAPH_MODES:
             _keep_gradients_out_of_graphs(block)
 

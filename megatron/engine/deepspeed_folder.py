@@ -16,7 +16,7 @@ from megatron.checkpoint.folder import MEGATRON_TRACKER, TRACKER, replace_folder
 from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import TOKENIZER
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.saving import CheckpointWriter, SaveJob
+from megatron.engine.saving import CheckpointWriter, SaveJob, amax_history
 from megatron.engine.train_engine import TrainEngine
 from megatron.engine.universal_info import COUNTERS, RUN, registered_parameters, universal_info
 from megatron.parallel.random import random_state
@@ -85,3 +85,6 @@ def write_engine_folder(
     )
     if engine.config.checkpoint.save_rng:
         save_file(random_state(), folder / f"random-{rank:05d}.safetensors")
+    if history := amax_history(engine):
+        tensors = {key: values.contiguous() for key, values in history.items()}
+        save_file(tensors, folder / f"float8-{rank:05d}.safetensors")

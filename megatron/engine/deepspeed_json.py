@@ -380,11 +380,49 @@ def _refuse(content: Json, config: RunConfig) -> None:
     check_layout(config.layout(content))
 
 
+_ONLY_AT_STAGE_3 = (
+    *("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"),
+    "zeropp_loco_param",
+)
+"""Keys of zero_optimization that change what stage 3 computes, on one data-parallel rank too."""
+_GROUP_SIZES = ("zero_hpz_partition_size", "mics_shard_size")
+"""Keys with sizes of groups that stage 3 partitions over; up to 1 they change nothing."""
+
+
+def running_stage(content: Json, config: RunConfig) -> int:
+    """The ZeRO stage that the engine runs, which is not the stage asked for where there is one
+    data-parallel rank (:attr:`Layout.running_zero`). Folders in DeepSpeed's own format are written
+    by the stage asked for, so that DeepSpeed resumes at it."""
+    layout, zero = config.layout(content), content.get("zero_optimization", {})
+    kept = (
+        config.checkpoint.checkpoint_format == "deepspeed"
+        or any(zero.get(key) for key in _ONLY_AT_STAGE_3)
+        or any((zero.get(key) or 1) > 1 for key in _GROUP_SIZES)
+    )
+    return layout.zero if kept else layout.running_zero
+
+
+def stage_notes(content: Json, config: RunConfig) -> list[str]:
+    """A line for the user if another ZeRO stage runs than the one asked for."""
+    asked, runs = config.engine.zero_stage, running_stage(content, config)
+    if asked == runs:
+        return []
+    nothing = f"ZeRO {asked} over one data-parallel rank partitions nothing"
+    return [f"{nothing}: it runs as ZeRO {runs}"]
+
+
+def stage_of(settings: Json) -> int:
+    """The ZeRO stage in what :func:`for_engine` returned: the one that runs."""
+    return settings["zero_optimization"]["stage"]
+
+
 def for_engine(content: Json, config: RunConfig, on_cpu: bool) -> Json:
-    """The JSON for ``deepspeed.initialize``, without what the trainer does itself: the optimizer,
-    its schedule and the curriculum; at stage 0 also clipping, since DeepSpeed reports no norm
-    there, and bf16, since its half-precision optimizers make an additional first step there."""
+    """The JSON for ``deepspeed.initialize``, with the stage that runs, and without what the trainer
+    does itself: the optimizer, its schedule and the curriculum; at stage 0 also clipping, since
+    DeepSpeed reports no norm there, and bf16, since its half-precision optimizers make an
+    additional first step there."""
     result = copy.deepcopy(content)
+    put(result, "zero_optimization.stage", running_stage(content, config))
     result.pop("optimizer", None)
     for key in CURRICULA:
         result.pop(key, None)

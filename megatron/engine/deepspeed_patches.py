@@ -12,7 +12,8 @@ import importlib.util
 import inspect
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -166,6 +167,16 @@ QUEUED_PARTITIONED_3 = Replacement(
         _has(DeepSpeedZeroOptimizer_Stage3, "_get_norm_groups", "unscale_and_clip_grads")
         and _has(stage3, "combine_grad_norm_groups")
     ),
+)
+WHOLE_BLOCKS = Replacement(
+    # DeepSpeed's leaf modules: parameters of all layers inside are fetched at once, and hooks stay
+    # around the block, which remains one graph when it is compiled. But a leaf module's gradients
+    # are reduced by a hook on its inputs, which torch does not find in a LayerState: it would run
+    # before there are gradients. They are reduced as they come instead, as those of other layers.
+    "fetching the parameters of a block at once (ZeRO 3)",
+    "those of every layer are fetched by themselves, and --torch-compile compiles them one by one",
+    f"{_TESTS}/test_whole_blocks.py::test_same_bits_with_fewer_fetches",
+    lambda: _has(stage3, "z3_leaf_parameter") and _has(deepspeed.utils, "set_z3_leaf_module"),
 )
 GUARD_OF_PARTITIONS = Replacement(
     # DeepSpeed 0.19.0 updates with any gradients; nothing here replaces that.
@@ -329,6 +340,7 @@ def leave_norm_to_us(settings: Json, stage: int, grads_in_fp32: bool) -> None:
 
 def take_step_over(wrapper: Any, step: Callable[[], None]) -> None:
     """Replaces the step of a ZeRO optimizer of stage 1 or 2."""
+    wrapper._global_grad_norm = None  # as DeepSpeed has it where it computes none
     wrapper.step = lambda closure=None: step()
 
 
@@ -398,6 +410,22 @@ class PlacedModule(PipelineModule):
             super().save_state_dict(*args, **options)
         # As _build has left them: the last stage's.
         assert self.forward_funcs is before
+
+
+@contextmanager
+def fetching_whole(blocks: Iterable[nn.Module]) -> Iterator[None]:
+    """Makes a ZeRO 3 engine that is built inside fetch each of these blocks at once."""
+    if not made(WHOLE_BLOCKS):
+        yield
+        return
+    for block in blocks:
+        deepspeed.utils.set_z3_leaf_module(block, True)
+    delays_reduction = stage3.z3_leaf_parameter
+    stage3.z3_leaf_parameter = lambda param: False
+    try:
+        yield
+    finally:
+        stage3.z3_leaf_parameter = delays_reduction
 
 
 def partition_range(param: nn.Parameter, data: Group) -> tuple[int, int]:

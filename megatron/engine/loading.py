@@ -58,10 +58,29 @@ def load_checkpoint(
         return source
     if options.load_optim:
         together(engine, lambda: load_optimizer(engine, source))
+        together(engine, lambda: _load_amax_history(engine, found.folder))
     path = found.folder / f"random-{world.rank:05d}.safetensors"
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
         together(engine, lambda: _load_random_state(path))
     return source
+
+
+def _load_amax_history(engine: TrainEngine, folder: Path) -> None:
+    """Fills the history of ``--fp8-recipe delayed``, which starts anew where there is none."""
+    if engine.float8.history is None:
+        return
+    state: dict[str, Tensor] = {}
+    for path in sorted(folder.glob("float8-*.safetensors")):
+        try:
+            state |= load_file(path)
+        except SafetensorError as error:
+            raise CheckpointError(f"{path}: {error}; --no-load-optim skips it") from None
+    if not engine.float8.history.load(state) and engine.mesh.world.rank == 0:
+        print(
+            f"--fp8-recipe delayed: {folder} has no history of the largest values; the first step "
+            "is scaled by its own",
+            flush=True,
+        )
 
 
 def _load_random_state(path: Path) -> None:
@@ -103,6 +122,7 @@ def load_weights(engine: TrainEngine, source: Source) -> None:
         return flat
 
     set_working_weights(engine, values)
+    engine.float8.invalidate()
 
 
 @torch.no_grad()

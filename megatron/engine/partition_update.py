@@ -40,7 +40,7 @@ class Part(NamedTuple):
     length: int
 
 
-class Piece(NamedTuple):
+class PartitionSlice(NamedTuple):
     """A range of a partition that is updated at once; ``parts`` are its gradients in order, the
     rest is padding."""
 
@@ -54,7 +54,7 @@ class Piece(NamedTuple):
         return len(self.parts) == 1 and self.parts[0].length == self.length
 
 
-def cut(sizes: Sequence[int], length: int, least: int, most: int) -> list[Piece]:
+def cut(sizes: Sequence[int], length: int, least: int, most: int) -> list[PartitionSlice]:
     """Cuts a partition of ``length`` elements into pieces of at most ``most``, all of whole blocks
     but the last. ``sizes`` are those of its gradients; padding follows. Runs of ``least`` and more
     elements of one gradient have pieces of their own."""
@@ -66,7 +66,7 @@ def cut(sizes: Sequence[int], length: int, least: int, most: int) -> list[Piece]
             cuts |= {first, last}
     edges = sorted(cuts)
     return [
-        Piece(at, min(most, end - at), tuple(_parts(ends, at, min(at + most, end))))
+        PartitionSlice(at, min(most, end - at), tuple(_parts(ends, at, min(at + most, end))))
         for start, end in pairwise(edges)
         for at in range(start, end, most)
     ]
@@ -135,7 +135,7 @@ class PartitionUpdate:
         self._wrapper, self._optimizer, self._rank = wrapper, optimizer, rank
         self._form, self._kernel, self._most = form, kernel, most
         self._keys = keys
-        self._pieces: dict[int, list[Piece]] = {}
+        self._pieces: dict[int, list[PartitionSlice]] = {}
         self._elements: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()
@@ -143,7 +143,6 @@ class PartitionUpdate:
         """Updates with the gradients times ``factor``, or nothing where ``held`` is 1; both float32
         on the device."""
         wrapper, timers = self._wrapper, self._wrapper.timers
-        wrapper._global_grad_norm = None
         timers(OPTIMIZER_STEP_TIMER).start()
         for number, main in enumerate(wrapper.single_partition_of_fp32_groups):
             self._update(number, main, factor, held)
@@ -211,14 +210,14 @@ class PartitionUpdate:
             skipped = 0
 
 
-def _slices(tensor: Tensor, pieces: Sequence[Piece], length: int) -> Sequence[Tensor]:
+def _slices(tensor: Tensor, pieces: Sequence[PartitionSlice], length: int) -> Sequence[Tensor]:
     """The pieces of a tensor with a number per element of a partition, or one per block."""
     if tensor.numel() == length:
         return tensor.split([piece.length for piece in pieces])
     return tensor.split([-(-piece.length // BLOCK) for piece in pieces])
 
 
-def _elements(piece: Piece, firsts: Sequence[int], device: torch.device) -> Tensor:
+def _elements(piece: PartitionSlice, firsts: Sequence[int], device: torch.device) -> Tensor:
     """Identifiers of a piece's elements, as :meth:`StateFormat.encode` gets them; ``firsts`` are
     those of each gradient's first."""
     begins = [firsts[part.gradient] + part.start for part in piece.parts]
@@ -234,7 +233,7 @@ def _elements(piece: Piece, firsts: Sequence[int], device: torch.device) -> Tens
     return found
 
 
-def _collect(piece: Piece, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:
+def _collect(piece: PartitionSlice, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:
     """A piece's gradients in the buffer's dtype; where they are, if they can be used from there."""
     parts = [grads[part.gradient].narrow(0, part.start, part.length) for part in piece.parts]
     if piece.whole and parts[0].dtype == buffer.dtype:
@@ -247,5 +246,5 @@ def _collect(piece: Piece, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:
     return result
 
 
-def _padding(piece: Piece) -> int:
+def _padding(piece: PartitionSlice) -> int:
     return piece.length - sum(part.length for part in piece.parts)

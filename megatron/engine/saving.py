@@ -212,7 +212,8 @@ class CheckpointWriter:
         if options.save_universal:
             try:
                 source = open_checkpoint(self.folder / tag(iteration), verify=False)
-                save_copy("universal", source, self.folder, 3 if self.engine.stage == 3 else 1)
+                stage = 3 if self.engine.config.engine.zero_stage == 3 else 1
+                save_copy("universal", source, self.folder, stage)
             except Exception as error:  # the save itself has succeeded
                 notes.append(f"--save-universal: the universal copy failed: {error}")
         return notes + apply_retention(
@@ -236,6 +237,8 @@ def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
     if options.save_rng:
         for key, values in random_state().items():
             writer.put("random", key, values)
+    for key, values in amax_history(engine).items():
+        writer.put("float8", key, values.contiguous())
     return writer
 
 
@@ -246,6 +249,15 @@ def _canonical(own: OwnedSlice, kind: str, stored: StoredStates | None) -> Tenso
         return own.get(kind)[: own.slice.numel].detach().to(torch.float32)
 
     return values() if stored is None else LazyTensor((own.slice.numel,), values)
+
+
+def amax_history(engine: TrainEngine) -> dict[str, Tensor]:
+    """The history of ``--fp8-recipe delayed`` that this rank writes, by name; ranks that share
+    layers have the same, and the first of them writes it."""
+    history, mesh = engine.float8.history, engine.mesh
+    if history is None or mesh.data.rank or mesh.tensor.rank:
+        return {}
+    return history.state() if engine.config.checkpoint.save_optim else {}
 
 
 class HostBuffers:

@@ -15,6 +15,7 @@ from megatron.config import RunConfig
 from megatron.engine.async_optimizer_step import AsyncOptimizerStep
 from megatron.engine.backend import Backend
 from megatron.engine.deepspeed_patches import defer_scale_growth
+from megatron.engine.float8 import Float8State
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.optimizer import set_rates
 from megatron.engine.random_bits import key_of
@@ -53,6 +54,7 @@ class TrainEngine:
     Args:
         names: canonical name of each parameter of which this process has a part.
         asynchronous: whether steps are :class:`AsyncOptimizerStep`.
+        float8: state of the layers that multiply in 8 bits.
 
     Attributes:
         stored_states: how main weights and moments are stored; None for float32.
@@ -69,12 +71,13 @@ class TrainEngine:
         optimizer: torch.optim.Optimizer,
         engine: Any,
         asynchronous: bool,
+        float8: Float8State,
         stored_states: StoredStates | None = None,
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
         self.backend, self.names, self.optimizer, self.engine = backend, names, optimizer, engine
-        self.stage, self.stored_states = config.engine.zero_stage, stored_states
-        self.layers, self.model = backend.layers, backend.model
+        self.float8, self.stored_states = float8, stored_states
+        self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
         self._samples_per_round = config.training.micro_batch_size * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
         self._async_step = None
@@ -124,6 +127,7 @@ class TrainEngine:
         if not self.model.training:  # train() visits every module
             self.engine.train()
         self.engine.set_train_batch_size(self._samples_per_round * micro_batches)
+        self.float8.refresh()
 
     def mean_losses(self, sums: Tensor, micro_batches: int) -> dict[str, Tensor]:
         """Means of the losses by name, from the sums of each rank's :meth:`Backend.accumulate`."""
@@ -146,6 +150,7 @@ class TrainEngine:
         """Means by name of a measure's numbers (by default the losses) over ``count`` of each
         data-parallel rank's batches."""
         self.engine.eval()
+        self.float8.refresh()
         measure = measure or self.spec.loss_measure
         sums = self.backend.evaluate(batches, count, measure)
         means = self._mean_over_ranks(sums / count)
@@ -158,6 +163,7 @@ class TrainEngine:
     @record_function("megatron::optimizer")
     def update(self) -> tuple[Tensor | float, Tensor | bool]:
         """Clips and applies the gradients; returns their norm and whether no weight changed."""
+        self.float8.end_step()
         if self._async_step is not None:
             self._async_step.prepare()
             self.backend.apply()

@@ -15,7 +15,8 @@ from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
 from megatron.families.family import Family
-from megatron.model.attention_backends import AttentionMasks
+from megatron.model.attention_flex import block_masks
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
@@ -24,12 +25,13 @@ from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 
 
-def begin(batch: GPTBatch) -> LayerState:
+def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
     """The initial state of a micro batch."""
+    blocks = block_masks(model, batch.tokens_BS, batch.document_ids_BS)
     return LayerState(
         hidden=batch.tokens_BS,
         position_ids=batch.position_ids_BS,
-        masks=AttentionMasks(batch.document_ids_BS),
+        masks=AttentionMasks(batch.document_ids_BS, blocks=blocks),
         targets=Targets(batch.labels_BS, batch.loss_mask_BS),
     )
 
@@ -123,7 +125,7 @@ class GPT(Family):
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)
-        return ModelSpec(layers, begin, partial(travels, model.hidden_size))
+        return ModelSpec(layers, partial(begin, model), partial(travels, model.hidden_size))
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
         return GPTData(config, tokenizer)

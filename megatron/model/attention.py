@@ -7,12 +7,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ModelConfig
-from megatron.model.attention_backends import (
-    AttentionKind,
-    AttentionMasks,
-    AttentionScoring,
-    attention_backend,
-)
+from megatron.model.attention_backends import attention_backend
+from megatron.model.attention_masks import AttentionKind, AttentionMasks, AttentionScoring
 from megatron.model.layer_list import LayerState
 from megatron.model.norm import build_norm
 from megatron.model.rope import RotaryEmbedding, apply_rope
@@ -45,7 +41,7 @@ class Attention(nn.Module):
         self.layer, self.group, self.recompute = layer, tp.group, recompute
         self.head_dim = attention.kv_channels
         self.dropout = attention.attention_dropout
-        self.attend = attention_backend(attention.attention_backend)
+        self.attend = attention_backend(attention.attention_backend, self.dropout)
         self.scores = AttentionScoring.of(config, layer, tp.group, kind)
         self.rotation = None if kind == "cross" else RotaryEmbedding.of(config, layer)
         width, bias, init = config.hidden_size, attention.qkv_bias, Init(config.init_method_std)

@@ -6,7 +6,7 @@ from torch import nn
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.attention import Attention
-from megatron.model.attention_backends import AttentionKind
+from megatron.model.attention_masks import AttentionKind
 from megatron.model.layer_list import LayerState
 from megatron.model.mlp import MLP
 from megatron.model.norm import build_norm

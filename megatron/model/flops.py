@@ -1,6 +1,10 @@
-"""Model FLOPs of a transformer: GEMMs with two operations per multiply-add, the backward pass twice
-the forward pass, and nothing for recomputation, so that the model-FLOP utilisation of two runs
-compares what they achieve and not how they save memory."""
+"""FLOPs of a transformer: GEMMs with two operations per multiply-add.
+
+Model FLOPs have the backward pass as twice the forward pass and nothing for recomputation, so that
+the model-FLOP utilisation (MFU) of two runs compares what they achieve and not how they save
+memory. With what is recomputed they are the hardware FLOPs, whose utilisation (HFU) says how busy
+the device is.
+"""
 
 from __future__ import annotations
 
@@ -51,15 +55,37 @@ class TransformerShape:
         Dao 2023 (FlashAttention-2, arXiv:2307.08691, section 4.1). A block with a window counts the
         window instead of the sequence, causally w - w^2 / 2s keys of it.
         """
+        head = 2 * self.hidden_size * self.padded_vocab_size
+        return 3.0 * (self._matrices() + self._attention(causal) + head)
+
+    def recomputed_flops_per_token(
+        self, recompute: str | None, *, causal: bool, blocks: int | None = None
+    ) -> float:
+        """FLOPs of one token that a recomputation of activations adds to the model's.
+
+        Args:
+            recompute: None; "selective" for attention; "uniform" or "block" for whole blocks.
+            causal: as in :meth:`flops_per_token`.
+            blocks: with "block", how many there are, counted as average ones; None for all.
+        """
+        if recompute is None:
+            return 0.0
+        if recompute == "selective":
+            return self._attention(causal)
+        share = 1.0 if blocks is None else min(1.0, blocks / self.num_layers)
+        return share * (self._matrices() + self._attention(causal))
+
+    def _matrices(self) -> float:
+        """Forward FLOPs of one token in the linear layers of all blocks."""
         query_size = self.num_attention_heads * self.kv_channels
         kv_size = self.num_query_groups * self.kv_channels
         projections = 2 * self.hidden_size * (2 * query_size + 2 * kv_size)
         mlp = 2 * (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
-        head = 2 * self.hidden_size * self.padded_vocab_size
-        # Scores, and the mix of values.
-        attention = 2 * (2 * query_size * self._keys(causal))
-        forward = self.num_layers * (projections + mlp) + attention + head
-        return 3.0 * forward
+        return float(self.num_layers * (projections + mlp))
+
+    def _attention(self, causal: bool) -> float:
+        """Forward FLOPs of one token in the scores of all blocks, and the mix of values."""
+        return 2 * (2 * self.num_attention_heads * self.kv_channels * self._keys(causal))
 
     def _keys(self, causal: bool) -> float:
         """Keys that a query attends to, averaged over the sequence and summed over the blocks."""

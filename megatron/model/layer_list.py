@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
-from megatron.model.attention_backends import AttentionMasks
+from megatron.model.attention_masks import AttentionMasks
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed, generator, seed_devices

@@ -12,7 +12,6 @@ of it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -21,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
-from megatron.parallel.float8 import Float8, check_tokens
+from megatron.parallel.float8 import NOTHING_KEPT, Float8, Kept
+from megatron.parallel.float8_casts import Cast, Operand
 from megatron.parallel.mesh import Group
 from megatron.parallel.shard import Cut, Init, Shard, parameter
 from megatron.parallel.tensor_parallel import (
@@ -40,6 +40,8 @@ class ParallelLinear(nn.Module):
     ``init`` draws the weights, and biases start at zero."""
 
     float8: Float8 | None = None
+    weight_kept: Kept = NOTHING_KEPT
+    """For :attr:`weight`; a layer with a second weight has a second attribute named after it."""
 
     def __init__(self, tp: TensorParallel) -> None:
         super().__init__()
@@ -70,7 +72,7 @@ class ColumnParallelLinear(ParallelLinear):
 
     def forward(self, x_BSI: Tensor) -> Tensor:
         """[B, S, I] to this rank's features of the whole sequence, [B, S, OP]."""
-        whole = LinearMap(self.weight, self.bias, float8=self.float8)
+        whole = LinearMap(self.weight, self.bias, 1, self.float8, self.weight_kept)
         (y_BSO,) = column_linear(x_BSI, (whole,), self.tp)
         return y_BSO
 
@@ -80,6 +82,8 @@ class QKVParallelLinear(ParallelLinear):
     than ranks each is on several neighbouring ranks; its weights are then parameters of their own,
     ``kv_weight`` and ``kv_bias``, with the same canonical names as the queries'. The number of
     ranks divides ``heads``, and divides ``kv_heads`` or is divisible by it."""
+
+    kv_weight_kept: Kept = NOTHING_KEPT
 
     def __init__(
         self,
@@ -110,9 +114,10 @@ class QKVParallelLinear(ParallelLinear):
     def forward(self, x_BSI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[B, S, I] to this rank's queries, keys and values of the whole sequence, each with its
         heads side by side in the last dimension."""
-        maps = [LinearMap(self.weight, self.bias, float8=self.float8)]
+        maps = [LinearMap(self.weight, self.bias, 1, self.float8, self.weight_kept)]
         if self.kv_weight is not None:
-            maps.append(LinearMap(self.kv_weight, self.kv_bias, self.copies, self.float8))
+            both = self.kv_weight, self.kv_bias
+            maps.append(LinearMap(*both, self.copies, self.float8, self.kv_weight_kept))
         outputs = column_linear(x_BSI, maps, self.tp)
         if len(outputs) == 2:
             q, kv = outputs
@@ -146,7 +151,7 @@ class KVParallelLinear(ParallelLinear):
     def forward(self, x_BTI: Tensor) -> tuple[Tensor, Tensor]:
         """[B, T, I] to this rank's keys and values of the whole sequence, each with its heads side
         by side in the last dimension."""
-        both = LinearMap(self.weight, self.bias, self.copies, self.float8)
+        both = LinearMap(self.weight, self.bias, self.copies, self.float8, self.weight_kept)
         (kv,) = column_linear(x_BTI, (both,), self.tp)
         k, v = kv.chunk(2, dim=-1)
         return k, v
@@ -165,8 +170,8 @@ class RowParallelLinear(ParallelLinear):
     def forward(self, x_BSI: Tensor) -> Tensor:
         """This rank's features of the whole sequence [B, S, IP] to [B, S, O]."""
         if self.tp.group.size == 1:
-            return linear(x_BSI, self.weight, self.bias, self.float8)
-        y_BSO = self.tp.leave(linear(x_BSI, self.weight, None, self.float8))
+            return linear(x_BSI, self.weight, self.bias, self.float8, self.weight_kept)
+        y_BSO = self.tp.leave(linear(x_BSI, self.weight, None, self.float8, self.weight_kept))
         return y_BSO if self.bias is None else y_BSO + self.tp.shared(self.bias)[0]
 
 
@@ -231,36 +236,46 @@ class Dropout(nn.Module):
 
 class LinearMap(NamedTuple):
     """One rank's share of y = x A^T + b: ``weight`` [OP, I], ``bias`` [OP]. The gradient is summed
-    over the ``copies`` neighbouring ranks that have this same share."""
+    over the ``copies`` neighbouring ranks that have this same share. ``kept`` is what ``float8``
+    keeps for the weight."""
 
     weight: Tensor
     bias: Tensor | None
     copies: int = 1
     float8: Float8 | None = None
+    kept: Kept = NOTHING_KEPT
 
 
 def linear(
-    x_BSI: Tensor, weight_OI: Tensor, bias_O: Tensor | None, float8: Float8 | None
+    x_BSI: Tensor,
+    weight_OI: Tensor,
+    bias_O: Tensor | None,
+    float8: Float8 | None,
+    kept: Kept = NOTHING_KEPT,
 ) -> Tensor:
     """x A^T + b on one rank, [B, S, O]. Raises ValueError if weights are trained in 8 bits and the
-    number of tokens is not a multiple of 16."""
+    number of tokens is not a multiple of 16, or of 128 with scales by block."""
     if float8 is None:
         return F.linear(x_BSI, weight_OI, bias_O)
-    return float8.linear(x_BSI, weight_OI, bias_O)
+    return float8.linear(x_BSI, weight_OI, bias_O, kept)
 
 
 def column_linear(
     x_BSI: Tensor, maps: Sequence[LinearMap], tp: TensorParallel
 ) -> tuple[Tensor, ...]:
-    """Outputs of several maps of one input, each [B, S, OP]. The input is the same on every rank;
-    in a split region it is this rank's [B, S/t, I]. Raises ValueError if weights are trained in 8
-    bits and the number of tokens is not a multiple of 16."""
-    weights, biases, copies, float8s = zip(*maps, strict=True)
+    """Outputs of several maps of one input, each [B, S, OP], all in 8 bits or none. The input is
+    the same on every rank; in a split region it is this rank's [B, S/t, I]. Raises ValueError as
+    :func:`linear` does."""
     if tp.group.size == 1:
-        return tuple(map(linear, repeat(x_BSI), weights, biases, float8s))
-    if any(float8s) and torch.is_grad_enabled():
-        check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
-    return _ColumnLinear.apply(x_BSI, tp.group, tp.split, copies, float8s, *weights, *biases)
+        return tuple(linear(x_BSI, w, b, float8, kept) for w, b, _, float8, kept in maps)
+    weights, biases, copies, (float8, *_), kept = zip(*maps, strict=True)
+    trained = torch.is_grad_enabled() and any(weight.requires_grad for weight in weights)
+    if float8 is not None and trained:
+        float8.check_tokens(x_BSI.shape[:-1].numel() * tp.slices)
+    largest = [each.largest for each in kept]
+    return _ColumnLinear.apply(
+        x_BSI, tp.group, tp.split, copies, float8, kept, trained, *weights, *biases, *largest
+    )
 
 
 class _ColumnLinear(torch.autograd.Function):
@@ -274,72 +289,105 @@ class _ColumnLinear(torch.autograd.Function):
         group: Group,
         sequence: bool,
         copies: tuple[int, ...],
-        float8s: tuple[Float8 | None, ...],
+        float8: Float8 | None,
+        kept: tuple[Kept, ...],
+        trained: bool,
         *params: Any,
     ) -> tuple[Tensor, ...]:
         ctx.group, ctx.sequence, ctx.copies, ctx.input_dtype = group, sequence, copies, x.dtype
-        ctx.float8s = float8s
-        x = x.to(autocast_dtype(x))
-        ctx.save_for_backward(x, *params)
+        ctx.float8, ctx.kept = float8, kept
+        count = len(copies)
+        weights, biases = params[:count], params[count : 2 * count]
+        x = mine = x.to(autocast_dtype(x))
         if sequence:
             x = start_gather_sequence(x, group)()
-        weights, biases = params[: len(copies)], params[len(copies) :]
-        return tuple(
-            _output(x, weight, None if bias is None else bias.to(x.dtype), float8)
-            for weight, bias, float8 in zip(weights, biases, float8s, strict=True)
-        )
+        biases = tuple(None if bias is None else bias.to(x.dtype) for bias in biases)
+        if float8 is None:
+            ctx.save_for_backward(mine, None, None, None, *params)
+            # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
+            return tuple(
+                F.linear(x, weight.to(x.dtype), bias)
+                for weight, bias in zip(weights, biases, strict=True)
+            )
+        # Of a split sequence a rank keeps its own part, which is smaller from two ranks on.
+        whole = trained and not sequence
+        cast = float8.cast_input(x.flatten(0, 1), kept[0].input_largest, columns=whole)
+        columns = cast.columns or (None, None)
+        ctx.save_for_backward(mine if sequence else None, cast.largest, *columns, *params)
+        outputs = []
+        for weight, bias, each in zip(weights, biases, kept, strict=True):
+            y_TO = float8.output(cast, float8.weight_rows(weight, each), x.dtype)
+            outputs.append((y_TO if bias is None else y_TO + bias).unflatten(0, x.shape[:2]))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads_BSO: Tensor) -> tuple[Tensor | None, ...]:
-        x, *params = ctx.saved_tensors
-        count = len(ctx.copies)
-        weights, biases = params[:count], params[count:]
-        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        finish_x: Finish = lambda: x  # noqa: E731
-        if ctx.sequence:
-            finish_x = start_gather_sequence(x, ctx.group)
+        mine, x_largest, x_values, x_scale, *params = ctx.saved_tensors
+        float8, kept, count = ctx.float8, ctx.kept, len(ctx.copies)
+        weights, biases = params[:count], params[count : 2 * count]
+        x_needs, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[7:]
+        finish_x: Finish = lambda: mine  # noqa: E731
+        if ctx.sequence and any(needs[:count]):
+            finish_x = start_gather_sequence(mine, ctx.group)
+        casts: list[Cast] = []
+        if float8 is not None:
+            casts = [
+                float8.cast_gradient(
+                    grad_BSO.flatten(0, 1), each.gradient_largest, rows=x_needs, columns=needed
+                )
+                for grad_BSO, each, needed in zip(grads_BSO, kept, needs[:count], strict=True)
+            ]
         finish_x_grad: Finish | None = None
         if x_needs:
             start = start_scatter_sequence if ctx.sequence else start_all_reduce
-            finish_x_grad = start(_input_gradient(grads_BSO, weights, ctx.float8s), ctx.group)
-        x_TI = finish_x().flatten(0, 1)
+            addend = _input_gradient(grads_BSO, casts, weights, float8, kept)
+            finish_x_grad = start(addend, ctx.group)
+        x: Any = Cast(columns=Operand(x_values, x_scale))
+        if mine is not None and any(needs[:count]):
+            x = finish_x().flatten(0, 1)
+            if float8 is not None:
+                x = float8.cast_input(x, kept[0].input_largest, rows=False)
         pending = []
-        for place, (grad_BSO, copies, float8) in enumerate(
-            zip(grads_BSO, ctx.copies, ctx.float8s, strict=True)
-        ):
+        for place, (grad_BSO, copies) in enumerate(zip(grads_BSO, ctx.copies, strict=True)):
             grad_TO = grad_BSO.flatten(0, 1)
             weight_grad = bias_grad = None
             if needs[place]:
-                plain = float8 is None
-                weight_grad = grad_TO.t() @ x_TI if plain else float8.weight_gradient(grad_TO, x_TI)
+                if float8 is None:
+                    weight_grad = grad_TO.t() @ x
+                else:
+                    weight_grad = float8.weight_gradient(casts[place], x, grad_TO.dtype)
                 weight_grad = weight_grad.to(weights[place].dtype)
             if needs[count + place]:
                 bias_grad = grad_TO.sum(0).to(biases[place].dtype)
             pending.append(_start_sums((weight_grad, bias_grad), copies, ctx.group))
         weight_grads, bias_grads = zip(*(finish() for finish in pending), strict=True)
+        found: list[Tensor | None] = [None] * count
+        for place, needed in enumerate(needs[2 * count :]):
+            if needed:
+                found[place] = torch.stack([x_largest, casts[place].known_largest])
         x_grad = None if finish_x_grad is None else finish_x_grad().to(ctx.input_dtype)
-        return x_grad, None, None, None, None, *weight_grads, *bias_grads
-
-
-def _output(x_BSI: Tensor, weight: Tensor, bias: Tensor | None, float8: Float8 | None) -> Tensor:
-    if float8 is None:
-        # F.linear, not a plain GEMM: DeepSpeed's profiler counts it.
-        return F.linear(x_BSI, weight.to(x_BSI.dtype), bias)
-    y_BSO = float8.output(x_BSI.flatten(0, 1), weight).unflatten(0, x_BSI.shape[:2])
-    return y_BSO if bias is None else y_BSO + bias
+        return x_grad, *[None] * 6, *weight_grads, *bias_grads, *found
 
 
 def _input_gradient(
-    grads_BSO: Sequence[Tensor], weights: Sequence[Tensor], float8s: Sequence[Float8 | None]
+    grads_BSO: Sequence[Tensor],
+    casts: Sequence[Cast],
+    weights: Sequence[Tensor],
+    float8: Float8 | None,
+    kept: Sequence[Kept],
 ) -> Tensor:
     """This rank's addend of the gradient of the whole input [B, S, I]."""
-    first, *rest = (
-        grad_BSO @ weight.to(grad_BSO.dtype)
-        if float8 is None
-        else float8.input_gradient(grad_BSO.flatten(0, 1), weight).unflatten(0, grad_BSO.shape[:2])
-        for grad_BSO, weight, float8 in zip(grads_BSO, weights, float8s, strict=True)
-    )
+    if float8 is None:
+        products = (grad @ w.to(grad.dtype) for grad, w in zip(grads_BSO, weights, strict=True))
+    else:
+        products = (
+            float8.input_gradient(
+                cast, float8.weight_columns(weight, each), grad_BSO.dtype
+            ).unflatten(0, grad_BSO.shape[:2])
+            for cast, weight, each, grad_BSO in zip(casts, weights, kept, grads_BSO, strict=True)
+        )
+    first, *rest = products
     for addend in rest:
         first += addend
     return first

@@ -15,17 +15,20 @@ from dataclasses import dataclass
 
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout, StateDtypes
-from megatron.config.parallel import LOGITS_CHUNK_MIB
-from megatron.planning.parameters import RankShare, local_widths, norms_of_block, rank_shares
+from megatron.config.parallel import logits_chunk
+from megatron.planning.parameters import (
+    RankShare,
+    linear_parameters,
+    local_widths,
+    norms_of_block,
+    rank_shares,
+)
 
 REDUCE_BUCKET = 500_000_000
 """Largest number of elements of a bucket of gradients: DeepSpeed's ``reduce_bucket_size``."""
 
 LIVE_PARAMETERS = 1_000_000_000
 """Elements that ZeRO 3 keeps gathered: DeepSpeed's default of ``stage3_max_live_parameters``."""
-
-LOGITS_CHUNK = LOGITS_CHUNK_MIB["cuda"] * 2**20
-"""Bytes of logits that exist at a time, on a GPU by default."""
 
 MLP_WIDTHS = {
     "gelu_tanh": 2, "gelu_erf": 2, "relu": 1, "squared_relu": 2, "swiglu": 4, "geglu": 4,
@@ -52,26 +55,27 @@ def state_bytes(layout: Layout) -> StateBytes:
 
     ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) partitions optimizer state at stage
     1, gradients at 2 and parameters at 3. Beyond the paper, DeepSpeed copies the gradients that a
-    rank updates to float32 in the step, beside the reduced ones, and keeps separate main weights
-    for float32 too. 16 bits at stage 0 run as autocast over float32 weights.
+    rank updates to float32 in the step, beside the reduced ones, at stage 3 and in fp16, and keeps
+    separate main weights for float32 too. 16 bits at stage 0 run as autocast over float32 weights.
     """
-    data = layout.data
-    if layout.zero == 0:
+    data, zero = layout.data, layout.running_zero
+    if zero == 0:
         return StateBytes(4.0, 4.0, 8.0)
     size = 4 if layout.precision == "fp32" else 2
     accumulated = 4 if layout.grads_in_fp32 else size
     if layout.states is not None:
-        gradients = accumulated / (data if layout.zero == 2 else 1)
+        gradients = accumulated / (data if zero == 2 else 1)
         return StateBytes(2.0, gradients, stored_bytes(layout.states) / data)
-    if layout.zero == 1:
+    copied = 4 if zero == 3 or layout.precision == "fp16" else 0
+    if zero == 1:
         # Whole until they are reduced. Its bf16 optimizer accumulates beside the 16-bit gradients.
         beside = size if accumulated > size and layout.precision == "bf16" else 0
-        gradients = max(accumulated + beside, (size + 4) / data)
-    elif layout.zero == 2 and accumulated > size:
+        gradients = max(accumulated + beside, (size + copied) / data)
+    elif zero == 2 and accumulated > size:
         gradients = accumulated / data
     else:
-        gradients = (accumulated + 4) / data
-    return StateBytes(size / (data if layout.zero == 3 else 1), gradients, 12 / data)
+        gradients = (accumulated + copied) / data
+    return StateBytes(size / (data if zero == 3 else 1), gradients, 12 / data)
 
 
 def stored_bytes(states: StateDtypes) -> float:
@@ -90,14 +94,15 @@ def bucket_bytes(layout: Layout) -> int:
     the float32 gradients at the end of the step. Stage 2 reduces each micro batch's gradients and
     accumulates them afterwards.
     """
-    if layout.data == 1 and layout.zero < 3 and not (layout.zero == 2 and layout.grads_in_fp32):
+    zero = layout.running_zero
+    if layout.data == 1 and zero < 3 and not (zero == 2 and layout.grads_in_fp32):
         return 0  # gradients stay where the backward pass puts them
-    size = 2 if layout.precision != "fp32" and layout.zero > 0 else 4
-    if layout.zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
+    size = 2 if layout.precision != "fp32" and zero > 0 else 4
+    if zero == 1 and layout.grads_in_fp32 and layout.precision == "bf16":
         return 4
-    if layout.grads_in_fp32 and layout.zero != 2:
+    if layout.grads_in_fp32 and zero != 2:
         size = 4
-    return size * (2 if layout.zero == 1 and layout.pipeline > 1 else 1)
+    return size * (2 if zero == 1 and layout.pipeline > 1 else 1)
 
 
 def buffer_bytes(layout: Layout, parameters: int) -> float:
@@ -162,12 +167,16 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     outputs = (1 if model.shared_parallel_norm else 2) * size * hidden
     whole = outside * (inputs + outputs + 2 * mask) + _angles(model, layout)
     whole += tokens * size * (qkv + changed + share.query + mlp) + kernel
+    if layout.float8:
+        whole += _float8_inputs(model, layout, tokens, outputs)
     if model.norm.qk_layernorm:
         copied = source if source > size else 0
         heads = (share.query + share.kv) / model.attention.kv_channels
         whole += tokens * heads * (copied * model.attention.kv_channels + statistics)
     logits = tokens * size * share.vocab
-    chunk = min(logits, LOGITS_CHUNK)
+    most, _ = logits_chunk("cuda", size * share.vocab, None, compiled=True)
+    assert most is not None
+    chunk = min(logits, most * size * share.vocab)
     learned = model.positions.position_embedding_type == "learned_absolute"
     positions = model.seq_length if learned else 0
     full = layout.recompute in ("uniform", "block")
@@ -182,9 +191,25 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
         head=outside * norm
         + tokens * size * hidden
         + share.vocab * hidden * (size if chunk == logits else 4),
-        loss=chunk + (4 / size * chunk if half else 0.0),
+        loss=chunk,
         hidden=between,
     )
+
+
+def _float8_inputs(model: ModelConfig, layout: Layout, tokens: int, outputs: float) -> float:
+    """What the inputs of 8-bit layers add to a block: a byte for each number instead of the number,
+    or beside it where something else keeps it as well (attention its output, a ReLU its own). Parts
+    of a split sequence stay as they are."""
+    share, alone = local_widths(model, layout.tensor), MLP_WIDTHS[model.mlp.activation] > 1
+    entering = 0.0 if layout.sequence else 2.0 * model.hidden_size - outputs
+    return tokens * (entering + share.query + share.ffn * (-1.0 if alone else 1.0))
+
+
+def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
+    """Bytes of the 8-bit weights of a rank's blocks, in both layouts; at stage 3 each is cast where
+    it is used."""
+    kept = layout.float8 and layout.zero < 3
+    return 2.0 * blocks * linear_parameters(model, layout.tensor) if kept else 0.0
 
 
 def _all_scores(model: ModelConfig) -> bool:
@@ -274,7 +299,7 @@ def rank_memory(
     top = max(kept.recomputed, kept.head + kept.loss if share.last else 0.0)
     state = state_bytes(layout)
     return Memory(
-        state.weights * share.parameters,
+        state.weights * share.parameters + float8_bytes(model, layout, sum(share.blocks)),
         state.gradients * share.parameters,
         state.optimizer * share.parameters,
         buffer_bytes(layout, share.parameters),

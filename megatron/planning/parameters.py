@@ -64,6 +64,13 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
         )
 
 
+def linear_parameters(model: ModelConfig, tensor: int) -> int:
+    """Weights of a block's linear layers, as one of ``tensor`` ranks holds them."""
+    share, gates = local_widths(model, tensor), 1 + model.mlp.gated
+    attention = 2 * share.query + 2 * share.kv
+    return model.hidden_size * (attention + (gates + 1) * share.ffn)
+
+
 def norms_of_block(model: ModelConfig) -> int:
     """Number of norms of hidden states in a block, without those of heads."""
     return 2 - model.shared_parallel_norm + 2 * model.norm.post_norm

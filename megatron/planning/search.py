@@ -27,6 +27,7 @@ class Workload:
     precision: str = "bf16"
     grads_in_fp32: bool = False
     states: StateDtypes | None = None
+    float8: bool = False
 
     def padded(self, tensor: int) -> ModelConfig:
         """The model with its vocabulary padded for ``tensor`` ranks, as the trainer pads it."""
@@ -36,6 +37,12 @@ class Workload:
         """Model FLOPs of a step, attention over all pairs, without recomputation."""
         shape = TransformerShape.of(self.padded(1))
         return shape.flops_per_step(self.global_batch_size, causal=False)
+
+    def hardware_flops(self, recompute: str | None) -> float:
+        """The same with what a layout recomputes."""
+        shape = TransformerShape.of(self.padded(1))
+        again = shape.recomputed_flops_per_token(recompute, causal=False)
+        return self.flops() + self.global_batch_size * shape.seq_length * again
 
 
 @dataclass(frozen=True)
@@ -120,7 +127,7 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
                     base = Layout(
                         tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks,
                         data=data, precision=work.precision, micro_batches=(count,),
-                        grads_in_fp32=work.grads_in_fp32, states=work.states,
+                        grads_in_fp32=work.grads_in_fp32, float8=work.float8, states=work.states,
                     )  # fmt: skip
                     yield from ((layout, micro_batch) for layout in variants(work, base))
 

@@ -26,6 +26,7 @@ class StepMetrics:
         grad_norm: global norm before clipping; None where the engine does not compute it.
         skipped: whether the optimizer left the weights unchanged; as a scalar tensor 1.0 if so.
         flops: model FLOPs of the step; None to count them by tokens.
+        recomputed_flops: those of recomputed activations, which are not the model's.
         seq_length: tokens of a sample where that changes over the run, else None.
     """
 
@@ -39,6 +40,7 @@ class StepMetrics:
     loss_scale: float = 1.0
     skipped: torch.Tensor | bool = False
     flops: float | None = None
+    recomputed_flops: float = 0.0
     seq_length: int | None = None
 
 
@@ -61,6 +63,7 @@ class IntervalMetrics:
         seconds: wall time of the interval without what was :meth:`IntervalMeter.paused`.
         samples_per_second: over all devices.
         mfu: model FLOP/s as a share of the device's peak, 0 to 1; None without a known peak.
+        hfu: the same of all FLOP/s, recomputed ones included.
         seq_length: tokens of a sample in the last step; None where that does not change.
     """
 
@@ -83,6 +86,7 @@ class IntervalMetrics:
     tokens_per_second_per_device: float
     tflops_per_device: float
     mfu: float | None
+    hfu: float | None
     memory: MemoryUse
     seq_length: int | None = None
 
@@ -111,6 +115,8 @@ class IntervalMetrics:
         ]
         if self.mfu is not None:
             fields.append(f"MFU: {100 * self.mfu:.1f}%")
+        if self.hfu is not None:
+            fields.append(f"HFU: {100 * self.hfu:.1f}%")
         fields.append(f"memory (GiB): {self.memory.allocated / 2**30:.2f}")
         return " " + " | ".join(fields) + " |"
 
@@ -133,6 +139,7 @@ class IntervalMetrics:
             "tokens_per_second_per_device": self.tokens_per_second_per_device,
             "tflops_per_device": self.tflops_per_device,
             "mfu": self.mfu,
+            "hfu": self.hfu,
             "memory_allocated_bytes": self.memory.allocated,
             "memory_reserved_bytes": self.memory.reserved,
         }
@@ -231,6 +238,7 @@ class IntervalMeter:
         seconds = max(now - self._started, 1e-9)
         tokens_per_second = sum(step.tokens for step in steps) / seconds / self._devices
         flops_per_second = sum(map(self._flops, steps)) / seconds / self._devices
+        again = sum(step.recomputed_flops for step in steps) / seconds / self._devices
         self._steps, self._started = [], now
         return IntervalMetrics(
             iteration=iteration,
@@ -252,6 +260,7 @@ class IntervalMeter:
             tokens_per_second_per_device=tokens_per_second,
             tflops_per_device=flops_per_second / 1e12,
             mfu=flops_per_second / self._peak_flops if self._peak_flops else None,
+            hfu=(flops_per_second + again) / self._peak_flops if self._peak_flops else None,
             memory=memory_use(self._device),
             seq_length=last.seq_length,
         )

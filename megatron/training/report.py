@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from megatron.config import Resolved, RunConfig
+from megatron.config.parallel import ParallelConfig
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh
 from megatron.training.metrics import (
@@ -70,6 +71,7 @@ class Reporter(Callback):
         self.main = mesh.world.rank == 0
         self.shape = family_of(config.model.family).shape(config.model)
         self.flops_per_token = self.shape.flops_per_token(causal=True)
+        self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)
         self.writer: Writer = TeeWriter(())
         if self.main:
@@ -134,13 +136,18 @@ class Reporter(Callback):
         assert self.meter is not None
         result = step.result
         shape = dataclasses.replace(self.shape, seq_length=step.seq_length)
+        tokens = step.samples * step.seq_length
+        again = shape.recomputed_flops_per_token(
+            self.recompute, causal=True, blocks=self.recomputed_blocks
+        )
         self.meter.add(
             StepMetrics(
                 loss=result.loss,
                 losses=result.losses,
                 samples=step.samples,
-                tokens=step.samples * step.seq_length,
+                tokens=tokens,
                 flops=shape.flops_per_step(step.samples, causal=True),
+                recomputed_flops=tokens * again,
                 seq_length=step.seq_length if self.plan.lengths.grows else None,
                 learning_rate=step.learning_rate,
                 weight_decay=step.weight_decay,
@@ -209,6 +216,15 @@ def _layout(config: RunConfig) -> str:
         words.append("sequence parallel")
     precision = "fp16" if config.precision.fp16 else "bf16" if config.precision.bf16 else "fp32"
     return ", ".join([*words, f"ZeRO stage {config.engine.zero_stage}", precision])
+
+
+def _recomputed(parallel: ParallelConfig) -> tuple[str | None, int | None]:
+    """What is recomputed (selective, uniform, block), and of how many blocks if not of all."""
+    if parallel.recompute_granularity != "full":
+        return parallel.recompute_granularity, None
+    if parallel.recompute_method == "block":
+        return "block", parallel.stages * parallel.recompute_num_layers
+    return "uniform", None
 
 
 def _peak(config: RunConfig, device: torch.device) -> float | None:

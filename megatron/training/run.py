@@ -112,6 +112,8 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
         note = f"--vocab-size {rows} is more than the tokenizer's {tokenizer.vocab_size} ids"
         resolved = dataclasses.replace(resolved, notes=(*resolved.notes, note))
     completed = deepspeed_json.complete(content, resolved.config)
+    notes = deepspeed_json.stage_notes(completed, resolved.config)
+    resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
 

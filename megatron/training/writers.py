@@ -32,6 +32,7 @@ TAGS: dict[str, dict[str, str]] = {
         "tokens_per_second_per_device": "tokens-per-second-per-device",
         "tflops_per_device": "throughput",
         "mfu": "mfu",
+        "hfu": "hfu",
         "memory_allocated_bytes": "mem-max-allocated-bytes",
         "memory_reserved_bytes": "mem-max-reserved-bytes",
     },

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config import ModelConfig
-from megatron.model.attention_backends import AttentionMasks
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
 from megatron.model.embedding import LM_LOSS, InputEmbedding, TokenEmbedding
 from megatron.model.layer_list import LayerSpec, LayerState, initialise

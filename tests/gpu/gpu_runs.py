@@ -7,6 +7,7 @@ import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 from unittest import mock
 
 import pytest
@@ -14,10 +15,16 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
+if TYPE_CHECKING:
+    from megatron.parity.runs import RunRecord
+    from megatron.training.trainer import Trainer
+
 ON_CPU = os.environ.get("MEGATRON_GPU_TESTS_ON") == "cpu"
 """Whether the CPU takes the place of a GPU."""
 if ON_CPU:
     os.environ["DS_ACCELERATOR"] = "cpu"  # read when DeepSpeed is imported
+# Without it cuBLAS may add in an order of chance; it is read when CUDA starts.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 ON_GPU = torch.cuda.is_available() and not ON_CPU
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0) if ON_GPU else torch.device("cpu")
 
@@ -30,7 +37,7 @@ SHAPE = (
     "--normalization RMSNorm --disable-bias-linear --untie-embeddings-and-output-weights"
 ).split()
 RUN = (
-    "--micro-batch-size 2 --global-batch-size 4 --lr 1e-2 --weight-decay 0.1 --clip-grad 1.0 "
+    "--micro-batch-size 2 --global-batch-size 4 --lr 2e-3 --weight-decay 0.1 --clip-grad 1.0 "
     "--lr-decay-style constant --tokenizer-type NullTokenizer --vocab-size 499 --mock-data "
     "--num-workers 0 --eval-iters 0 --peak-tflops 1 --log-interval 1000 --train-iters 6"
 ).split()
@@ -53,7 +60,7 @@ def no_waiting() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def trainer(argv: Sequence[str]) -> Iterator:
+def trainer(argv: Sequence[str]) -> Iterator[Trainer]:
     """The trainer of a run with these flags, in this process; closed at the end."""
     from megatron.engine.environment import distributed
     from megatron.training.run import build_trainer, parse_run
@@ -66,6 +73,16 @@ def trainer(argv: Sequence[str]) -> Iterator:
                 yield built
             finally:
                 built.engine.close()
+
+
+def train(argv: Sequence[str]) -> RunRecord:
+    """A whole run with these flags, in this process."""
+    from megatron.parity import runs
+
+    with own_environment():
+        record = runs.train(argv)
+    forget_engines()
+    return record
 
 
 @contextlib.contextmanager

@@ -3,7 +3,7 @@
 import torch
 from configs import model_config
 
-from megatron.config import ParallelConfig
+from megatron.config import ModelConfig, ParallelConfig
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.float8 import Float8
@@ -36,6 +36,17 @@ KINDS: dict[str, dict] = {
 }  # fmt: skip
 
 
+def small_config(**changes: object) -> ModelConfig:
+    """Two blocks of width 64; ``changes`` are fields of ModelConfig."""
+    shape = {
+        "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4,
+        "num_query_groups": 4, "kv_channels": 16, "seq_length": LENGTH,
+        "max_position_embeddings": LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+        "padded_vocab_size": PADDED, "unpadded_vocab_size": VOCAB,
+    }  # fmt: skip
+    return model_config(**shape | changes)
+
+
 def small_gpt(
     device: torch.device,
     dtype: torch.dtype,
@@ -44,7 +55,7 @@ def small_gpt(
     recompute: str | None = None,
     **changes: object,
 ) -> LayerStack:
-    """Two blocks of width 64, not initialised.
+    """A model of :func:`small_config`, not initialised.
 
     Args:
         device: where it is.
@@ -53,16 +64,10 @@ def small_gpt(
         recompute: as ``--recompute-granularity``.
         changes: fields of ModelConfig.
     """
-    shape = {
-        "num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 96, "num_attention_heads": 4,
-        "num_query_groups": 4, "kv_channels": 16, "seq_length": LENGTH,
-        "max_position_embeddings": LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0,
-        "padded_vocab_size": PADDED, "unpadded_vocab_size": VOCAB,
-    }  # fmt: skip
     method = "uniform" if recompute == "full" else None
     parallel = ParallelConfig(recompute_granularity=recompute, recompute_method=method)
     with device:
-        stack = build_model(model_config(**shape | changes), parallel).to(dtype)
+        stack = build_model(small_config(**changes), parallel).to(dtype)
     for block in stack.blocks():
         for module in block.modules():
             if hasattr(module, "float8"):

@@ -67,9 +67,9 @@ def lengths_used(argv):
     shapes = []
     begin = gpt.begin
 
-    def noted(batch):
+    def noted(model, batch):
         shapes.append(tuple(batch.tokens_BS.shape))
-        return begin(batch)
+        return begin(model, batch)
 
     gpt.begin = noted
     try:

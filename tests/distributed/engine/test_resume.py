@@ -13,6 +13,10 @@ STEPS = 8
 ENDLESS = [*TINY, "--lr-decay-style", "cosine", "--eval-interval", "3", "--eval-iters", "1"]
 FLAGS = [*ENDLESS, "--train-iters", str(STEPS), "--lr-warmup-iters", "2"]
 FP16 = ["--fp16", "--initial-loss-scale", str(2.0**21), "--loss-scale-window", "2"]
+DELAYED = [
+    *("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
+    *("--fp8-amax-history-len", "3", "--fp8-amax-compute-algo", "max"),
+]
 CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
     "zero0-dp2": (2, ["--zero-stage", "0"]),
@@ -62,8 +66,12 @@ CASES = {
     ),
     "sgd": (2, ["--zero-stage", "1", "--optimizer", "sgd"]),
     "rampup": (2, ["--rampup-batch-size", "2", "2", "8", "--zero-stage", "1"]),
+    "fp8-delayed": (2, ["--zero-stage", "1", *DELAYED]),
+    "fp8-delayed-pp2": (2, [*DELAYED, "--pipeline-model-parallel-size", "2"]),
+    "fp8-zero3": (2, ["--zero-stage", "3", "--bf16", "--fp8-format", "e4m3"]),
 }
 SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "zero1-pp2-dp2-fp16", "sgd"}
+SAMPLE |= {"fp8-delayed"}
 """Cases of every test run; `make proof` runs all, each with several stops."""
 RANDOM = random.Random(20)
 

@@ -20,9 +20,9 @@ def tokens_used(argv):
     tokens = []
     begin = gpt.begin
 
-    def noted(batch):
+    def noted(model, batch):
         tokens.append(batch.tokens_BS.tolist())
-        return begin(batch)
+        return begin(model, batch)
 
     gpt.begin = noted
     try:

@@ -9,7 +9,7 @@ from configs import model_config
 from pool import tensor_group
 from torch import Tensor
 
-from megatron.model.attention_backends import AttentionMasks
+from megatron.model.attention_masks import AttentionMasks
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
 from megatron.parallel.shard import Init, shard_of

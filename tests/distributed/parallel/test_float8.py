@@ -1,19 +1,25 @@
 """8-bit products of layers that are cut over two ranks, against one process; and whole runs."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.distributed as dist
 from configs import model_config
 from pool import tensor_group
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_jobs import TINY, train
 
+from megatron.engine.environment import distributed
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
 from megatron.parallel.float8 import Float8
 from megatron.parallel.layers import ColumnParallelLinear, QKVParallelLinear, RowParallelLinear
 from megatron.parallel.shard import shard_of
 from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parity.runs import watched_trainer
+from megatron.training.run import parse_run
 
 BATCH, LENGTH, HIDDEN = 2, 16, 64
 SHAPE = {
@@ -59,11 +65,11 @@ def outcome(tp: TensorParallel, kv_heads: int, float8: Float8 | None) -> dict[st
     return found
 
 
-def job(sequence: bool, kv_heads: int, rowwise: bool) -> dict[str, tuple[float, float]]:
+def job(sequence: bool, kv_heads: int, recipe: str) -> dict[str, tuple[float, float]]:
     """Relative errors of 8 bits, on two ranks and on one, against one process in bfloat16."""
     tp = TensorParallel(tensor_group(), sequence)
-    found = outcome(tp, kv_heads, Float8(True, rowwise))
-    alone = outcome(TensorParallel(), kv_heads, Float8(True, rowwise))
+    found = outcome(tp, kv_heads, Float8(True, recipe))
+    alone = outcome(TensorParallel(), kv_heads, Float8(True, recipe))
     plain = outcome(TensorParallel(), kv_heads, None)
 
     def error(name: str, ours: dict[str, Tensor]) -> float:
@@ -72,18 +78,56 @@ def job(sequence: bool, kv_heads: int, rowwise: bool) -> dict[str, tuple[float, 
     return {name: (error(name, found), error(name, alone)) for name in found if name in plain}
 
 
-@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("kv_heads", [4, 1])
 @pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
-def test_two_ranks_are_as_near_to_bf16_as_one(pool, sequence, kv_heads, rowwise):
+def test_two_ranks_are_as_near_to_bf16_as_one(pool, sequence, kv_heads, recipe):
     """Each rank scales its own share of a tensor, so that two do not give what one gives. Errors
     add up over a block whose weights are ten times as wide as usual."""
-    for name, (two, one) in pool.run(2, job, sequence, kv_heads, rowwise)[0].items():
+    for name, (two, one) in pool.run(2, job, sequence, kv_heads, recipe)[0].items():
         assert two < 0.25 and two < 1.2 * one + 0.01, (name, two, one)
 
 
 FLAGS = [*TINY, "--bf16", "--train-iters", "4", "--attention-dropout", "0", "--hidden-dropout", "0"]
 FP8 = ["--fp8-format", "hybrid"]
+DELAYED = [*FP8, "--fp8-recipe", "delayed"]
+
+
+class Casts(TorchDispatchMode):
+    """Counts casts of matrices to 8 bits that are not of a micro batch's 16 tokens."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and found.dtype in FLOAT8:
+            self.count += found.shape[0] != 16
+        return found
+
+
+FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def casts_of_weights(flags: list[str]) -> list[int]:
+    """In each step of a run."""
+    counts: list[int] = []
+    run = parse_run(None, flags)
+    with distributed(run.config.parallel) as mesh, Casts() as casts:
+        trainer = watched_trainer(run, mesh, lambda result: counts.append(casts.count))
+        trainer.fit()
+    return [after - before for before, after in pairwise([0, *counts])]
+
+
+@pytest.mark.parametrize(
+    ("flags", "ranks", "count"),
+    [("--zero-stage 0", 1, 8), ("--zero-stage 1", 1, 8), ("--zero-stage 2", 2, 8),
+     ("--zero-stage 3", 2, 32)],
+)  # fmt: skip
+def test_weights_are_cast_once_for_each_update(pool, flags, ranks, count):
+    """Two blocks of four, for four micro batches of all ranks; at stage 3, where each weight is
+    gathered when it is used, for each of a rank's two, forward and backward."""
+    found = pool.run(ranks, casts_of_weights, [*FLAGS, *FP8, *flags.split()])[0]
+    assert found == [count] * 4
 
 
 def test_zero_stages_agree_and_follow_bf16(pool):
@@ -118,6 +162,9 @@ SAMPLE = ("tp2-sp-dp2", "pp2-dp2")
 )
 def test_layouts_follow_bf16(pool, layout):
     flags = [*FLAGS, *LAYOUTS[layout].split()]
-    plain, found = (pool.run(4, train, [*flags, *more])[0] for more in ([], FP8))
+    plain, found, delayed = (pool.run(4, train, [*flags, *m])[0] for m in ([], FP8, DELAYED))
+    assert delayed.losses[0] == found.losses[0]
+    assert delayed.losses != found.losses
+    assert delayed.losses == pytest.approx(plain.losses, rel=2e-2)
     assert found.losses != plain.losses and found.losses == pytest.approx(plain.losses, rel=1e-2)
     assert found.norms[0] == pytest.approx(plain.norms[0], rel=5e-2)

@@ -15,6 +15,8 @@ from torch import Tensor, nn
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState, initialise
 from megatron.model.norm import build_norm
+from megatron.parallel import cross_entropy as cross_entropy_module
+from megatron.parallel import softmax_loss
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.layers import (
     ColumnParallelLinear,
@@ -331,9 +333,19 @@ def _low_precision(tp: TensorParallel, dtype: torch.dtype, autocast: bool) -> No
 
 
 def cross_entropy(vocab: int, sequence: bool, softcap: float | None) -> None:
+    """As CPUs compute it, and what GPUs compile."""
+    tp = TensorParallel(tensor_group(), sequence)
+    _cross_entropy(vocab, tp, softcap)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cross_entropy_module, "compiles_for", lambda kind: True)
+        patch.setattr(cross_entropy_module, "eager_loss", None)
+        patch.setattr(softmax_loss, "compiled", lambda function: function)
+        _cross_entropy(vocab, tp, softcap)
+
+
+def _cross_entropy(vocab: int, tp: TensorParallel, softcap: float | None) -> None:
     """ROWS rows, of which the last ranks hold only padding when ``vocab`` is small; chunks of three
     tokens."""
-    tp = TensorParallel(tensor_group(), sequence)
     group, width = tp.group, ROWS // tp.group.size
     weight = draw(ROWS, INPUTS)
     mine = weight.chunk(group.size)[group.rank].clone().requires_grad_()

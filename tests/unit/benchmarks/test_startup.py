@@ -1,7 +1,7 @@
 """Phases of a start add up to its whole."""
 
 import pytest
-from programs import load_program
+from tool_modules import load_program
 
 
 @pytest.fixture(scope="module")

@@ -35,8 +35,10 @@ GRAPHS = "--torch-compile --torch-compile-mode reduce-overhead"
 REFUSED = [
     ("--fp8-format hybrid", "needs --bf16"),
     ("--fp8-format e4m3 --fp16 --zero-stage 1", "needs --bf16"),
-    (f"{FP8} --fp8-recipe delayed", "one of tensorwise, rowwise"),
-    (f"{FP8} --fp8-recipe mxfp8", "one of tensorwise, rowwise"),
+    (f"{FP8} --fp8-recipe mxfp8", "one of tensorwise, rowwise, delayed, blockwise; .* Blackwell"),
+    (f"{FP8} --fp8-recipe custom", "one of tensorwise, rowwise, delayed, blockwise"),
+    (f"{FP8} --fp8-recipe blockwise", "blockwise needs sizes that are multiples of 128: --hidden"),
+    (f"{FP8} --fp8-amax-history-len 0", "history-len 0"),
     ("--fp8-recipe rowwise", "with --fp8-format only"),
     ("--first-last-layers-bf16", "with --fp8-format only"),
     (f"{FP8} --num-layers-at-end-in-bf16 1", "with --first-last-layers-bf16 only"),

@@ -51,7 +51,7 @@ class Graph(nn.Module):
 @pytest.fixture
 def compiled(monkeypatch):
     """Compiles for a GPU; of compiling nothing but the call is left."""
-    monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: None)
+    monkeypatch.setattr(torch, "compile", lambda forward, mode, dynamic: forward)
     monkeypatch.setattr(compiler, "_missing_for_gpus", lambda: None)
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
 
@@ -140,7 +140,7 @@ def test_without_pythons_headers_blocks_stay_eager(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
     modes: list[str] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda module, mode, dynamic: modes.append(mode))
+    monkeypatch.setattr(torch, "compile", lambda forward, mode, dynamic: modes.append(mode))
     compile_blocks([Graph()], "default", GPU)
     assert modes == (["default"] if place else [])
     said = f"--torch-compile: no Python.h in {tmp_path / 'include'} (python3-dev, python3-devel); "

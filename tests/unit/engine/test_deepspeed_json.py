@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
-from megatron.engine.deepspeed_json import complete, for_engine, merge, read_json
+from megatron.engine.deepspeed_json import (
+    complete,
+    for_engine,
+    merge,
+    read_json,
+    stage_notes,
+    stage_of,
+)
 
 SHIPPED = Path(__file__).parents[3] / "deepspeed_configs"
 
@@ -375,6 +382,47 @@ def test_bf16_at_stage_0_is_autocast():
     assert settings["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
     settings = engine_json("--bf16 --zero-stage 1", {})
     assert settings["bf16"]["enabled"] is True and "torch_autocast" not in settings
+
+
+NOTHING = ["ZeRO {} over one data-parallel rank partitions nothing: it runs as ZeRO 1"]
+OFFLOADED = {"device": "cpu"}
+SUMS = "--bf16 --accumulate-allreduce-grads-in-fp32"
+KEPT = [
+    ("", {"offload_optimizer": OFFLOADED}, (2, 3)),
+    ("", {"offload_param": OFFLOADED}, (3,)),
+    ("--remote-device cpu", {}, (3,)),
+    ("", {"zero_hpz_partition_size": 2}, (3,)),
+    ("", {"zero_quantized_weights": True}, (3,)),
+    ("--checkpoint-format deepspeed", {}, (2, 3)),
+    (SUMS, {}, (2,)),
+]
+
+
+@pytest.mark.parametrize("more", ["", "--bf16", "--fp16", "--optimizer sgd"])
+@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_one_data_rank_runs_no_more_than_stage_1(stage, processes, more):
+    """What it was asked for stays in the configuration and in the JSON that checkpoints get."""
+    for tensor in (1, 2):
+        flags = f"{BATCH} {more} --zero-stage {stage} --tensor-model-parallel-size {tensor}"
+        config, completed, _ = run(flags, {}, processes * tensor)
+        runs = 1 if processes == 1 else stage
+        assert stage_of(for_engine(completed, config, True)) == runs
+        assert config.engine.zero_stage == stage_of(completed) == stage
+        told = [NOTHING[0].format(stage)] if runs != stage else []
+        assert stage_notes(completed, config) == told
+
+
+@pytest.mark.parametrize("flags, zero, stages", KEPT)
+def test_one_data_rank_keeps_a_stage_that_does_more_than_partition(flags, zero, stages):
+    for stage in stages:
+        content = {"zero_optimization": {"stage": stage, **zero}}
+        config, completed, _ = run(f"{BATCH} {flags}", content, 1)
+        assert stage_of(for_engine(completed, config, False)) == stage
+        assert stage_notes(completed, config) == []
+    neutral = {"stage": 3, "zero_hpz_partition_size": 1, "offload_param": {"device": "none"}}
+    config, completed, _ = run(BATCH, {"zero_optimization": neutral}, 1)
+    assert stage_of(for_engine(completed, config, True)) == 1
 
 
 def test_the_optimizer_is_the_trainers():

@@ -82,7 +82,7 @@ def other_parameters(self, gradients):
         (DeepSpeedEngine, "buffered_allreduce_fallback", patches.NO_COPIES),
         (DeepSpeedZeroOptimizer, "_update_model_bit16_weights", patches.NO_SECOND_VIEWS),
         (DeepSpeedZeroOptimizer, "_update_scale", patches.SCALE_GROWS_LATER),
-        (DeepSpeedZeroOptimizer, "unscale_and_clip_grads", patches.QUEUED_PARTITIONED),
+        (DeepSpeedZeroOptimizer, "step", patches.QUEUED_PARTITIONED),
         (patches.BF16_Optimizer, "clear_hp_grads", patches.QUEUED_ACCUMULATED),
         (patches.PipelineModule, "_set_bounds", patches.OWN_SCHEDULES),
     ],

@@ -1,5 +1,7 @@
 """Which layers multiply in 8 bits, on which devices, and what it does to training."""
 
+import functools
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -8,10 +10,13 @@ from gpt_forward import forward
 
 from megatron.config import ConfigError, ParallelConfig
 from megatron.config.engine import FastPathsConfig
+from megatron.engine import build as build_module
 from megatron.engine.build import use_float8
+from megatron.engine.float8 import Float8State
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.float8 import Float8
+from megatron.parallel.mesh import Mesh
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 LENGTH, VOCAB = 32, 64
@@ -44,9 +49,9 @@ LINEARS = ("attention.qkv", "attention.proj", "mlp.up", "mlp.down")
 def test_the_four_linear_layers_of_every_block():
     stack = build(fp8_format="hybrid")
     assert layers(stack) == {f"{n}.{name}" for n in (2, 3, 4) for name in LINEARS}
-    assert stack.blocks()[0].mlp.up.float8 == Float8(hybrid=True, rowwise=False)
+    assert stack.blocks()[0].mlp.up.float8 == Float8(hybrid=True, recipe="tensorwise")
     rows = build(fp8_format="e4m3", fp8_recipe="rowwise").blocks()[0].mlp.up.float8
-    assert rows == Float8(hybrid=False, rowwise=True)
+    assert rows == Float8(hybrid=False, recipe="rowwise")
     assert not layers(build())
 
 
@@ -66,6 +71,29 @@ def test_what_the_gpu_must_have(monkeypatch, capability):
         return use_float8([], config, GPU)
     with pytest.raises(ConfigError, match=r"capability 8\.9 or more .* a card has 8\.0"):
         use_float8([], config, GPU)
+
+
+@pytest.mark.parametrize(
+    ("capability", "cuda"), [((8, 9), "12.9"), ((9, 0), "12.6"), ((10, 0), "13.0")]
+)
+def test_where_blocks_cannot_be_multiplied(monkeypatch, capability, cuda):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    fast = FastPathsConfig(fp8_format="e4m3", fp8_recipe="blockwise")
+    with pytest.raises(ConfigError, match=r"capability 9 \(Hopper\) .* a card has .* for 1"):
+        use_float8([], run_config(model=MODEL, fast_paths=fast), GPU)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(torch.version, "cuda", "12.9")
+    use_float8([], run_config(model=MODEL, fast_paths=fast), GPU)
+
+
+def test_without_a_compiler_it_is_said_to_be_slow(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    monkeypatch.setattr(build_module, "missing_compiler", lambda kind: "no C compiler found")
+    fast = FastPathsConfig(fp8_format="e4m3")
+    use_float8([], run_config(model=MODEL, fast_paths=fast), GPU)
+    assert "no C compiler found; casts run operator by operator" in capsys.readouterr().out
 
 
 def test_on_a_cpu_it_is_said_to_be_slow(capsys):
@@ -90,25 +118,42 @@ def batches(steps: int) -> list[torch.Tensor]:
     return found
 
 
-def train(stack: LayerStack, steps: int) -> list[float]:
+def state_of(stack: LayerStack, **fast: object) -> Float8State:
+    names = {param: name for name, param in stack.canonical_parameters()}
+    config = FastPathsConfig(fp8_format="hybrid", **fast)
+    return Float8State(stack.blocks(), names, config, Mesh(), partitioned=False)
+
+
+def train(stack: LayerStack, steps: int, recipe: str | None = None) -> list[float]:
+    """With a recipe weights are kept in 8 bits as in a run."""
     optimizer = torch.optim.AdamW(stack.parameters(), lr=3e-3)
     losses = []
+    state = state_of(stack, fp8_recipe=recipe or "tensorwise") if recipe else None
     for text in batches(steps):
+        if state is not None:
+            state.refresh()
         with torch.autocast("cpu", torch.bfloat16):
             logits = forward(stack, text[:, :-1])
         loss = F.cross_entropy(logits.flatten(0, 1).float(), text[:, 1:].flatten())
         optimizer.zero_grad()
         loss.backward()
+        if state is not None:
+            state.end_step()
         optimizer.step()
         losses.append(float(loss))
     return losses
 
 
-@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
+@functools.cache
+def trained_in_bf16() -> list[float]:
+    return train(build(), 120)
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise", "delayed"])
 def test_training_beside_bf16(recipe):
     """From 4.2 nats down to about 1; the mean of the last steps within 3 %."""
-    plain = train(build(), 120)
-    found = train(build(fp8_format="hybrid", fp8_recipe=recipe), 120)
+    plain = trained_in_bf16()
+    found = train(build(fp8_format="hybrid", fp8_recipe=recipe), 120, recipe)
     assert found != plain
     assert found[0] == pytest.approx(plain[0], rel=5e-3)
     last = [sum(losses[-20:]) / 20 for losses in (found, plain)]
@@ -120,6 +165,48 @@ def test_training_beside_bf16(recipe):
 def test_recomputed_activations_give_the_same_training(recompute):
     flags = {"fp8_format": "hybrid"}
     assert train(build(recompute, **flags), 3) == train(build(**flags), 3)
+    flags["fp8_recipe"] = "delayed"
+    found, expected = (train(build(each, **flags), 3, "delayed") for each in (recompute, None))
+    assert found == expected
+
+
+def test_kept_weights_give_the_same_training():
+    flags = {"fp8_format": "hybrid"}
+    assert train(build(**flags), 3, "tensorwise") == train(build(**flags), 3)
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "margin", "chosen"),
+    [("most_recent", 0, [3.0, 1.0, 1.0, 2.0]), ("max", 1, [6.0, 6.0, 6.0, 4.0])],
+)
+def test_the_history_of_largest_magnitudes(algorithm, margin, chosen):
+    """Of three steps; the third step's is infinite, and the fourth's are two micro batches'."""
+    stack = build(fp8_format="hybrid", fp8_recipe="delayed")
+    state = state_of(
+        stack, fp8_recipe="delayed", fp8_amax_history_len=3, fp8_amax_compute_algo=algorithm,
+        fp8_margin=margin,
+    )  # fmt: skip
+    layer = stack.blocks()[1].mlp.up
+    assert not layer.weight_kept.measured and not state.history.state()
+    found = []
+    for magnitudes in ([3.0], [1.0], [torch.inf], [2.0, 0.5]):
+        for each in magnitudes:
+            (layer.weight_kept.largest * each).sum().backward()
+        state.end_step()
+        found.append(float(layer.weight_kept.largest[0]))
+    assert layer.weight_kept.measured and layer.weight_kept.largest.grad is None
+    # With "max" the first three are 3, doubled by the margin; then it has left the history.
+    assert found == chosen
+    key = "layers.1.mlp.up.weight"
+    stored = state.history.state()
+    assert stored[key][:, 0].tolist() == [2.0, 1.0, 1.0]
+    other = build(fp8_format="hybrid", fp8_recipe="delayed")
+    longer = state_of(other, fp8_recipe="delayed", fp8_amax_history_len=4)
+    assert not longer.history.load({}) and not other.blocks()[1].mlp.up.weight_kept.measured
+    assert longer.history.load(stored)
+    assert longer.history.state()[key][:, 0].tolist() == [2.0, 1.0, 1.0, 0.0]
+    assert other.blocks()[1].mlp.up.weight_kept.measured
+    assert float(other.blocks()[1].mlp.up.weight_kept.largest[0]) == 2.0
 
 
 def test_weights_are_those_of_bf16():

@@ -13,19 +13,15 @@ from configs import model_config
 from torch.nn.attention import SDPBackend
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 
-from megatron.model.attention_backends import (
+from megatron.model.attention_backends import attention_backend, cudnn, eager, flash, sdpa
+from megatron.model.attention_masks import (
     PLAIN,
     AttentionMasks,
     AttentionScoring,
     alibi_slopes,
-    attention_backend,
     causal_mask,
-    cudnn,
     distance_biases,
     document_mask,
-    eager,
-    flash,
-    sdpa,
     window_mask,
 )
 from megatron.parallel.mesh import Group
@@ -225,16 +221,16 @@ def test_cudnn_first_against_definition(kind, shape):
     torch.testing.assert_close(found, definition(*inputs, scores, documents), rtol=1e-6, atol=1e-7)
 
 
-def test_cudnn_comes_first_inside_only():
+def test_cudnn_comes_first_inside_only(monkeypatch):
     before = torch._C._get_sdp_priority_order()
-    seen = []
+    seen, real = [], F.scaled_dot_product_attention
 
-    class Watch(AttentionMasks):
-        def visible(self, *args):
-            seen.append(torch._C._get_sdp_priority_order()[0])
-            return super().visible(*args)
+    def watch(*args, **options):
+        seen.append(torch._C._get_sdp_priority_order()[0])
+        return real(*args, **options)
 
-    cudnn(*tensors(4, 4, 2), PLAIN, Watch(), 0.0)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", watch)
+    cudnn(*tensors(4, 4, 2), PLAIN, AttentionMasks(), 0.0)
     assert seen == [int(SDPBackend.CUDNN_ATTENTION)]
     assert torch._C._get_sdp_priority_order() == before
 

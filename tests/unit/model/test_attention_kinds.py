@@ -13,15 +13,8 @@ from torch import Tensor, nn
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.attention import Attention
-from megatron.model.attention_backends import (
-    AttentionMasks,
-    AttentionScoring,
-    alibi_slopes,
-    cudnn,
-    eager,
-    flash,
-    sdpa,
-)
+from megatron.model.attention_backends import cudnn, eager, flash, sdpa
+from megatron.model.attention_masks import AttentionMasks, AttentionScoring, alibi_slopes
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState
 from megatron.parallel.tensor_parallel import TensorParallel

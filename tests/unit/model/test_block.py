@@ -17,7 +17,7 @@ from transformers.models.gemma2.modeling_gemma2 import Gemma2DecoderLayer, Gemma
 from transformers.models.gpt_neox.modeling_gpt_neox import GPTNeoXLayer, GPTNeoXRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RotaryEmbedding
 
-from megatron.model.attention_backends import AttentionMasks, causal_mask, window_mask
+from megatron.model.attention_masks import AttentionMasks, causal_mask, window_mask
 from megatron.model.block import Block
 from megatron.model.layer_list import LayerState
 from megatron.parallel.tensor_parallel import TensorParallel

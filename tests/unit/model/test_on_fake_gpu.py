@@ -17,17 +17,23 @@ import torch
 import torch.nn.functional as F
 from gpt_forward import forward
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
-from megatron.model import attention_backends
+from megatron.config import ModelConfig
+from megatron.model import attention_backends, attention_flex
+from megatron.model.attention_masks import AttentionMasks, _slopes_on
 from megatron.model.layer_list import LayerStack
 from megatron.model.rope import _table
+from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
+from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.cross_entropy import Targets
-from megatron.parallel.float8 import Float8
-from megatron.parallel.layers import VocabParallelEmbedding
+from megatron.parallel.float8 import NOTHING_KEPT, Float8, Kept
+from megatron.parallel.layers import VocabParallelEmbedding, linear
 
 sys.path.append(str(Path(__file__).parents[1]))
 from one_device import GPU, OneDevice  # noqa: E402
-from small_gpts import BATCH, BIASED, KINDS, LENGTH, LLAMA, PADDED, small_gpt  # noqa: E402
+from small_gpts import BATCH, BIASED, KINDS, LENGTH, LLAMA, PADDED, small_config, small_gpt  # noqa: E402
 
 KINDS = KINDS | {"dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
 
@@ -38,18 +44,26 @@ def no_autocast(monkeypatch):
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     monkeypatch.setattr(torch, "is_autocast_enabled", lambda *_: False)
     _table.cache_clear()
+    _slopes_on.cache_clear()
     yield
     _table.cache_clear()
+    _slopes_on.cache_clear()
 
 
 def build(dtype: torch.dtype = torch.bfloat16, **changes) -> LayerStack:
     return small_gpt(GPU, dtype, **changes)
 
 
-def step(stack: LayerStack, documents: bool = False, positions: bool = False) -> Tensor:
+def step(
+    stack: LayerStack,
+    documents: bool = False,
+    positions: bool = False,
+    model: ModelConfig | None = None,
+    length: int = LENGTH,
+) -> Tensor:
     """A training step's forward and backward pass."""
-    tokens = torch.zeros(BATCH, LENGTH, dtype=torch.long, device=GPU)
-    mask = torch.ones(BATCH, LENGTH, device=GPU)
+    tokens = torch.zeros(BATCH, length, dtype=torch.long, device=GPU)
+    mask = torch.ones(BATCH, length, device=GPU)
     ids = torch.zeros_like(tokens)
     stack.zero_grad()
     loss = forward(
@@ -58,6 +72,7 @@ def step(stack: LayerStack, documents: bool = False, positions: bool = False) ->
         ids if positions else None,
         ids if documents else None,
         dropout_seed=7,
+        model=model,
         targets=Targets(tokens, mask),
     )
     loss.backward()
@@ -105,7 +120,8 @@ def test_chunks_of_logits_stay_on_their_device(monkeypatch):
     rows, real = [], torch.mm
 
     def spy(left, right, **options):
-        rows.append(len(left))
+        if "out" in options:  # not what the meta device makes of other products
+            rows.append(len(left))
         return real(left, right, **options)
 
     monkeypatch.setattr(torch, "mm", spy)
@@ -113,27 +129,69 @@ def test_chunks_of_logits_stay_on_their_device(monkeypatch):
     assert set(rows) == {tokens}
 
 
-@pytest.mark.parametrize("rowwise", [False, True], ids=["tensorwise", "rowwise"])
+@pytest.mark.parametrize("chunks", [1, 4])
+def test_the_compiled_loss_stays_on_its_device(monkeypatch, chunks):
+    """What is compiled for a GPU, before the compiler has it."""
+    asked = []
+    monkeypatch.setattr(cross_entropy, "compiles_for", lambda kind: asked.append(kind) or True)
+    monkeypatch.setattr(softmax_loss, "compiled", lambda function: function)
+    monkeypatch.setattr(cross_entropy, "eager_loss", None)
+    stack = build(**LLAMA)
+    for module in stack.modules():
+        if isinstance(module, VocabParallelEmbedding):
+            bound = BATCH * LENGTH // chunks * PADDED * 2
+            module.head = dataclasses.replace(module.head, chunk_bytes=bound, softcap=5.0)
+    walk(monkeypatch, stack)
+    assert set(asked) == {"meta"}
+
+
+@pytest.mark.parametrize("recipe", ["tensorwise", "rowwise"])
 @pytest.mark.parametrize("hybrid", [False, True], ids=["e4m3", "hybrid"])
-def test_8_bit_products_are_laid_out_as_gpus_take_them(monkeypatch, hybrid, rowwise):
+def test_8_bit_products_are_laid_out_as_gpus_take_them(monkeypatch, hybrid, recipe):
     """The conditions are those of torch's own shape function, which asks less of a CPU."""
     calls, real = [], torch._scaled_mm
 
     def spy(left, right, **options):
         # A GPU multiplies no two matrices of E5M2, and takes scales by row for bfloat16 only.
         assert right.dtype == torch.float8_e4m3fn
-        assert not rowwise or options["out_dtype"] == torch.bfloat16
+        assert recipe != "rowwise" or options["out_dtype"] == torch.bfloat16
         calls.append((left.dtype, options["use_fast_accum"]))
         return real(left, right, **options)
 
     monkeypatch.setattr(torch, "_scaled_mm", spy)
-    stack = build(float8=Float8(hybrid, rowwise), **LLAMA | BIASED)
+    stack = build(float8=Float8(hybrid, recipe), **LLAMA | BIASED)
     walk(monkeypatch, stack)
     backward = torch.float8_e5m2 if hybrid else torch.float8_e4m3fn
     # Two steps of two blocks with four linear layers, and three products of each.
     assert len(calls) == 2 * 2 * 4 * 3
     assert calls.count((torch.float8_e4m3fn, True)) == 16
     assert calls.count((backward, False)) == 32
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_products_by_blocks_are_laid_out_as_gpus_take_them(monkeypatch, kept):
+    """Three blocks along a side, where scales by square are padded to four."""
+    calls, real = [], F.scaled_mm
+
+    def spy(left, right, left_scale, left_kind, right_scale, right_kind, **options):
+        assert right.dtype == torch.float8_e4m3fn and options["output_dtype"] == torch.bfloat16
+        calls.append((left.dtype, right_kind, options["use_fast_accum"]))
+        return real(left, right, left_scale, left_kind, right_scale, right_kind, **options)
+
+    monkeypatch.setattr(F, "scaled_mm", spy)
+    float8 = Float8(True, "blockwise")
+    x = torch.zeros(2, 128, 384, dtype=torch.bfloat16, device=GPU).requires_grad_()
+    weight = torch.zeros(640, 384, dtype=torch.bfloat16, device=GPU).requires_grad_()
+    with OneDevice():
+        state = Kept(float8.cast_weight(weight)) if kept else NOTHING_KEPT
+        y = linear(x, weight, None, float8, state)
+        y.backward(torch.zeros_like(y))
+    assert x.grad.shape == x.shape and weight.grad.shape == weight.shape
+    lines, squares = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
+    forward, backward = torch.float8_e4m3fn, torch.float8_e5m2
+    assert calls == [
+        (forward, squares, True), (backward, squares, False), (backward, lines, False)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize("backend", ["eager", "cudnn", "flash"])
@@ -151,11 +209,84 @@ def test_attention_kernels_stay_on_their_device(monkeypatch, kind, backend):
     package.__spec__ = importlib.machinery.ModuleSpec("flash_attn", None)
     package.flash_attn_func = flash_attn_func
     monkeypatch.setitem(sys.modules, "flash_attn", package)
-    monkeypatch.setattr(attention_backends.torch.cuda, "is_available", lambda: backend == "cudnn")
-    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    stack = build(attention_backend=backend, **KINDS[kind])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    walk(monkeypatch, stack)
+    order = KernelOrder(CUDNN_FIRST)
+    monkeypatch.setattr(attention_backends, "kernel_order", lambda name: order)
+    walk(monkeypatch, build(attention_backend=backend, **KINDS[kind]))
+
+
+class Flex:
+    """In the place of FlexAttention: what it is called with, as torch documents the arguments."""
+
+    def __init__(self) -> None:
+        self.windows: list[int | None] = []
+        self.scored: list[bool] = []
+
+    def __call__(self, q, k, v, *, score_mod, block_mask, scale, enable_gqa):
+        assert q.dtype == torch.bfloat16 and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        assert enable_gqa == (q.shape[1] != k.shape[1])
+        assert block_mask.shape[2:] == (q.shape[2], k.shape[2])
+        for name in block_mask._TENSOR_ATTRS[:8]:
+            assert getattr(block_mask, name).device == GPU
+        visible = block_mask.mask_mod
+        names = visible.__code__.co_freevars
+        self.windows.append(visible.__closure__[names.index("window")].cell_contents)
+        self.scored.append(score_mod is not None)
+        numbers = [torch.zeros(1, dtype=torch.int64, device=GPU) for _ in range(4)]
+        if score_mod is not None:
+            assert score_mod(torch.zeros(1, device=GPU), *numbers).dtype == torch.float32
+        assert block_mask.mask_mod(*numbers).dtype == torch.bool
+        return q * (k.mean() + v.mean())  # no scores, and a gradient for each
+
+
+@pytest.fixture
+def flex(monkeypatch) -> Flex:
+    kernel = Flex()
+    monkeypatch.setattr(attention_flex, "DEVICES", (GPU.type,))
+    monkeypatch.setattr(attention_flex, "_missing_compiler", lambda _: None)
+    monkeypatch.setattr(attention_flex, "_compiled", lambda: kernel)
+    return kernel
+
+
+@pytest.mark.parametrize("recompute", [None, "selective", "full"])
+@pytest.mark.parametrize(
+    ("kind", "documents", "windows", "scored"),
+    [
+        ("llama", True, [None, None], False), ("window", True, [8, 8], False),
+        ("window", False, [8, 8], False), ("gemma2", True, [8, None], True),
+        ("bloom", False, [None, None], True), ("llama", False, [], False),
+    ],
+)  # fmt: skip
+def test_what_needs_masks_is_fused(monkeypatch, flex, kind, documents, windows, scored, recompute):
+    model = small_config(**KINDS[kind])
+    walk(monkeypatch, build(recompute=recompute, **KINDS[kind]), documents=documents, model=model)
+    # Two steps; the backward pass calls the kernel again, in the order of blocks or in reverse.
+    assert len(flex.windows) == len(windows) * (2 if recompute is None else 4)
+    assert flex.windows[: len(windows)] == windows
+    assert set(flex.scored) == ({scored} if windows else set())
+
+
+@pytest.mark.parametrize("kind", ["llama", "window", "gemma2"])
+def test_documents_of_8192_tokens_have_no_mask_of_their_square(flex, kind):
+    """Whatever a step makes is smaller than [S, S]: 64 MiB as bool, for each sample."""
+    length = 8192
+    shape = KINDS[kind] | {"seq_length": length, "max_position_embeddings": length}
+    stack = build(**shape)
+    largest = 0
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            result = func(*args, **(kwargs or {}))
+            sizes = [x.numel() for x in tree_leaves(result) if isinstance(x, Tensor)]
+            largest = max(largest, *sizes, 0)
+            return result
+
+    with Watch():
+        step(stack, documents=True, model=small_config(**shape), length=length)
+    assert largest < length * length
+    assert len(flex.windows) == 2
+    masks = AttentionMasks(torch.zeros(1, length, dtype=torch.long, device=GPU))
+    assert masks.documents.numel() == length * length  # which it would be
 
 
 @pytest.mark.parametrize("kind", ["llama", "window"])

@@ -13,10 +13,14 @@ from megatron.families import build_model
 from megatron.model import cpu_kernels
 from megatron.model.norm import build_norm
 from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.float8 import Float8
+from megatron.parallel.float8 import Kept as Kept8
+from megatron.parallel.layers import ParallelLinear
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.planning.memory import (
     activation_bytes,
     buffer_bytes,
+    float8_bytes,
     peak_memory,
     stages_in_flight,
     state_bytes,
@@ -54,13 +58,21 @@ class Kept:
         return torch.autograd.graph.saved_tensors_hooks(self.add, lambda tensor: tensor)
 
 
-def model_bytes(model: ModelConfig, precision: str, recompute: str | None) -> int:
+def model_bytes(
+    model: ModelConfig, precision: str, recompute: str | None, float8: Float8 | None = None
+) -> int:
     """What a forward pass with its loss keeps."""
     parallel = ParallelConfig(**RECOMPUTE[recompute])
     stack = build_model(model, parallel).to(DTYPES[precision])
     for param in stack.parameters():
         torch.nn.init.normal_(param, std=0.02)
     kept = Kept(stack)
+    for layer in stack.modules() if float8 else ():
+        if isinstance(layer, ParallelLinear):
+            layer.float8 = float8
+            layer.weight_kept = float8_kept = Kept8(float8.cast_weight(layer.weight))
+            storages = (each.untyped_storage() for each in float8_kept.operands())
+            kept.weights |= {storage.data_ptr() for storage in storages}
 
     def add_input(module, args):
         kept.add(args[0].hidden)
@@ -137,6 +149,25 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
     exact = precision == "fp32" and model.positions.position_embedding_type == "learned_absolute"
     got = model_bytes(model, precision, recompute)
     assert got == pytest.approx(expected, rel=1e-4 if exact else 1e-2)
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "llama", "squared relu"])
+def test_8_bit_layers_against_torch(monkeypatch, small, kind):
+    """The difference that they make to what a block keeps, within 1 percent, scales aside; and
+    their weights, twice."""
+    monkeypatch.setattr(cpu_kernels, "suits", lambda q, k: False)
+    model = small(squared_relu=True) if kind == "squared relu" else small(kind)
+    plain = Layout(precision="bf16", zero=1)
+    layout = dataclasses.replace(plain, float8=True)
+    planned = [activation_bytes(model, each, BATCH).block for each in (layout, plain)]
+    got = [model_bytes(model, "bf16", None, float8) for float8 in (Float8(), None)]
+    found, expected = got[0] - got[1], model.num_layers * (planned[0] - planned[1])
+    assert found == pytest.approx(expected, rel=0.01)
+    block = build_model(model, ParallelConfig()).blocks()[0]
+    linears = sum(param.numel() for param in block.parameters() if param.dim() > 1)
+    weights = [peak_memory(model, each, BATCH, 1).weights for each in (layout, plain)]
+    assert weights[0] - weights[1] == 2 * model.num_layers * linears
+    assert float8_bytes(model, dataclasses.replace(layout, zero=3), 2) == 0.0
 
 
 @pytest.mark.parametrize("recompute", [None, "selective"])

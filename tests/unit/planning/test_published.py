@@ -5,7 +5,7 @@ import pytest
 from megatron.config.layouts import refusal
 from megatron.planning.parameters import model_parameters
 from megatron.planning.step_time import Hardware
-from tools.plan import KORTHIKANTI, NARAYANAN, PEAK_TFLOPS, VOCABULARY
+from tools.plan import KORTHIKANTI, MEGATRON_LM, NARAYANAN, PEAK_TFLOPS, VOCABULARY
 
 A100 = Hardware(8)
 AGGREGATE = (4.4, 8.8, 18.2, 34.6, 70.8, 143.8, 227.1, 297.4, 410.2, 502.0)
@@ -20,6 +20,28 @@ def test_published_time_and_utilisation_agree(run):
     assert rate / PEAK_TFLOPS == pytest.approx(run.mfu, rel=0.005)
 
 
+@pytest.mark.parametrize("run", KORTHIKANTI, ids=lambda run: run.name)
+def test_published_time_and_hardware_utilisation_agree(run):
+    """By the paper's count of what is recomputed, which is more than ours."""
+    layers, hidden = run.layers, run.hidden
+    terms = 1 + 2048 / (3 * hidden) + VOCABULARY / (12 * hidden * layers)
+    rate = 72 * run.batch * layers * 2048 * hidden**2 * terms / run.gpus / run.seconds / 1e12
+    assert rate / PEAK_TFLOPS == pytest.approx(run.hfu, rel=0.005)
+    assert (
+        run.work.flops()
+        < run.work.hardware_flops("selective")
+        < rate * 1e12 * (run.gpus * run.seconds)
+    )
+
+
+@pytest.mark.parametrize("run", MEGATRON_LM, ids=lambda run: run.name)
+def test_published_time_and_rate_agree(run):
+    """The same FLOPs by the formula of Narayanan et al. and counted matrix by matrix."""
+    assert run.hardware_flops / run.gpus / run.full_seconds / 1e12 == pytest.approx(138, rel=0.005)
+    counted = run.work.hardware_flops("uniform")
+    assert counted == pytest.approx(run.hardware_flops, rel=0.01)
+
+
 @pytest.mark.parametrize("run, gain", [*zip(KORTHIKANTI, THROUGHPUT_GAIN, strict=True)])
 def test_published_times_agree_with_the_gain(run, gain):
     assert run.full_seconds / run.seconds - 1 == pytest.approx(gain, abs=0.006)
@@ -30,7 +52,7 @@ def test_published_rates_agree(run, total):
     assert run.tflops * run.gpus / 1000 == pytest.approx(total, rel=0.007)
 
 
-@pytest.mark.parametrize("run", [*KORTHIKANTI, *NARAYANAN], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*KORTHIKANTI, *NARAYANAN, *MEGATRON_LM], ids=lambda run: run.name)
 def test_names_are_the_number_of_parameters(run):
     """To the digits of the name; equation 2 of Narayanan et al. gives the same."""
     scale = 1e12 if run.name.endswith("T") else 1e9
@@ -41,7 +63,7 @@ def test_names_are_the_number_of_parameters(run):
     assert parameters / scale == pytest.approx(float(run.name[:-1]), rel=0.011, abs=0.05)
 
 
-@pytest.mark.parametrize("run", [*KORTHIKANTI, *NARAYANAN], ids=lambda run: run.name)
+@pytest.mark.parametrize("run", [*KORTHIKANTI, *NARAYANAN, *MEGATRON_LM], ids=lambda run: run.name)
 def test_layouts_are_possible_and_fit(run):
     layout = run.layout(sequence=run.tensor > 1, recompute="selective")
     assert refusal(layout) is None

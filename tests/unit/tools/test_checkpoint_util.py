@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import load_program
+from tool_modules import load_program
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import load_program
 from safetensors.torch import load_file
+from tool_modules import load_program
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from megatron.checkpoint.source import open_checkpoint

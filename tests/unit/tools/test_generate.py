@@ -6,7 +6,7 @@ import json
 import sys
 
 import pytest
-from programs import load_program
+from tool_modules import load_program
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer.null import NullTokenizer

@@ -5,7 +5,7 @@ import json
 
 import pytest
 import torch
-from programs import load_program
+from tool_modules import load_program
 
 from megatron.checkpoint.source import open_checkpoint
 from megatron.formats.inspection import tensor_differences, tensor_facts

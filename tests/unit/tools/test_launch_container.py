@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from programs import load_program
+from tool_modules import load_program
 
 ROOT = Path(__file__).parents[3]
 TOOL = ROOT / "tools" / "launch_container.py"

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import load_program
+from tool_modules import load_program
 
 from megatron.config import ConfigError
 from megatron.config.layouts import RULES, Layout

@@ -1,7 +1,9 @@
 """tools/plan.py as people call it."""
 
+import re
+
 import pytest
-from programs import load_program
+from tool_modules import load_program
 
 SMALL = (
     "--num-layers 8 --hidden-size 512 --num-attention-heads 8 --seq-length 512 --vocab-size 5000 "
@@ -89,5 +91,8 @@ def test_published_tables(main, capsys):
     out = capsys.readouterr().out
     for name in ("22B", "175B", "530B", "1T", "1.7B", "1008.0B"):
         assert sum(line.startswith(f"{name} ") for line in out.splitlines()) >= 1
+    published = re.findall(r"selective.* (\S+%)  +\S+%  +\S+\n", out)
+    assert published == ["43.7%", "52.8%", "57.0%", "57.0%"]
+    assert re.search(r"^175B .* 1024 +1536 +138 +\d+ +32\.00 ", out, re.MULTILINE)
     assert "4 + 16/d" in out and "6 + 12/d" in out and "8 + 8/d" in out
     assert "arXiv:2205.05198" in out and "arXiv:2104.04473" in out

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from programs import load_program
+from tool_modules import load_program
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json

@@ -4,7 +4,7 @@ import re
 
 import pytest
 from matplotlib.image import imread
-from programs import load_program
+from tool_modules import load_program
 
 
 @pytest.fixture(scope="module")

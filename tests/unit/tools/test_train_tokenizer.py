@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
-from programs import load_program
+from tool_modules import load_program
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer import build_tokenizer

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -66,6 +68,21 @@ def test_against_torch_flop_counter(name):
         logits = F.linear(blocks(embedding(tokens_BS)), embedding.weight)
         logits.sum().backward()
     assert shape.flops_per_step(samples, causal=False) == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_recomputed_blocks_against_torch_flop_counter(name):
+    """Of which "selective" leaves the linear layers out, and "block" the last blocks."""
+    shape, samples = SHAPES[name], 3
+    blocks = nn.Sequential(*(PlainBlock(shape) for _ in range(shape.num_layers)))
+    with FlopCounterMode(display=False) as counter:
+        blocks(torch.randn(samples, shape.seq_length, shape.hidden_size))
+    tokens, found = samples * shape.seq_length, counter.get_flop_counts()["Global"]
+    again = partial(shape.recomputed_flops_per_token, causal=False)
+    assert tokens * again("uniform") == counter.get_total_flops()
+    assert tokens * again("selective") == found[torch.ops.aten.bmm]
+    assert again("block", blocks=1) == again("uniform") / shape.num_layers
+    assert again("block", blocks=9) == again("uniform") and again(None) == 0
 
 
 def test_against_narayanan_2021():

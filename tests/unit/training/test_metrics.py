@@ -85,8 +85,20 @@ def test_rates_against_numbers_by_hand():
     assert metrics.samples_per_second == pytest.approx(4 * 16 / 2)
     assert metrics.tokens_per_second_per_device == pytest.approx(4 * 16 * 128 / 2 / 2)
     assert metrics.tflops_per_device == pytest.approx(2048 * 1e9 / 1e12)
-    assert metrics.mfu == pytest.approx(2.048 / 4)
+    assert metrics.mfu == metrics.hfu == pytest.approx(2.048 / 4)
     assert metrics.row()["seconds_per_iteration"] == pytest.approx(0.5)
+
+
+def test_recomputed_work_keeps_devices_busy_and_is_not_the_models():
+    clock = Clock()
+    interval = meter(clock)
+    clock.now += 2.0
+    interval.add(step(recomputed_flops=4e12))
+    interval.add(step())
+    metrics = finish(interval)
+    assert metrics.mfu == pytest.approx(2 * 2.048e12 / 2 / 2 / 4e12)
+    assert metrics.hfu == pytest.approx(metrics.mfu + 4e12 / 2 / 2 / 4e12)
+    assert metrics.row()["hfu"] == metrics.hfu and "HFU: 50.6%" in metrics.line()
 
 
 def test_last_step_counts_for_rates_and_norm():
@@ -164,7 +176,8 @@ def test_line_has_megatrons_key_texts():
         "learning rate: 1.500E-04 | global batch size:    16 | lm loss: 1.000000E+01 | "
         "loss scale: 1.0 | grad norm: 1.234 | number of skipped iterations:   0 | "
         "number of nan iterations:   0 | samples per second: 129.660 | "
-        "tokens per second per device: 8298.2 | TFLOP/s per device: 8.298 | MFU: 207.5% | memory"
+        "tokens per second per device: 8298.2 | TFLOP/s per device: 8.298 | MFU: 207.5% | "
+        "HFU: 207.5% | memory"
     )
     assert line.endswith(" |")
     # As users' scripts take it apart.
@@ -176,7 +189,7 @@ def test_unknown_values_are_left_out_of_the_line_and_null_in_the_row():
     interval = meter(Clock(), peak_flops=None)
     interval.add(step(grad_norm=None))
     metrics = finish(interval)
-    assert "MFU" not in metrics.line()
+    assert "MFU" not in metrics.line() and "HFU" not in metrics.line()
     assert "grad norm" not in metrics.line()
     assert (metrics.row()["mfu"], metrics.row()["grad_norm"]) == (None, None)
 

@@ -45,6 +45,7 @@ def interval(iteration: int, loss: float = 2.0) -> IntervalMetrics:
         tokens_per_second_per_device=4096.0,
         tflops_per_device=1.0,
         mfu=None,
+        hfu=None,
         memory=MemoryUse(2**30, None),
     )
 

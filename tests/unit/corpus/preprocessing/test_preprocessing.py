@@ -12,7 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from programs import load_program
+from tool_modules import load_program
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig

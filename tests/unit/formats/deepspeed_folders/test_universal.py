@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from programs import load_program
+from tool_modules import load_program
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from programs import load_program
 from safetensors.torch import load_file
+from tool_modules import load_program
 from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
 
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint

@@ -1,0 +1,200 @@
+"""FlexAttention: one fused kernel for documents, windows, softcapped scores and ALiBi on GPUs.
+
+torch generates it from functions of a score and of its position. Instead of a dense mask it reads
+which blocks of keys a block of queries sees: all of it, some, or nothing, in which case the kernel
+skips the block.
+
+Shapes: B batch, N query heads, K key and value heads, S sequence, D head width, Q = S / 128 blocks.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.model.attention_masks import AttentionScoring, slopes_on
+from megatron.parallel.compiler import missing_compiler
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+BLOCK = 128
+"""Positions of a block."""
+
+DEVICES = ("cuda",)
+"""For which torch generates the kernel and its gradient."""
+
+_MOST_LENGTHS = 64
+
+SMALLEST_HEAD = 16
+"""Head width below which Triton has no matrix product."""
+
+
+def block_masks(
+    config: ModelConfig, tokens_BS: Tensor, document_ids_BS: Tensor | None
+) -> dict[int | None, BlockMask]:
+    """For a micro batch, the block mask of every window that a block of the model has and whose
+    keys torch's other kernels would need a dense mask, or dense scores, for. Empty if FlexAttention
+    cannot be used, see :func:`why_not_flex`."""
+    device, length = tokens_BS.device, tokens_BS.shape[1]
+    if device.type not in DEVICES:
+        return {}
+    windows = flex_windows(config, length, document_ids_BS is not None)
+    if not windows or why_not_flex(config, device.type) is not None:
+        return {}
+    return {window: block_mask(length, window, document_ids_BS, device) for window in windows}
+
+
+def flex_windows(config: ModelConfig, length: int, documents: bool) -> set[int | None]:
+    """The windows of the blocks whose attention is more than causal; None stands for no window."""
+    attention = config.attention
+    everywhere = (
+        documents
+        or attention.attn_logit_softcapping is not None
+        or config.positions.position_embedding_type == "alibi"
+    )
+    windows = {attention.window(layer) for layer in range(config.num_layers)}
+    if everywhere:
+        return windows
+    return {window for window in windows if window is not None and window < length}
+
+
+def why_not_flex(config: ModelConfig, device_type: str) -> str | None:
+    """Why FlexAttention is not used for a model on a kind of device; None if it is."""
+    attention = config.attention
+    if device_type not in DEVICES:
+        return "FlexAttention is for GPUs"
+    if attention.attention_backend == "eager":
+        return "--attention-backend eager"
+    if attention.attention_dropout:
+        return f"FlexAttention has no --attention-dropout ({attention.attention_dropout})"
+    if attention.kv_channels < SMALLEST_HEAD:
+        return f"FlexAttention needs --kv-channels {SMALLEST_HEAD} or more"
+    missing = _missing_compiler(device_type)
+    return None if missing is None else f"FlexAttention needs a compiler: {missing}"
+
+
+@functools.cache
+def _missing_compiler(device_type: str) -> str | None:
+    return missing_compiler(device_type)
+
+
+def block_mask(
+    length: int, window: int | None, document_ids_BS: Tensor | None, device: torch.device
+) -> BlockMask:
+    """Causal attention to the last ``window`` keys within documents, without a tensor of S x S:
+    which blocks are seen follows from the first and last positions and the smallest and largest ids
+    of each. The host reads nothing."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    count = -(-length // BLOCK)
+    first_Q = torch.arange(count, device=device) * BLOCK
+    last_Q = first_Q + (BLOCK - 1)
+    first, last = first_Q[:, None], last_Q[:, None]  # of queries
+    some = first_Q <= last
+    # Not the last block if it is not full: its other positions are none.
+    whole = (last_Q <= first) & (last < length)
+    if window is not None:
+        some = some & (first - last_Q < window)
+        whole = whole & (last - first_Q < window)
+    some, whole = some[None, None], whole[None, None]
+    ids_BS = None if document_ids_BS is None else document_ids_BS.to(torch.int32)
+    if ids_BS is not None:
+        places = torch.arange(count * BLOCK, device=device).clamp(max=length - 1)
+        low_BQ, high_BQ = ids_BS[:, places].unflatten(1, (count, BLOCK)).aminmax(dim=2)
+        low, high = low_BQ[:, None, :, None], high_BQ[:, None, :, None]  # of queries
+        low_of_keys, high_of_keys = low.mT, high.mT
+        some = some & (low <= high_of_keys) & (low_of_keys <= high)
+        whole = whole & (low == high_of_keys) & (low_of_keys == high)
+    some = some & ~whole
+
+    def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        seen = key <= query
+        if window is not None:
+            seen = seen & (query - key < window)
+        if ids_BS is not None:
+            seen = seen & (ids_BS[batch, query] == ids_BS[batch, key])
+        return seen
+
+    (keys, key_blocks), (whole_keys, whole_key_blocks) = _ordered(some), _ordered(whole)
+    (queries, query_blocks), (whole_queries, whole_query_blocks) = (
+        _ordered(some.mT),
+        _ordered(whole.mT),
+    )
+    return BlockMask(
+        seq_lengths=(length, length),
+        kv_num_blocks=keys,
+        kv_indices=key_blocks,
+        full_kv_num_blocks=whole_keys,
+        full_kv_indices=whole_key_blocks,
+        q_num_blocks=queries,
+        q_indices=query_blocks,
+        full_q_num_blocks=whole_queries,
+        full_q_indices=whole_query_blocks,
+        BLOCK_SIZE=(BLOCK, BLOCK),
+        mask_mod=visible,
+    )
+
+
+def _ordered(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each row of a bool [B, 1, Q, Q]: how many are chosen, int32 [B, 1, Q], and all columns,
+    int32 [B, 1, Q, Q], the chosen ones first, each part in rising order."""
+    order = torch.argsort(chosen.to(torch.int8), dim=-1, descending=True, stable=True)
+    return chosen.sum(-1, dtype=torch.int32), order.to(torch.int32)
+
+
+def flex(
+    q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scores: AttentionScoring, mask: BlockMask
+) -> Tensor:
+    """[B, N, S, D]: attention to the keys of ``mask``, with softcap and ALiBi. Within compiled
+    code it is part of that; elsewhere it is compiled alone."""
+    attend = _uncompiled() if torch.compiler.is_compiling() else _compiled()
+    return attend(
+        q_BNSD,
+        k_BKSD,
+        v_BKSD,
+        score_mod=_score(scores, q_BNSD.device),
+        block_mask=mask,
+        scale=scores.scale,
+        enable_gqa=q_BNSD.shape[1] != k_BKSD.shape[1],
+    )
+
+
+def _score(scores: AttentionScoring, device: torch.device) -> Callable[..., Tensor] | None:
+    softcap = scores.softcap
+    if not scores.slopes:
+        if softcap is None:
+            return None
+
+        def capped(score: Tensor, batch: Any, head: Any, query: Any, key: Any) -> Tensor:
+            return softcap * torch.tanh(score / softcap)
+
+        return capped
+    slopes_N = slopes_on(scores.slopes, device)
+
+    def biased(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        if softcap is not None:
+            score = softcap * torch.tanh(score / softcap)
+        return score - slopes_N[head] * (query - key)
+
+    return biased
+
+
+def _uncompiled() -> Callable[..., Any]:
+    from torch.nn.attention.flex_attention import flex_attention
+
+    return flex_attention
+
+
+@functools.cache
+def _compiled() -> Callable[..., Any]:
+    import torch._dynamo.config as dynamo
+
+    # Compiled for every length, as blocks are. Over torch's limit it would write out all scores.
+    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_LENGTHS)
+    return torch.compile(_uncompiled(), dynamic=False)

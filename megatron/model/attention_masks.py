@@ -1,0 +1,232 @@
+"""How the blocks of a model score keys, and which keys a query sees.
+
+Causal attention sees the keys up to the query's own; full attention, and attention to another
+sequence, all keys.
+
+Shapes: B batch, N query heads, S queries, T keys (T >= S when a cache has earlier positions).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from megatron.config import ConfigError, ModelConfig
+from megatron.parallel.mesh import SINGLE, Group
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
+
+AttentionKind = Literal["causal", "full", "cross"]
+"""A token sees those up to itself, all of its sequence, or all of another sequence; of the last two
+no padding."""
+
+
+@dataclass(frozen=True)
+class AttentionScoring:
+    """How a block computes scores: scale x q k, then softcap x tanh(score / softcap), then less
+    slope x distance.
+
+    Attributes:
+        scale: None for 1 / sqrt(D).
+        window: keys that a query sees, its own included; None for all before it.
+        slopes: ALiBi's slope of each of N heads; empty without ALiBi.
+    """
+
+    scale: float | None = None
+    softcap: float | None = None
+    window: int | None = None
+    slopes: tuple[float, ...] = ()
+    causal: bool = True
+
+    @classmethod
+    def of(
+        cls,
+        config: ModelConfig,
+        layer: int,
+        group: Group = SINGLE,
+        kind: AttentionKind = "causal",
+    ) -> AttentionScoring:
+        """Those of block ``layer``, for the heads of a tensor-parallel rank. Cross-attention has
+        neither a window nor ALiBi: positions of two sequences have no distance. Raises ConfigError
+        for a window of earlier tokens where a token sees later ones too."""
+        attention = config.attention
+        scalar, window = attention.query_pre_attn_scalar, attention.window(layer)
+        if kind == "full" and window is not None:
+            raise ConfigError(
+                f"--sliding-window {window} limits attention to earlier tokens, but in the blocks "
+                "of this model a token also attends to later ones: leave the flag out"
+            )
+        slopes: tuple[float, ...] = ()
+        if config.positions.position_embedding_type == "alibi" and kind != "cross":
+            heads = attention.num_attention_heads // group.size
+            first = group.rank * heads
+            slopes = alibi_slopes(attention.num_attention_heads)[first : first + heads]
+        return cls(
+            scale=None if scalar == attention.kv_channels else 1 / math.sqrt(scalar),
+            softcap=attention.attn_logit_softcapping,
+            window=None if kind == "cross" else window,
+            slopes=slopes,
+            causal=kind == "causal",
+        )
+
+
+PLAIN = AttentionScoring()
+"""The scoring of GPT-2 and Llama."""
+
+
+def alibi_slopes(heads: int) -> tuple[float, ...]:
+    """Slope of each head (Press et al. 2021, arXiv:2108.12409): 2^(-8 n / heads), n from 1; for
+    other numbers than powers of two as in the authors' code."""
+    lower = 2 ** (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * n / lower) for n in range(1, lower + 1)]
+    between = [2.0 ** (-8 * n / (2 * lower)) for n in range(1, 2 * lower + 1, 2)]
+    return (*slopes, *between[: heads - lower])
+
+
+def slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    """float32 [N], made once for a device."""
+    return _slopes_on(slopes, device)
+
+
+@functools.lru_cache(maxsize=8)
+def _slopes_on(slopes: tuple[float, ...], device: torch.device) -> Tensor:
+    # The cache outlives the call, which may run under inference mode. Filled in on the device:
+    # copying a list to a GPU would synchronize with it.
+    with torch.inference_mode(False), torch.no_grad():
+        return torch.stack([torch.full((), slope, device=device) for slope in slopes])
+
+
+class AttentionMasks:
+    """The masks of one micro batch, made when a layer first needs them.
+
+    Args:
+        document_ids_BS: in causal attention a token sees those with its own id only; None for one
+            document.
+        padding_BT: bool, the keys that no query sees in attention that is not causal; None for no
+            padding.
+        blocks: by window, what :mod:`attention_flex` needs instead of dense masks; causal attention
+            without dropout uses it where it is there.
+    """
+
+    def __init__(
+        self,
+        document_ids_BS: Tensor | None = None,
+        padding_BT: Tensor | None = None,
+        blocks: Mapping[int | None, BlockMask] | None = None,
+    ) -> None:
+        self.document_ids = document_ids_BS
+        self.tokens = None if padding_BT is None else ~padding_BT[:, None, None, :]
+        self.blocks = blocks or {}
+        self._documents: Tensor | None = None
+        if document_ids_BS is not None and not self.blocks:
+            # Here and not in a layer: code compiled for layers finds it.
+            self._documents = document_mask(document_ids_BS)
+        self._made: dict[tuple, Tensor] = {}
+
+    @property
+    def documents(self) -> Tensor | None:
+        """bool [B, 1, S, S], causal attention within documents; None for one document."""
+        if self._documents is not None or self.document_ids is None:
+            return self._documents
+        ids_BS = self.document_ids
+        return self._once(("documents",), lambda: document_mask(ids_BS))
+
+    def unmade(self) -> AttentionMasks:
+        """The same without what layers made."""
+        other = AttentionMasks()
+        other.document_ids, other._documents = self.document_ids, self._documents
+        other.tokens, other.blocks = self.tokens, self.blocks
+        return other
+
+    def visible(
+        self,
+        queries: int,
+        keys: int,
+        window: int | None,
+        device: torch.device,
+        causal: bool = True,
+    ) -> Tensor | None:
+        """bool, broadcastable to [B, 1, S, T], True where a query sees a key; None for plain causal
+        attention with the last query at the last key, or where a query sees all keys. ``queries``
+        and ``keys`` are S and T."""
+        if not causal:
+            assert window is None
+            return self.tokens
+        assert self.document_ids is None or queries == keys
+        if window is None or keys <= window:
+            return self.documents
+
+        def make() -> Tensor:
+            mask = window_mask(queries, keys, window, device)
+            return mask if self.documents is None else mask & self.documents
+
+        return self._once(("window", queries, keys, window, device), make)
+
+    def bias(
+        self,
+        queries: int,
+        keys: int,
+        window: int | None,
+        slopes: tuple[float, ...],
+        like: Tensor,
+        causal: bool = True,
+    ) -> Tensor:
+        """Addend of the scores: -slope x distance with ALiBi, in both directions where attention is
+        not causal, else 0; -infinity where a query does not see a key. Broadcastable to
+        [B, N, S, T], with dtype and device of ``like``; the rest as for :meth:`visible`."""
+        narrow = window is not None and keys > window
+
+        def make() -> Tensor:
+            visible = self.visible(queries, keys, window, like.device, causal)
+            if visible is None and causal:
+                visible = causal_mask(queries, keys, like.device)
+            biases = torch.zeros((), device=like.device)
+            if slopes:
+                # Fused kernels on the CPU accept masks of two or four dimensions.
+                biases = distance_biases(queries, keys, slopes, like.device).unsqueeze(0)
+                biases = biases if causal else -biases.abs()
+            if visible is not None:
+                biases = biases.masked_fill(~visible, -torch.inf)
+            return biases.to(like.dtype)
+
+        width = window if narrow else None
+        key = ("bias", queries, keys, width, slopes, like.dtype, like.device, causal)
+        return self._once(key, make)
+
+    def _once(self, key: tuple, make: Callable[[], Tensor]) -> Tensor:
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
+
+
+def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
+    """bool [S, T]: the last query sees all keys, each earlier one a key fewer."""
+    return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
+
+
+def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
+    """bool [S, T]: causal, and only the last ``window`` keys of each query."""
+    return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
+
+
+def document_mask(document_ids_BS: Tensor) -> Tensor:
+    """bool [B, 1, S, S]: causal attention within equal document ids."""
+    same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
+    length = document_ids_BS.shape[1]
+    return (same_BSS & causal_mask(length, length, same_BSS.device)).unsqueeze(1)
+
+
+def distance_biases(
+    queries: int, keys: int, slopes: tuple[float, ...], device: torch.device
+) -> Tensor:
+    """float32 [N, S, T]: -slope x (query position - key position), last query at the last key."""
+    places_T = torch.arange(keys, device=device, dtype=torch.float32)
+    distances_ST = places_T[keys - queries :, None] - places_T
+    return -slopes_on(slopes, device)[:, None, None] * distances_ST
