@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from megatron.config import parse_configs
 from megatron.config.flags import option
-from megatron.config.layouts import PRECISIONS, RULES, Layout, parse_layout, refusal
+from megatron.config.layouts import PRECISIONS, RULES, Layout, StateDtypes, parse_layout, refusal
 
 STAGES = range(4)
 
@@ -36,6 +36,11 @@ OPTIONS: tuple[tuple[str, Layout], ...] = (
     ("offload_param cpu", Layout(offload_param="cpu")),
     ("offload to NVMe", Layout(offload_optimizer="nvme")),
     ("gradients in fp32", Layout(grads_in_fp32=True)),
+    ("precision-aware optimizer", Layout(states=StateDtypes())),
+    (
+        "precision-aware optimizer, gradients in fp32",
+        Layout(states=StateDtypes(), grads_in_fp32=True),
+    ),
     ("recompute selective", Layout(recompute="selective")),
     ("recompute uniform", Layout(recompute="uniform")),
     ("recompute block", Layout(recompute="block")),

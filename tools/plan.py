@@ -117,6 +117,7 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
         config.micro_batch_size,
         precision,
         run.precision.accumulate_allreduce_grads_in_fp32,
+        states=run.precision.states,
         float8=run.fast_paths.fp8_format is not None,
     )
 

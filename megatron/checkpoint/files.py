@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import struct
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -56,20 +58,43 @@ def write_bytes(path: Path, content: bytes) -> Facts:
     return _write(path, [memoryview(content)])
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> Facts:
+@dataclass(frozen=True)
+class LazyTensor:
+    """A float32 tensor of this shape that ``make`` computes, flat, when it is written, so that not
+    all of a checkpoint are in memory at once."""
+
+    shape: tuple[int, ...]
+    make: Callable[[], Tensor]
+    dtype = torch.float32
+
+    @property
+    def nbytes(self) -> int:
+        return 4 * math.prod(self.shape)
+
+    def view(self, shape: tuple[int, ...]) -> LazyTensor:
+        """The same with another shape."""
+        return LazyTensor(shape, self.make)
+
+    def made(self) -> Tensor:
+        """The tensor."""
+        return self.make().view(self.shape)
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor | LazyTensor]) -> Facts:
     """Writes float32 or uint8 tensors, by name, to a new safetensors file on the disk; a partly
     written one stays. Tensors on a GPU are copied to the host one by one."""
 
     def contents() -> Iterator[memoryview]:
         yield memoryview(_header(tensors))
         for tensor in tensors.values():
-            if tensor.numel():
+            if tensor.nbytes:
+                tensor = tensor.made() if isinstance(tensor, LazyTensor) else tensor
                 yield tensor.detach().to("cpu").contiguous().numpy().data.cast("B")
 
     return _write(path, contents())
 
 
-def _header(tensors: Mapping[str, Tensor]) -> bytes:
+def _header(tensors: Mapping[str, Tensor | LazyTensor]) -> bytes:
     """The header's length (8 bytes, little endian), and the header: JSON with each tensor's dtype,
     shape and place, padded with spaces to 8 bytes."""
     content, place = {}, 0

@@ -16,6 +16,7 @@ from torch import Tensor
 from megatron.checkpoint.files import (
     CheckpointError,
     Facts,
+    LazyTensor,
     json_text,
     write_bytes,
     write_tensors,
@@ -60,7 +61,7 @@ class SliceWriter:
         max_file_bytes: int | None = None,
         progress: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self.tensors: dict[str, dict[str, Tensor]] = {}
+        self.tensors: dict[str, dict[str, Tensor | LazyTensor]] = {}
         self._folder, self._process, self._max_file_bytes = folder, process, max_file_bytes
         self._progress = progress
         self._numbers: dict[str, int] = {}
@@ -68,7 +69,11 @@ class SliceWriter:
         self._facts: dict[str, Facts] = {}
 
     def add(
-        self, name: str, held: Slice, tensors: Iterable[tuple[str, Tensor]], part: str = ""
+        self,
+        name: str,
+        held: Slice,
+        tensors: Iterable[tuple[str, Tensor | LazyTensor]],
+        part: str = "",
     ) -> None:
         """Adds a slice, not empty, of the parameter with the canonical name ``name``; ``tensors``
         are (kind, elements) of ``weight`` and of each moment. For ``part`` see
@@ -78,13 +83,13 @@ class SliceWriter:
             kind: self.put(
                 "weights" if kind == "weight" else "optimizer",
                 tensor_key(name, kind, part),
-                values.contiguous().view(shape),
+                (values if isinstance(values, LazyTensor) else values.contiguous()).view(shape),
             )
             for kind, values in tensors
         }
         self._index.setdefault(name, []).append(IndexEntry(held, files, part).to_json())
 
-    def put(self, series: str, key: str, values: Tensor) -> str:
+    def put(self, series: str, key: str, values: Tensor | LazyTensor) -> str:
         """Adds a tensor to the files whose names begin with ``series``; returns its file's name."""
         number = self._numbers.setdefault(series, self._process)
         file = f"{series}-{number:05d}.safetensors"
@@ -111,7 +116,7 @@ class SliceWriter:
         self._progress(f"{file}: {_bytes(tensors) / 1e6:,.1f} MB")
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
+def _bytes(tensors: Mapping[str, Tensor | LazyTensor]) -> int:
     return sum(values.nbytes for values in tensors.values())
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from megatron.config.flags import ConfigError
 
@@ -19,10 +19,20 @@ PRECISIONS = ("fp32", "bf16", "fp16")
 RECOMPUTE = ("selective", "uniform", "block")
 
 
+class StateDtypes(NamedTuple):
+    """How ``--use-precision-aware-optimizer`` stores main weights and Adam's moments, as its flags
+    say it."""
+
+    main_params: str = "fp32"
+    exp_avg: str = "fp32"
+    exp_avg_sq: str = "fp32"
+
+
 @dataclass(frozen=True)
 class Layout:
     """The values of a run that decide whether its combination of features is supported.
 
+    ``states`` is None where main weights and moments are tensors of their own, in float32;
     ``chunks`` are pipeline stages per process; ``recompute`` is None where nothing is recomputed;
     ``micro_batches`` per step has each number in a ramp-up of the batch size, and is empty when it
     is not known, or nothing is trained; ``float8`` is whether the blocks multiply in 8 bits.
@@ -37,6 +47,7 @@ class Layout:
     zero: int = 0
     precision: str = "fp32"
     grads_in_fp32: bool = False
+    states: StateDtypes | None = None
     recompute: str | None = None
     offload_optimizer: str | None = None
     offload_param: str | None = None
@@ -101,7 +112,11 @@ class Layout:
                 words += [flag, str(stated[name])]
         words += ["--sequence-parallel"] * self.sequence
         words += [f"--{self.precision}"] * (self.precision != "fp32")
-        words += ["--accumulate-allreduce-grads-in-fp32"] * self.grads_in_fp32
+        words += [_GRADS_IN_FP32] * self.grads_in_fp32
+        if self.states is not None:
+            words.append(_STATES)
+            for name, dtype in self.states._asdict().items():
+                words += [f"--{name.replace('_', '-')}-dtype", dtype] * (dtype != "fp32")
         if self.recompute == "selective":
             words += ["--recompute-granularity", "selective"]
         elif self.recompute:
@@ -129,9 +144,14 @@ class Layout:
             )
         if name.startswith("offload"):
             return f"{name}.device {value} in the DeepSpeed JSON"
-        return {"sequence": "--sequence-parallel", "precision": f"--{value}"}[name]
+        if name == "precision":
+            return "float32" if value == "fp32" else f"--{value}"
+        flags = {"sequence": "--sequence-parallel", "grads_in_fp32": _GRADS_IN_FP32}
+        return {**flags, "states": _STATES}[name]
 
 
+_GRADS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
+_STATES = "--use-precision-aware-optimizer"
 _VALUE_FLAGS = {
     "tensor": "--tensor-model-parallel-size",
     "pipeline": "--pipeline-model-parallel-size",
@@ -251,6 +271,21 @@ RULES = (
         "use --zero-stage 1, 2 or 3 (1 with pipelines), or --bf16",
     ),
     Rule(
+        "precision-aware optimizer in other dtypes or stages",
+        ("states", "precision", "zero"),
+        lambda a: a.states is not None and (a.precision != "bf16" or a.zero not in (1, 2)),
+        "its main weights are the bf16 weights and what they lack, and the update that stores them "
+        "is that of ZeRO 1 and 2",
+        "use --bf16 with --zero-stage 1 or 2, or leave it out",
+    ),
+    Rule(
+        "precision-aware optimizer with gradients in fp32 at stage 1",
+        ("states", "grads_in_fp32", "zero"),
+        lambda a: a.states is not None and a.grads_in_fp32 and a.zero == 1,
+        "DeepSpeed's optimizer for this has float32 main weights of its own",
+        "use --zero-stage 2, or leave one of the flags out",
+    ),
+    Rule(
         "offload to NVMe",
         ("offload_optimizer", "offload_param"),
         lambda a: "nvme" in (a.offload_optimizer, a.offload_param),
@@ -270,6 +305,13 @@ RULES = (
         lambda a: a.offload_param is not None and a.zero < 3,
         "parameters can be offloaded only when they are partitioned",
         "use --zero-stage 3, without a pipeline, or remove the key",
+    ),
+    Rule(
+        "precision-aware optimizer with offload",
+        ("states", "offload_optimizer"),
+        lambda a: a.states is not None and a.offload_optimizer is not None,
+        "DeepSpeed offloads float32 main weights and moments",
+        "remove the key, or leave the flag out",
     ),
 )
 """Every reason for which a layout is not supported, the most basic first."""

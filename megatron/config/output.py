@@ -61,8 +61,9 @@ class CheckpointConfig:
     use_checkpoint_args: bool = option(False)
     """Use the model and tokenizer values of the checkpoint at --load where no flag is given."""
 
-    def check(self, resolver: ConfigResolver) -> None:
-        """Refuses values that contradict each other."""
+    def check(self, stored_states: bool, resolver: ConfigResolver) -> None:
+        """Refuses values that contradict each other; ``stored_states``: the optimizer's states are
+        not float32 tensors."""
         for name in (
             *("save_interval", "save_init", "keep_last", "keep_every", "async_save"),
             "save_universal",
@@ -86,6 +87,12 @@ class CheckpointConfig:
             own or self.save_optim,
             f"--no-save-optim contradicts {form}: DeepSpeed's folders keep weights and moments "
             "together",
+        )
+        resolver.check(
+            own or not stored_states,
+            f"--use-precision-aware-optimizer contradicts {form}: DeepSpeed writes main weights "
+            "and moments that it has in float32; leave --checkpoint-format out, and add "
+            "--save-universal for other programs",
         )
 
 

@@ -125,6 +125,7 @@ class RunConfig:
             zero=self.engine.zero_stage,
             precision="fp16" if precision.fp16 else "bf16" if precision.bf16 else "fp32",
             grads_in_fp32=precision.accumulate_allreduce_grads_in_fp32,
+            states=precision.states,
             recompute=parallel.recompute_method if full else parallel.recompute_granularity,
             offload_optimizer=_device(zero, "offload_optimizer"),
             offload_param=_device(zero, "offload_param"),
@@ -234,9 +235,9 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         name: build(cls, settings) for name, cls in PART_FLAGS.items() if name not in resolved
     }
     config = RunConfig.of(given | resolved)
-    config.precision.check(config.engine.zero_stage, resolver)
+    config.precision.check(config.engine.zero_stage, config.optimizer.optimizer, resolver)
     config.data.check(resolver)
-    config.checkpoint.check(resolver)
+    config.checkpoint.check(config.precision.states is not None, resolver)
     check_fast_paths(
         config.fast_paths,
         model,

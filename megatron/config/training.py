@@ -15,6 +15,7 @@ from megatron.config.flags import (
     option,
     shared,
 )
+from megatron.config.layouts import StateDtypes
 
 LENGTHS = ("iters", "samples", "tokens")
 """Units of the length of a run, as in ``--train-iters``."""
@@ -327,9 +328,37 @@ class PrecisionConfig:
     accumulate_allreduce_grads_in_fp32: bool = option(False, aliases=("--fp32-allreduce",))
     """Accumulate and all-reduce gradients in float32 (data_types.grad_accum_dtype in the DeepSpeed
     JSON)."""
+    use_precision_aware_optimizer: bool = option(False)
+    """Store Adam's main weights and moments in the dtypes of the three following flags. Needs
+    --bf16 and ZeRO stage 1 or 2. Checkpoints contain float32 values nevertheless."""
+    main_params_dtype: str = option("fp32", choices=("fp32", "bf16"))
+    """Main weights of --use-precision-aware-optimizer: fp32, exactly, as the bf16 weights and the
+    16 bits that they lack; bf16, the model's weights alone, rounded stochastically."""
+    exp_avg_dtype: str = option("fp32", choices=("fp32", "bf16", "int8"))
+    """First moments of --use-precision-aware-optimizer: int8 has a scale per 256 elements; bf16 and
+    int8 are rounded stochastically."""
+    exp_avg_sq_dtype: str = option("fp32", choices=("fp32", "bf16", "int8"))
+    """Second moments of --use-precision-aware-optimizer, likewise."""
 
-    def check(self, zero_stage: int, resolver: ConfigResolver) -> None:
+    @property
+    def states(self) -> StateDtypes | None:
+        """How the optimizer's states are stored; None without --use-precision-aware-optimizer."""
+        if not self.use_precision_aware_optimizer:
+            return None
+        return StateDtypes(self.main_params_dtype, self.exp_avg_dtype, self.exp_avg_sq_dtype)
+
+    def check(self, zero_stage: int, optimizer: str, resolver: ConfigResolver) -> None:
         """Refuses values that contradict each other, and notes flags without effect."""
+        for name in ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype"):
+            resolver.check(
+                self.use_precision_aware_optimizer or getattr(self, name) == "fp32",
+                f"{resolver.show(name)} has an effect with --use-precision-aware-optimizer only",
+            )
+        resolver.check(
+            not self.use_precision_aware_optimizer or optimizer == "adam",
+            f"--use-precision-aware-optimizer stores the moments of Adam, not of "
+            f"{resolver.show('optimizer')}: leave it out, or use --optimizer adam",
+        )
         resolver.check(not (self.fp16 and self.bf16), "--fp16 contradicts --bf16")
         resolver.check(
             self.loss_scale is None or self.fp16,

@@ -86,8 +86,9 @@ REFUSED = {
     "--grad-reduce-in-bf16 --ddp-reduce-scatter-with-fp32-accumulation --ddp-param-name-*": (
         '"communication_data_type" in the DeepSpeed JSON is the dtype of reduced gradients'
     ),
-    "--use-precision-aware-optimizer --main-*-dtype --exp-avg-dtype --exp-avg-sq-dtype": (
-        "main weights and moments are float32"
+    "--main-grads-dtype": (
+        "gradients are summed in the dtype of the weights, or in float32 with "
+        "--accumulate-allreduce-grads-in-fp32"
     ),
     # Layouts.
     "--cp-comm-type --hierarchical-context-parallel-sizes "

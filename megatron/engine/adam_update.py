@@ -21,12 +21,9 @@ multiple of it."""
 FIRST = 2**20
 """Number of elements to compile for: enough that torch gives every thread of a GPU many."""
 
-PLACES = 40
-"""Number of bits of a key for the place of an element in its group; the others are of the step."""
-
 SliceUpdate = Callable[[Tensor, Tensor, tuple[Tensor, ...]], None]
-"""Updates a slice: gets its gradients (n,), the place of its first element in the group (int64, no
-dimensions), and the slices of :meth:`StateFormat.tensors`, which it writes."""
+"""Updates a slice: gets its gradients (n,), its elements as for :meth:`StateFormat.encode`, and the
+slices of :meth:`StateFormat.tensors`, which it writes."""
 
 
 class Decoded(NamedTuple):
@@ -35,6 +32,9 @@ class Decoded(NamedTuple):
     weight: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+
+
+Arranged = tuple[Tensor, Tensor, tuple[Tensor, ...]]
 
 
 class StateFormat(Protocol):
@@ -51,13 +51,18 @@ class StateFormat(Protocol):
         """All that an update writes: flat, each with a number per element of the partition or one
         per :data:`BLOCK` of them. ``model``: the weights that the model computes with."""
 
-    def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
-        """The numbers of a slice."""
+    def arrange(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
+        """Views of a slice, its gradients and its elements in the shape of :meth:`decode`."""
 
-    def encode(self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, key: Tensor) -> None:
+    def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
+        """The numbers of a slice, all of one shape."""
+
+    def encode(
+        self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, elements: Tensor, step: Tensor
+    ) -> None:
         """Writes a slice. ``new`` is what :meth:`decode` gave where ``held`` (bool, no dimensions):
-        then every stored bit must stay. ``key`` (int64, no dimensions) plus an element's index
-        differs from those of all other elements and updates, for random bits."""
+        then every stored bit must stay. For random bits: ``elements`` identifies each (int32, or
+        only that of the first, if the others follow), ``step`` is the number of the update."""
 
 
 class Float32:
@@ -71,10 +76,15 @@ class Float32:
     ) -> tuple[Tensor, ...]:
         return model, main, state["exp_avg"], state["exp_avg_sq"]
 
+    def arrange(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
+        return grad, elements, stored
+
     def decode(self, stored: tuple[Tensor, ...]) -> Decoded:
         return Decoded(*stored[1:])
 
-    def encode(self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, key: Tensor) -> None:
+    def encode(
+        self, stored: tuple[Tensor, ...], new: Decoded, held: Tensor, elements: Tensor, step: Tensor
+    ) -> None:
         for tensor, values in zip(stored, (new.weight, *new), strict=True):
             tensor.copy_(values)
 
@@ -114,27 +124,33 @@ class ElementwiseAdam:
         """The update of a group's slices; ``step`` counts this update already."""
         rates = self._rates(group["lr"], group["weight_decay"], step, factor, held)
 
-        def update(grad: Tensor, place: Tensor, stored: tuple[Tensor, ...]) -> None:
-            # torch compiles a view again for every shape of what it is a view of.
-            stored = tuple(tensor.detach() for tensor in stored)
+        def update(grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> None:
             if self._compiled:
-                self._compile(grad, place, stored, rates)
-            self._update(grad.detach(), place, stored, *rates)
+                self._compile(grad, elements, stored, rates)
+            self._update(*self._arranged(grad, elements, stored), *rates)
 
         return update
 
+    def _arranged(self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> Arranged:
+        grad, elements, stored = self._form.arrange(grad, elements, stored)
+        # torch compiles a view again for every shape of what it is a view of.
+        return grad.detach(), elements.detach(), tuple(tensor.detach() for tensor in stored)
+
     def _compile(
-        self, grad: Tensor, place: Tensor, stored: tuple[Tensor, ...], rates: Rates
+        self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...], rates: Rates
     ) -> None:
         """Compiles with tensors of their own: for a slice that starts within another tensor, torch
         would compile once more when one does not."""
 
         def own(like: Tensor) -> Tensor:
+            if not like.dim():
+                return like
             return like.new_zeros(FIRST if len(like) == len(grad) else FIRST // BLOCK)
 
         self._compiled = False
         self._update = torch.compile(self.update, dynamic=True, fullgraph=True)  # imports it
-        self._update(own(grad), place, tuple(map(own, stored)), *rates)
+        first = self._arranged(own(grad), own(elements), tuple(map(own, stored)))
+        self._update(*first, *rates)
 
     def _rates(
         self, lr: float, decay: float, step: Tensor, factor: Tensor | None, held: Tensor
@@ -151,7 +167,7 @@ class ElementwiseAdam:
         )
 
     def update(
-        self, grad: Tensor, place: Tensor, stored: tuple[Tensor, ...], *numbers: Tensor
+        self, grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...], *numbers: Tensor
     ) -> None:
         """The definition: AdamW of ``grad`` (n,) in float32, ``numbers`` as in :class:`Rates`."""
         rates, (beta1, beta2) = Rates(*numbers), self._betas
@@ -163,7 +179,7 @@ class ElementwiseAdam:
         new = Decoded(old.weight * rates.keep - change, exp_avg, exp_avg_sq)
         held = rates.held > 0
         new = Decoded(*(torch.where(held, a, b) for a, b in zip(old, new, strict=True)))
-        self._form.encode(stored, new, held, (rates.step.long() << PLACES) + place)
+        self._form.encode(stored, new, held, elements, rates.step)
 
 
 class FusedAdam:
@@ -181,7 +197,7 @@ class FusedAdam:
     ) -> SliceUpdate:
         beta1, beta2 = self._betas
 
-        def update(grad: Tensor, place: Tensor, stored: tuple[Tensor, ...]) -> None:
+        def update(grad: Tensor, elements: Tensor, stored: tuple[Tensor, ...]) -> None:
             model, main, exp_avg, exp_avg_sq = stored
             if factor is not None:
                 grad.mul_(factor)

@@ -10,7 +10,7 @@ on the CPU), offloaded optimizer state, and SGD, which has no ``found_inf``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
+from megatron.engine.adam_update import Float32, StateFormat
 from megatron.engine.deepspeed_json import Json, offloads, stage_of
 from megatron.engine.deepspeed_patches import queues, take_clipping_over, take_step_over
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
@@ -43,6 +44,8 @@ class AsyncOptimizerStep:
         wrapper: DeepSpeed's optimizer around ``optimizer``; ``optimizer`` itself at stage 0.
         hold: after a step with gradients that are not finite, change no weight any more: when the
             trainer learns of that step, the weights are still those before it.
+        form: how ZeRO 1 and 2 store main weights and moments; None for float32.
+        keys: see :class:`~megatron.engine.partition_update.PartitionUpdate`.
 
     Attributes:
         norm: of the last step, before clipping; infinite when not finite. A scalar on the device.
@@ -58,6 +61,8 @@ class AsyncOptimizerStep:
         device: torch.device,
         clip_grad: float,
         hold: bool,
+        form: StateFormat | None = None,
+        keys: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
         self._wrapper, self._optimizer = wrapper, optimizer
         self._params, self._mesh = list(params), mesh
@@ -79,7 +84,9 @@ class AsyncOptimizerStep:
             take_clipping_over(wrapper, self._clip)
         else:
             self._measure = self._partitioned_norm
-            self._update = partition_update(wrapper, optimizer, mesh.data.rank, device)
+            self._update = partition_update(
+                wrapper, optimizer, mesh.data.rank, device, form or Float32(), keys or {}
+            )
             take_step_over(wrapper, self._step_partitioned)
 
     @torch.no_grad()

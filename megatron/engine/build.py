@@ -14,15 +14,18 @@ from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
 from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
+    QUEUED_PARTITIONED,
     allow_fp16,
     guard,
     keep_gradients_in_place,
     leave_norm_to_us,
     refuse_what_is_wrong,
+    require,
     take_out,
 )
 from megatron.engine.float8 import Float8State
 from megatron.engine.optimizer import build_optimizer
+from megatron.engine.stored_states import StoredStates
 from megatron.engine.train_engine import TrainEngine
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
@@ -64,9 +67,24 @@ def build_engine(
     engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
+    stored = None
+    if config.precision.states is not None:
+        require(QUEUED_PARTITIONED)
+        stored = StoredStates(config.precision.states)
+        stored.take_main_weights(engine.optimizer, optimizer, mesh.data.rank)
     float8 = Float8State(blocks, names, config.fast_paths, mesh, backend.stage == 3)
     return TrainEngine(
-        config, spec, mesh, device, backend, names, optimizer, engine, asynchronous, float8
+        config,
+        spec,
+        mesh,
+        device,
+        backend,
+        names,
+        optimizer,
+        engine,
+        asynchronous,
+        float8,
+        stored,
     )
 
 

@@ -119,7 +119,7 @@ def load_weights(engine: TrainEngine, source: Source) -> None:
         own = owned.get(param)
         if own is not None:
             first = own.slice.start - start
-            own.weight.copy_(flat[first : first + own.weight.numel()])
+            own.set("weight", flat[first : first + own.count])
         return flat
 
     set_working_weights(engine, values)
@@ -146,8 +146,8 @@ def load_optimizer(engine: TrainEngine, source: Source) -> None:
         return  # saved before the first update, or by SGD without momentum
     create_moments(engine, source.state["optimizer_step"])
     for own in owned_slices(engine):
-        for kind, target in own.moments.items():
-            target.copy_(_read(source, own.name, kind, own.slice, target.numel()))
+        for kind in own.moments:
+            own.set(kind, _read(source, own.name, kind, own.slice, own.count))
 
 
 def _read(source: Source, name: str, kind: str, wanted: Slice, numel: int) -> Tensor:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER, OPTIMIZER_STEP_TIMER
-from torch import Tensor
+from torch import Tensor, nn
 
 from megatron.engine.adam_update import BLOCK, ElementwiseAdam, Float32, FusedAdam, StateFormat
+from megatron.engine.random_bits import wrapped
 from megatron.parallel.compiler import missing_compiler
 
 LEAST = 2**16
@@ -20,11 +21,12 @@ LEAST = 2**16
 a buffer, many to a kernel."""
 
 
-_MOST_COMPILED = 2**30
-"""Largest number of elements in a slice, so that an index fits into 32 bits."""
+_MOST_COMPILED = 2**26
+"""Largest number of elements in a slice, so that what a kernel may have to keep of it, the moments
+before they are encoded in 8 bits, takes little memory."""
 
-_MOST_FUSED = 2**24
-"""The same where the gradients of a slice are copied."""
+_MOST_COPIED = 2**24
+"""The same where a slice, or its gradients, are copied."""
 
 _MOST_IN_CACHE = 2**18
 """The same for each thread of a CPU: the copy stays in its cache."""
@@ -85,16 +87,25 @@ def _parts(ends: list[int], start: int, end: int) -> Iterator[Part]:
 
 
 def partition_update(
-    wrapper: Any, optimizer: torch.optim.Optimizer, rank: int, device: torch.device
+    wrapper: Any,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    device: torch.device,
+    form: StateFormat,
+    keys: Mapping[nn.Parameter, int],
 ) -> PartitionUpdate:
     """The update for DeepSpeed's optimizer ``wrapper`` of stage 1 or 2 around an AdamW, on this
-    data-parallel rank."""
-    form, (betas, eps) = Float32(), (optimizer.defaults["betas"], optimizer.defaults["eps"])
-    if device.type == "cuda" and not missing_compiler(device.type):
-        kernel = ElementwiseAdam(form, betas, eps, compiled=True)
-        return PartitionUpdate(wrapper, optimizer, rank, form, kernel, _MOST_COMPILED)
-    most = _MOST_IN_CACHE * torch.get_num_threads() if device.type == "cpu" else _MOST_FUSED
-    return PartitionUpdate(wrapper, optimizer, rank, form, FusedAdam(betas, eps), most)
+    data-parallel rank; for ``form`` and ``keys`` see :class:`PartitionUpdate`."""
+    betas, eps = optimizer.defaults["betas"], optimizer.defaults["eps"]
+    compiled = device.type == "cuda" and not missing_compiler(device.type)
+    kernel: ElementwiseAdam | FusedAdam = FusedAdam(betas, eps)
+    if compiled or not isinstance(form, Float32):
+        kernel = ElementwiseAdam(form, betas, eps, compiled)
+    most = _MOST_IN_CACHE * torch.get_num_threads() if device.type == "cpu" else _MOST_COPIED
+    if compiled:
+        most = _MOST_COMPILED
+    random = None if isinstance(form, Float32) else keys
+    return PartitionUpdate(wrapper, optimizer, rank, form, kernel, most, random)
 
 
 class PartitionUpdate:
@@ -107,6 +118,8 @@ class PartitionUpdate:
         form: how main weights and moments are stored.
         kernel: updates a slice.
         most: the largest number of elements in a slice.
+        keys: the identifier of the first element of each parameter's share, for random bits; None
+            where the format needs none.
     """
 
     def __init__(
@@ -117,11 +130,13 @@ class PartitionUpdate:
         form: StateFormat,
         kernel: ElementwiseAdam | FusedAdam,
         most: int,
+        keys: Mapping[nn.Parameter, int] | None = None,
     ) -> None:
         self._wrapper, self._optimizer, self._rank = wrapper, optimizer, rank
         self._form, self._kernel, self._most = form, kernel, most
+        self._keys = keys
         self._pieces: dict[int, list[PartitionSlice]] = {}
-        self._places: dict[int, list[Tensor]] = {}
+        self._elements: dict[int, list[Tensor]] = {}
 
     @torch.no_grad()
     def step(self, factor: Tensor | None, held: Tensor) -> None:
@@ -151,12 +166,12 @@ class PartitionUpdate:
     def _update(self, number: int, main: Tensor, factor: Tensor | None, held: Tensor) -> None:
         wrapper, state = self._wrapper, self._optimizer.state[main]
         group = self._optimizer.param_groups[number]
-        if not state:
+        if "step" not in state:
             state.update(self._form.create(main), step=held.new_zeros(()))
         model = wrapper.parallel_partitioned_bit16_groups[number][self._rank]
         grads = self._gradients(number)
         if number not in self._pieces:
-            self._prepare(number, [grad.numel() for grad in grads], model)
+            self._prepare(number, grads, model)
         pieces = self._pieces[number]
         dtype = self._kernel.gradient_dtype(grads[0].dtype)
         collected = [p.length for p in pieces if not p.whole or grads[0].dtype != dtype]
@@ -165,22 +180,34 @@ class PartitionUpdate:
         slices = zip(*(_slices(tensor, pieces, model.numel()) for tensor in stored), strict=True)
         state["step"].add_(1)
         update = self._kernel.of_group(group, state["step"], factor, held)
-        for piece, place, tensors in zip(pieces, self._places[number], slices, strict=True):
-            update(_collect(piece, grads, buffer), place, tensors)
+        for piece, elements, tensors in zip(pieces, self._elements[number], slices, strict=True):
+            update(_collect(piece, grads, buffer), elements, tensors)
         state["step"].sub_(held)
 
     def _gradients(self, number: int) -> list[Tensor]:
         grads = self._wrapper.averaged_gradients[number]
         flat = getattr(grads, "flat_partition", None)
-        return [grad.reshape(-1) for grad in (grads if flat is None else [flat])]
+        if flat is not None and self._keys is None:
+            return [flat.view(-1)]
+        return [grad.reshape(-1) for grad in grads]
 
-    def _prepare(self, number: int, sizes: list[int], model: Tensor) -> None:
-        self._pieces[number] = cut(sizes, model.numel(), LEAST, self._most)
-        first = self._rank * model.numel()
-        self._places[number] = [
-            torch.full((), first + piece.start, dtype=torch.int64, device=model.device)
-            for piece in self._pieces[number]
-        ]
+    def _prepare(self, number: int, grads: list[Tensor], model: Tensor) -> None:
+        sizes = [grad.numel() for grad in grads]
+        self._pieces[number] = pieces = cut(sizes, model.numel(), LEAST, self._most)
+        if self._keys is None:
+            self._elements[number] = [model.new_zeros((), dtype=torch.int32)] * len(pieces)
+        else:
+            firsts = list(self._firsts(number, self._keys))
+            self._elements[number] = [_elements(piece, firsts, model.device) for piece in pieces]
+
+    def _firsts(self, number: int, keys: Mapping[nn.Parameter, int]) -> Iterator[int]:
+        """The identifier of each gradient's first element; 0 for padding."""
+        params = iter(self._wrapper.params_in_partition[number])
+        skipped = self._wrapper.first_offset[number]
+        for grad in self._wrapper.averaged_gradients[number]:
+            param = None if getattr(grad, "_zero_padding", False) else next(params, None)
+            yield 0 if param is None else keys[param] + skipped
+            skipped = 0
 
 
 def _slices(tensor: Tensor, pieces: Sequence[PartitionSlice], length: int) -> Sequence[Tensor]:
@@ -188,6 +215,22 @@ def _slices(tensor: Tensor, pieces: Sequence[PartitionSlice], length: int) -> Se
     if tensor.numel() == length:
         return tensor.split([piece.length for piece in pieces])
     return tensor.split([-(-piece.length // BLOCK) for piece in pieces])
+
+
+def _elements(piece: PartitionSlice, firsts: Sequence[int], device: torch.device) -> Tensor:
+    """Identifiers of a piece's elements, as :meth:`StateFormat.encode` gets them; ``firsts`` are
+    those of each gradient's first."""
+    begins = [firsts[part.gradient] + part.start for part in piece.parts]
+    if piece.whole:
+        return torch.full((), wrapped(begins[0]), dtype=torch.int32, device=device)
+    found = torch.zeros(piece.length, dtype=torch.int32, device=device)
+    place = 0
+    for part, begin in zip(piece.parts, begins, strict=True):
+        # Counted in 64 bits, of which the lower half is taken.
+        counted = torch.arange(begin, begin + part.length, device=device)
+        found[place : place + part.length] = counted.to(torch.int32)
+        place += part.length
+    return found
 
 
 def _collect(piece: PartitionSlice, grads: Sequence[Tensor], buffer: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, LazyTensor
 from megatron.checkpoint.folder import (
     apply_retention,
     incomplete_folder,
@@ -29,7 +29,8 @@ from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.engine.deepspeed_json import Json
 from megatron.engine.gradient_norm import owned
-from megatron.engine.state import loss_scaler_state, optimizer_step, owned_slices
+from megatron.engine.state import OwnedSlice, loss_scaler_state, optimizer_step, owned_slices
+from megatron.engine.stored_states import StoredStates
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.mesh import AXES, MODEL, Group, first_reason
 from megatron.parallel.random import random_state
@@ -221,25 +222,33 @@ class CheckpointWriter:
 
 
 def own_slices(engine: TrainEngine, folder: Path) -> SliceWriter:
-    """What this rank writes into a checkpoint's folder, as views of the engine's state where that
-    is float32. At stage 0 all replicas are equal and the first one writes."""
+    """What this rank writes into a checkpoint's folder: views of the engine's state where that is
+    float32, otherwise what it takes to decode it a slice at a time. At stage 0 all replicas are
+    equal and the first one writes."""
     options = engine.config.checkpoint
     writer = SliceWriter(folder, engine.mesh.world.rank)
     among = AXES if engine.stage == 0 else MODEL
     for own in owned_slices(engine):
         numel = own.slice.numel
         if numel and owned(own.param, engine.mesh, among):
-            tensors = {"weight": own.weight} | (own.moments if options.save_optim else {})
-            stored = {
-                kind: values[:numel].detach().to(torch.float32) for kind, values in tensors.items()
-            }
-            writer.add(own.name, own.slice, stored.items(), shard_of(own.param).part)
+            kinds = own.kinds if options.save_optim else ("weight",)
+            tensors = [(kind, _canonical(own, kind, engine.stored_states)) for kind in kinds]
+            writer.add(own.name, own.slice, tensors, shard_of(own.param).part)
     if options.save_rng:
         for key, values in random_state().items():
             writer.put("random", key, values)
     for key, values in amax_history(engine).items():
         writer.put("float8", key, values.contiguous())
     return writer
+
+
+def _canonical(own: OwnedSlice, kind: str, stored: StoredStates | None) -> Tensor | LazyTensor:
+    """A state of a slice without padding, flat, float32."""
+
+    def values() -> Tensor:
+        return own.get(kind)[: own.slice.numel].detach().to(torch.float32)
+
+    return values() if stored is None else LazyTensor((own.slice.numel,), values)
 
 
 def amax_history(engine: TrainEngine) -> dict[str, Tensor]:
@@ -259,10 +268,12 @@ class HostBuffers:
         self._device = device
         self._buffers: dict[tuple[str, str], Tensor] = {}
 
-    def copy(self, files: dict[str, dict[str, Tensor]]) -> dict[str, dict[str, Tensor]]:
+    def copy(
+        self, files: Mapping[str, Mapping[str, Tensor | LazyTensor]]
+    ) -> dict[str, dict[str, Tensor | LazyTensor]]:
         """Copies tensors by file and key; afterwards the engine's state may change. Copies from a
         GPU are queued and awaited together."""
-        copied = {
+        copied: dict[str, dict[str, Tensor | LazyTensor]] = {
             file: {key: self._copy((file, key), values) for key, values in tensors.items()}
             for file, tensors in files.items()
         }
@@ -270,13 +281,14 @@ class HostBuffers:
             torch.cuda.synchronize(self._device)
         return copied
 
-    def _copy(self, place: tuple[str, str], values: Tensor) -> Tensor:
+    def _copy(self, place: tuple[str, str], values: Tensor | LazyTensor) -> Tensor:
         buffer = self._buffers.get(place)
         if buffer is None or buffer.shape != values.shape or buffer.dtype != values.dtype:
             pinned = self._device.type == "cuda"
             buffer = torch.empty(values.shape, dtype=values.dtype, pin_memory=pinned)
             self._buffers[place] = buffer
-        return buffer.copy_(values, non_blocking=True)
+        made = values.made() if isinstance(values, LazyTensor) else values
+        return buffer.copy_(made, non_blocking=True)
 
 
 def hold_folder(

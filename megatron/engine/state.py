@@ -1,9 +1,9 @@
-"""The engine's state as slices of canonical parameters and moments that this rank owns. Only this
-file knows how DeepSpeed stores them at each ZeRO stage."""
+"""The engine's state as float32 slices of canonical parameters and moments that this rank owns.
+Only this file knows where DeepSpeed has them at each ZeRO stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.slices import Slice
 from megatron.engine.deepspeed_patches import partition_range, set_partition
+from megatron.engine.stored_states import StoredPartition
 from megatron.engine.train_engine import TrainEngine
 from megatron.parallel.shard import shard_of
 
@@ -28,43 +29,72 @@ class OwnedSlice:
     """A slice of a parameter that this rank's optimizer updates.
 
     Attributes:
-        weight: their float32 values, flat, followed by padding; a view of the engine's state.
-        moments: optimizer state of the same elements, by name; empty before the first step.
+        count: its number of elements with the padding that follows them.
+        moments: names of the optimizer's states; none before the first step.
     """
 
     param: nn.Parameter
     name: str
     slice: Slice
-    weight: Tensor
-    moments: dict[str, Tensor]
+    count: int
+    moments: tuple[str, ...]
+    _start: int
+    _states: Float32Partition | StoredPartition
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """``weight`` and the moments."""
+        return "weight", *self.moments
+
+    def get(self, kind: str) -> Tensor:
+        """Float32 values, flat, followed by padding: a view of the engine's state where that is
+        float32, otherwise a new tensor."""
+        return self._states.get(kind, self._start, self.count)
+
+    def set(self, kind: str, values: Tensor) -> None:
+        """Writes what :meth:`get` gives."""
+        self._states.set(kind, self._start, values)
+
+
+class Float32Partition:
+    """Main weights that the optimizer updates, and its states of them, as views."""
+
+    def __init__(self, main: Tensor, state: Mapping[str, Tensor]) -> None:
+        self._tensors = {**state, "weight": main.data}
+
+    def has(self, kind: str) -> bool:
+        """Whether there is this state: no moments before the first update."""
+        return self._tensors.get(kind) is not None
+
+    def get(self, kind: str, start: int, count: int) -> Tensor:
+        return self._tensors[kind].view(-1).narrow(0, start, count)
+
+    def set(self, kind: str, start: int, values: Tensor) -> None:
+        self.get(kind, start, values.numel()).copy_(values)
 
 
 def owned_slices(engine: TrainEngine) -> Iterator[OwnedSlice]:
     """The slices that this rank owns, in parameter order. At stage 0 every data-parallel rank owns
     whole parameters, all of them equal."""
     find = {0: _whole, 1: _flat_partition, 2: _flat_partition, 3: _own_partition}[engine.stage]
-    place_of = find(engine)
+    place_of, form = find(engine), engine.stored_states
+    partitions: dict[Tensor, Float32Partition | StoredPartition] = {}
     for param, name in engine.names.items():
         start, holder, offset, count = place_of(param)
         if count > 0:
-            weight = holder.data.view(-1).narrow(0, offset, count)
-            moments = _moments(engine, holder, offset, count)
+            if holder not in partitions:
+                state = engine.optimizer.state.get(holder, {})
+                make = Float32Partition if form is None else form.partition
+                partitions[holder] = make(holder, state)
+            states = partitions[holder]
+            moments = tuple(filter(states.has, MOMENTS[engine.config.optimizer.optimizer]))
             held = Slice.of(shard_of(param), engine.mesh.coordinates, start, start + count)
-            yield OwnedSlice(param, name, held, weight, moments)
+            yield OwnedSlice(param, name, held, count, moments, offset, states)
 
 
 _PlaceOf = Callable[[nn.Parameter], tuple[int, Tensor, int, int]]
 """From a parameter to: the start of this rank's range in it, the tensor that the optimizer updates,
 the start of the range in that, and its length (nothing below 1)."""
-
-
-def _moments(engine: TrainEngine, holder: Tensor, start: int, count: int) -> dict[str, Tensor]:
-    state = engine.optimizer.state.get(holder, {})
-    return {
-        name: state[name].view(-1).narrow(0, start, count)
-        for name in MOMENTS[engine.config.optimizer.optimizer]
-        if state.get(name) is not None
-    }
 
 
 def _whole(engine: TrainEngine) -> _PlaceOf:
@@ -135,8 +165,11 @@ def create_moments(engine: TrainEngine, step: int) -> None:
     name = engine.config.optimizer.optimizer
     for holder in holders(engine):
         state = engine.optimizer.state[holder]
-        for moment in MOMENTS[name]:
-            state[moment] = torch.zeros_like(holder, memory_format=torch.preserve_format)
+        if engine.stored_states is not None:
+            state.update(engine.stored_states.create(holder))
+        else:
+            for moment in MOMENTS[name]:
+                state[moment] = torch.zeros_like(holder, memory_format=torch.preserve_format)
         if name == "adam":
             # The fused kernel needs the count on the weights' device.
             state["step"] = torch.tensor(float(step), dtype=torch.float32, device=holder.device)
@@ -148,9 +181,11 @@ def set_working_weights(
 ) -> None:
     """Sets the weights that the model computes with, in their own dtype; ``values`` gives elements
     [start, end) of this tensor-parallel rank's share of a parameter, flat."""
+    form = engine.stored_states
     for param in engine.names:
         if engine.stage < 3:
-            param.data.copy_(values(param, 0, param.numel()).view(param.shape))
+            whole = values(param, 0, param.numel())
+            param.data.copy_((whole if form is None else form.model_weights(whole)).view_as(param))
         else:
             start, end = partition_range(param, engine.mesh.data)
             set_partition(param, values(param, start, end))

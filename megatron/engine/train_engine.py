@@ -18,10 +18,13 @@ from megatron.engine.deepspeed_patches import defer_scale_growth
 from megatron.engine.float8 import Float8State
 from megatron.engine.gradient_norm import clipping_factor, gradient_norm
 from megatron.engine.optimizer import set_rates
+from megatron.engine.random_bits import key_of
+from megatron.engine.stored_states import StoredStates
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.random import dropout_seed
+from megatron.parallel.shard import shard_of
 
 
 @dataclass(frozen=True)
@@ -52,6 +55,9 @@ class TrainEngine:
         names: canonical name of each parameter of which this process has a part.
         asynchronous: whether steps are :class:`AsyncOptimizerStep`.
         float8: state of the layers that multiply in 8 bits.
+
+    Attributes:
+        stored_states: how main weights and moments are stored; None for float32.
     """
 
     def __init__(
@@ -66,10 +72,11 @@ class TrainEngine:
         engine: Any,
         asynchronous: bool,
         float8: Float8State,
+        stored_states: StoredStates | None = None,
     ) -> None:
         self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
         self.backend, self.names, self.optimizer, self.engine = backend, names, optimizer, engine
-        self.float8 = float8
+        self.float8, self.stored_states = float8, stored_states
         self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
         self._samples_per_round = config.training.micro_batch_size * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
@@ -83,6 +90,11 @@ class TrainEngine:
                 device,
                 clip_grad=config.optimizer.clip_grad,
                 hold=config.training.check_for_nan_in_loss_and_grad,
+                form=stored_states,
+                keys={
+                    param: key_of(config.training.seed, name, shard_of(param), mesh.coordinates)
+                    for param, name in names.items()
+                },
             )
 
     @property

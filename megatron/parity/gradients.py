@@ -301,9 +301,9 @@ def stepped_slices(engine: TrainEngine, norm: float) -> list[SteppedSlice]:
     unclip = _clipping(options, norm) / (1 - options.adam_beta1)
     found = []
     for own in owned_slices(engine):
-        moment = own.moments.get("exp_avg")
-        gradient = None if moment is None else moment.detach().cpu() * unclip
-        weight = own.weight.detach().cpu().clone()
+        known = "exp_avg" in own.moments
+        gradient = own.get("exp_avg").detach().cpu() * unclip if known else None
+        weight = own.get("weight").detach().cpu().clone()
         found.append(SteppedSlice(own.name, own.slice, gradient, weight))
     return found
 

@@ -60,8 +60,8 @@ def train(argv: Sequence[str]) -> RunRecord:
         record.iteration = trainer.iteration
         for own in owned_slices(trainer.engine):
             name = f"{own.name}{shard_of(own.param).part}"
-            for kind, values in {"weight": own.weight, **own.moments}.items():
-                values = values.detach().cpu()
+            for kind in own.kinds:
+                values = own.get(kind).detach().cpu()
                 record.state[f"{name}/{kind}/{own.slice.start}"] = values.numpy().copy()
     return record
 

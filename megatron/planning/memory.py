@@ -15,7 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config import ModelConfig
-from megatron.config.layouts import Layout
+from megatron.config.layouts import Layout, StateDtypes
 from megatron.config.parallel import logits_chunk
 from megatron.planning.parameters import (
     RankShare,
@@ -64,6 +64,9 @@ def state_bytes(layout: Layout) -> StateBytes:
         return StateBytes(4.0, 4.0, 8.0)
     size = 4 if layout.precision == "fp32" else 2
     accumulated = 4 if layout.grads_in_fp32 else size
+    if layout.states is not None:
+        gradients = accumulated / (data if zero == 2 else 1)
+        return StateBytes(2.0, gradients, stored_bytes(layout.states) / data)
     copied = 4 if zero == 3 or layout.precision == "fp16" else 0
     if zero == 1:
         # Whole until they are reduced. Its bf16 optimizer accumulates beside the 16-bit gradients.
@@ -74,6 +77,14 @@ def state_bytes(layout: Layout) -> StateBytes:
     else:
         gradients = (accumulated + copied) / data
     return StateBytes(size / (data if zero == 3 else 1), gradients, 12 / data)
+
+
+def stored_bytes(states: StateDtypes) -> float:
+    """Bytes per parameter of the states of ``--use-precision-aware-optimizer``. Float32 main
+    weights take what the bf16 weights lack; 8-bit moments have a float32 scale per 256 elements."""
+    sizes = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
+    main = {"fp32": 2.0, "bf16": 0.0}[states.main_params]
+    return main + sizes[states.exp_avg] + sizes[states.exp_avg_sq]
 
 
 def bucket_bytes(layout: Layout) -> int:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.config import ModelConfig
-from megatron.config.layouts import Layout, refusal
+from megatron.config.layouts import Layout, StateDtypes, refusal
 from megatron.model.flops import TransformerShape
 from megatron.planning.memory import Memory, rank_memory
 from megatron.planning.parameters import RankShare, rank_shares
@@ -26,6 +26,7 @@ class Workload:
     micro_batch_size: int | None = None
     precision: str = "bf16"
     grads_in_fp32: bool = False
+    states: StateDtypes | None = None
     float8: bool = False
 
     def padded(self, tensor: int) -> ModelConfig:
@@ -126,7 +127,7 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
                     base = Layout(
                         tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks,
                         data=data, precision=work.precision, micro_batches=(count,),
-                        grads_in_fp32=work.grads_in_fp32, float8=work.float8,
+                        grads_in_fp32=work.grads_in_fp32, float8=work.float8, states=work.states,
                     )  # fmt: skip
                     yield from ((layout, micro_batch) for layout in variants(work, base))
 

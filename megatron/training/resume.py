@@ -19,6 +19,7 @@ from megatron.config import (
     Settings,
 )
 from megatron.config.flags import build, names_of
+from megatron.config.layouts import StateDtypes
 from megatron.data.sampler import check_skipped
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import check_writable
@@ -27,6 +28,11 @@ from megatron.families import family_names
 from megatron.training.plan import TrainingPlan
 
 _SCHEDULE = names_of("schedule", OptimizerFlags)
+_SAID_OTHERWISE = {
+    "padded_vocab_size",
+    "use_precision_aware_optimizer",
+    *(f"{name}_dtype" for name in StateDtypes._fields),
+}
 _NOT_COMPARED = {"parallel", "fast_paths", "checkpoint", "logging", "profiling", "engine"}
 
 
@@ -167,13 +173,23 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
     trained = source.run if source.state else None
     old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
     new = wanted.to_dict()
-    return [
+    found = [
         f"{name}: {json.dumps(before)} -> {json.dumps(new[part][name])}"
         for part in old
         if part not in _NOT_COMPARED
         for name, before in old[part].items()
-        if before != new[part][name] and name != "padded_vocab_size"
+        if before != new[part][name] and name not in _SAID_OTHERWISE
     ]
+    if trained is not None and trained.precision.states != wanted.precision.states:
+        before, now = _shown(trained.precision.states), _shown(wanted.precision.states)
+        found.append(f"optimizer states: {before} -> {now}; converted, rounded to nearest")
+    return found
+
+
+def _shown(states: StateDtypes | None) -> str:
+    if states is None:
+        return "float32"
+    return ", ".join(f"{name} {dtype}" for name, dtype in states._asdict().items())
 
 
 def with_checkpoint(settings: Settings) -> Settings:

@@ -21,6 +21,7 @@ def flat_partitions(
     wrapper = SimpleNamespace(
         bit16_groups=groups,
         params_in_partition=groups,
+        first_offset=[0 for _ in groups],
         bit16_groups_flat=flat,
         parallel_partitioned_bit16_groups=[[each] for each in flat],
         single_partition_of_fp32_groups=main,

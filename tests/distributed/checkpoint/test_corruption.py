@@ -244,11 +244,7 @@ KINDS = [*ACCIDENTS, *ACCIDENTS, *SIGNED]
 
 
 def state_of(engine):
-    return [
-        values.detach().clone()
-        for own in owned_slices(engine)
-        for values in (own.weight, *own.moments.values())
-    ]
+    return [own.get(kind).detach().clone() for own in owned_slices(engine) for kind in own.kinds]
 
 
 def try_all(intact, scratch, numbers):

@@ -97,9 +97,9 @@ def run(argv):
 def state(engine):
     rank = engine.mesh.tensor.rank
     return [
-        (own.name, kind, shard_of(own.param), rank, own.slice.start, array(values))
+        (own.name, kind, shard_of(own.param), rank, own.slice.start, array(own.get(kind)))
         for own in owned_slices(engine)
-        for kind, values in {"weight": own.weight, **own.moments}.items()
+        for kind in own.kinds
     ]
 
 

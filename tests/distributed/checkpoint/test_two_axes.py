@@ -62,9 +62,9 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
 
 def state(engine: Any) -> dict[tuple[str, str], np.ndarray]:
     return {
-        (own.name, kind): values.view(own.param.shape).numpy().copy()
+        (own.name, kind): own.get(kind).detach().view(own.param.shape).numpy().copy()
         for own in owned_slices(engine)
-        for kind, values in {"weight": own.weight.detach(), **own.moments}.items()
+        for kind in own.kinds
     }
 
 

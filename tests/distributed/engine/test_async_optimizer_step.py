@@ -32,9 +32,9 @@ def state_of(trainer: Trainer) -> dict[str, np.ndarray]:
     """Weights, moments and number of updates of this rank."""
     found = {"updates": np.array(optimizer_step(trainer.engine))}
     for own in owned_slices(trainer.engine):
-        for kind, values in {"weight": own.weight, **own.moments}.items():
+        for kind in own.kinds:
             name = f"{own.name}{shard_of(own.param).part}/{kind}/{own.slice.start}"
-            found[name] = values.detach().numpy().copy()
+            found[name] = own.get(kind).detach().numpy().copy()
     return found
 
 

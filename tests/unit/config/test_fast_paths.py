@@ -89,6 +89,34 @@ def test_what_earlier_versions_saved_about_compiling_is_read(saved, meant):
     assert RunConfig.from_dict(content).fast_paths.torch_compile == meant
 
 
+STATES = "--use-precision-aware-optimizer"
+
+
+def test_dtypes_of_states():
+    assert config("--bf16").precision.states is None
+    assert config("--bf16 --exp-avg-dtype fp32").precision.states is None
+    assert config(f"--bf16 {STATES}").precision.states == ("fp32", "fp32", "fp32")
+    flags = "--main-params-dtype bf16 --exp-avg-dtype int8 --exp-avg-sq-dtype bf16"
+    assert config(f"--bf16 {STATES} {flags}").precision.states == ("bf16", "int8", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        (f"--bf16 {STATES} --optimizer sgd", "of Adam, not of --optimizer sgd: leave it out"),
+        ("--bf16 --exp-avg-dtype bf16", "--exp-avg-dtype bf16 has an effect with --use-precision"),
+        (
+            f"--bf16 {STATES} --save a --checkpoint-format deepspeed",
+            "contradicts --checkpoint-format deepspeed: .* --save-universal",
+        ),
+        (STATES, "use --bf16 with --zero-stage 1 or 2"),
+    ],
+)
+def test_refused_dtypes_of_states(flags, words):
+    with pytest.raises(ConfigError, match=words):
+        config(flags)
+
+
 @pytest.mark.parametrize("mode", ["default", "max-autotune-no-cudagraphs"])
 @pytest.mark.parametrize("layout", ["--zero-stage 3", PP2])
 def test_compiled_without_graphs_in_every_layout(mode, layout):

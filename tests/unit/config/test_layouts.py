@@ -12,6 +12,7 @@ from megatron.config.layouts import (
     RULES,
     SCHEDULES,
     Layout,
+    StateDtypes,
     complete_schedule,
     parse_layout,
     refusal,
@@ -63,6 +64,17 @@ def cells():
             )  # fmt: skip
 
 
+def stored_states():
+    """Layouts of --use-precision-aware-optimizer, those that are refused included."""
+    for zero, precision, in_fp32, offload, pipeline in itertools.product(
+        range(4), PRECISIONS, (False, True), (None, "cpu"), (1, 2)
+    ):
+        yield Layout(
+            pipeline=pipeline, zero=zero, precision=precision, grads_in_fp32=in_fp32,
+            states=StateDtypes("bf16", exp_avg_sq="int8"), offload_optimizer=offload,
+        )  # fmt: skip
+
+
 def claim(layout):
     """What the table makes of a layout: itself, or the message of the rule that refuses it."""
     rule = refusal(layout)
@@ -75,6 +87,15 @@ def test_every_cell_is_what_a_run_does(tensor, sequence):
     assert len(chosen) == 2 * 3 * 3 * 4 * 3 * 5
     for layout in chosen:
         assert asked(layout) == claim(layout), layout
+
+
+def test_stored_states_are_what_a_run_does():
+    for layout in stored_states():
+        assert asked(layout) == claim(layout), layout
+    supported = [layout for layout in stored_states() if refusal(layout) is None]
+    assert {(a.precision, a.zero, a.grads_in_fp32, a.pipeline) for a in supported} == {
+        ("bf16", 1, False, 1), ("bf16", 1, False, 2), ("bf16", 2, False, 1), ("bf16", 2, True, 1),
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -147,6 +168,14 @@ def test_against_what_is_promised(row):
         ),
         (Layout(precision="fp16"), ["--fp16, --zero-stage 0:", "loss scale"]),
         (Layout(zero=2, offload_param="cpu"), ["offload_param.device cpu", "--zero-stage 2:"]),
+        (
+            Layout(precision="fp16", zero=1, states=StateDtypes()),
+            ["--use-precision-aware-optimizer, --fp16, --zero-stage 1:", "use --bf16"],
+        ),
+        (
+            Layout(precision="bf16", zero=1, states=StateDtypes(), grads_in_fp32=True),
+            ["--use-precision-aware-optimizer, --accumulate-allreduce-grads-in-fp32, --zero"],
+        ),
         (Layout(zero=1, offload_optimizer="nvme"), ["offload_optimizer.device nvme", "use cpu"]),
         (
             Layout(pipeline=2, schedule="dualpipev", chunks=2, micro_batches=(3,)),
@@ -162,7 +191,7 @@ def test_a_refusal_names_the_values(layout, told):
 
 def test_every_rule_refuses_something_first_and_says_it_once():
     micro = [Layout(pipeline=2, schedule=s, chunks=2, micro_batches=(3,)) for s in SCHEDULES[1:]]
-    found = {refusal(layout) for layout in (*cells(), *micro)} - {None}
+    found = {refusal(layout) for layout in (*cells(), *stored_states(), *micro)} - {None}
     assert found == set(RULES)
     for text in ("name", "reason"):
         assert len({getattr(rule, text) for rule in RULES}) == len(RULES)

@@ -140,21 +140,28 @@ def test_elementwise_near_whole_partitions():
         torch.testing.assert_close(a, b, rtol=2e-6, atol=1e-7)
 
 
-def test_a_slice_knows_its_place_in_the_group():
-    """Ranks after the first continue where the one before ends."""
-    places = []
+def test_a_slice_knows_its_elements():
+    """By the parameter that they are of, from where this rank's part of the first one begins."""
+    found = []
 
     class Spy(FusedAdam):
         def of_group(self, *arguments):
-            return lambda grad, place, stored: places.append((int(place), len(grad)))
+            def update(grad, elements, stored):
+                if elements.dim() == 0:
+                    elements = elements + torch.arange(len(grad), dtype=torch.int32)
+                found.append(elements)
 
-    wrapper, optimizer = flat_partitions(groups(torch.bfloat16)[:1])
-    wrapper.parallel_partitioned_bit16_groups = [wrapper.bit16_groups_flat * 3]
-    update = PartitionUpdate(wrapper, optimizer, 2, Float32(), Spy(BETAS, EPS), 4 * BLOCK)
+            return update
+
+    wrapper, optimizer = flat_partitions(groups(torch.bfloat16)[:1], padding=3)
+    wrapper.first_offset = [77]
+    firsts = (2**31 - 5, -1000, -2000, 12)
+    keys = dict(zip(wrapper.bit16_groups[0], firsts, strict=True))
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), Spy(BETAS, EPS), 4 * BLOCK, keys)
     set_gradients(wrapper, gradients(0, torch.bfloat16))
     update.step(None, torch.tensor(0.0))
-    at = 2 * len(wrapper.bit16_groups_flat[0])
-    for place, length in places:
-        assert place == at
-        at += length
-    assert at == 3 * len(wrapper.bit16_groups_flat[0])
+    begins = (firsts[0] + 77, *firsts[1:])
+    counts = [param.numel() for param in keys]
+    expected = [torch.arange(a, a + n) for a, n in zip(begins, counts, strict=True)]
+    expected.append(torch.zeros(3, dtype=torch.int64))
+    assert torch.equal(torch.cat(found), torch.cat(expected).to(torch.int32))

@@ -80,7 +80,7 @@ def test_update_of_flat_parts(monkeypatch, compiled):
         partition_update, "all_gather_dp_groups", lambda **all: gathered.append(all)
     )
     monkeypatch.setattr(partition_update, "LEAST", 512)
-    monkeypatch.setattr(partition_update, "_MOST_FUSED", 1024)
+    monkeypatch.setattr(partition_update, "_MOST_COPIED", 1024)
     with GPU:
         shapes = (((64, 256), (32, 256)), ((256,), (3,)))
         groups = [[parameter(Shard(s), Init()) for s in shapes_] for shapes_ in shapes]

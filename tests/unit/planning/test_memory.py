@@ -7,8 +7,8 @@ import torch
 from configs import model_config, run_config
 from gpt_forward import forward
 
-from megatron.config import ModelConfig, ParallelConfig
-from megatron.config.layouts import Layout
+from megatron.config import ModelConfig, ModelFlags, ParallelConfig
+from megatron.config.layouts import Layout, StateDtypes
 from megatron.families import build_model
 from megatron.model import cpu_kernels
 from megatron.model.norm import build_norm
@@ -251,6 +251,30 @@ def test_state_against_megatron_in_what_they_share():
     assert state_bytes(Layout(precision="fp32")).total == 16
     mixed = Layout(data=4, zero=1, precision="bf16", grads_in_fp32=True)
     assert state_bytes(mixed).total == 8 + 12 / 4  # Megatron's 6 + 12/d, and 16-bit gradients
+
+
+def test_7b_with_stored_states_fits_one_80_gb_gpu():
+    """Llama 2's shape at sequence 4096, one sample at a time, in 8 and 10 bytes a parameter."""
+    model = ModelFlags(
+        num_layers=32, hidden_size=4096, num_attention_heads=32, ffn_hidden_size=11008,
+        seq_length=4096, swiglu=True, normalization="RMSNorm", add_bias_linear=False,
+        untie_embeddings_and_output_weights=True, position_embedding_type="rope",
+        attention_dropout=0.0, hidden_dropout=0.0,
+    ).resolve().with_vocabulary(32_000, 1)  # fmt: skip
+    layout = Layout(zero=1, precision="bf16")
+    states = {
+        8.0: StateDtypes("bf16", "bf16", "bf16"),
+        8 + 2 / 64: StateDtypes("fp32", "int8", "int8"),
+        10.0: StateDtypes("fp32", "bf16", "bf16"),
+    }
+    totals = []
+    for size, dtypes in states.items():
+        stored = dataclasses.replace(layout, states=dtypes)
+        assert state_bytes(stored).total == size
+        totals.append(peak_memory(model, stored, 1, 1).total)
+    assert max(totals[:2]) < 80e9 < peak_memory(model, layout, 1, 1).total
+    full = dataclasses.replace(layout, states=states[10.0], recompute="uniform")
+    assert peak_memory(model, full, 1, 1).total < 80e9
 
 
 def test_memory_falls_with_every_stage(small):
