@@ -159,7 +159,7 @@ def matrices(found: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def test_any_format_loads_any(pool, tmp_path):
-    """Values arrive as exactly as the other format has them, and training goes on."""
+    """Values arrive as exactly as the other format has them, and training continues."""
     expected = {}
     for name, flags in FORMATS.items():
         save = ["--save", str(tmp_path / name), "--save-interval", "3", "--exit-interval", "3"]

@@ -162,7 +162,7 @@ def test_rounded_to_nearest_second_moments_never_fall():
     assert random.mean().item() == pytest.approx(0.999**2000, rel=0.01)
 
 
-def test_rounding_keeps_what_is_no_number():
+def test_rounding_keeps_infinities_and_nan():
     special = torch.tensor([math.inf, -math.inf, math.nan])
     # As CUDA writes it.
     special[2:] = torch.tensor([0x7FFFFFFF], dtype=torch.int32).view(torch.float32)
