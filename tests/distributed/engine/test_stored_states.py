@@ -34,7 +34,7 @@ FORMATS = {
     "C": [PRECISION_AWARE, "--exp-avg-dtype", "int8", "--exp-avg-sq-dtype", "int8"],
 }
 NO_DROPOUT = ["--hidden-dropout", "0", "--attention-dropout", "0"]
-STORED = ["A", "B", "C"]
+SAMPLE = [pytest.param(name, marks=() if name == "B" else pytest.mark.proof) for name in "ABC"]
 
 
 def run(argv: list[str]) -> dict[str, Any]:
@@ -76,7 +76,9 @@ def check_same(found: dict[str, np.ndarray], expected: dict[str, np.ndarray]) ->
 @pytest.mark.parametrize(
     ("size", "stage", "name"),
     [
-        (1, 1, "A"), (1, 1, "B"), (1, 1, "C"), (2, 2, "B"), (2, 1, "C"),
+        (1, 1, "A"), (2, 2, "B"), (2, 1, "C"),
+        pytest.param(1, 1, "B", marks=pytest.mark.proof),
+        pytest.param(1, 1, "C", marks=pytest.mark.proof),
         pytest.param(2, 2, "C", marks=pytest.mark.proof),
         pytest.param(1, 1, "exact", marks=pytest.mark.proof),
     ],
@@ -106,7 +108,7 @@ def test_exact_main_weights_with_float32_moments_are_those_of_float32_states(poo
         assert near.mean() > 0.98, name
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_model_computes_with_the_main_weights(pool, name):
     found = pool.run(1, run, [*FLAGS, "3", "--zero-stage", "1", *FORMATS[name]])[0]
     for key, values in found["states"].items():
@@ -125,7 +127,7 @@ LAYOUTS = [
 ]
 
 
-@pytest.mark.parametrize("name", STORED)
+@pytest.mark.parametrize("name", SAMPLE)
 def test_layouts_agree(pool, name):
     """To rounding in 16 bits; copies of a parameter on several ranks stay equal bit for bit."""
     flags = [*FLAGS, "3", *FORMATS[name], *NO_DROPOUT, "--lr", "1e-3"]
