@@ -10,12 +10,12 @@ from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, trainer
 from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine import partition_update
-from megatron.engine.adam_update import ElementwiseAdam
-from megatron.engine.partition_update import PartitionUpdate
-from megatron.engine.random_bits import more_bits, random_bits
 from megatron.engine.state import owned_slices
-from megatron.engine.stored_states import StoredStates
+from megatron.engine.update import partition_update
+from megatron.engine.update.adam import ElementwiseAdam
+from megatron.engine.update.partition_update import PartitionUpdate
+from megatron.engine.update.random_bits import more_bits, random_bits
+from megatron.engine.update.stored_states import StoredStates
 from megatron.parallel.compiler import missing_compiler
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))

@@ -9,9 +9,9 @@ import torch
 from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, trainer
 from torch import Tensor, nn
 
-from megatron.engine import partition_update
-from megatron.engine.adam_update import ElementwiseAdam, Float32, FusedAdam
-from megatron.engine.partition_update import PartitionUpdate
+from megatron.engine.update import partition_update
+from megatron.engine.update.adam import ElementwiseAdam, Float32States, FusedAdam
+from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.parallel.compiler import missing_compiler
 
 sys.path.append(str(Path(__file__).parents[1] / "unit"))
@@ -36,7 +36,7 @@ def kernel(name: str) -> ElementwiseAdam | FusedAdam:
         return FusedAdam(BETAS, EPS)
     if name == "compiled" and missing_compiler(DEVICE.type):
         pytest.skip(str(missing_compiler(DEVICE.type)))
-    return ElementwiseAdam(Float32(), BETAS, EPS, compiled=name == "compiled")
+    return ElementwiseAdam(Float32States(), BETAS, EPS, compiled=name == "compiled")
 
 
 def expected(steps: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -58,7 +58,7 @@ def test_against_float64_and_without_waiting(name):
     wrapper, optimizer = flat_partitions([[nn.Parameter(x) for x in group] for group in on_device])
     for group in optimizer.param_groups:
         group.update(lr=1e-2, weight_decay=0.1)
-    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), kernel(name), MOST)
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32States(), kernel(name), MOST)
     factor, good, bad = (torch.tensor(x, device=DEVICE) for x in (0.5, 0.0, 1.0))
     for step, number in enumerate((0, 1, None, 2)):
         grads = [
@@ -96,7 +96,7 @@ def test_one_graph_for_all_slices(monkeypatch):
     adam = kernel("compiled")
     on_device = [[each.to(DEVICE) for each in group] for group in drawn(0, torch.bfloat16)]
     wrapper, optimizer = flat_partitions([[nn.Parameter(x) for x in group] for group in on_device])
-    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), adam, 1 << 16)
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32States(), adam, 1 << 16)
     for step in range(3):
         grads = [[x.to(DEVICE) for x in group] for group in drawn(step, torch.bfloat16)]
         set_gradients(wrapper, grads)
@@ -112,7 +112,7 @@ def test_no_copy_of_the_gradients(name):
     size = 1 << 24
     params = [nn.Parameter(torch.zeros(size, device=DEVICE, dtype=torch.bfloat16)) for _ in "abcd"]
     wrapper, optimizer = flat_partitions([params])
-    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), kernel(name), size // 4)
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32States(), kernel(name), size // 4)
     held = torch.zeros((), device=DEVICE)
     for step in range(2):
         set_gradients(wrapper, [[torch.ones_like(param) for param in params]])

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine.random_bits import key_of, more_bits, random_bits, wrapped
-from megatron.engine.state_formats import (
+from megatron.engine.update.random_bits import key_of, more_bits, random_bits, wrapped
+from megatron.engine.update.state_formats import (
     BLOCK,
     BFloat16,
     Blockwise,
-    Float32,
     Remainder,
     Rounded,
     state_formats,
@@ -21,7 +20,7 @@ from megatron.parallel.shard import Cut, Shard
 
 COUNT = 1 << 18
 MOMENTS = {
-    "fp32": Float32(),
+    "fp32": Float32States(),
     "bf16": BFloat16(),
     "signed int8": Blockwise(signed=True),
     "unsigned int8": Blockwise(signed=False),

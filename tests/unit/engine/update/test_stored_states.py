@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine import partition_update
-from megatron.engine.adam_update import BLOCK, Decoded, ElementwiseAdam, Float32
-from megatron.engine.partition_update import PartitionUpdate
-from megatron.engine.stored_states import StoredPartition, StoredStates
+from megatron.engine.update import partition_update
+from megatron.engine.update.adam import BLOCK, Decoded, ElementwiseAdam, Float32States
+from megatron.engine.update.partition_update import PartitionUpdate
+from megatron.engine.update.stored_states import StoredPartition, StoredStates
 from megatron.parallel.compiler import missing_compiler
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -167,7 +167,7 @@ def test_one_update_against_float32_states(name):
     stored = state_of(form, main, first, second)
     before = decoded(form, stored)
     wide = (before.weight.bfloat16(), *(each.clone() for each in before))
-    update(ElementwiseAdam(Float32(), BETAS, EPS, compiled=False), grad, wide)
+    update(ElementwiseAdam(Float32States(), BETAS, EPS, compiled=False), grad, wide)
     update(ElementwiseAdam(form, BETAS, EPS, compiled=False), grad, stored)
     after = decoded(form, stored)
     dtypes = DTYPES[name]
