@@ -151,7 +151,10 @@ class RecomputedLayers(LayerSequence):
 
 def _from_zero(block: Step, state: LayerState) -> LayerState:
     # The first of several blocks is then compiled as the others are, whose input has a gradient.
-    zeros = torch.zeros_like(state.hidden, requires_grad=state.hidden.requires_grad)
+    hidden, device = state.hidden, state.hidden.device.type
+    autocast = torch.is_autocast_enabled(device)
+    dtype = torch.get_autocast_dtype(device) if autocast else hidden.dtype
+    zeros = torch.zeros_like(hidden, dtype=dtype, requires_grad=hidden.requires_grad)
     return block(state._replace(pending=zeros))
 
 
