@@ -1,11 +1,10 @@
 """The update of ZeRO 1 and 2 on a GPU: as torch generates it, and without a compiler."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
 from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, trainer
 from torch import Tensor, nn
 
@@ -13,9 +12,6 @@ from megatron.engine.update import partition_update
 from megatron.engine.update.adam import ElementwiseAdam, Float32States, FusedAdam
 from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.parallel.compiler import missing_compiler
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
 
 BETAS, EPS, MOST = (0.9, 0.95), 1e-8, 1 << 18
 SHAPES = (((512, 512), (300, 7), (768, 256), (5,)), ((512,), (512,), (3,)))

@@ -183,8 +183,8 @@ class ElementwiseAdam:
 
 
 class FusedAdam:
-    """Updates slices in :class:`Float32States` by torch's fused AdamW, for CPUs, and where there is no
-    compiler."""
+    """Updates slices in :class:`Float32States` by torch's fused AdamW, for CPUs, and where there is
+    no compiler."""
 
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self._betas, self._eps = betas, eps

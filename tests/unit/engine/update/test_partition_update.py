@@ -1,18 +1,13 @@
 """A rank's partition cut into slices, and its update against torch's AdamW on whole partitions."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
 from torch import Tensor, nn
 
 from megatron.engine.update import partition_update
 from megatron.engine.update.adam import BLOCK, ElementwiseAdam, Float32States, FusedAdam
 from megatron.engine.update.partition_update import Part, PartitionUpdate, cut
-
-sys.path.append(str(Path(__file__).parents[1]))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 

@@ -20,7 +20,7 @@ from megatron.parallel.shard import Cut, Shard
 
 COUNT = 1 << 18
 MOMENTS = {
-    "fp32": Float32States(),
+    "fp32": Float32(),
     "bf16": BFloat16(),
     "signed int8": Blockwise(signed=True),
     "unsigned int8": Blockwise(signed=False),

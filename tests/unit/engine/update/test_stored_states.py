@@ -2,12 +2,11 @@
 the bytes that they move."""
 
 import re
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
 from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
@@ -16,9 +15,6 @@ from megatron.engine.update.adam import BLOCK, Decoded, ElementwiseAdam, Float32
 from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.engine.update.stored_states import StoredPartition, StoredStates
 from megatron.parallel.compiler import missing_compiler
-
-sys.path.append(str(Path(__file__).parents[1]))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 DTYPES = {

@@ -2,10 +2,11 @@
 on the CPU, and the host neither reads a number nor sends one."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
+from one_device import GPU, OneDevice
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
@@ -18,10 +19,6 @@ from megatron.engine.update.optimizer import build_optimizer
 from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, Shard, parameter
-
-sys.path.append(str(Path(__file__).parents[1]))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
-from one_device import GPU, OneDevice  # noqa: E402
 
 
 @pytest.fixture
