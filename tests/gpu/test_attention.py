@@ -3,13 +3,11 @@
 On the CPU FlexAttention has no gradient of generated code and runs operator by operator.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 from gpt_forward import forward
 from gpu_runs import CPU, DEVICE, ON_GPU, needs_gpu, no_waiting
+from small_gpts import KINDS, VOCAB, small_config, small_gpt
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention import SDPBackend, flex_attention
@@ -24,9 +22,6 @@ from megatron.model.attention_masks import AttentionMasks, AttentionScoring, ali
 from megatron.model.layer_list import initialise
 from megatron.model.torch_kernels import describe_attention
 from megatron.parallel.cross_entropy import Targets
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from small_gpts import KINDS, VOCAB, small_config, small_gpt  # noqa: E402
 
 BATCH, HEADS, KV_HEADS = 2, 4, 2
 BACKENDS = ("sdpa", "cudnn", "flash2", "flash3", "flash4")

@@ -2,13 +2,12 @@
 
 import contextlib
 import importlib.util
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from gpt_forward import forward
 from gpu_runs import CPU, DEVICE, ON_GPU, needs_gpu, no_waiting
+from small_gpts import BATCH, KINDS, LENGTH, VOCAB, small_gpt
 from torch import Tensor
 
 from megatron.config import OptimizerConfig
@@ -21,9 +20,6 @@ from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entr
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.tensor_parallel import TensorParallel
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from small_gpts import BATCH, KINDS, LENGTH, VOCAB, small_gpt  # noqa: E402
 
 pytestmark = pytest.mark.also_on_cpu
 # torch's memory-efficient attention may multiply float32 by TF32 inside.

@@ -203,7 +203,7 @@ def test_casts_of_layers_that_are_not_compiled_whole():
     e4m3, e5m2 = torch.float8_e4m3fn, torch.float8_e5m2
     kinds = [(e4m3, True, True), (e4m3, True, False), (e5m2, True, True)]
     for scaling in ("tensor", "row", "block"):
-        for shape in ((128, 256), (256, 384), (384, 128)):
+        for shape in ((256, 384), (384, 512), (512, 256)):  # a single block has a graph of its own
             x = torch.randn(*shape, generator=generator).bfloat16()
             for dtype, rows, columns in kinds:
                 found, expected = (

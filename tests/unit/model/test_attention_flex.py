@@ -4,11 +4,9 @@ plain products, and what it is chosen for.
 For a CPU torch generates code of the forward pass only; here its gradient runs by operators.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from small_gpts import KINDS, LENGTH, small_config
 from torch import Tensor
 from torch.nn.attention import flex_attention
 
@@ -18,9 +16,6 @@ from megatron.model import attention_flex
 from megatron.model.attention_backends import eager, sdpa
 from megatron.model.attention_flex import BLOCK, block_mask, flex_windows, why_not_flex
 from megatron.model.attention_masks import AttentionMasks, AttentionScoring, alibi_slopes
-
-sys.path.append(str(Path(__file__).parents[1]))
-from small_gpts import KINDS, LENGTH, small_config  # noqa: E402
 
 CPU = torch.device("cpu")
 HEADS, WIDTH = 4, 16

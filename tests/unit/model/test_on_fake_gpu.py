@@ -10,12 +10,13 @@ import dataclasses
 import importlib.machinery
 import sys
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from gpt_forward import forward
+from one_device import GPU, OneDevice
+from small_gpts import BATCH, BIASED, KINDS, LENGTH, LLAMA, PADDED, small_config, small_gpt
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -30,10 +31,6 @@ from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.float8 import NOTHING_KEPT, Float8, Kept
 from megatron.parallel.layers import VocabParallelEmbedding, linear
-
-sys.path.append(str(Path(__file__).parents[1]))
-from one_device import GPU, OneDevice  # noqa: E402
-from small_gpts import BATCH, BIASED, KINDS, LENGTH, LLAMA, PADDED, small_config, small_gpt  # noqa: E402
 
 KINDS = KINDS | {"dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
 

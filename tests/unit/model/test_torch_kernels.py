@@ -1,13 +1,12 @@
 """Which kernel of torch is asked for, and the line about it, on machines that are not here."""
 
 import importlib.util
-import sys
 import types
 import warnings
-from pathlib import Path
 
 import pytest
 import torch
+from small_gpts import KINDS, small_config
 from torch.nn import attention
 from torch.nn.attention import SDPBackend
 
@@ -23,9 +22,6 @@ from megatron.model.torch_kernels import (
     kernel_order,
     version_of_flash,
 )
-
-sys.path.append(str(Path(__file__).parents[1]))
-from small_gpts import KINDS, small_config  # noqa: E402
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda", 0)
 HOPPER, BLACKWELL, AMPERE, NO_GPU = (9, 0), (10, 0), (8, 0), (0, 0)

@@ -11,6 +11,7 @@ from megatron.engine.update.state_formats import (
     BLOCK,
     BFloat16,
     Blockwise,
+    Float32,
     Remainder,
     Rounded,
     state_formats,
