@@ -56,7 +56,7 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     built = build_optimizer(names, optimizer)
     return SimpleNamespace(
         stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
-        optimizer_wrapper=built,
+        optimizer_wrapper=built, stored_states=None,
     )  # fmt: skip
 
 
