@@ -25,9 +25,9 @@ from torch import Tensor
 
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.engine import build
-from megatron.engine.adam_update import Decoded
 from megatron.engine.environment import distributed
-from megatron.engine.stored_states import StoredStates
+from megatron.engine.update.adam import Decoded
+from megatron.engine.update.stored_states import StoredStates
 from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.run import parse_run
 

@@ -9,7 +9,6 @@ import torch
 from torch import nn
 
 from megatron.config import ConfigError, RunConfig
-from megatron.engine.async_optimizer_step import can_defer
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
 from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.deepspeed_json import Json, for_engine, stage_of
@@ -24,9 +23,10 @@ from megatron.engine.deepspeed_patches import (
     take_out,
 )
 from megatron.engine.float8 import Float8State
-from megatron.engine.optimizer import build_optimizer
-from megatron.engine.stored_states import StoredStates
 from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.async_step import can_defer
+from megatron.engine.update.optimizer import build_optimizer
+from megatron.engine.update.stored_states import StoredStates
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec

@@ -83,7 +83,7 @@ NO_COMPILER = Replacement(
     # to torch.compile, whose import takes as much CPU time as that of torch.
     "keeping torch's compiler out when DeepSpeed's Muon is imported",
     "runs start more slowly",
-    "tests/unit/engine/test_optimizer.py::test_a_run_imports_nothing_heavy",
+    "tests/unit/engine/update/test_optimizer.py::test_a_run_imports_nothing_heavy",
     lambda: (
         _has(compiler, "compile", "dummy_decorator")
         and importlib.util.find_spec(_MUON) is not None

@@ -28,10 +28,10 @@ from megatron.checkpoint.manifest import CONFIG, STATE
 from megatron.checkpoint.source import open_checkpoint, save_copy
 from megatron.checkpoint.writer import SliceWriter, finish_checkpoint
 from megatron.engine.deepspeed_json import Json
-from megatron.engine.gradient_norm import owned
 from megatron.engine.state import OwnedSlice, loss_scaler_state, optimizer_step, owned_slices
-from megatron.engine.stored_states import StoredStates
 from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.gradient_norm import owned
+from megatron.engine.update.stored_states import StoredStates
 from megatron.parallel.mesh import AXES, MODEL, Group, first_reason
 from megatron.parallel.random import random_state
 from megatron.parallel.shard import shard_of

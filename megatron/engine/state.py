@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.slices import Slice
 from megatron.engine.deepspeed_patches import partition_range, set_partition
-from megatron.engine.stored_states import StoredPartition
 from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.stored_states import StoredPartition
 from megatron.parallel.shard import shard_of
 
 MOMENTS = {"adam": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}

@@ -12,14 +12,14 @@ from torch import Tensor, nn
 from torch.profiler import record_function
 
 from megatron.config import RunConfig
-from megatron.engine.async_optimizer_step import AsyncOptimizerStep
 from megatron.engine.backend import Backend
 from megatron.engine.deepspeed_patches import defer_scale_growth
 from megatron.engine.float8 import Float8State
-from megatron.engine.gradient_norm import clipping_factor, gradient_norm
-from megatron.engine.optimizer import set_rates
-from megatron.engine.random_bits import key_of
-from megatron.engine.stored_states import StoredStates
+from megatron.engine.update.async_step import AsyncOptimizerStep
+from megatron.engine.update.gradient_norm import clipping_factor, gradient_norm
+from megatron.engine.update.optimizer import set_rates
+from megatron.engine.update.random_bits import key_of
+from megatron.engine.update.stored_states import StoredStates
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
 from megatron.parallel.mesh import Mesh

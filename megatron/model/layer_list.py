@@ -17,6 +17,7 @@ from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed, generator, seed_devices
 from megatron.parallel.shard import init_of, shard_of
+from megatron.parallel.tensor_parallel import autocast_dtype
 
 
 class LayerCache(Protocol):
@@ -151,7 +152,8 @@ class RecomputedLayers(LayerSequence):
 
 def _from_zero(block: Step, state: LayerState) -> LayerState:
     # The first of several blocks is then compiled as the others are, whose input has a gradient.
-    zeros = torch.zeros_like(state.hidden, requires_grad=state.hidden.requires_grad)
+    x = state.hidden
+    zeros = torch.zeros_like(x, dtype=autocast_dtype(x), requires_grad=x.requires_grad)
     return block(state._replace(pending=zeros))
 
 

@@ -25,9 +25,9 @@ from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_json import complete
 from megatron.engine.deepspeed_patches import average_by
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.gradient_norm import average_gradients, gradient_norm, owned
 from megatron.engine.state import owned_slices
 from megatron.engine.train_engine import TrainEngine
+from megatron.engine.update.gradient_norm import average_gradients, gradient_norm, owned
 from megatron.families import spec_of
 from megatron.model.layer_list import LayerSequence, LayerSpec, LayerState, initialise
 from megatron.model.spec import ModelSpec

@@ -14,8 +14,8 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from training_jobs import TINY
 
 from megatron.config.layouts import Layout, parse_layout
-from megatron.engine import partition_update
 from megatron.engine.environment import distributed
+from megatron.engine.update import partition_update
 from megatron.planning.memory import bucket_bytes, state_bytes
 from megatron.planning.parameters import rank_shares
 from megatron.training.run import build_trainer, parse_run

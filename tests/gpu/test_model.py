@@ -13,9 +13,9 @@ from torch import Tensor
 
 from megatron.config import OptimizerConfig
 from megatron.config.engine import FastPathsConfig
-from megatron.engine.async_optimizer_step import AsyncOptimizerStep
 from megatron.engine.compilation import compile_blocks
-from megatron.engine.optimizer import build_optimizer
+from megatron.engine.update.async_step import AsyncOptimizerStep
+from megatron.engine.update.optimizer import build_optimizer
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
 from megatron.parallel.float8 import FIRST_CAPABILITY, Float8

@@ -1,25 +1,20 @@
 """Stored optimizer states on a GPU: the same numbers as on the CPU, no float32 copies, bitwise
 resumes."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
 from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, trainer
 from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine import partition_update
-from megatron.engine.adam_update import ElementwiseAdam
-from megatron.engine.partition_update import PartitionUpdate
-from megatron.engine.random_bits import more_bits, random_bits
 from megatron.engine.state import owned_slices
-from megatron.engine.stored_states import StoredStates
+from megatron.engine.update import partition_update
+from megatron.engine.update.adam import ElementwiseAdam
+from megatron.engine.update.partition_update import PartitionUpdate
+from megatron.engine.update.random_bits import more_bits, random_bits
+from megatron.engine.update.stored_states import StoredStates
 from megatron.parallel.compiler import missing_compiler
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 SHAPES = (((512, 512), (300, 7), (768, 256), (5,)), ((512,), (512,), (3,)))

@@ -1,21 +1,17 @@
 """The update of ZeRO 1 and 2 on a GPU: as torch generates it, and without a compiler."""
 
-import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
 from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, trainer
 from torch import Tensor, nn
 
-from megatron.engine import partition_update
-from megatron.engine.adam_update import ElementwiseAdam, Float32, FusedAdam
-from megatron.engine.partition_update import PartitionUpdate
+from megatron.engine.update import partition_update
+from megatron.engine.update.adam import ElementwiseAdam, Float32States, FusedAdam
+from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.parallel.compiler import missing_compiler
-
-sys.path.append(str(Path(__file__).parents[1] / "unit"))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
 
 BETAS, EPS, MOST = (0.9, 0.95), 1e-8, 1 << 18
 SHAPES = (((512, 512), (300, 7), (768, 256), (5,)), ((512,), (512,), (3,)))
@@ -36,7 +32,7 @@ def kernel(name: str) -> ElementwiseAdam | FusedAdam:
         return FusedAdam(BETAS, EPS)
     if name == "compiled" and missing_compiler(DEVICE.type):
         pytest.skip(str(missing_compiler(DEVICE.type)))
-    return ElementwiseAdam(Float32(), BETAS, EPS, compiled=name == "compiled")
+    return ElementwiseAdam(Float32States(), BETAS, EPS, compiled=name == "compiled")
 
 
 def expected(steps: int) -> tuple[list[Tensor], list[Tensor]]:
@@ -58,7 +54,7 @@ def test_against_float64_and_without_waiting(name):
     wrapper, optimizer = flat_partitions([[nn.Parameter(x) for x in group] for group in on_device])
     for group in optimizer.param_groups:
         group.update(lr=1e-2, weight_decay=0.1)
-    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), kernel(name), MOST)
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32States(), kernel(name), MOST)
     factor, good, bad = (torch.tensor(x, device=DEVICE) for x in (0.5, 0.0, 1.0))
     for step, number in enumerate((0, 1, None, 2)):
         grads = [
@@ -96,7 +92,7 @@ def test_one_graph_for_all_slices(monkeypatch):
     adam = kernel("compiled")
     on_device = [[each.to(DEVICE) for each in group] for group in drawn(0, torch.bfloat16)]
     wrapper, optimizer = flat_partitions([[nn.Parameter(x) for x in group] for group in on_device])
-    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), adam, 1 << 16)
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32States(), adam, 1 << 16)
     for step in range(3):
         grads = [[x.to(DEVICE) for x in group] for group in drawn(step, torch.bfloat16)]
         set_gradients(wrapper, grads)
@@ -112,7 +108,7 @@ def test_no_copy_of_the_gradients(name):
     size = 1 << 24
     params = [nn.Parameter(torch.zeros(size, device=DEVICE, dtype=torch.bfloat16)) for _ in "abcd"]
     wrapper, optimizer = flat_partitions([params])
-    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), kernel(name), size // 4)
+    update = PartitionUpdate(wrapper, optimizer, 0, Float32States(), kernel(name), size // 4)
     held = torch.zeros((), device=DEVICE)
     for step in range(2):
         set_gradients(wrapper, [[torch.ones_like(param) for param in params]])

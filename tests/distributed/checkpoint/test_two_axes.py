@@ -13,12 +13,12 @@ from configs import model_config, run_config
 
 from megatron.checkpoint.source import locate_checkpoint, open_checkpoint
 from megatron.config import CheckpointConfig, OptimizerConfig
-from megatron.engine.async_optimizer_step import AsyncOptimizerStep
-from megatron.engine.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.loading import load_checkpoint
-from megatron.engine.optimizer import build_optimizer
 from megatron.engine.saving import CheckpointWriter
 from megatron.engine.state import owned_slices
+from megatron.engine.update.async_step import AsyncOptimizerStep
+from megatron.engine.update.gradient_norm import average_gradients, gradient_norm
+from megatron.engine.update.optimizer import build_optimizer
 from megatron.model.layer_list import initialise
 from megatron.parallel.mesh import AXES, build_mesh, coordinates_of
 from megatron.parallel.random import generator
@@ -56,7 +56,7 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     built = build_optimizer(names, optimizer)
     return SimpleNamespace(
         stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
-        optimizer_wrapper=built, stored_states=None,
+        optimizer_wrapper=built, stored_states=None, float8=SimpleNamespace(history=None),
     )  # fmt: skip
 
 

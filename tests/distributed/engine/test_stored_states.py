@@ -16,7 +16,7 @@ from megatron.config.layouts import parse_layout
 from megatron.engine import deepspeed_patches
 from megatron.engine.environment import distributed
 from megatron.engine.state import holders, owned_slices
-from megatron.engine.state_formats import Remainder
+from megatron.engine.update.state_formats import Remainder
 from megatron.parallel.shard import shard_of
 from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.planning.memory import state_bytes

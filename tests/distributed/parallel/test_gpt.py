@@ -14,7 +14,7 @@ from pool import tensor_group
 from torch import Tensor
 
 from megatron.config import ParallelConfig
-from megatron.engine.gradient_norm import gradient_norm
+from megatron.engine.update.gradient_norm import gradient_norm
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.parallel.cross_entropy import Targets

@@ -229,7 +229,9 @@ def test_blocks_leave_their_last_sum_to_the_next():
     for observed, outputs in zip((eager, stack), seen, strict=True):
         for block in observed.blocks():
             assert block.hands_on == (observed is stack)
-        observed.sequence.observe(lambda _, state, outputs=outputs: outputs.append(state.hidden))
+        observed.sequence.observe(
+            lambda _, state, outputs=outputs: outputs.append(state.hidden.detach())
+        )
         outcome(observed)
     assert len(seen[0]) == len(seen[1]) > BLOCKS
     assert_near(seen[1], seen[0], 4e-6)

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from megatron.config import OptimizerConfig
-from megatron.engine.optimizer import build_optimizer
+from megatron.engine.update.optimizer import build_optimizer
 from megatron.parallel.shard import Shard
 
-ROOT = Path(__file__).parents[3]
+ROOT = Path(__file__).parents[4]
 
 HEAVY = (
     "torch._dynamo",

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine.adam_update import BLOCK
+from megatron.engine.update.adam import BLOCK
 
 _HALF, _NAN = 0x8000, 0x7FC00000
 _ONE = 0x3F800000

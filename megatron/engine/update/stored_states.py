@@ -2,7 +2,7 @@
 
 The tensor that the optimizer updates is the rank's partition of the model's own bf16 weights; what
 is stored beside it is in ``optimizer.state`` under it. A state is one or two tensors, with a number
-per element or per :data:`~megatron.engine.adam_update.BLOCK` elements of the partition.
+per element or per :data:`~megatron.engine.update.adam.BLOCK` elements of the partition.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine.adam_update import BLOCK, Arranged, Decoded
-from megatron.engine.random_bits import more_bits, random_bits
-from megatron.engine.state_formats import state_formats
+from megatron.engine.update.adam import BLOCK, Arranged, Decoded
+from megatron.engine.update.random_bits import more_bits, random_bits
+from megatron.engine.update.state_formats import state_formats
 
 _NAMES = {
     "weight": ("remainder",),
@@ -27,7 +27,7 @@ _NAMES = {
 
 
 class StoredStates:
-    """A :class:`~megatron.engine.adam_update.StateFormat` of fewer than 32 bits."""
+    """A :class:`~megatron.engine.update.adam.StateFormat` of fewer than 32 bits."""
 
     def __init__(self, dtypes: StateDtypes) -> None:
         self._main, *moments = state_formats(dtypes)

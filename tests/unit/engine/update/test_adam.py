@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from megatron.engine.adam_update import ElementwiseAdam, Float32, FusedAdam
+from megatron.engine.update.adam import ElementwiseAdam, Float32States, FusedAdam
 from megatron.parallel.compiler import missing_compiler
 
 BETAS, EPS = (0.9, 0.95), 1e-8
@@ -37,7 +37,7 @@ def compiled():
 
     counter = torch._dynamo.testing.CompileCounterWithBackend("inductor")
     compile_with = partial(torch.compile, backend=counter)
-    adam = ElementwiseAdam(Float32(), BETAS, EPS, compiled=True)
+    adam = ElementwiseAdam(Float32States(), BETAS, EPS, compiled=True)
     with config.patch("fx_graph_cache", False), mock.patch.object(torch, "compile", compile_with):
         _, (code,) = run_and_get_code(updated, adam, 4096)
         yield Compiled(adam, code, lambda: counter.frame_count)
@@ -105,7 +105,9 @@ def assert_near(found: tuple[Tensor, ...], length: int) -> None:
 
 @pytest.mark.parametrize("length", [2, 300, 4096])
 def test_operations_against_torch(length):
-    assert_near(updated(ElementwiseAdam(Float32(), BETAS, EPS, compiled=False), length), length)
+    assert_near(
+        updated(ElementwiseAdam(Float32States(), BETAS, EPS, compiled=False), length), length
+    )
     assert_near(updated(FusedAdam(BETAS, EPS), length), length)
 
 
@@ -119,7 +121,11 @@ def test_compiled_against_torch(compiled):
 
 @pytest.mark.parametrize("bad", [0, 2])
 def test_what_is_not_finite_changes_nothing(compiled, bad):
-    kernels = (compiled.adam, ElementwiseAdam(Float32(), BETAS, EPS, False), FusedAdam(BETAS, EPS))
+    kernels = (
+        compiled.adam,
+        ElementwiseAdam(Float32States(), BETAS, EPS, False),
+        FusedAdam(BETAS, EPS),
+    )
     for adam in kernels:
         updated(adam, 600, bad=bad)
 
@@ -141,7 +147,7 @@ def test_what_random_bits_depend_on():
     """Formats that round at random get the elements, and the number of the update."""
     found = []
 
-    class Spy(Float32):
+    class Spy(Float32States):
         def encode(self, stored, new, held, elements, step):
             found.append((int(step), int(elements)))
 

@@ -19,11 +19,16 @@ from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from torch import Tensor, nn
 
 from megatron.config import RunConfig
-from megatron.engine.adam_update import Float32, StateFormat
 from megatron.engine.deepspeed_json import Json, offloads, stage_of
 from megatron.engine.deepspeed_patches import queues, take_clipping_over, take_step_over
-from megatron.engine.gradient_norm import clipping_factor, gradient_norm, norm_of_groups, owned
-from megatron.engine.partition_update import partition_update
+from megatron.engine.update.adam import Float32States, StateFormat
+from megatron.engine.update.gradient_norm import (
+    clipping_factor,
+    gradient_norm,
+    norm_of_groups,
+    owned,
+)
+from megatron.engine.update.partition_update import partition_update
 from megatron.parallel.mesh import MODEL, SHARDED, Mesh
 
 
@@ -45,7 +50,7 @@ class AsyncOptimizerStep:
         hold: after a step with gradients that are not finite, change no weight any more: when the
             trainer learns of that step, the weights are still those before it.
         form: how ZeRO 1 and 2 store main weights and moments; None for float32.
-        keys: see :class:`~megatron.engine.partition_update.PartitionUpdate`.
+        keys: see :class:`~megatron.engine.update.partition_update.PartitionUpdate`.
 
     Attributes:
         norm: of the last step, before clipping; infinite when not finite. A scalar on the device.
@@ -85,7 +90,7 @@ class AsyncOptimizerStep:
         else:
             self._measure = self._partitioned_norm
             self._update = partition_update(
-                wrapper, optimizer, mesh.data.rank, device, form or Float32(), keys or {}
+                wrapper, optimizer, mesh.data.rank, device, form or Float32States(), keys or {}
             )
             take_step_over(wrapper, self._step_partitioned)
 

@@ -65,7 +65,7 @@ class StateFormat(Protocol):
         only that of the first, if the others follow), ``step`` is the number of the update."""
 
 
-class Float32:
+class Float32States:
     """Main weights and moments in float32, the model's weights a rounded copy."""
 
     def create(self, main: Tensor) -> dict[str, Tensor]:
@@ -183,8 +183,8 @@ class ElementwiseAdam:
 
 
 class FusedAdam:
-    """Updates slices in :class:`Float32` by torch's fused AdamW, for CPUs, and where there is no
-    compiler."""
+    """Updates slices in :class:`Float32States` by torch's fused AdamW, for CPUs, and where there is
+    no compiler."""
 
     def __init__(self, betas: tuple[float, float], eps: float) -> None:
         self._betas, self._eps = betas, eps

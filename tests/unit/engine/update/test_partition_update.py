@@ -1,18 +1,13 @@
 """A rank's partition cut into slices, and its update against torch's AdamW on whole partitions."""
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
 from torch import Tensor, nn
 
-from megatron.engine import partition_update
-from megatron.engine.adam_update import BLOCK, ElementwiseAdam, Float32, FusedAdam
-from megatron.engine.partition_update import Part, PartitionUpdate, cut
-
-sys.path.append(str(Path(__file__).parents[1]))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
+from megatron.engine.update import partition_update
+from megatron.engine.update.adam import BLOCK, ElementwiseAdam, Float32States, FusedAdam
+from megatron.engine.update.partition_update import Part, PartitionUpdate, cut
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 
@@ -112,7 +107,7 @@ def whole_step(wrapper, optimizer, grads, factor: Tensor, held: Tensor) -> None:
 def test_fused_bitwise_as_whole_partitions(most, dtype):
     """The third step has gradients that are not finite."""
     found, expected = (flat_partitions(groups(dtype), padding=600) for _ in range(2))
-    update = PartitionUpdate(*found, 0, Float32(), FusedAdam(BETAS, EPS), most)
+    update = PartitionUpdate(*found, 0, Float32States(), FusedAdam(BETAS, EPS), most)
     for step in range(4):
         bad = step == 2
         factor = torch.tensor(float("nan") if bad else 0.3 + step / 7)
@@ -129,8 +124,8 @@ def test_fused_bitwise_as_whole_partitions(most, dtype):
 
 def test_elementwise_near_whole_partitions():
     found, expected = (flat_partitions(groups(torch.bfloat16), padding=3) for _ in range(2))
-    kernel = ElementwiseAdam(Float32(), BETAS, EPS, compiled=False)
-    update = PartitionUpdate(*found, 0, Float32(), kernel, 1 << 20)
+    kernel = ElementwiseAdam(Float32States(), BETAS, EPS, compiled=False)
+    update = PartitionUpdate(*found, 0, Float32States(), kernel, 1 << 20)
     for step in range(3):
         set_gradients(found[0], gradients(step, torch.bfloat16))
         factor, held = torch.tensor(0.7), torch.tensor(0.0)
@@ -157,7 +152,9 @@ def test_a_slice_knows_its_elements():
     wrapper.first_offset = [77]
     firsts = (2**31 - 5, -1000, -2000, 12)
     keys = dict(zip(wrapper.bit16_groups[0], firsts, strict=True))
-    update = PartitionUpdate(wrapper, optimizer, 0, Float32(), Spy(BETAS, EPS), 4 * BLOCK, keys)
+    update = PartitionUpdate(
+        wrapper, optimizer, 0, Float32States(), Spy(BETAS, EPS), 4 * BLOCK, keys
+    )
     set_gradients(wrapper, gradients(0, torch.bfloat16))
     update.step(None, torch.tensor(0.0))
     begins = (firsts[0] + 77, *firsts[1:])

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine.random_bits import key_of, more_bits, random_bits, wrapped
-from megatron.engine.state_formats import (
+from megatron.engine.update.random_bits import key_of, more_bits, random_bits, wrapped
+from megatron.engine.update.state_formats import (
     BLOCK,
     BFloat16,
     Blockwise,

@@ -2,26 +2,23 @@
 on the CPU, and the host neither reads a number nor sends one."""
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
+from one_device import GPU, OneDevice
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from megatron.config import OptimizerConfig
-from megatron.engine import partition_update
-from megatron.engine.adam_update import ElementwiseAdam, Float32
-from megatron.engine.async_optimizer_step import AsyncOptimizerStep
-from megatron.engine.optimizer import build_optimizer
-from megatron.engine.partition_update import PartitionUpdate
+from megatron.engine.update import partition_update
+from megatron.engine.update.adam import ElementwiseAdam, Float32States
+from megatron.engine.update.async_step import AsyncOptimizerStep
+from megatron.engine.update.optimizer import build_optimizer
+from megatron.engine.update.partition_update import PartitionUpdate
 from megatron.parallel.mesh import Mesh
 from megatron.parallel.shard import Init, Shard, parameter
-
-sys.path.append(str(Path(__file__).parents[1]))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
-from one_device import GPU, OneDevice  # noqa: E402
 
 
 @pytest.fixture
@@ -90,9 +87,9 @@ def test_update_of_flat_parts(monkeypatch, compiled):
     wrapper, optimizer = flat_partitions(groups, padding=5)
     update = queued(wrapper, optimizer, params)
     if compiled:
-        kernel = ElementwiseAdam(Float32(), (0.9, 0.95), 1e-8, compiled=False)
+        kernel = ElementwiseAdam(Float32States(), (0.9, 0.95), 1e-8, compiled=False)
         kernel._update = generated
-        update._update = PartitionUpdate(wrapper, optimizer, 0, Float32(), kernel, 1 << 30)
+        update._update = PartitionUpdate(wrapper, optimizer, 0, Float32States(), kernel, 1 << 30)
 
     def step(made: Largest | None = None) -> None:
         set_gradients(wrapper, [[torch.zeros_like(param) for param in each] for each in groups])

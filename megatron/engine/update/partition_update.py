@@ -12,8 +12,14 @@ from deepspeed.runtime.utils import all_gather_dp_groups
 from deepspeed.runtime.zero.stage_1_and_2 import OPTIMIZER_ALLGATHER_TIMER, OPTIMIZER_STEP_TIMER
 from torch import Tensor, nn
 
-from megatron.engine.adam_update import BLOCK, ElementwiseAdam, Float32, FusedAdam, StateFormat
-from megatron.engine.random_bits import wrapped
+from megatron.engine.update.adam import (
+    BLOCK,
+    ElementwiseAdam,
+    Float32States,
+    FusedAdam,
+    StateFormat,
+)
+from megatron.engine.update.random_bits import wrapped
 from megatron.parallel.compiler import missing_compiler
 
 LEAST = 2**16
@@ -99,12 +105,12 @@ def partition_update(
     betas, eps = optimizer.defaults["betas"], optimizer.defaults["eps"]
     compiled = device.type == "cuda" and not missing_compiler(device.type)
     kernel: ElementwiseAdam | FusedAdam = FusedAdam(betas, eps)
-    if compiled or not isinstance(form, Float32):
+    if compiled or not isinstance(form, Float32States):
         kernel = ElementwiseAdam(form, betas, eps, compiled)
     most = _MOST_IN_CACHE * torch.get_num_threads() if device.type == "cpu" else _MOST_COPIED
     if compiled:
         most = _MOST_COMPILED
-    random = None if isinstance(form, Float32) else keys
+    random = None if isinstance(form, Float32States) else keys
     return PartitionUpdate(wrapper, optimizer, rank, form, kernel, most, random)
 
 

@@ -2,23 +2,19 @@
 the bytes that they move."""
 
 import re
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from flat_partitions import flat_partitions, set_gradients
 from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
-from megatron.engine import partition_update
-from megatron.engine.adam_update import BLOCK, Decoded, ElementwiseAdam, Float32
-from megatron.engine.partition_update import PartitionUpdate
-from megatron.engine.stored_states import StoredPartition, StoredStates
+from megatron.engine.update import partition_update
+from megatron.engine.update.adam import BLOCK, Decoded, ElementwiseAdam, Float32States
+from megatron.engine.update.partition_update import PartitionUpdate
+from megatron.engine.update.stored_states import StoredPartition, StoredStates
 from megatron.parallel.compiler import missing_compiler
-
-sys.path.append(str(Path(__file__).parents[1]))
-from flat_partitions import flat_partitions, set_gradients  # noqa: E402
 
 BETAS, EPS = (0.9, 0.999), 1e-8
 DTYPES = {
@@ -167,7 +163,7 @@ def test_one_update_against_float32_states(name):
     stored = state_of(form, main, first, second)
     before = decoded(form, stored)
     wide = (before.weight.bfloat16(), *(each.clone() for each in before))
-    update(ElementwiseAdam(Float32(), BETAS, EPS, compiled=False), grad, wide)
+    update(ElementwiseAdam(Float32States(), BETAS, EPS, compiled=False), grad, wide)
     update(ElementwiseAdam(form, BETAS, EPS, compiled=False), grad, stored)
     after = decoded(form, stored)
     dtypes = DTYPES[name]
