@@ -52,7 +52,7 @@ class Stored(ABC):
         """Bytes per element."""
 
 
-class Float32(Stored):
+class Float32Moments(Stored):
     """As it is."""
 
     bytes = 4.0
@@ -210,7 +210,9 @@ def state_formats(dtypes: StateDtypes) -> StateFormats:
     """The formats of the flags' dtypes."""
     main = {"fp32": Remainder, "bf16": Rounded}[dtypes.main_params]()
     moments = [
-        Blockwise(signed) if dtype == "int8" else {"fp32": Float32, "bf16": BFloat16}[dtype]()
+        Blockwise(signed)
+        if dtype == "int8"
+        else {"fp32": Float32Moments, "bf16": BFloat16}[dtype]()
         for dtype, signed in ((dtypes.exp_avg, True), (dtypes.exp_avg_sq, False))
     ]
     return StateFormats(main, *moments)

@@ -35,6 +35,9 @@ WRITTEN = {"expert": 2, "tensor": 2}
 LAYOUTS = [WRITTEN, {"tensor": 4}, {"expert": 4}, {"tensor": 2}, {"expert": 2}, {}]
 """Of four ranks; replicas by ``data`` are what is left."""
 
+NO_FLOAT8 = SimpleNamespace(history=None, invalidate=lambda: None)
+"""Of an engine without layers that multiply in 8 bits."""
+
 
 def whole_gradient(name: str, replica: int) -> torch.Tensor:
     """What a replica's loss adds to a gradient; small whole numbers, of which sums are exact."""
@@ -56,7 +59,7 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
     built = build_optimizer(names, optimizer)
     return SimpleNamespace(
         stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
-        optimizer_wrapper=built,
+        optimizer_wrapper=built, stored_states=None, float8=NO_FLOAT8,
     )  # fmt: skip
 
 

@@ -11,7 +11,7 @@ from megatron.engine.update.state_formats import (
     BLOCK,
     BFloat16,
     Blockwise,
-    Float32,
+    Float32Moments,
     Remainder,
     Rounded,
     state_formats,
@@ -21,7 +21,7 @@ from megatron.parallel.shard import Cut, Shard
 
 COUNT = 1 << 18
 MOMENTS = {
-    "fp32": Float32(),
+    "fp32": Float32Moments(),
     "bf16": BFloat16(),
     "signed int8": Blockwise(signed=True),
     "unsigned int8": Blockwise(signed=False),
