@@ -229,7 +229,7 @@ def patterns(names: Iterable[str]) -> list[str]:
     return [pattern for name in names for pattern in LINES.get(name, [name])]
 
 
-TIMES = re.compile(r"second|memory|mfu|flops|tokens_per")
+TIMES = re.compile(r"second|memory|[mh]fu|flops|tokens_per")
 """Measurements that differ between equal runs."""
 
 

@@ -27,10 +27,9 @@ MODELS = {
     ).split(),
 }
 SAMPLE = (
-    "dp2-zero1-llama tp2-sp-zero2-gpt2 tp2-sp-dp2-zero3-gemma pp2-zero0-gpt2 "
-    "pp2-interleaved-zero1-llama tp2-sp-pp2-zero1-gemma"
+    "dp2-zero3-llama tp2-sp-zero2-gpt2 pp2-interleaved-zero1-llama tp2-sp-pp2-zero1-gemma"
 ).split()
-"""What the normal run has: every stage and model, alone and in layouts of several kinds. Every
+"""What the normal run has: every partitioning stage and model, in layouts of several kinds. Every
 layout is in the normal run of test_gradients.py."""
 DROPOUT = {
     "all": [],

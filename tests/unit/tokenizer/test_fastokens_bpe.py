@@ -61,6 +61,7 @@ def test_batches_real_vocabulary(realdata, fuzzed_strings, python_sources):
 
 
 @needs_fastokens
+@pytest.mark.proof
 def test_split_at_every_character():
     """Merges of "a", "1" and "!" with any first byte show what is in one piece."""
     heads = [CHARACTER_OF_BYTE[b] for b in b"a1!'s"]
