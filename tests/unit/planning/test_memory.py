@@ -26,7 +26,7 @@ from megatron.planning.memory import (
     state_bytes,
 )
 from megatron.planning.parameters import norms_of_block
-from tools.plan import BYTES_PER_PARAMETER
+from megatron.planning.published import BYTES_PER_PARAMETER
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECOMPUTE = {
