@@ -30,6 +30,7 @@ from megatron.config import (
     Settings,
     resolve,
 )
+from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import build, option
 from megatron.planning.parameters import model_parameters
 from megatron.planning.published import published_tables
@@ -59,7 +60,8 @@ class PlanConfig:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns its exit status."""
-    parser = FlagParser(PlanConfig, Hardware, ModelFlags, PrecisionConfig, description=__doc__)
+    classes = (PlanConfig, Hardware, ModelFlags, PrecisionConfig, FastPathsConfig)
+    parser = FlagParser(*classes, description=__doc__)
     settings = parser.settings(argv)
     config, hardware = build(PlanConfig, settings), build(Hardware, settings)
     try:
@@ -83,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(f"\n{fit} of {len(plans)} combinations fit; the best {len(best)} layouts:\n")
     print(aligned([HEADER, *(row(work, plan, hardware) for plan in best)]))
     print(LEGEND)
-    print(f"\nFlags of the best, for {hardware.gpus} processes:\n  {' '.join(best[0].flags)}")
+    flags = " ".join([*best[0].flags, *fast_path_flags(work.fast_paths)])
+    print(f"\nFlags of the best, for {hardware.gpus} processes:\n  {flags}")
     return 0
 
 
@@ -116,7 +119,7 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
         precision,
         run.precision.accumulate_allreduce_grads_in_fp32,
         states=run.precision.states,
-        float8=run.fast_paths.fp8_format is not None,
+        fast_paths=run.fast_paths,
     )
 
 
@@ -135,8 +138,21 @@ def assumptions(work: Workload, hardware: Hardware) -> list[str]:
         f"--tensor-overlap {hardware.tensor_overlap:g}, "
         f"--pipeline-overlap {hardware.pipeline_overlap:g}, "
         f"--data-overlap {hardware.data_overlap:g} (ZeRO 3)",
-        "not counted: the optimizer's own time, data loading, logging, checkpoints, offload",
+        "not counted: the optimizer's own time, data loading, logging, checkpoints, offload, "
+        "what compiled blocks keep less of",
+        *["8-bit products count in memory, not in time"] * bool(work.float8),
     ]
+
+
+def fast_path_flags(paths: FastPathsConfig) -> list[str]:
+    """The flags of the fast paths that are not their defaults."""
+    words = []
+    for field in dataclasses.fields(paths):
+        value = getattr(paths, field.name)
+        if value != field.default:
+            flag = "--" + field.name.replace("_", "-")
+            words += [flag] if value is True else [flag, f"{value}"]
+    return words
 
 
 HEADER = [
@@ -146,7 +162,8 @@ HEADER = [
 
 LEGEND = """
 micro: samples of a micro batch; m: micro batches per step. Memory in GiB of the rank that needs
-most (grads: with their float32 copies in the update; whole: activations without recomputation).
+most (grads: at stage 3 and in fp16 with float32 copies in the update; whole: activations without
+recomputation).
 TFLOP/s: of the model, per GPU; MFU: of --peak-tflops; HFU: with recomputation. bubble: share of the
 step in which a pipeline rank waits. tensor, pipe, data: GB that a rank sends in a step."""
 

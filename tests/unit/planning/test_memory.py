@@ -25,7 +25,7 @@ from megatron.planning.memory import (
     stages_in_flight,
     state_bytes,
 )
-from megatron.planning.parameters import norms_of_block
+from megatron.planning.parameters import linear_parameters, norms_of_block
 from megatron.planning.published import BYTES_PER_PARAMETER
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -167,7 +167,14 @@ def test_8_bit_layers_against_torch(monkeypatch, small, kind):
     linears = sum(param.numel() for param in block.parameters() if param.dim() > 1)
     weights = [peak_memory(model, each, BATCH, 1).weights for each in (layout, plain)]
     assert weights[0] - weights[1] == 2 * model.num_layers * linears
-    assert float8_bytes(model, dataclasses.replace(layout, zero=3), 2) == 0.0
+
+
+def test_8_bit_weights_are_kept_unless_weights_are_partitioned(small):
+    """Stage 3 over one data-parallel rank runs as stage 1, and keeps them."""
+    model, kept = small("llama"), 2.0 * 3 * linear_parameters(small("llama"), 1)
+    for zero, data, expected in ((1, 1, kept), (2, 2, kept), (3, 1, kept), (3, 2, 0.0)):
+        layout = Layout(zero=zero, data=data, precision="bf16", float8=True)
+        assert float8_bytes(model, layout, 3) == expected, (zero, data)
 
 
 @pytest.mark.parametrize("recompute", [None, "selective"])
