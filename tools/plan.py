@@ -163,9 +163,9 @@ HEADER = [
 LEGEND = """
 micro: samples of a micro batch; m: micro batches per step. Memory in GiB of the rank that needs
 most (grads: at stage 3 and in fp16 with float32 copies in the update; whole: activations without
-recomputation).
-TFLOP/s: of the model, per GPU; MFU: of --peak-tflops; HFU: with recomputation. bubble: share of the
-step in which a pipeline rank waits. tensor, pipe, data: GB that a rank sends in a step."""
+recomputation). TFLOP/s: of the model, per GPU; MFU: of --peak-tflops; HFU: with recomputation.
+bubble: share of the step in which a pipeline rank waits. tensor, pipe, data: GB that a rank sends
+in a step."""
 
 
 def one_each(plans: Sequence[Plan]) -> list[Plan]:
