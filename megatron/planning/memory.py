@@ -15,8 +15,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from megatron.config import ModelConfig
-from megatron.config.layouts import Layout, StateDtypes
+from megatron.config.layouts import Layout
 from megatron.config.parallel import logits_chunk
+from megatron.engine.update.state_formats import state_formats
 from megatron.planning.parameters import (
     RankShare,
     linear_parameters,
@@ -66,7 +67,7 @@ def state_bytes(layout: Layout) -> StateBytes:
     accumulated = 4 if layout.grads_in_fp32 else size
     if layout.states is not None:
         gradients = accumulated / (data if zero == 2 else 1)
-        return StateBytes(2.0, gradients, stored_bytes(layout.states) / data)
+        return StateBytes(2.0, gradients, state_formats(layout.states).bytes / data)
     copied = 4 if zero == 3 or layout.precision == "fp16" else 0
     if zero == 1:
         # Whole until they are reduced. Its bf16 optimizer accumulates beside the 16-bit gradients.
@@ -77,14 +78,6 @@ def state_bytes(layout: Layout) -> StateBytes:
     else:
         gradients = (accumulated + copied) / data
     return StateBytes(size / (data if zero == 3 else 1), gradients, 12 / data)
-
-
-def stored_bytes(states: StateDtypes) -> float:
-    """Bytes per parameter of the states of ``--use-precision-aware-optimizer``. Float32 main
-    weights take what the bf16 weights lack; 8-bit moments have a float32 scale per 256 elements."""
-    sizes = {"fp32": 4.0, "bf16": 2.0, "int8": 1 + 4 / 256}
-    main = {"fp32": 2.0, "bf16": 0.0}[states.main_params]
-    return main + sizes[states.exp_avg] + sizes[states.exp_avg_sq]
 
 
 def bucket_bytes(layout: Layout) -> int:
@@ -124,6 +117,8 @@ class Activations:
     """Bytes that a micro batch keeps for its backward pass on one rank.
 
     Attributes:
+        block: one block, computed in 8 bits where the layout is.
+        float8: what 8 bits add to that, mostly less than 0.
         recomputed: one block while it is computed again; 0 without full recomputation.
         masks: attention masks, which all blocks of a rank share.
         head: final norm, and the gradients of the head, which are computed with the loss.
@@ -131,6 +126,7 @@ class Activations:
     """
 
     block: float
+    float8: float
     recomputed: float
     embedding: float
     masks: float
@@ -168,8 +164,8 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     outputs = (1 if model.shared_parallel_norm else 2) * size * hidden
     whole = outside * (inputs + outputs + 2 * mask) + _angles(model, layout)
     whole += tokens * size * (qkv + changed + share.query + mlp) + kernel
-    if layout.float8:
-        whole += _float8_inputs(model, layout, tokens, outputs)
+    float8 = _float8_inputs(model, layout, tokens, outputs) if layout.float8 else 0.0
+    whole += float8
     if model.norm.qk_layernorm:
         copied = source if source > size else 0
         heads = (share.query + share.kv) / model.attention.kv_channels
@@ -185,6 +181,7 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     kept = between if full else whole - kernel * (layout.recompute == "selective")
     return Activations(
         block=kept,
+        float8=0.0 if full else float8,
         recomputed=whole if full else 0.0,
         embedding=outside * (mask + norm * model.norm.embed_layernorm) + 8 * (tokens + positions),
         masks=_masks(model, layout.tensor, size),
@@ -207,9 +204,9 @@ def _float8_inputs(model: ModelConfig, layout: Layout, tokens: int, outputs: flo
 
 
 def float8_bytes(model: ModelConfig, layout: Layout, blocks: int) -> float:
-    """Bytes of the 8-bit weights of a rank's blocks, in both layouts; at stage 3 each is cast where
-    it is used."""
-    kept = layout.float8 and layout.zero < 3
+    """Bytes of the 8-bit weights of this many blocks, in both layouts; at stage 3, where weights
+    are partitioned, each is cast where it is used."""
+    kept = layout.running_zero < 3
     return 2.0 * blocks * linear_parameters(model, layout.tensor) if kept else 0.0
 
 
@@ -292,7 +289,10 @@ def rank_memory(
     layout, with ``micro_batches`` of ``micro_batch`` samples in a step."""
     kept = activation_bytes(model, layout, micro_batch)
     flying = stages_in_flight(layout, share.rank, micro_batches)
-    stage = max(share.blocks) * kept.block + kept.masks
+    stage = kept.masks + max(
+        blocks * kept.block - (blocks - float8) * kept.float8
+        for blocks, float8 in zip(share.blocks, share.float8, strict=True)
+    )
     if layout.pipeline > 1:
         stage += kept.hidden  # a sent output is kept until its gradient arrives
     first = -(-flying // layout.chunks) * kept.embedding if share.first else 0.0
@@ -300,7 +300,7 @@ def rank_memory(
     top = max(kept.recomputed, kept.head + kept.loss if share.last else 0.0)
     state = state_bytes(layout)
     return Memory(
-        state.weights * share.parameters + float8_bytes(model, layout, sum(share.blocks)),
+        state.weights * share.parameters + float8_bytes(model, layout, sum(share.float8)),
         state.gradients * share.parameters,
         state.optimizer * share.parameters,
         buffer_bytes(layout, share.parameters),
@@ -308,8 +308,14 @@ def rank_memory(
     )
 
 
-def peak_memory(model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int) -> Memory:
-    """Memory of the rank that needs most."""
-    shares = rank_shares(model, layout)
+def peak_memory(
+    model: ModelConfig,
+    layout: Layout,
+    micro_batch: int,
+    micro_batches: int,
+    float8: range | None = None,
+) -> Memory:
+    """Memory of the rank that needs most; ``float8`` as for :func:`rank_shares`."""
+    shares = rank_shares(model, layout, float8=float8)
     each = (rank_memory(model, layout, micro_batch, micro_batches, share) for share in shares)
     return max(each, key=lambda memory: memory.total)

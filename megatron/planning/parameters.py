@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import lru_cache
+from itertools import accumulate
 
 import torch
 
@@ -79,21 +80,32 @@ def norms_of_block(model: ModelConfig) -> int:
 @dataclass(frozen=True)
 class RankShare:
     """One pipeline rank's share of a model: parameters of one tensor-parallel rank (a tied
-    embedding counts once), blocks of each stage, and whether it has the token embedding and the
-    head."""
+    embedding counts once), blocks of each stage, whether it has the token embedding and the head,
+    and how many blocks of each stage compute in 8 bits."""
 
     rank: int
     parameters: int
     blocks: tuple[int, ...]
     first: bool
     last: bool
+    float8: tuple[int, ...]
 
 
-def rank_shares(model: ModelConfig, layout: Layout, partition: str = "blocks") -> list[RankShare]:
-    """The share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``. Raises
-    ValueError if there are more stages than blocks."""
+def rank_shares(
+    model: ModelConfig,
+    layout: Layout,
+    partition: str = "blocks",
+    float8: range | None = None,
+) -> list[RankShare]:
+    """The share of each rank of the pipeline; ``partition`` is ``--pipeline-partition``, ``float8``
+    the blocks that compute in 8 bits (None: all if the layout does). Raises ValueError if there are
+    more stages than blocks."""
     layers = layer_shares(model, layout.tensor)
     is_block = [layer.block for layer in layers]
+    if float8 is None:
+        float8 = range(model.num_layers if layout.float8 else 0)
+    # Blocks before each layer.
+    before = [0, *accumulate(is_block)]
     stages = layout.pipeline * layout.chunks
     bounds = stage_bounds(is_block, [layer.parameters for layer in layers], stages, partition)
     shares = []
@@ -108,6 +120,10 @@ def rank_shares(model: ModelConfig, layout: Layout, partition: str = "blocks") -
                 tuple(sum(is_block[bounds[s] : bounds[s + 1]]) for s in held),
                 0 in held,
                 stages - 1 in held,
+                tuple(
+                    len([n for n in range(before[bounds[s]], before[bounds[s + 1]]) if n in float8])
+                    for s in held
+                ),
             )
         )
     return shares

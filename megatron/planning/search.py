@@ -8,10 +8,12 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from megatron.config import ModelConfig
+from megatron.config.engine import FastPathsConfig
 from megatron.config.layouts import Layout, StateDtypes, refusal
 from megatron.model.flops import TransformerShape
+from megatron.parallel.float8 import Float8
 from megatron.planning.memory import Memory, rank_memory
-from megatron.planning.parameters import RankShare, rank_shares
+from megatron.planning.parameters import RankShare, local_widths, rank_shares
 from megatron.planning.step_time import Communication, Hardware, StepTime, step_time
 
 
@@ -27,7 +29,12 @@ class Workload:
     precision: str = "bf16"
     grads_in_fp32: bool = False
     states: StateDtypes | None = None
-    float8: bool = False
+    fast_paths: FastPathsConfig = FastPathsConfig()
+
+    @property
+    def float8(self) -> range:
+        """The blocks whose linear layers compute in 8 bits."""
+        return self.fast_paths.float8_blocks(self.model.num_layers)
 
     def padded(self, tensor: int) -> ModelConfig:
         """The model with its vocabulary padded for ``tensor`` ranks, as the trainer pads it."""
@@ -74,7 +81,9 @@ class Plan:
 def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardware) -> Plan:
     """The costs of a layout that exists for the workload and has its number of micro batches."""
     model, (count,) = work.padded(layout.tensor), layout.micro_batches
-    shares = _heaviest(model, layout.tensor, layout.pipeline, layout.schedule, layout.chunks)
+    shares = _heaviest(
+        model, layout.tensor, layout.pipeline, layout.schedule, layout.chunks, work.float8
+    )
     memory = max(
         (rank_memory(model, layout, micro_batch, count, share) for share in shares),
         key=lambda memory: memory.total,
@@ -85,10 +94,10 @@ def estimate(work: Workload, layout: Layout, micro_batch: int, hardware: Hardwar
 
 @lru_cache(maxsize=4096)
 def _heaviest(
-    model: ModelConfig, tensor: int, pipeline: int, schedule: str, chunks: int
+    model: ModelConfig, tensor: int, pipeline: int, schedule: str, chunks: int, float8: range
 ) -> list[RankShare]:
     layout = Layout(tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks)
-    return heaviest(rank_shares(model, layout))
+    return heaviest(rank_shares(model, layout, float8=float8))
 
 
 def heaviest(shares: Sequence[RankShare]) -> list[RankShare]:
@@ -108,6 +117,8 @@ def _covers(a: RankShare, b: RankShare) -> bool:
         and a.last >= b.last
         and max(a.blocks) >= max(b.blocks)
         and sum(a.blocks) >= sum(b.blocks)
+        # 8 bits take more for weights, and mostly less for activations.
+        and a.float8 == b.float8
     )
 
 
@@ -119,6 +130,8 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
     for tensor in divisors(hardware.gpus):
         if tensor > hardware.gpus_per_node or not divides_model(work.model, tensor):
             continue
+        if not has_float8_widths(work, tensor):
+            continue
         for pipeline in divisors(hardware.gpus // tensor):
             data = hardware.gpus // tensor // pipeline
             for micro_batch in micro_batch_sizes(work, data):
@@ -127,7 +140,8 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
                     base = Layout(
                         tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks,
                         data=data, precision=work.precision, micro_batches=(count,),
-                        grads_in_fp32=work.grads_in_fp32, float8=work.float8, states=work.states,
+                        grads_in_fp32=work.grads_in_fp32, states=work.states,
+                        float8=bool(work.float8),
                     )  # fmt: skip
                     yield from ((layout, micro_batch) for layout in variants(work, base))
 
@@ -155,6 +169,17 @@ def divides_model(model: ModelConfig, tensor: int) -> bool:
         and model.mlp.ffn_hidden_size % tensor == 0
         and (groups % tensor == 0 or tensor % groups == 0)
     )
+
+
+def has_float8_widths(work: Workload, tensor: int) -> bool:
+    """Whether the shares of ``tensor`` ranks have widths that 8-bit products can have."""
+    if not work.float8:
+        return True
+    share, groups = local_widths(work.padded(tensor), tensor), work.model.attention.num_query_groups
+    # More ranks than groups have keys and values in a matrix of their own.
+    fused = 2 * share.kv + (share.query if groups >= tensor else 0)
+    multiple = Float8(recipe=work.fast_paths.fp8_recipe).multiple
+    return not any(width % multiple for width in (share.query, fused, share.ffn))
 
 
 def micro_batch_sizes(work: Workload, data: int) -> list[int]:

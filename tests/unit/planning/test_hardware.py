@@ -1,9 +1,13 @@
 """Sizes and speeds of machines."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from megatron.config import ConfigError
 from megatron.planning.step_time import Hardware, parse_bytes
+from megatron.training.metrics import peak_flops_of
 
 
 @pytest.mark.parametrize(
@@ -17,6 +21,20 @@ def test_sizes(text, size):
 def test_other_texts_are_refused(text):
     with pytest.raises(ConfigError, match="--gpu-memory .*80GiB"):
         parse_bytes("--gpu-memory", text)
+
+
+def test_the_help_has_the_peaks_of_the_log_lines():
+    """--peak-tflops, and the default."""
+    source = (Path(__file__).parents[3] / "megatron/planning/step_time.py").read_text()
+    named = re.search(r"TFLOP/s \((A100 .*)\)", source)
+    assert named is not None
+    peaks = re.findall(r"(\w\d+)(?: and (\w\d+))? (\d+)", named[1])
+    assert [name for *names, _ in peaks for name in names if name] == [
+        *"A100 H100 H200 B200".split()
+    ]
+    for *names, peak in peaks:
+        assert all(peak_flops_of(name) == float(peak) * 1e12 for name in names if name)
+    assert Hardware().peak_tflops * 1e12 == peak_flops_of("A100")
 
 
 def test_a_ring_leaves_a_node_by_the_links_of_all_its_members():

@@ -1,6 +1,8 @@
 """Memory against bytes that torch keeps, against the paper's formulas, and against schedules."""
 
 import dataclasses
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,8 +27,8 @@ from megatron.planning.memory import (
     stages_in_flight,
     state_bytes,
 )
-from megatron.planning.parameters import norms_of_block
-from tools.plan import BYTES_PER_PARAMETER
+from megatron.planning.parameters import linear_parameters, norms_of_block
+from megatron.planning.published import BYTES_PER_PARAMETER
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 RECOMPUTE = {
@@ -167,7 +169,14 @@ def test_8_bit_layers_against_torch(monkeypatch, small, kind):
     linears = sum(param.numel() for param in block.parameters() if param.dim() > 1)
     weights = [peak_memory(model, each, BATCH, 1).weights for each in (layout, plain)]
     assert weights[0] - weights[1] == 2 * model.num_layers * linears
-    assert float8_bytes(model, dataclasses.replace(layout, zero=3), 2) == 0.0
+
+
+def test_8_bit_weights_are_kept_unless_weights_are_partitioned(small):
+    """Stage 3 over one data-parallel rank runs as stage 1, and keeps them."""
+    model, kept = small("llama"), 2.0 * 3 * linear_parameters(small("llama"), 1)
+    for zero, data, expected in ((1, 1, kept), (2, 2, kept), (3, 1, kept), (3, 2, 0.0)):
+        layout = Layout(zero=zero, data=data, precision="bf16", float8=True)
+        assert float8_bytes(model, layout, 3) == expected, (zero, data)
 
 
 @pytest.mark.parametrize("recompute", [None, "selective"])
@@ -251,6 +260,30 @@ def test_state_against_megatron_in_what_they_share():
     assert state_bytes(Layout(precision="fp32")).total == 16
     mixed = Layout(data=4, zero=1, precision="bf16", grads_in_fp32=True)
     assert state_bytes(mixed).total == 8 + 12 / 4  # Megatron's 6 + 12/d, and 16-bit gradients
+
+
+def test_the_page_has_the_states():
+    """Each row of the table in docs/guides/planning.md, for several numbers of ranks."""
+    page = (Path(__file__).parents[3] / "docs/guides/planning.md").read_text()
+    rows = re.findall(r"^\| ZeRO (\d), (.+) \| (\S+) \| (.+) \| (\S+) \|$", page, re.MULTILINE)
+    seen = set()
+    for zero, words, *formulas in rows:
+        names = ["fp32", "bf16"] if zero == "0" else re.findall("fp32|bf16|fp16", words)[:2]
+        precisions = {"16 bits accumulated in fp32": ["bf16", "fp16"]}.get(words, names)
+        accumulated = "accumulated in fp32" in words
+        for precision in precisions[:1] if accumulated and "16 bits" not in words else precisions:
+            seen.add((int(zero), precision, accumulated))
+            for data in (2, 3, 8):
+                layout = Layout(
+                    data=data, zero=int(zero), precision=precision, grads_in_fp32=accumulated
+                )
+                state = state_bytes(layout)
+                expected = [eval(text, {"d": data, "max": max}) for text in formulas]
+                found = [state.weights, state.gradients, state.optimizer]
+                assert found == pytest.approx(expected), (zero, words, data)
+    sums = {(zero, half, True) for zero in (1, 2, 3) for half in ("bf16", "fp16")}
+    plain = {(zero, dtype, False) for zero in (1, 2, 3) for dtype in ("fp32", "bf16", "fp16")}
+    assert seen == sums | plain | {(0, "fp32", False), (0, "bf16", False)}
 
 
 def test_7b_with_stored_states_fits_one_80_gb_gpu():

@@ -4,8 +4,8 @@ import pytest
 
 from megatron.config.layouts import refusal
 from megatron.planning.parameters import model_parameters
+from megatron.planning.published import KORTHIKANTI, MEGATRON_LM, NARAYANAN, PEAK_TFLOPS, VOCABULARY
 from megatron.planning.step_time import Hardware
-from tools.plan import KORTHIKANTI, MEGATRON_LM, NARAYANAN, PEAK_TFLOPS, VOCABULARY
 
 A100 = Hardware(8)
 AGGREGATE = (4.4, 8.8, 18.2, 34.6, 70.8, 143.8, 227.1, 297.4, 410.2, 502.0)

@@ -5,9 +5,10 @@ import dataclasses
 import pytest
 
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
-from megatron.config.layouts import refusal
-from megatron.planning.memory import peak_memory
-from megatron.planning.parameters import RankShare, rank_shares
+from megatron.config.engine import FastPathsConfig
+from megatron.config.layouts import Layout, refusal
+from megatron.planning.memory import activation_bytes, peak_memory, rank_memory
+from megatron.planning.parameters import RankShare, linear_parameters, rank_shares
 from megatron.planning.search import (
     Workload,
     divides_model,
@@ -102,10 +103,50 @@ def test_ranks_that_need_less_are_left_out(small, layers):
         assert len(rank_shares(model, layout)) == layout.pipeline
 
 
+def test_blocks_that_stay_in_bf16_are_counted_where_they_are(small):
+    """The first block on the first rank, the last two on the last, none of them in 8 bits."""
+    paths = FastPathsConfig(
+        fp8_format="hybrid", first_last_layers_bf16=True, num_layers_at_end_in_bf16=2
+    )
+    model = small("llama", num_layers=8)
+    work = Workload(model, 61, 64, micro_batch_size=1, fast_paths=paths)
+    assert work.float8 == range(1, 6)
+    for layout, micro_batch in layouts(work, MACHINES):
+        assert layout.float8
+        padded, count = work.padded(layout.tensor), layout.micro_batches[0]
+        whole = peak_memory(padded, layout, micro_batch, count, work.float8)
+        assert estimate(work, layout, micro_batch, MACHINES).memory.total == whole.total
+        shares = rank_shares(padded, layout, float8=work.float8)
+        assert sum(sum(share.float8) for share in shares) == 5
+    two = Layout(pipeline=2, zero=1, precision="bf16", float8=True)
+    first, last = rank_shares(model, two, float8=work.float8)
+    assert (first.float8, last.float8) == ((3,), (2,))
+    weights = [rank_memory(model, two, 1, 2, share).weights for share in (first, last)]
+    plain = dataclasses.replace(two, float8=False)
+    without = [
+        rank_memory(model, plain, 1, 2, share).weights for share in rank_shares(model, plain)
+    ]
+    each = 2 * linear_parameters(model, 1)
+    assert [a - b for a, b in zip(weights, without, strict=True)] == [3 * each, 2 * each]
+    all_blocks = [rank_memory(model, two, 1, 2, share) for share in rank_shares(model, two)]
+    kept = activation_bytes(model, two, 1)
+    for share, whole, flying in zip((first, last), all_blocks, (2, 1), strict=True):
+        more = rank_memory(model, two, 1, 2, share).activations - whole.activations
+        assert more == pytest.approx(-flying * (4 - share.float8[0]) * kept.float8) and more > 0
+
+
+def test_ranks_have_widths_for_8_bit_products(small):
+    """Shares of a layer that are no multiples of 16, which training refuses, are left out."""
+    paths = FastPathsConfig(fp8_format="hybrid")
+    work = Workload(small("llama"), 61, 64, micro_batch_size=1)
+    for found, cuts in ((work, {1, 2, 4}), (dataclasses.replace(work, fast_paths=paths), {1, 2})):
+        assert {layout.tensor for layout, _ in layouts(found, MACHINES)} == cuts
+
+
 def test_a_rank_with_a_larger_stage_is_estimated():
-    even, uneven = (RankShare(rank, 9, blocks, False, False) for rank, blocks in
+    even, uneven = (RankShare(rank, 9, blocks, False, False, (0, 0)) for rank, blocks in
                     ((0, (2, 2)), (1, (1, 3))))  # fmt: skip
-    light = RankShare(2, 8, (1, 2), False, False)
+    light = RankShare(2, 8, (1, 2), False, False, (0, 0))
     assert heaviest((even, uneven, light)) == [even, uneven]
 
 

@@ -43,6 +43,24 @@ def test_assumptions_act(main, capsys):
     assert table("--gpus-per-node 1 --inter-node-bandwidth 0.1") != usual
 
 
+def test_8_bit_products_are_counted(main, capsys):
+    """Their weights, and the flags of the plan; of how many blocks is said by flags as well."""
+
+    def run(flags):
+        large = "--hidden-size 4096 --gpus 1 --micro-batch-size 1 --top 1 "
+        assert main((SMALL + large + flags).split()) == 0
+        return capsys.readouterr().out
+
+    fp8 = "--fp8-format hybrid"
+    plain, all_blocks, some = run(""), run(fp8), run(f"{fp8} --first-last-layers-bf16")
+    tables = [out.split("layouts:\n\n")[1].split("\n\n")[0] for out in (plain, all_blocks, some)]
+    assert len(set(tables)) == 3
+    note = "8-bit products count in memory, not in time"
+    assert note in all_blocks and note not in plain
+    assert plain.splitlines()[-1] + f" {fp8}" == all_blocks.splitlines()[-1]
+    assert some.rstrip().endswith(f"{fp8} --first-last-layers-bf16")
+
+
 def test_says_what_is_missing(main, capsys):
     flags = SMALL + "--gpus 1 --gpu-memory 0.5GiB --memory-reserve 0.1GiB"
     assert main(flags.split()) == 1
@@ -68,6 +86,7 @@ def test_says_when_there_is_no_layout(main, capsys):
         ("--gpus 8 --num-attention-heads 7", "--num-attention-heads 7 must divide"),
         ("--gpus 8 --fp16", "--fp16 contradicts --bf16"),
         ("--gpus 8 --top 0", "--top 0 must be positive"),
+        ("--gpus 8 --fp8-format hybrid --ffn-hidden-size 8", "--ffn-hidden-size 8 is 8"),
     ],
 )
 def test_bad_command_lines(main, flags, message, capsys):
