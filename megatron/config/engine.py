@@ -4,14 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, ConfigResolver, option, shared
+from megatron.config.flags import (
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Bounds,
+    ConfigResolver,
+    option,
+    shared,
+)
 from megatron.config.model import ModelConfig
 from megatron.config.parallel import ParallelConfig
 from megatron.config.training import PrecisionConfig
 
 GRAPH_MODES = ("reduce-overhead", "max-autotune")
 """Values of ``--torch-compile-mode`` that use CUDA graphs."""
+NO_GRAPHS = "choose default or max-autotune-no-cudagraphs"
+"""The remedy where these are refused."""
 RECIPES = ("tensorwise", "rowwise", "delayed", "blockwise")
+_MARGIN = Bounds(
+    lambda value: 0 <= value <= 16,
+    "must be in [0, 16]: E4M3 has 18 powers of two, of which it leaves that many unused",
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +108,9 @@ class FastPathsConfig:
     """FP8 scales. From the current values: one per tensor (tensorwise), per row and column of each
     matrix product (rowwise), or per 1 x 128 activations and 128 x 128 weights (blockwise: Hopper
     only, sizes are multiples of 128). From the values of earlier steps: per tensor (delayed)."""
-    fp8_margin: int = option(0)
-    """With --fp8-recipe delayed: powers of two that scales leave free above the largest values."""
+    fp8_margin: int = option(0, bounds=_MARGIN)
+    """With --fp8-recipe delayed: powers of two that scales leave free above the largest values,
+    0 to 16."""
     fp8_amax_history_len: int = option(1, bounds=POSITIVE)
     """With --fp8-recipe delayed: number of steps whose largest values are kept."""
     fp8_amax_compute_algo: str = option("most_recent", choices=("most_recent", "max"))
@@ -117,11 +132,12 @@ class FastPathsConfig:
     )
     """Mode of --torch-compile: reduce-overhead uses CUDA graphs, max-autotune also benchmarks
     several kernels for each matrix product, max-autotune-no-cudagraphs does only that. CUDA graphs
-    need ZeRO stage 0 to 2 and no pipeline."""
+    need ZeRO stage 0 to 2, or one data-parallel rank, and no pipeline."""
     activation_memory_budget: float | None = option(None, bounds=SHARE)
     """Share of the activations that compiled blocks keep for the backward pass, which computes the
     rest again, cheapest first: 1 is all that torch.compile would keep, 0 the inputs of each block
-    only. Needs --torch-compile."""
+    only. For blocks that --torch-compile compiles, with dropout 0, and without full
+    recomputation."""
 
     def __post_init__(self) -> None:
         if isinstance(self.torch_compile, bool):  # saved by an earlier version
@@ -141,28 +157,26 @@ def check_fast_paths(
     model: ModelConfig,
     parallel: ParallelConfig,
     micro_batch_size: int,
-    zero_stage: int,
     bf16: bool,
     resolver: ConfigResolver,
 ) -> None:
     """Checks the fast paths against the rest of a configuration."""
-    if paths.torch_compile != "on":
+    if paths.torch_compile == "off":
         for name in ("torch_compile_mode", "activation_memory_budget"):
-            resolver.check_unused(name, "--torch-compile")
+            resolver.check_unused(name, "--torch-compile on or auto")
     if paths.activation_memory_budget is not None:
         _check_budget(model, parallel, resolver)
     if paths.torch_compile_mode in GRAPH_MODES:
-        _check_graphs(parallel, zero_stage, resolver)
+        _check_graphs(parallel, resolver)
+    nearest = "; blockwise is the nearest (only Blackwell GPUs multiply with mxfp8's scales per 32)"
     resolver.check(
         paths.fp8_recipe in RECIPES,
-        f"{resolver.show('fp8_recipe')} must be one of {', '.join(RECIPES)}; of Megatron's others "
-        "blockwise is the nearest (mxfp8 has scales per 32 numbers, which only Blackwell GPUs "
-        "multiply)",
+        f"{resolver.show('fp8_recipe')} must be one of {', '.join(RECIPES)}"
+        f"{nearest if paths.fp8_recipe == 'mxfp8' else ''}",
     )
-    _note_history(paths, resolver)
+    _note_unused(paths, resolver)
     _check_kept_in_bf16(paths, model, resolver)
     if paths.fp8_format is None:
-        resolver.check_unused("fp8_recipe", "--fp8-format")
         return
     resolver.check(
         bf16,
@@ -171,10 +185,19 @@ def check_fast_paths(
     _check_widths(model, parallel.tensor_model_parallel_size, micro_batch_size, paths, resolver)
 
 
-def _note_history(paths: FastPathsConfig, resolver: ConfigResolver) -> None:
-    """Says which flags of a pasted command do nothing with this recipe."""
-    names = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
-    given = [resolver.show(name) for name in names if resolver.given(name)]
+def _note_unused(paths: FastPathsConfig, resolver: ConfigResolver) -> None:
+    """Says which flags of a pasted command do nothing without 8-bit products, or with this
+    recipe."""
+    history = ("fp8_margin", "fp8_amax_history_len", "fp8_amax_compute_algo")
+    if paths.fp8_format is None:
+        given = [resolver.show(n) for n in ("fp8_recipe", *history) if resolver.given(n)]
+        if given:
+            resolver.notes.append(
+                f"{', '.join(given)}: not used without --fp8-format e4m3 or hybrid, which computes "
+                "matrix products in 8 bits"
+            )
+        return
+    given = [resolver.show(name) for name in history if resolver.given(name)]
     if given and paths.fp8_recipe != "delayed":
         resolver.notes.append(
             f"{', '.join(given)}: not used with {resolver.show('fp8_recipe')}, whose scales come "
@@ -182,21 +205,14 @@ def _note_history(paths: FastPathsConfig, resolver: ConfigResolver) -> None:
         )
 
 
-def _check_graphs(parallel: ParallelConfig, zero_stage: int, resolver: ConfigResolver) -> None:
-    """Refuses CUDA graphs, which use fixed addresses, where addresses change or stay in use for
-    longer than one forward and backward pass."""
-    instead = "choose default or max-autotune-no-cudagraphs"
+def _check_graphs(parallel: ParallelConfig, resolver: ConfigResolver) -> None:
+    """Refuses CUDA graphs where addresses stay in use for longer than one forward and backward
+    pass."""
     resolver.check(
         parallel.pipeline_model_parallel_size == 1,
         f"{resolver.show('torch_compile_mode')}, {resolver.show('pipeline_model_parallel_size')}: "
         "a CUDA graph would overwrite the activations of a micro batch with those of the next, and "
-        f"a pipeline keeps those of several; {instead}",
-    )
-    resolver.check(
-        zero_stage < 3,
-        f"{resolver.show('torch_compile_mode')}, {resolver.show('zero_stage')}: a CUDA graph reads "
-        "weights where they were when it was recorded, and stage 3 gathers them again each time; "
-        f"{instead}",
+        f"a pipeline keeps those of several; {NO_GRAPHS}",
     )
 
 
@@ -243,7 +259,8 @@ def _check_widths(
     resolver: ConfigResolver,
 ) -> None:
     """Refuses sizes of shards, and numbers of tokens, that FP8 matrix products cannot have."""
-    multiple, named = (16, "") if paths.fp8_recipe != "blockwise" else (128, " blockwise")
+    blocks = paths.fp8_recipe == "blockwise"
+    multiple, named = (128, f" {resolver.show('fp8_recipe')}") if blocks else (16, "")
     attention = model.attention
     width, groups = attention.kv_channels, attention.num_query_groups
     query, key = attention.num_attention_heads * width // ranks, max(1, groups // ranks) * width

@@ -27,6 +27,12 @@ class StateDtypes(NamedTuple):
     exp_avg: str = "fp32"
     exp_avg_sq: str = "fp32"
 
+    @property
+    def shown(self) -> str:
+        """The flags and their values."""
+        flags = (f"--{name.replace('_', '-')}-dtype" for name in self._fields)
+        return " ".join(f"{flag} {dtype}" for flag, dtype in zip(flags, self, strict=True))
+
 
 @dataclass(frozen=True)
 class Layout:

@@ -243,7 +243,6 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         model,
         parallel,
         training.micro_batch_size,
-        config.engine.zero_stage,
         config.precision.bf16,
         resolver,
     )

@@ -15,6 +15,7 @@ from torch.profiler import record_function
 
 from megatron.config import RunConfig
 from megatron.config.engine import GRAPH_MODES
+from megatron.engine.compilation import why_eager
 from megatron.engine.deepspeed_json import Json, stage_of
 from megatron.engine.deepspeed_patches import fetching_whole, partition_range, set_partition
 from megatron.engine.environment import Mpu
@@ -156,9 +157,8 @@ def runs_graphs(config: RunConfig, device: torch.device) -> bool:
     """Whether blocks run as CUDA graphs, so that ``torch.compiler.cudagraph_mark_step_begin`` must
     be called before each pass: without it a block could overwrite its own input, as a graph writes
     its outputs to the same memory every time (pytorch issue 160281)."""
-    fast = config.fast_paths
-    asked = fast.torch_compile == "on" and fast.torch_compile_mode in GRAPH_MODES
-    return asked and device.type == "cuda"
+    graphs = config.fast_paths.torch_compile_mode in GRAPH_MODES
+    return graphs and device.type == "cuda" and why_eager(config, device) is None
 
 
 class PipelineBackend(Backend):

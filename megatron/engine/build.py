@@ -9,8 +9,9 @@ import torch
 from torch import nn
 
 from megatron.config import ConfigError, RunConfig
+from megatron.config.layouts import StateDtypes
 from megatron.engine.backend import Backend, PipelineBackend, PlainBackend
-from megatron.engine.compilation import compile_blocks, to_compile
+from megatron.engine.compilation import compile_blocks, to_compile, why_eager
 from megatron.engine.deepspeed_json import Json, for_engine, stage_of
 from megatron.engine.deepspeed_patches import (
     QUEUED_PARTITIONED,
@@ -47,6 +48,7 @@ def build_engine(
     device: torch.device,
 ) -> TrainEngine:
     """A model in training, initialised; ``content`` is the completed DeepSpeed JSON."""
+    check_float8(config, device)  # before minutes of initialisation
     settings = for_engine(content, config, device.type == "cpu")
     if config.precision.fp16 and device.type == "cpu":
         allow_fp16()
@@ -57,9 +59,11 @@ def build_engine(
     for param, name in names.items():
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
-    if device.type == "cuda" and is_main_process():
-        print(attention_line(config, device), flush=True)
-    use_float8(blocks, config, device)
+    if device.type == "cuda":
+        _say(attention_line(config, device))
+    if config.precision.states is not None:
+        _say(states_line(config.precision.states, device))
+    use_float8(blocks, config)
     if to_compile(config, device):
         compile_blocks(backend.sequences, config.fast_paths, device)
     optimizer = build_optimizer(names, config.optimizer)
@@ -122,13 +126,18 @@ def _adapt_settings(
     return asynchronous
 
 
-def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.device) -> None:
-    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says. Raises
-    ConfigError if the GPU has no 8-bit GEMMs."""
+def states_line(states: StateDtypes, device: torch.device) -> str:
+    """How the optimizer's states are stored, and why a GPU updates them slowly if it does."""
+    missing = missing_compiler(device.type) if device.type == "cuda" else None
+    slow = f"; {missing}, so that the update is many operations, slower than of float32 states"
+    return f"optimizer states: {states.shown}" + (slow if missing else "")
+
+
+def use_float8(blocks: Sequence[nn.Module], config: RunConfig) -> None:
+    """Makes the linear layers of these blocks multiply in 8 bits, as ``--fp8-format`` says."""
     fast = config.fast_paths
     if fast.fp8_format is None:
         return
-    _check_float8(device, fast.fp8_format, fast.fp8_recipe)
     chosen = fast.float8_blocks(config.model.num_layers)
     float8 = Float8(fast.fp8_format == "hybrid", fast.fp8_recipe)
     for block in blocks:
@@ -140,30 +149,51 @@ def use_float8(blocks: Sequence[nn.Module], config: RunConfig, device: torch.dev
                 module.float8 = float8
 
 
-def _check_float8(device: torch.device, name: str, recipe: str) -> None:
-    if device.type == "cuda":
-        found = torch.cuda.get_device_capability(device)
-        if found < FIRST_CAPABILITY:
-            needed, has = (".".join(map(str, pair)) for pair in (FIRST_CAPABILITY, found))
-            raise ConfigError(
-                f"--fp8-format {name} needs a GPU of compute capability {needed} or more (Ada, "
-                f"Hopper, Blackwell); {torch.cuda.get_device_name(device)} has {has}. Leave it out"
-            )
-        if recipe == "blockwise":
-            _check_blockwise(device, found)
-        missing = missing_compiler("cuda")
-        if missing and is_main_process():
-            print(
-                f"--fp8-format {name}: {missing}; casts run operator by operator, which makes a "
-                "step slower than in bfloat16",
-                flush=True,
-            )
-    elif is_main_process():
-        print(
-            f"--fp8-format {name}: on a {device.type} 8-bit GEMMs are slower than others; useful "
-            "only to study their effect on the loss",
-            flush=True,
+def check_float8(config: RunConfig, device: torch.device) -> None:
+    """Raises ConfigError if ``--fp8-format`` is given and the GPU has no 8-bit GEMMs. A line
+    reports what makes a step slower than in bfloat16."""
+    fast = config.fast_paths
+    if fast.fp8_format is None:
+        return
+    named = f"--fp8-format {fast.fp8_format}"
+    if device.type != "cuda":
+        _say(
+            f"{named}: on a {device.type} 8-bit GEMMs are slower than others; useful only to study "
+            "their effect on the loss"
         )
+        return
+    found = torch.cuda.get_device_capability(device)
+    if found < FIRST_CAPABILITY:
+        needed, has = (".".join(map(str, pair)) for pair in (FIRST_CAPABILITY, found))
+        raise ConfigError(
+            f"{named} needs a GPU of compute capability {needed} or more (Ada, Hopper, Blackwell); "
+            f"{torch.cuda.get_device_name(device)} has {has}. Leave it out"
+        )
+    if fast.fp8_recipe == "blockwise":
+        _check_blockwise(device, found)
+    slow = _why_float8_is_slow(config, device)
+    if slow is not None:
+        _say(f"{named}: {slow}")
+
+
+def _why_float8_is_slow(config: RunConfig, device: torch.device) -> str | None:
+    """Where casts are not parts of the kernels of compiled blocks, and what to do; None if they
+    are."""
+    slower = "which makes a step slower than in bfloat16"
+    alone = "casts are kernels of their own, which can make a step slower than in bfloat16"
+    missing = missing_compiler(device.type)
+    if missing:
+        return f"{missing}; casts run operator by operator, {slower}. Install it, or leave fp8 out"
+    eager = why_eager(config, device)
+    if eager:
+        return f"--torch-compile {eager}; {alone}. --torch-compile on compiles the blocks"
+    ranks = config.parallel.tensor_model_parallel_size
+    if ranks > 1:
+        return (
+            f"--tensor-model-parallel-size {ranks}: collectives break the blocks' graphs, and some "
+            f"{alone}. Use data-parallel ranks instead, or compare with a run without it"
+        )
+    return None
 
 
 def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
@@ -176,3 +206,8 @@ def _check_blockwise(device: torch.device, capability: tuple[int, int]) -> None:
         f"{'.'.join(map(str, capability))}, and torch is for {cuda}. Use --fp8-recipe tensorwise "
         "or rowwise"
     )
+
+
+def _say(line: str) -> None:
+    if is_main_process():
+        print(line, flush=True)

@@ -14,7 +14,7 @@ from megatron.config.kinds.curriculum import CurriculumConfig, sequence_lengths
 from megatron.model.attention_masks import slopes_on
 from megatron.model.layer_list import LayerSequence
 from megatron.model.rope import rope_table
-from megatron.parallel.compiler import missing_compiler
+from megatron.parallel.compiler import allow_graphs, missing_compiler
 from megatron.util.processes import is_main_process
 
 LONG_ENOUGH = 200
@@ -28,22 +28,44 @@ for training and evaluation, of each sequence length of a curriculum. Its defaul
 
 
 def to_compile(config: RunConfig, device: torch.device) -> bool:
-    """Whether the blocks of a run on this device are to be compiled: what ``--torch-compile`` says,
-    and on a GPU what its ``auto`` means, which a line reports."""
+    """Whether the blocks of a run on this device are to be compiled. A line reports what ``auto``
+    chose on a GPU, a missing compiler, and flags that are not used without compiled blocks."""
+    asked, reason = config.fast_paths.torch_compile, why_eager(config, device)
+    if reason is None:
+        if asked == "auto":
+            iterations = _iterations(config)
+            _say(f"auto: {iterations} iterations on a GPU repay it; the blocks are compiled")
+        return True
+    unused = _shown(config.fast_paths)
+    if asked == "on" or (asked == "auto" and (device.type == "cuda" or unused)):
+        ending = f"; not used: {', '.join(unused)}" if unused else ""
+        _say(f"{reason}; the blocks run eagerly{ending}")
+    return False
+
+
+def why_eager(config: RunConfig, device: torch.device) -> str | None:
+    """Why the blocks of a run on this device are not compiled, to follow ``--torch-compile``; None
+    if they are."""
     asked = config.fast_paths.torch_compile
-    if asked != "auto":
-        return asked == "on"
-    if device.type != "cuda":
-        return False
-    iterations = _iterations(config)
-    if iterations < LONG_ENOUGH:
-        length = f"{iterations} iterations" if iterations else "a run of unknown length"
-        return _stay_eager(f"auto: {length} may not repay it (from {LONG_ENOUGH})")
-    if sequence_lengths(config.kind(CurriculumConfig)) is not None:
-        return _stay_eager("auto: every sequence length of the curriculum would be compiled")
-    if missing_compiler(device.type) is None:  # else compile_blocks says so
-        _say(f"auto: {iterations} iterations on a GPU repay it; the blocks are compiled")
-    return True
+    if asked == "off":
+        return asked
+    if asked == "auto":
+        if device.type != "cuda":
+            return f"auto: nothing is compiled on a {device.type}"
+        iterations = _iterations(config)
+        if iterations < LONG_ENOUGH:
+            length = f"{iterations} iterations" if iterations else "a run of unknown length"
+            return f"auto: {length} may not repay it (from {LONG_ENOUGH})"
+        if sequence_lengths(config.kind(CurriculumConfig)) is not None:
+            return "auto: every sequence length of the curriculum would be compiled"
+    return missing_compiler(device.type)
+
+
+def _shown(paths: FastPathsConfig) -> list[str]:
+    """The flags of compiled blocks that have a value."""
+    mode, budget = paths.torch_compile_mode, paths.activation_memory_budget
+    found = [f"--torch-compile-mode {mode}"] * (mode != "default")
+    return found + [f"--activation-memory-budget {budget}"] * (budget is not None)
 
 
 def _iterations(config: RunConfig) -> int:
@@ -58,19 +80,13 @@ def _iterations(config: RunConfig) -> int:
 def compile_blocks(
     sequences: Sequence[LayerSequence], paths: FastPathsConfig, device: torch.device
 ) -> None:
-    """Compiles the forward of every block, and with it the last sum of the block before; without a
-    compiler they stay eager, which a line reports. Blocks of the same shape share compiled code;
-    every sequence length is compiled separately."""
-    missing = missing_compiler(device.type)
-    if missing:
-        _stay_eager(missing)
-        return
+    """Compiles the forward of every block, and with it the last sum of the block before. Blocks of
+    the same shape share compiled code; every sequence length is compiled separately."""
     # Not at the top of a file, or where the function is defined: torch's compiler takes a second of
     # every start.
-    import torch._dynamo.config as dynamo
     import torch._functorch.config as autograd
 
-    dynamo.recompile_limit = max(dynamo.recompile_limit, GRAPHS)
+    allow_graphs(GRAPHS)
     budget = paths.activation_memory_budget
     autograd.activation_memory_budget = 1.0 if budget is None else budget
     for table in (rope_table, slopes_on):
@@ -96,11 +112,6 @@ def _keep_gradients_out_of_graphs(block: nn.Module) -> None:
 
     for param in block.parameters():
         param.register_hook(partial(own, param))
-
-
-def _stay_eager(reason: str) -> bool:
-    _say(f"{reason}; the blocks run eagerly")
-    return False
 
 
 def _say(line: str) -> None:

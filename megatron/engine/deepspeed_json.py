@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import FLAG_CLASSES, ConfigError, RunConfig, Setting, Settings
+from megatron.config.engine import GRAPH_MODES, NO_GRAPHS
 from megatron.config.flags import check_value
 from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.config.layouts import check_layout
@@ -378,6 +379,12 @@ def _refuse(content: Json, config: RunConfig) -> None:
             "without a pipeline"
         )
     check_layout(config.layout(content))
+    mode = config.fast_paths.torch_compile_mode
+    if mode in GRAPH_MODES and running_stage(content, config) == 3:
+        raise ConfigError(
+            f"--torch-compile-mode {mode}, --zero-stage 3: a CUDA graph reads weights where they "
+            f"were when it was recorded, and stage 3 gathers them again each time; {NO_GRAPHS}"
+        )
 
 
 _ONLY_AT_STAGE_3 = (

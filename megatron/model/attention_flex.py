@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.model.attention_masks import AttentionScoring, slopes_on
-from megatron.parallel.compiler import missing_compiler
+from megatron.parallel.compiler import allow_graphs, missing_compiler
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -75,13 +75,8 @@ def why_not_flex(config: ModelConfig, device_type: str) -> str | None:
         return f"FlexAttention has no --attention-dropout ({attention.attention_dropout})"
     if attention.kv_channels < SMALLEST_HEAD:
         return f"FlexAttention needs --kv-channels {SMALLEST_HEAD} or more"
-    missing = _missing_compiler(device_type)
+    missing = missing_compiler(device_type)
     return None if missing is None else f"FlexAttention needs a compiler: {missing}"
-
-
-@functools.cache
-def _missing_compiler(device_type: str) -> str | None:
-    return missing_compiler(device_type)
 
 
 def block_mask(
@@ -193,8 +188,6 @@ def _uncompiled() -> Callable[..., Any]:
 
 @functools.cache
 def _compiled() -> Callable[..., Any]:
-    import torch._dynamo.config as dynamo
-
     # Compiled for every length, as blocks are. Over torch's limit it would write out all scores.
-    dynamo.recompile_limit = max(dynamo.recompile_limit, _MOST_LENGTHS)
+    allow_graphs(_MOST_LENGTHS)
     return torch.compile(_uncompiled(), dynamic=False)

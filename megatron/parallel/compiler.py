@@ -6,6 +6,7 @@ import importlib.util
 import os
 import shutil
 import sysconfig
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -14,6 +15,7 @@ FIRST_CAPABILITY = (7, 0)
 """Compute capability of the oldest GPUs that Triton builds for."""
 
 
+@cache
 def missing_compiler(device_type: str) -> str | None:
     """What torch.compile lacks to build code for this kind of device ("cpu", "cuda"), in words;
     None if nothing. For a CPU this imports torch's compiler, which takes seconds."""
@@ -27,6 +29,14 @@ def missing_compiler(device_type: str) -> str | None:
     except InvalidCxxCompiler:
         return "no C++ compiler found"
     return None
+
+
+def allow_graphs(count: int) -> None:
+    """Has torch compile that many versions of a function, or more, before it runs others as they
+    are. It imports the settings of torch's compiler."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, count)
 
 
 def _missing_for_gpus() -> str | None:

@@ -72,7 +72,8 @@ def cast(
     largest of the dtype. Infinities and NaN make all values that share their scale NaN, so that the
     check of the loss notices them."""
     function = _cast
-    if x_RC.is_cuda and not torch.compiler.is_compiling():
+    eager_on_gpu = x_RC.is_cuda and not torch.compiler.is_compiling()
+    if eager_on_gpu and missing_compiler("cuda") is None:
         # Operator by operator this moves about five times as many bytes.
         function = _compiled_cast()
     return function(x_RC, dtype, scaling, rows, columns, largest)
@@ -80,7 +81,7 @@ def cast(
 
 @cache
 def _compiled_cast() -> Any:
-    return _cast if missing_compiler("cuda") else torch.compile(_cast, dynamic=True)
+    return torch.compile(_cast, dynamic=True)
 
 
 def _cast(

@@ -33,7 +33,8 @@ _SAID_OTHERWISE = {
     "use_precision_aware_optimizer",
     *(f"{name}_dtype" for name in StateDtypes._fields),
 }
-_NOT_COMPARED = {"parallel", "fast_paths", "checkpoint", "logging", "profiling", "engine"}
+_NOT_COMPARED = {"parallel", "checkpoint", "logging", "profiling", "engine"}
+_HOW_FAST = {"torch_compile", "torch_compile_mode", "activation_memory_budget"}
 
 
 @dataclass(frozen=True)
@@ -168,7 +169,8 @@ def _check_position(plan: TrainingPlan, loaded: ResumePoint) -> None:
 
 
 def changes(source: Source, wanted: RunConfig) -> list[str]:
-    """Values of the run that differ, those of checkpoints, logging and layout aside, a line each;
+    """Values of the run that differ, those of checkpoints, logging, layout and compilation aside, a
+    line each;
     only the model's where the checkpoint was not written by a run of this project."""
     trained = source.run if source.state else None
     old = trained.to_dict() if trained else {"model": dataclasses.asdict(source.model.flags())}
@@ -178,18 +180,18 @@ def changes(source: Source, wanted: RunConfig) -> list[str]:
         for part in old
         if part not in _NOT_COMPARED
         for name, before in old[part].items()
-        if before != new[part][name] and name not in _SAID_OTHERWISE
+        if before != new[part][name] and name not in _SAID_OTHERWISE | _HOW_FAST
     ]
     if trained is not None and trained.precision.states != wanted.precision.states:
-        before, now = _shown(trained.precision.states), _shown(wanted.precision.states)
-        found.append(f"optimizer states: {before} -> {now}; converted, rounded to nearest")
+        found.append(_states_line(trained.precision.states, wanted.precision.states))
     return found
 
 
-def _shown(states: StateDtypes | None) -> str:
-    if states is None:
-        return "float32"
-    return ", ".join(f"{name} {dtype}" for name, dtype in states._asdict().items())
+def _states_line(old: StateDtypes | None, new: StateDtypes | None) -> str:
+    before, now = ("float32" if states is None else states.shown for states in (old, new))
+    pairs = zip(old or StateDtypes(), new or StateDtypes(), strict=True)
+    rounds = any(dtype not in (was, "fp32") for was, dtype in pairs)
+    return f"optimizer states: {before} -> {now}" + "; rounded to nearest" * rounds
 
 
 def with_checkpoint(settings: Settings) -> Settings:

@@ -42,7 +42,7 @@ def flex_without_generated_code(monkeypatch):
         attend = torch.compile(flex_attention.flex_attention, backend="aot_eager", dynamic=False)
         monkeypatch.setattr(attention_flex, "_compiled", lambda: attend)
         monkeypatch.setattr(attention_flex, "DEVICES", ("cpu",))
-        monkeypatch.setattr(attention_flex, "_missing_compiler", lambda _: None)
+        monkeypatch.setattr(attention_flex, "missing_compiler", lambda _: None)
 
 
 def kernel(name: str):

@@ -38,10 +38,14 @@ REFUSED = [
     ("--fp8-format hybrid", "needs --bf16"),
     ("--fp8-format e4m3 --fp16 --zero-stage 1", "needs --bf16"),
     (f"{FP8} --fp8-recipe mxfp8", "one of tensorwise, rowwise, delayed, blockwise; .* Blackwell"),
-    (f"{FP8} --fp8-recipe custom", "one of tensorwise, rowwise, delayed, blockwise"),
-    (f"{FP8} --fp8-recipe blockwise", "blockwise needs sizes that are multiples of 128: --hidden"),
+    (f"{FP8} --fp8-recipe custom", "one of tensorwise, rowwise, delayed, blockwise$"),
+    (
+        f"{FP8} --fp8-recipe blockwise",
+        "^--fp8-format hybrid --fp8-recipe blockwise needs .* 128",
+    ),
     (f"{FP8} --fp8-amax-history-len 0", "history-len 0"),
-    ("--fp8-recipe rowwise", "with --fp8-format only"),
+    (f"{FP8} --fp8-margin -1", r"--fp8-margin -1 must be in \[0, 16\]: E4M3 has 18 powers"),
+    (f"{FP8} --fp8-recipe delayed --fp8-margin 17", "--fp8-margin 17 must be in"),
     ("--first-last-layers-bf16", "with --fp8-format only"),
     (f"{FP8} --num-layers-at-end-in-bf16 1", "with --first-last-layers-bf16 only"),
     (f"{FP8} --first-last-layers-bf16 --num-layers-at-start-in-bf16 3", "leave none of"),
@@ -50,13 +54,12 @@ REFUSED = [
     (f"{FP8} --kv-channels 6", "--num-attention-heads 4 x --kv-channels 6 is 24"),
     (f"{FP8} {TP2} --ffn-hidden-size 48", "--ffn-hidden-size 48 / --tensor-model-par.* 2 is 24"),
     (f"{FP8} --micro-batch-size 3 --seq-length 24", "--micro-batch-size 3 x --seq-length 24 is 72"),
-    ("--torch-compile-mode max-autotune", "with --torch-compile only"),
-    ("--torch-compile off --torch-compile-mode max-autotune", "with --torch-compile only"),
-    ("--activation-memory-budget 0.5", "with --torch-compile only"),
+    ("--torch-compile off --torch-compile-mode max-autotune", "with --torch-compile on or auto"),
+    ("--torch-compile off --activation-memory-budget 0.5", "with --torch-compile on or auto only"),
+    ("--activation-memory-budget 0.5", "0.5, --hidden-dropout 0.1 .default., .*gradients wrong"),
     (f"{BUDGET}", "0.5, --hidden-dropout 0.1 .default., --attention-dropout 0.1 .*gradients wrong"),
     (f"{BUDGET} {NO_DROPOUT} --recompute-granularity full", "budget 0.5, .* full: .* a third time"),
     ("--torch-compile --activation-memory-budget 1.5", r"1.5 must be in \[0, 1\]"),
-    (f"{GRAPHS} --zero-stage 3", "reduce-overhead, --zero-stage 3: .* gathers them again"),
     (f"{GRAPHS} {PP2}", "overhead, --pipeline-model-par.* 2: .* keeps those of several"),
 ]
 
@@ -65,6 +68,33 @@ REFUSED = [
 def test_refused(flags, words):
     with pytest.raises(ConfigError, match=words):
         config(flags, 2 if TP2 in flags or PP2 in flags else 1)
+
+
+@pytest.mark.parametrize(
+    ("flags", "words"),
+    [
+        ("--fp8-amax-history-len 1024", "1024: not used without --fp8-format"),
+        (
+            "--fp8-recipe delayed --fp8-margin 1",
+            "--fp8-recipe delayed, --fp8-margin 1: not used w",
+        ),
+        (f"{FP8} --fp8-margin 1", "--fp8-margin 1: not used with --fp8-recipe tensorwise"),
+        (f"{FP8} --fp8-recipe rowwise", None),
+        (f"{FP8} --fp8-recipe delayed --fp8-amax-history-len 1024 --fp8-margin 16", None),
+    ],
+)
+def test_flags_of_8_bits_that_are_not_used(flags, words):
+    settings = FlagParser(*FLAG_CLASSES).settings(f"{MINIMAL} --bf16 {flags}".split())
+    notes = [note for note in resolve(settings, 1).notes if "fp8" in note]
+    assert len(notes) == (words is not None)
+    assert words is None or words in notes[0]
+
+
+def test_flags_of_compiled_blocks_are_accepted_with_auto():
+    fast = config(f"--torch-compile-mode max-autotune --activation-memory-budget 1 {NO_DROPOUT}")
+    assert fast.fast_paths.torch_compile == "auto"
+    assert fast.fast_paths.torch_compile_mode == "max-autotune"
+    assert fast.fast_paths.activation_memory_budget == 1
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the start says of attention is about the run's own dtype, ranks and data."""
+"""What the start says of attention and optimizer states is about the run."""
 
 import dataclasses
 
@@ -8,9 +8,10 @@ from configs import run_config
 
 from megatron.config.data import DataConfig
 from megatron.config.kinds.instruction import InstructionConfig
+from megatron.config.layouts import StateDtypes
 from megatron.config.training import PrecisionConfig
 from megatron.engine import build
-from megatron.engine.build import attention_line
+from megatron.engine.build import attention_line, states_line
 
 CUDA = torch.device("cuda", 0)
 
@@ -39,3 +40,14 @@ def data(**changes) -> DataConfig:
 def test_it_is_about_the_run(asked, changes, dtype, documents):
     attention_line(run_config(**changes), CUDA)
     assert asked == [(dtype, CUDA, 1, documents)]
+
+
+@pytest.mark.parametrize("missing", [None, "no C compiler found"])
+def test_how_states_are_stored(monkeypatch, missing):
+    """A CPU is not asked for a compiler."""
+    monkeypatch.setattr(build, "missing_compiler", lambda device_type: missing)
+    states = StateDtypes(exp_avg="int8", exp_avg_sq="bf16")
+    line = "optimizer states: --main-params-dtype fp32 --exp-avg-dtype int8 --exp-avg-sq-dtype bf16"
+    assert states_line(states, torch.device("cpu")) == line
+    slow = f"; {missing}, so that the update is many operations, slower than of float32 states"
+    assert states_line(states, CUDA) == line + slow * (missing is not None)

@@ -17,6 +17,7 @@ from megatron.config import ModelConfig, ParallelConfig, TrainingConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.engine import compilation
+from megatron.engine.backend import runs_graphs
 from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.engine.float8 import Float8State
 from megatron.families import build_model
@@ -24,6 +25,7 @@ from megatron.model import attention_backends, attention_flex
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import float8_casts
+from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import Float8
 from megatron.parallel.mesh import Mesh
 
@@ -326,7 +328,15 @@ CURRICULUM = CurriculumConfig(
         ("auto", "cuda", {}, None, False, "auto: a run of unknown length"),
         ("auto", "cuda", LONG | {"skip_train": True}, None, False, "auto: a run of unknown length"),
         ("auto", "cuda", LONG | {"kinds": (CURRICULUM,)}, None, False, "auto: every sequence"),
-        ("auto", "cuda", LONG, "no compiler", True, ""),  # compile_blocks says that
+        (
+            "auto",
+            "cuda",
+            LONG,
+            "no compiler",
+            False,
+            "compile: no compiler; the blocks run",
+        ),
+        ("on", "cpu", SHORT, "no compiler", False, "no compiler; the blocks run eagerly"),
         ("auto", "cpu", LONG, None, False, ""),
         ("on", "cpu", SHORT, None, True, ""),
         ("on", "cuda", SHORT, None, True, ""),
@@ -351,7 +361,21 @@ def test_when_a_run_is_compiled(
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_without_a_compiler_blocks_stay_eager(monkeypatch, capsys, device):
+def test_flags_of_compiled_blocks_that_are_not_used_are_said(monkeypatch, capsys, device):
+    monkeypatch.setattr(compilation, "missing_compiler", lambda device_type: None)
+    fast = FastPathsConfig(torch_compile_mode="reduce-overhead", activation_memory_budget=0.5)
+    for iterations, compiles in ((199, False), (200, device == "cuda")):
+        training = TrainingConfig(train_iters=iterations)
+        config = run_config(model_config(), training=training, fast_paths=fast)
+        assert to_compile(config, torch.device(device)) == compiles
+        assert runs_graphs(config, torch.device(device)) == compiles
+        said = capsys.readouterr().out
+        unused = "not used: --torch-compile-mode reduce-overhead, --activation-memory-budget 0.5\n"
+        assert said.endswith(unused) == (not compiles) and said.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_without_a_compiler_blocks_stay_eager(monkeypatch, request, capsys, device):
     monkeypatch.setenv("PATH", "")
     monkeypatch.setenv("CXX", "")
     from torch._inductor import cpp_builder, exc
@@ -360,7 +384,8 @@ def test_without_a_compiler_blocks_stay_eager(monkeypatch, capsys, device):
         raise exc.InvalidCxxCompiler
 
     monkeypatch.setattr(cpp_builder, "get_cpp_compiler", none_found)
-    stack = build("gpt2")
-    compile_blocks([stack.sequence], FastPathsConfig(), torch.device(device))
+    missing_compiler.cache_clear()
+    request.addfinalizer(missing_compiler.cache_clear)
+    config = run_config(model_config(), fast_paths=FastPathsConfig(torch_compile="on"))
+    assert not to_compile(config, torch.device(device))
     assert "compiler found; the blocks run eagerly" in capsys.readouterr().out
-    assert not any("forward" in vars(block) for block in stack.blocks())

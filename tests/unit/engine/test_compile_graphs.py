@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from megatron.config.engine import FastPathsConfig
 from megatron.engine import compilation
 from megatron.engine.backend import PlainBackend, runs_graphs
-from megatron.engine.compilation import compile_blocks
+from megatron.engine.compilation import compile_blocks, to_compile
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSequence, LayerState
 from megatron.model.spec import ModelSpec
@@ -127,7 +127,7 @@ def test_each_pass_through_the_model_is_announced(monkeypatch, graphs):
 
 
 @pytest.mark.parametrize("place", ["include", "CPATH", None])
-def test_without_pythons_headers_blocks_stay_eager(monkeypatch, tmp_path, capsys, place):
+def test_without_pythons_headers_blocks_stay_eager(monkeypatch, request, tmp_path, capsys, place):
     """Triton's start code is compiled against them; without them the first step would fail."""
     for name in ("include", "elsewhere"):
         (tmp_path / name).mkdir()
@@ -138,10 +138,9 @@ def test_without_pythons_headers_blocks_stay_eager(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path / name))
     monkeypatch.setattr(compiler.shutil, "which", lambda name: name)
     monkeypatch.setattr(compiler.importlib.util, "find_spec", lambda name: name)
-    monkeypatch.setattr(torch.compiler, "assume_constant_result", lambda function: function)
-    modes: list[str] = []
-    monkeypatch.setattr(torch, "compile", lambda forward, mode, dynamic: modes.append(mode))
-    compile_blocks([LayerSequence([], [Graph()])], FastPathsConfig(), GPU)
-    assert modes == (["default"] if place else [])
+    compiler.missing_compiler.cache_clear()
+    request.addfinalizer(compiler.missing_compiler.cache_clear)
+    config = run_config(fast_paths=FastPathsConfig(torch_compile="on"))
+    assert to_compile(config, GPU) == (place is not None)
     said = f"--torch-compile: no Python.h in {tmp_path / 'include'} (python3-dev, python3-devel); "
     assert (said in capsys.readouterr().out) == (place is None)

@@ -425,6 +425,15 @@ def test_one_data_rank_keeps_a_stage_that_does_more_than_partition(flags, zero, 
     assert stage_of(for_engine(completed, config, True)) == 1
 
 
+def test_cuda_graphs_need_weights_that_stay_where_they_are():
+    flags = f"{BATCH} --torch-compile --torch-compile-mode reduce-overhead --zero-stage 3"
+    run(flags, {}, 1)  # as ZeRO 1
+    words = "reduce-overhead, --zero-stage 3: a CUDA graph .* gathers them again .*no-cudagraphs"
+    for zero, processes in (({}, 2), ({"offload_param": {"device": "cpu"}}, 1)):
+        with pytest.raises(ConfigError, match=words):
+            run(flags, {"zero_optimization": {"stage": 3, **zero}}, processes)
+
+
 def test_the_optimizer_is_the_trainers():
     settings = engine_json("", AUTO)
     assert "optimizer" not in settings

@@ -1,6 +1,7 @@
 """Which layers multiply in 8 bits, on which devices, and what it does to training."""
 
 import functools
+import re
 
 import pytest
 import torch
@@ -8,10 +9,11 @@ import torch.nn.functional as F
 from configs import model_config, run_config
 from gpt_forward import forward
 
-from megatron.config import ConfigError, ParallelConfig
+from megatron.config import ConfigError, ParallelConfig, TrainingConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.engine import build as build_module
-from megatron.engine.build import use_float8
+from megatron.engine import compilation
+from megatron.engine.build import build_engine, check_float8, use_float8
 from megatron.engine.float8 import Float8State
 from megatron.families import build_model
 from megatron.model.layer_list import LayerStack, initialise
@@ -35,7 +37,7 @@ def build(recompute: str | None = None, **fast: object) -> LayerStack:
     for name, param in stack.canonical_parameters():
         initialise(name, param, 1)
     config = run_config(model=MODEL, fast_paths=FastPathsConfig(**fast))
-    use_float8(stack.blocks(), config, CPU)
+    use_float8(stack.blocks(), config)
     return stack
 
 
@@ -68,9 +70,12 @@ def test_what_the_gpu_must_have(monkeypatch, capability):
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a card")
     config = run_config(model=MODEL, fast_paths=FastPathsConfig(fp8_format="e4m3"))
     if capability >= (8, 9):
-        return use_float8([], config, GPU)
+        return check_float8(config, GPU)
     with pytest.raises(ConfigError, match=r"capability 8\.9 or more .* a card has 8\.0"):
-        use_float8([], config, GPU)
+        check_float8(config, GPU)
+    monkeypatch.setattr(build_module, "PlainBackend", None)  # before a model is made
+    with pytest.raises(ConfigError, match=r"capability 8\.9"):
+        build_engine(config, {}, None, Mesh(), GPU)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -82,24 +87,53 @@ def test_where_blocks_cannot_be_multiplied(monkeypatch, capability, cuda):
     monkeypatch.setattr(torch.version, "cuda", cuda)
     fast = FastPathsConfig(fp8_format="e4m3", fp8_recipe="blockwise")
     with pytest.raises(ConfigError, match=r"capability 9 \(Hopper\) .* a card has .* for 1"):
-        use_float8([], run_config(model=MODEL, fast_paths=fast), GPU)
+        check_float8(run_config(model=MODEL, fast_paths=fast), GPU)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(torch.version, "cuda", "12.9")
-    use_float8([], run_config(model=MODEL, fast_paths=fast), GPU)
+    check_float8(run_config(model=MODEL, fast_paths=fast), GPU)
 
 
 def test_without_a_compiler_it_is_said_to_be_slow(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     monkeypatch.setattr(build_module, "missing_compiler", lambda kind: "no C compiler found")
     fast = FastPathsConfig(fp8_format="e4m3")
-    use_float8([], run_config(model=MODEL, fast_paths=fast), GPU)
+    check_float8(run_config(model=MODEL, fast_paths=fast), GPU)
     assert "no C compiler found; casts run operator by operator" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("compiled", "iterations", "ranks", "words"),
+    [
+        ("on", 10, 1, None),
+        ("auto", 200, 1, None),
+        ("auto", 199, 1, "--torch-compile auto: 199 iterations .* --torch-compile on compiles"),
+        ("off", 200, 1, "--torch-compile off; casts are kernels of their own, .*-compile on com"),
+        ("on", 200, 2, "--tensor-model-parallel-size 2: collectives break .* data-parallel ranks"),
+    ],
+)
+def test_blocks_that_are_not_compiled_whole_are_said_to_be_slow(
+    monkeypatch, capsys, compiled, iterations, ranks, words
+):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    for module in (build_module, compilation):
+        monkeypatch.setattr(module, "missing_compiler", lambda kind: None)
+    config = run_config(
+        model=MODEL,
+        fast_paths=FastPathsConfig(fp8_format="hybrid", torch_compile=compiled),
+        parallel=ParallelConfig(tensor_model_parallel_size=ranks),
+        training=TrainingConfig(train_iters=iterations),
+    )
+    check_float8(config, GPU)
+    said = capsys.readouterr().out
+    assert said.count("\n") == (words is not None)
+    assert words is None or re.search(f"^--fp8-format hybrid: {words}", said)
+
+
 def test_on_a_cpu_it_is_said_to_be_slow(capsys):
-    build(fp8_format="hybrid")
+    fast = FastPathsConfig(fp8_format="hybrid")
+    check_float8(run_config(model=MODEL, fast_paths=fast), CPU)
     assert "slower than others" in capsys.readouterr().out
-    build()
+    check_float8(run_config(model=MODEL), CPU)
     assert not capsys.readouterr().out
 
 

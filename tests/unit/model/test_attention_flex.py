@@ -193,10 +193,10 @@ def test_windows_that_need_more_than_causal_attention(kind, ids, length, expecte
     ],
 )  # fmt: skip
 def test_what_it_cannot_do_is_said(monkeypatch, change, said):
-    monkeypatch.setattr(attention_flex, "_missing_compiler", lambda _: None)
+    monkeypatch.setattr(attention_flex, "missing_compiler", lambda _: None)
     found = why_not_flex(small_config(**change), "cuda")
     assert found == said
-    monkeypatch.setattr(attention_flex, "_missing_compiler", lambda _: "no C compiler found")
+    monkeypatch.setattr(attention_flex, "missing_compiler", lambda _: "no C compiler found")
     assert why_not_flex(small_config(), "cuda") == (
         "FlexAttention needs a compiler: no C compiler found"
     )
@@ -206,7 +206,7 @@ def test_what_it_cannot_do_is_said(monkeypatch, change, said):
 def test_a_micro_batch_has_its_masks_where_a_gpu_uses_them(monkeypatch, device):
     """ "meta" takes the place of the GPU."""
     monkeypatch.setattr(attention_flex, "DEVICES", ("meta",))
-    monkeypatch.setattr(attention_flex, "_missing_compiler", lambda _: None)
+    monkeypatch.setattr(attention_flex, "missing_compiler", lambda _: None)
     tokens = torch.zeros(2, LENGTH, dtype=torch.int64, device=device)
     batch = GPTBatch(tokens, tokens, tokens.float(), None, tokens)
     masks = begin(small_config(**KINDS["gemma2"]), batch).masks

@@ -239,7 +239,7 @@ class Flex:
 def flex(monkeypatch) -> Flex:
     kernel = Flex()
     monkeypatch.setattr(attention_flex, "DEVICES", (GPU.type,))
-    monkeypatch.setattr(attention_flex, "_missing_compiler", lambda _: None)
+    monkeypatch.setattr(attention_flex, "missing_compiler", lambda _: None)
     monkeypatch.setattr(attention_flex, "_compiled", lambda: kernel)
     return kernel
 

@@ -214,7 +214,7 @@ DENSE = (
 )  # fmt: skip
 def test_the_line_about_the_kernel(monkeypatch, machine, kind, change, documents, kernel, expected):
     machine.installed = {2}
-    monkeypatch.setattr(attention_flex, "_missing_compiler", lambda _: None)
+    monkeypatch.setattr(attention_flex, "missing_compiler", lambda _: None)
     monkeypatch.setattr(attention_flex, "DEVICES", ("cpu",))
     choice = Choice(kernel)
     monkeypatch.setattr(torch, "_fused_sdp_choice", choice)
