@@ -122,9 +122,7 @@ def test_a_trainer_resumes_bitwise(tmp_path, name, stage):
     flags = [*FLAGS, *flags_of(name), "--zero-stage", stage, "--train-iters", "4"]
     straight = train(flags)
     assert straight.losses[-1] < straight.losses[0]
-    first = train(
-        [*flags, "--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"]
-    )
+    first = train([*flags, "--save", str(tmp_path), "--save-interval", "2", "--exit-interval", "2"])
     resumed = train([*flags, "--load", str(tmp_path)])
     assert first.losses + resumed.losses == straight.losses
     assert straight.state.keys() == resumed.state.keys()

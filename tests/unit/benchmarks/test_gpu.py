@@ -229,7 +229,9 @@ def test_what_is_no_bundle_is_refused_by_name(tmp_path, monkeypatch, capsys, con
     if content is None:
         bundle.mkdir()
     else:
-        bundle.write_bytes({"cut": whole[: len(whole) // 2], "no json": whole}.get(content, content))
+        bundle.write_bytes(
+            {"cut": whole[: len(whole) // 2], "no json": whole}.get(content, content)
+        )
     commands = [["--merge", str(bundle)]]
     if content != "no json":  # which --bundle sees when it reads that cell
         commands.append(["--bundle", str(bundle), "--results", str(tmp_path / "results")])
