@@ -96,8 +96,9 @@ def train(argv: list[str], whole: bool = True, frozen: str | None = None) -> dic
         del fetches[:]  # those of the start
         trainer.fit()
         for own in owned_slices(trainer.engine):
-            for kind, values in {"weight": own.weight, **own.moments}.items():
-                state[f"{own.name}/{kind}/{own.slice.start}"] = values.detach().numpy().copy()
+            for kind in own.kinds:
+                values = own.get(kind).detach().numpy()
+                state[f"{own.name}/{kind}/{own.slice.start}"] = values.copy()
     return {"record": record, "state": state, "fetches": Counter(fetches)}
 
 
