@@ -30,12 +30,13 @@ H100_FLOPS = 989e12
 
 def main(argv: list[str] | None = None) -> int:
     """Measures what has not been measured; 0 when nothing is left, 3 when something is."""
-    options = parser().parse_args(argv)
+    options = parse(argv)
     if options.worker:
         from gpu_suite.worker import serve
 
         serve()
-    groups, names = options.groups.split(","), options.cells.split(",") if options.cells else []
+    groups = options.groups.split(",") if options.groups else GROUPS
+    names = options.cells.split(",") if options.cells else []
     known = {cell.name for cell in cells(options.scale)}
     for flag, given, valid in (("--groups", groups, set(GROUPS)), ("--cells", names, known)):
         unknown = sorted(set(given) - valid)
@@ -110,7 +111,7 @@ def parser() -> argparse.ArgumentParser:
     add("--results", type=Path, default=RESULTS, help="folder (benchmarks/results/gpu)")
     add("--bundle", type=Path, metavar="FILE", help="keep all of it here too; read at the start")
     add("--time-limit", type=float, metavar="MINUTES", help="end after that; status 3 if cut short")
-    add("--groups", default=",".join(GROUPS), help=f"of {', '.join(GROUPS)} (all)")
+    add("--groups", default="", help=f"of {', '.join(GROUPS)} (all)")
     add("--cells", default="", help="only these, by their names in --dry-run")
     add("--scale", choices=tuple(SCALES), default="full", help="tiny: a trial on any machine")
     add("--retry-failed", action="store_true", help="make those again that have no numbers")
@@ -119,6 +120,19 @@ def parser() -> argparse.ArgumentParser:
     add("--into", type=Path, metavar="FILE", help="with --merge: also as a section of this file")
     add("--worker", action="store_true", help=argparse.SUPPRESS)
     return result
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    """The flags' values; those that contradict each other end the program."""
+    flags = parser()
+    options = flags.parse_args(argv)
+    if options.time_limit is not None and not options.time_limit > 0:
+        flags.error(f"--time-limit {options.time_limit:g}: expected minutes, more than 0")
+    if options.into and not options.merge:
+        flags.error(f"--into {options.into} is for the tables of --merge FILE ...: give that too")
+    if options.groups and options.cells:
+        flags.error("--groups and --cells both select: give one of them")
+    return options
 
 
 def _has_gpu() -> bool:

@@ -3,6 +3,7 @@
 
     python benchmarks/optimizer_states.py --text input.txt
     python benchmarks/optimizer_states.py --text input.txt --steps 1000 --json out.json
+    python benchmarks/optimizer_states.py --text input.txt --seeds 1 --formats 'bf16*'
 
 The tokens are the bytes of the text, each seen once at most, so that losses are of unseen text.
 Formats are those of --use-precision-aware-optimizer, beside float32 states, and the same rounded to
@@ -16,6 +17,7 @@ import json
 import statistics
 import tempfile
 from collections.abc import Sequence
+from fnmatch import fnmatch
 from pathlib import Path
 from unittest import mock
 
@@ -86,11 +88,11 @@ def main() -> int:
         for seed in range(options.seeds):
             found = train([*flags, "--seed", str(1234 + seed)])
             rows["float32 states" + f", seed {seed}" * (seed > 0)] = found
-        for name, added in [*FORMATS.items()][1:]:
-            rows[name] = train([*flags, *added])
-        for name, (added, form) in NEAREST.items():
-            with mock.patch.object(build, "StoredStates", form):
-                rows[name] = train([*flags, *added])
+        stored = {name: (added, StoredStates) for name, added in FORMATS.items()} | NEAREST
+        for name, (added, form) in stored.items():
+            if added and any(fnmatch(name, pattern) for pattern in options.formats):
+                with mock.patch.object(build, "StoredStates", form):
+                    rows[name] = train([*flags, *added])
     print(table(rows))
     if options.json:
         Path(options.json).write_text(json.dumps(rows, indent=1))
@@ -136,6 +138,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--text", required=True, help="a text file")
     result.add_argument("--steps", type=int, default=300)
     result.add_argument("--seeds", type=int, default=3, help="runs with float32 states")
+    result.add_argument(
+        "--formats", nargs="+", default=["*"], metavar="PATTERN", help="rows beside float32 states"
+    )
     result.add_argument("--json", help="also write all losses to this file")
     return result
 

@@ -92,8 +92,6 @@ def turned_off(base: str) -> list[tuple[str, str]]:
         ("states (A), 10 bytes", base + STATES_A),
         ("states (B), 8 bytes", base + STATES_B),
         ("states (C), 8 bytes", base + STATES_C),
-        ("ZeRO 2", base.replace("zero1", "zero2")),
-        ("ZeRO 3", base.replace("zero1", "zero3")),
         ("ZeRO 0 (autocast)", base.replace("zero1", "zero0")),
         ("activation memory budget 0.5", f"{base}+activation-memory-budget=0.5"),
         ("recompute attention", f"{base}+recompute-granularity=selective"),
@@ -112,7 +110,7 @@ def turned_off(base: str) -> list[tuple[str, str]]:
             f"{base}+torch-compile-mode=reduce-overhead",
         ),
         # Packages that are rarely there.
-        ("attention flash-attention 2", f"{base}+attention-backend=flash"),
+        ("attention flash-attention 2", f"{base}+attention-backend=flash2"),
         ("attention flash-attention 3", f"{base}+attention-backend=flash3"),
         ("attention flash-attention 4", f"{base}+attention-backend=flash4"),
     ]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import io
 import json
 import tarfile
+import zlib
 from collections.abc import Iterable, Mapping
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -82,17 +83,17 @@ class Results:
         return {path.stem: json.loads(path.read_text()) for path in paths}
 
     def unpack(self, bundle: Path) -> None:
-        """Adds what a bundle has and the folder lacks."""
-        with tarfile.open(bundle) as file:
-            for member in file:
-                path = PurePosixPath(member.name)
-                if not member.isfile() or path.is_absolute() or ".." in path.parts:
-                    continue
-                target = self.folder / path
-                content = file.extractfile(member)
-                if content is not None and not target.exists():
-                    target.parent.mkdir(parents=True, exist_ok=True)
-                    target.write_bytes(content.read())
+        """Adds what a bundle has and the folder lacks.
+
+        Raises:
+            ValueError: it is not one; the message names the file.
+        """
+        for name, content in unpacked(bundle).items():
+            path = PurePosixPath(name)
+            target = self.folder / path
+            if not (path.is_absolute() or ".." in path.parts or target.exists()):
+                target.parent.mkdir(parents=True, exist_ok=True)
+                target.write_bytes(content)
         self.begun = self._read_begun()
 
     def pack(self, bundle: Path) -> None:
@@ -139,6 +140,31 @@ def packed(contents: Mapping[str, bytes]) -> bytes:
     return stream.getvalue()
 
 
+def unpacked(bundle: Path) -> dict[str, bytes]:
+    """The files in a bundle by their names.
+
+    Raises:
+        ValueError: it is not one; the message names the file.
+    """
+    found = {}
+    try:
+        with tarfile.open(bundle) as file:
+            for member in file:
+                content = file.extractfile(member)
+                if content is not None:
+                    found[member.name] = content.read()
+    except (tarfile.TarError, EOFError, OSError, zlib.error, KeyError) as error:
+        raise _no_bundle(bundle, error) from None
+    return found
+
+
+def _no_bundle(bundle: Path, error: Exception) -> ValueError:
+    said = " ".join(str(error).split())
+    return ValueError(
+        f"{bundle}: {said}; expected a file that --bundle wrote: name that one, or none that exists"
+    )
+
+
 def _size(path: Path) -> int:
     return path.stat().st_size
 
@@ -154,17 +180,14 @@ def read_bundle(bundle: Path) -> dict[str, Found]:
     Raises:
         ValueError: it is not one; the message names the file.
     """
-    found = {}
     try:
-        with tarfile.open(bundle) as file:
-            for member in file:
-                path = PurePosixPath(member.name)
-                content = file.extractfile(member)
-                if path.parent.name == "cells" and path.suffix == ".json" and content is not None:
-                    found[path.stem] = json.load(content)
-    except (tarfile.TarError, EOFError, ValueError, OSError) as error:
-        raise ValueError(f"--merge {bundle}: {error}; expected a file of --bundle") from None
-    return found
+        return {
+            PurePosixPath(name).stem: json.loads(content)
+            for name, content in unpacked(bundle).items()
+            if PurePosixPath(name).match("cells/*.json")
+        }
+    except json.JSONDecodeError as error:
+        raise _no_bundle(bundle, error) from None
 
 
 def merged(bundles: Iterable[Mapping[str, Found]]) -> dict[str, dict[str, Found]]:

@@ -220,6 +220,26 @@ def test_tests_that_pages_name(path):
     assert not missing, "\n".join(missing)
 
 
+@pytest.mark.parametrize("path", OWN_WORDS)
+def test_tests_in_tables(path):
+    """Files in a column "test" exist; one without a folder, beside the file before it."""
+    missing, column = [], None
+    for number, line in read(path).prose:
+        cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)]
+        if not line.startswith("|"):
+            column = None
+        elif column is None:
+            column = cells.index("test") if "test" in cells else 0
+        elif column:
+            folder = ROOT / "no folder"
+            for name in re.findall(r"`([^`]+)`", cells[column]):
+                file = ROOT / name if "/" in name else folder / name
+                folder = file.parent
+                if not file.exists():
+                    missing.append(f"{path}:{number}: {name}")
+    assert not missing, "\n".join(missing)
+
+
 @pytest.mark.parametrize("path", [p for p in paths() if p.startswith("docs/") or p == "README.md"])
 def test_measurements_have_a_command(path):
     """A section with a table of times, sizes or shares names the command that measures them."""
@@ -252,12 +272,17 @@ def test_what_is_missing_is_noticed(monkeypatch, tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
         "# Page\n\nUse `--no-such-flag` with `megatron/no_such_file.py`, see [there](no.md), "
-        "[here](#nothing).\n\n| a | 3 ms |\n|---|---|\n| b | 4 ms |\n"
+        "[here](#nothing).\n\n| a | 3 ms |\n|---|---|\n| b | 4 ms |\n\n"
+        "## Tests\n\n| what | test |\n|---|---|\n"
+        "| x < y | `tests/docs/test_claims.py`, `test_words.py` |\n"
     )
     monkeypatch.setitem(globals(), "ROOT", tmp_path)
     monkeypatch.setattr("doc_pages.ROOT", tmp_path)
     known = importlib.util.find_spec("programs")
     assert known is not None
-    for test in (test_flags_in_the_text, test_paths, test_links, test_measurements_have_a_command):
+    for test in (
+        test_flags_in_the_text, test_paths, test_links, test_tests_in_tables,
+        test_measurements_have_a_command,
+    ):  # fmt: skip
         with pytest.raises(AssertionError):
             test("page.md")

@@ -84,8 +84,16 @@ def assert_near(found: Outcome, reference: Outcome, limit: float) -> None:
         assert error <= limit, (name, error)
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
-@pytest.mark.parametrize("dtype", LIMITS, ids=str)
+@pytest.mark.parametrize(
+    ("dtype", "documents"),
+    [
+        (torch.float32, True),
+        (torch.bfloat16, False),
+        pytest.param(torch.float32, False, marks=pytest.mark.proof),
+        pytest.param(torch.bfloat16, True, marks=pytest.mark.proof),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_float64(kind, dtype, documents):
     found = run(build(DEVICE, dtype, **KINDS[kind]), documents)
@@ -167,7 +175,7 @@ def test_compiled_blocks_against_float64(kind, mode):
         torch.testing.assert_close(loss.double().cpu(), expected(kind)[0], rtol=0.05, atol=0.0)
 
 
-@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("documents", [pytest.param(False, marks=pytest.mark.proof), True], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_step_waits_for_nothing_and_holds_back_what_is_not_finite(kind, documents):
     """Forward, backward and update; against the same on the CPU."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from training_jobs import TINY
 
 from megatron.config import ConfigError
 from megatron.config.layouts import parse_layout
-from megatron.engine import deepspeed_patches
+from megatron.engine import deepspeed_patches, train_engine
 from megatron.engine.environment import distributed
 from megatron.engine.state import holders, owned_slices
+from megatron.engine.update.random_bits import key_of
 from megatron.engine.update.state_formats import Remainder
 from megatron.parallel.shard import shard_of
 from megatron.parity.runs import RunRecord, watched_trainer
@@ -108,8 +110,9 @@ def test_exact_main_weights_with_float32_moments_are_those_of_float32_states(poo
         assert near.mean() > 0.98, name
 
 
-@pytest.mark.parametrize("name", SAMPLE)
+@pytest.mark.parametrize("name", ["A", pytest.param("C", marks=pytest.mark.proof)])
 def test_model_computes_with_the_main_weights(pool, name):
+    """Which in B are the model's own."""
     found = pool.run(1, run, [*FLAGS, "3", "--zero-stage", "1", *FORMATS[name]])[0]
     for key, values in found["states"].items():
         param, kind, _ = key.rsplit("/", 2)
@@ -152,8 +155,18 @@ def test_random_bits_do_not_depend_on_data_ranks(pool):
     for stage in ("1", "2"):
         for rank in pool.run(2, run, [*flags, "--zero-stage", stage]):
             check_same(matrices(rank), one)
-    other = matrices(pool.run(1, run, [*flags, "--zero-stage", "1", "--lr", "9.999e-3"])[0])
-    assert any((other[name] != values).any() for name, values in one.items())
+    other = matrices(pool.run(1, run_with_other_bits, [*flags, "--zero-stage", "1"])[0])
+    assert all((other[name] != values).any() for name, values in one.items())
+
+
+def run_with_other_bits(argv: list[str]) -> dict[str, Any]:
+    """The same run, rounded with the random bits of another seed; for the pool."""
+
+    def other(seed: int, *rest: Any) -> int:
+        return key_of(seed + 1, *rest)
+
+    with mock.patch.object(train_engine, "key_of", other):
+        return run(argv)
 
 
 def matrices(found: dict[str, Any]) -> dict[str, np.ndarray]:
@@ -206,7 +219,9 @@ def stored_bytes(argv: list[str]) -> tuple[int, int, set[torch.dtype]]:
         return sum(found.values()), sum(m.numel() for m in mains), {m.dtype for m in mains}
 
 
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=() if n in "BC" else pytest.mark.proof) for n in FORMATS]
+)
 def test_bytes_are_those_of_the_planner(pool, name):
     flags = [*FLAGS, "1", "--zero-stage", "1", *FORMATS[name]]
     size, elements, dtypes = pool.run(1, stored_bytes, flags)[0]

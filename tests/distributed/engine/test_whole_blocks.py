@@ -97,8 +97,8 @@ def train(argv: list[str], whole: bool = True, frozen: str | None = None) -> dic
         trainer.fit()
         for own in owned_slices(trainer.engine):
             for kind in own.kinds:
-                values = own.get(kind).detach()
-                state[f"{own.name}/{kind}/{own.slice.start}"] = values.numpy().copy()
+                values = own.get(kind).detach().numpy()
+                state[f"{own.name}/{kind}/{own.slice.start}"] = values.copy()
     return {"record": record, "state": state, "fetches": Counter(fetches)}
 
 
@@ -111,7 +111,7 @@ def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
             np.testing.assert_array_equal(a["state"][name], values, err_msg=name)
 
 
-@pytest.mark.parametrize(("kind", "recompute"), cases(("gpt2", False), ("llama", True)))
+@pytest.mark.parametrize(("kind", "recompute"), cases(("gpt2", False)))
 def test_same_bits_with_a_fetch_per_block(pool, tmp_path, kind, recompute):
     argv = flags(tmp_path, *FORMS[kind], *(RECOMPUTED if recompute else []), **ALONE)
     found, expected = (pool.run(2, train, argv, whole) for whole in (True, False))

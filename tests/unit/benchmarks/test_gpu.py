@@ -219,6 +219,44 @@ def test_a_bundle_cannot_write_elsewhere(results, tmp_path):
     assert (results.folder / "cells" / "a.json").exists()
 
 
+@pytest.mark.parametrize("content", [b"no archive", b"", None, "cut", "no json"])
+def test_what_is_no_bundle_is_refused_by_name(tmp_path, monkeypatch, capsys, content):
+    """Before anything starts; a file that is not there is no error of --bundle."""
+    monkeypatch.setattr(gpu, "_has_gpu", lambda: True)
+    monkeypatch.setattr(schedule, "Worker", lambda *_: pytest.fail("started"))
+    bundle = tmp_path / "notes.txt"
+    whole = gpu_suite.results.packed({"cells/a.json": b"{"})
+    if content is None:
+        bundle.mkdir()
+    else:
+        bundle.write_bytes(
+            {"cut": whole[: len(whole) // 2], "no json": whole}.get(content, content)
+        )
+    commands = [["--merge", str(bundle)]]
+    if content != "no json":  # which --bundle sees when it reads that cell
+        commands.append(["--bundle", str(bundle), "--results", str(tmp_path / "results")])
+    for argv in commands:
+        assert gpu.main(argv) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"gpu.py: error: {bundle}: ") and said.count("\n") == 1
+        assert "expected a file that --bundle wrote" in said
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--time-limit -1", "--time-limit -1: expected minutes, more than 0"),
+        ("--time-limit 0", "--time-limit 0: expected minutes"),
+        ("--into RESULTS.md", "--into RESULTS.md is for the tables of --merge"),
+        ("--groups main --cells main-1.3B-fp8", "--groups and --cells both select"),
+    ],
+)
+def test_flags_that_contradict_each_other(capsys, flags, said):
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main(flags.split())
+    assert said in capsys.readouterr().err
+
+
 def test_merging_takes_the_best_and_the_newest():
     old, new = found(PLAIN), found(PLAIN, date="2026-11-23 09:00:00")
     broken = found(PLAIN, date="2026-11-24 09:00:00", failed="no luck")

@@ -119,7 +119,13 @@ SCORES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "more", "kv_heads"), SCORES)
+@pytest.mark.parametrize(
+    ("kind", "more", "kv_heads"),
+    [
+        pytest.param(*scores, marks=() if n in (2, 4) else pytest.mark.proof)
+        for n, scores in enumerate(SCORES)
+    ],
+)
 @pytest.mark.usefixtures("operator_by_operator")
 def test_against_plain_products(kind, more, kv_heads):
     length, scores = 200, AttentionScoring(**more)
