@@ -29,6 +29,14 @@ def missing_compiler(device_type: str) -> str | None:
     return None
 
 
+def allow_graphs(count: int) -> None:
+    """Has torch compile that many versions of a function, or more, before it runs others as they
+    are. It imports the settings of torch's compiler."""
+    import torch._dynamo.config as dynamo
+
+    dynamo.recompile_limit = max(dynamo.recompile_limit, count)
+
+
 def _missing_for_gpus() -> str | None:
     # Triton compiles the code that launches its kernels, with Python's headers.
     if not any(map(shutil.which, ("cc", "gcc", "clang"))):
