@@ -150,7 +150,7 @@ class ElementwiseAdam:
         self._compiled = False
         self._update = torch.compile(self.update, dynamic=True, fullgraph=True)  # imports it
         first = self._arranged(own(grad), own(elements), tuple(map(own, stored)))
-        # The betas and epsilon become constants of the code. As inputs, torch 2.11 would begin again.
+        # The betas and epsilon become constants. As inputs, torch 2.11 would begin once more.
         with torch._dynamo.config.patch(specialize_float=True):
             self._update(*first, *rates)
 
