@@ -127,7 +127,7 @@ class PlainBackend(Backend):
             with record_function("megatron::data"):
                 batch = next(batches)
             batch = batch.to(self._device, non_blocking=True)
-            begin = self._spec.begin(batch)._replace(dropout_seed=seed)
+            begin = self._spec.begin(batch).changed(dropout_seed=seed)
             if self._graphs:
                 torch.compiler.cudagraph_mark_step_begin()
             # Only the losses of the state are kept: the backward pass needs the memory.
@@ -135,7 +135,7 @@ class PlainBackend(Backend):
                 losses = engine(begin).losses
             with record_function("megatron::backward"):
                 engine.backward(self._spec.total(losses))
-            sums += measure.of(begin._replace(losses=losses), batch)
+            sums += measure.of(begin.changed(losses=losses), batch)
             if not last:
                 engine.step()
         return sums

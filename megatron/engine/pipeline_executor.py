@@ -113,7 +113,7 @@ class PipelineExecutor(PipelineEngine):
             batch = batch.to(self.device, non_blocking=True)
             state = self._measure.start(self._spec.begin(batch))
             seed = self._seeds[self._next_batch_number]
-            self._loaded[self._next_batch_number] = batch, state._replace(dropout_seed=seed)
+            self._loaded[self._next_batch_number] = batch, state.changed(dropout_seed=seed)
             self._next_batch_number += 1
         return self._loaded[micro_batch]
 

@@ -124,7 +124,7 @@ class Boundary(NamedTuple):
     def put_into(self, state: LayerState, tensors: Sequence[Tensor]) -> LayerState:
         found = dict(zip(self.names, tensors, strict=True))
         hidden, encoder = found.pop("hidden"), found.pop("encoder", state.encoder)
-        return state._replace(hidden=hidden, encoder=encoder, losses={**state.losses, **found})
+        return state.changed(hidden=hidden, encoder=encoder, losses={**state.losses, **found})
 
     def empty(self, device: torch.device) -> tuple[Tensor, ...]:
         return tuple(

@@ -68,5 +68,5 @@ class Block(nn.Module):
             normed = self.mlp_norm(x if self.parallel else y)
         last = self.dropout(self.mlp_post_norm(self.mlp(normed)))
         if self.hands_on:
-            return state._replace(hidden=y, pending=last)
+            return state.changed(hidden=y, pending=last)
         return state.with_hidden(y + last)

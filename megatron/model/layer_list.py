@@ -59,8 +59,13 @@ class LayerState(NamedTuple):
     batch: Any = None
     pending: Tensor | None = None
 
+    def changed(self, **fields: Any) -> LayerState:
+        """This state with other values of some fields."""
+        # Not _replace: a tuple that leaves compiled code through it is empty with torch 2.11.
+        return LayerState(**dict(zip(LayerState._fields, self, strict=True)) | fields)
+
     def with_hidden(self, hidden: Tensor) -> LayerState:
-        return self._replace(hidden=hidden, pending=None)
+        return self.changed(hidden=hidden, pending=None)
 
     @property
     def total(self) -> Tensor:
@@ -70,7 +75,7 @@ class LayerState(NamedTuple):
     def with_loss(self, name: str, loss: Tensor) -> LayerState:
         before = self.losses.get(name)
         total = loss if before is None else before + loss
-        return self._replace(losses={**self.losses, name: total})
+        return self.changed(losses={**self.losses, name: total})
 
 
 @dataclass(frozen=True)
@@ -147,14 +152,14 @@ class RecomputedLayers(LayerSequence):
     def _with_unmade_masks(self, state: LayerState) -> LayerState:
         # Recomputation must not find masks that the first pass made: compiled code would differ.
         masks = None if state.masks is None else state.masks.unmade()
-        return super().__call__(state._replace(masks=masks))
+        return super().__call__(state.changed(masks=masks))
 
 
 def _from_zero(block: Step, state: LayerState) -> LayerState:
     # The first of several blocks is then compiled as the others are, whose input has a gradient.
     x = state.hidden
     zeros = torch.zeros_like(x, dtype=autocast_dtype(x), requires_grad=x.requires_grad)
-    return block(state._replace(pending=zeros))
+    return block(state.changed(pending=zeros))
 
 
 def _with_total(block: Step, state: LayerState) -> LayerState:
@@ -225,7 +230,7 @@ class LayerStack(nn.Module):
         if not state.losses:
             return state
         encoder = None if state.encoder is None else state.encoder.detach()
-        return state._replace(hidden=state.hidden.detach(), encoder=encoder)
+        return state.changed(hidden=state.hidden.detach(), encoder=encoder)
 
     def blocks(self) -> list[nn.Module]:
         return self.sequence.blocks

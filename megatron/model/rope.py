@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -25,12 +25,18 @@ from megatron.config.positions import RopeScaling
 @dataclass(frozen=True)
 class RotaryEmbedding:
     """Angles by which a block rotates R channels of its queries and keys; ``positions`` is the
-    model's longest sequence."""
+    model's longest sequence. Equal ones have the same ``number``, for :func:`rope_table`."""
 
     rotated: int
     base: float
     positions: int
     scaling: RopeScaling = RopeScaling("default")
+    number: int = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        if self not in _ROTATIONS:
+            _ROTATIONS.append(self)
+        object.__setattr__(self, "number", _ROTATIONS.index(self))
 
     @classmethod
     def of(cls, config: ModelConfig, layer: int) -> RotaryEmbedding | None:
@@ -42,7 +48,7 @@ class RotaryEmbedding:
         base, scaling = positions.rotary_base, positions.rope_scaling
         if config.attention.window(layer) is not None and positions.rotary_base_local is not None:
             base, scaling = positions.rotary_base_local, RopeScaling("default")
-        return _interned(cls(rotated, base, positions.max_position_embeddings, scaling))
+        return cls(rotated, base, positions.max_position_embeddings, scaling)
 
     def angles(
         self, length: int, positions_BS: Tensor | None, cached: bool, device: torch.device
@@ -61,26 +67,23 @@ class RotaryEmbedding:
             if cached and positions_BS is not None:
                 whole = int(positions_BS.max()) + 1
             long = whole > self.scaling.original_max_position_embeddings
-        cos, sin = rope_table(self, long, device)
+        cos, sin = rope_table(self.number, long, device)
         if positions_BS is None:
             return cos[:length, None], sin[:length, None]
         at_BS1 = positions_BS.unsqueeze(2)
         return cos[at_BS1], sin[at_BS1]
 
 
-@functools.cache
-def _interned(rotation: RotaryEmbedding) -> RotaryEmbedding:
-    """One object for all equal ones: code compiled for a block then serves all blocks with it."""
-    return rotation
+_ROTATIONS: list[RotaryEmbedding] = []
+"""Each once, at the place that is its number."""
 
 
-def rope_table(
-    rotation: RotaryEmbedding, long: bool, device: torch.device
-) -> tuple[Tensor, Tensor]:
-    """Cosines and sines of all positions, each float32 [positions, R]. The angle of channel pair i
-    at position p is p * base^(-2i / R) without scaling; ``long`` is whether the sequence is longer
-    than the original ones (LongRoPE)."""
-    return _table(rotation, long, device)
+def rope_table(number: int, long: bool, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of all positions, each float32 [positions, R], of the rotation with this
+    number. The angle of channel pair i at position p is p * base^(-2i / R) without scaling;
+    ``long`` is whether the sequence is longer than the original ones (LongRoPE)."""
+    # By number: torch 2.11 compiles no such call with a frozen dataclass among its arguments.
+    return _table(_ROTATIONS[number], long, device)
 
 
 @functools.lru_cache(maxsize=8)

@@ -44,7 +44,7 @@ class Measure:
 
     def start(self, begin: LayerState) -> LayerState:
         """The initial state of a micro batch from which the last layer computes what is needed."""
-        return begin._replace(targets=None) if self.logits else begin
+        return begin.changed(targets=None) if self.logits else begin
 
     def of(self, state: LayerState, batch: Any) -> Tensor:
         """The numbers of a micro batch, float64 [N]."""

@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron.parallel.compiler import missing_compiler
+from megatron.parallel.compiler import allow_graphs, missing_compiler
 
 BLOCK = 128
 """Edge of a block that shares a scale: 1 x 128 numbers of activations, 128 x 128 of weights."""
@@ -25,6 +25,10 @@ BLOCK = 128
 Scaling = Literal["tensor", "row", "block", "square"]
 """What shares a scale: a matrix, what a product sums up for one number of its result, 1 x 128 of
 these, or 128 x 128 numbers."""
+
+GRAPHS = 64
+"""How many versions of a cast are compiled: one for each layout, dtype and kind of scale, and again
+for matrices of a single block. Delayed scales take nine, and torch's default is 8."""
 
 _SMALLEST = 1e-12
 """Lower bound of a largest magnitude, so that a tensor of zeros has a scale."""
@@ -75,12 +79,14 @@ def cast(
     eager_on_gpu = x_RC.is_cuda and not torch.compiler.is_compiling()
     if eager_on_gpu and missing_compiler("cuda") is None:
         # Operator by operator this moves about five times as many bytes.
-        function = _compiled_cast()
+        # torch compiles a view again for every shape of what it is a view of.
+        function, x_RC = _compiled_cast(), x_RC.detach()
     return function(x_RC, dtype, scaling, rows, columns, largest)
 
 
 @cache
 def _compiled_cast() -> Any:
+    allow_graphs(GRAPHS)
     return torch.compile(_cast, dynamic=True)
 
 

@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megatron.parallel.compiler import missing_compiler
+from megatron.parallel.compiler import allow_graphs, missing_compiler
 from megatron.parallel.mesh import Group
 from megatron.util.processes import is_main_process
 
@@ -30,6 +30,11 @@ WORK_BYTES = 2 * 2**20
 BLOCK = 1024
 """Columns that one group of GPU threads reduces while it holds them in registers, so that their
 maximum and their sum of exponentials take one read."""
+
+
+GRAPHS = 64
+"""How many versions of a function are compiled. Over torch's default, 8, a run whose numbers of
+tokens vary, as with a curriculum, would end with an error."""
 
 
 class Columns(NamedTuple):
@@ -99,6 +104,7 @@ def compiles_for(device_type: str) -> bool:
 def compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     """One of the functions below, compiled for one number of tokens, and at the second number that
     comes for all others."""
+    allow_graphs(GRAPHS)
     return torch.compile(function, fullgraph=True)
 
 
@@ -168,6 +174,8 @@ def compiled_loss(
 ) -> Tensor:
     """Loss of each token; with ``gradients`` the logits become the gradient of the weighted loss.
     A label that is no column of this rank must be negative."""
+    # torch compiles a view again for every shape of what it is a view of.
+    logits_CP, labels_C, weight_C = (x.detach() for x in (logits_CP, labels_C, weight_C))
     if group.size == 1 and gradients:
         return compiled(loss_and_gradient)(logits_CP, labels_C, weight_C, columns)
     softmax = Softmax(*compiled(softmax_of)(logits_CP, labels_C, columns))

@@ -126,7 +126,7 @@ class PlainTraining:
             if place >= count:
                 continue
             seed = dropout_seed(self._seed, self._consumed + place * plan.micro_batch_size)
-            state = self.spec.begin(micro[place])._replace(dropout_seed=seed)
+            state = self.spec.begin(micro[place]).changed(dropout_seed=seed)
             loss = self.spec.total(self.model(state).losses)
             (loss / count).backward()
             losses.append(float(loss.detach()))

@@ -37,7 +37,7 @@ def test_every_stage_takes_one_graph(eager, stage):
     found, graphs_taken = losses_of("--torch-compile", "--zero-stage", str(stage))
     if stage:  # stage 0 runs bf16 as autocast
         np.testing.assert_allclose(found, eager, rtol=2e-2)
-    assert graphs_taken <= 2, "the block, and on a GPU the loss"
+    assert graphs_taken <= (3 if stage else 2), "the block, and on a GPU the loss and the update"
 
 
 @needs_gpu

@@ -150,7 +150,9 @@ class ElementwiseAdam:
         self._compiled = False
         self._update = torch.compile(self.update, dynamic=True, fullgraph=True)  # imports it
         first = self._arranged(own(grad), own(elements), tuple(map(own, stored)))
-        self._update(*first, *rates)
+        # The betas and epsilon become constants. As inputs, torch 2.11 would begin once more.
+        with torch._dynamo.config.patch(specialize_float=True):
+            self._update(*first, *rates)
 
     def _rates(
         self, lr: float, decay: float, step: Tensor, factor: Tensor | None, held: Tensor

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from collections.abc import Iterable
 from itertools import product
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from megatron.families import build_model
 from megatron.model import attention_backends, attention_flex
 from megatron.model.layer_list import LayerStack, initialise
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
-from megatron.parallel import float8_casts
+from megatron.parallel import float8_casts, softmax_loss
 from megatron.parallel.compiler import missing_compiler
 from megatron.parallel.float8 import Float8
 from megatron.parallel.mesh import Mesh
@@ -49,6 +50,13 @@ GEMMA2 = {"num_query_groups": 2, "sliding_window": 5, "window_attn_skip_freq": 2
     "attn_logit_softcapping": 5.0
 }
 
+OTHERS = {
+    "gemma2": LLAMA | GEMMA2,
+    # The window is no narrower than the text: but for their bases the blocks are equal.
+    "gemma3": LLAMA
+    | {"sliding_window": LENGTH, "window_attn_skip_freq": 2, "rotary_base_local": 100.0},
+}
+
 
 def config(kind: str) -> ModelConfig:
     shape = {
@@ -57,7 +65,7 @@ def config(kind: str) -> ModelConfig:
         "max_position_embeddings": 2 * LENGTH, "attention_dropout": 0.0, "hidden_dropout": 0.0,
         "padded_vocab_size": VOCAB, "unpadded_vocab_size": VOCAB,
     }  # fmt: skip
-    return model_config(**shape | (LLAMA | GEMMA2 if kind == "gemma2" else KINDS[kind]))
+    return model_config(**shape | (KINDS | OTHERS)[kind])
 
 
 def build(kind: str, recompute: str | None = None, float8: Float8 | None = None) -> LayerStack:
@@ -282,6 +290,40 @@ def test_more_lengths_than_torch_compiles_by_default():
         for length in range(1, 5):
             outcome(stack, length)
     assert graphs() == (4, Counter())
+
+
+def test_casts_and_losses_have_room_for_their_versions(monkeypatch):
+    """torch compiles eight; of a loss, which must be one graph, the ninth would be an error."""
+    import torch._dynamo.config as dynamo
+
+    monkeypatch.setattr(float8_casts, "missing_compiler", lambda device_type: None)
+    for made in (
+        float8_casts._compiled_cast.__wrapped__,
+        lambda: softmax_loss.compiled.__wrapped__(softmax_loss.softmax_of),
+    ):
+        with dynamo.patch(recompile_limit=8):
+            made()
+            assert dynamo.recompile_limit >= 64
+
+
+def test_compiled_code_makes_no_tuple_by_replace():
+    """With torch 2.11 such a tuple is empty after the compiled function."""
+    package = Path(compilation.__file__).parents[1]
+    paths = [
+        path
+        for name in ("model", "parallel", "families")
+        for path in package.rglob(f"{name}/**/*.py")
+    ]
+    assert package / "model/block.py" in paths
+    assert not [path.name for path in paths if "._replace(" in path.read_text()]
+
+
+@pytest.mark.usefixtures("without_generated_code")
+def test_rotations_by_other_bases_are_compiled_apart():
+    """The tables are constants of the graphs."""
+    eager, stack = build("gemma3"), compiled(build("gemma3"))
+    assert_near(outcome(stack), outcome(eager), 4e-6)
+    assert graphs() == (2, Counter())
 
 
 @pytest.mark.usefixtures("without_generated_code")
