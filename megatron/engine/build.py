@@ -22,6 +22,7 @@ from megatron.engine.deepspeed_patches import (
     refuse_what_is_wrong,
     require,
     take_out,
+    without_zero_gradients,
 )
 from megatron.engine.float8 import Float8State
 from megatron.engine.train_engine import TrainEngine
@@ -68,7 +69,8 @@ def build_engine(
         compile_blocks(backend.sequences, config.fast_paths, device)
     optimizer = build_optimizer(names, config.optimizer)
     asynchronous = _adapt_settings(settings, config, names, mesh)
-    engine = backend.start(optimizer, settings)
+    with without_zero_gradients(unused=asynchronous):
+        engine = backend.start(optimizer, settings)
     take_out(engine, mesh.data.size)
     guard(engine.optimizer)
     stored = None

@@ -191,19 +191,58 @@ class Float8:
 def _multiply_blocks(left: Operand, right: Operand, squares: bool, fast: bool) -> Tensor:
     """The product of a left factor scaled by blocks with a right one scaled by blocks or
     squares."""
-    if left.values.device.type == "cpu":
-        return _restored(left, 1) @ _restored(right, BLOCK if squares else 1).t()
+    # GPUs round the result to bfloat16; a CPU would round it several times.
+    dtype = torch.float32 if left.values.device.type == "cpu" else torch.bfloat16
+    return torch.ops.megatron.multiply_blocks(*left, *right, squares, fast, dtype)
+
+
+def _multiply_blocks_on_gpu(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    squares: bool,
+    fast: bool,
+    dtype: torch.dtype,
+) -> Tensor:
     kinds = F.ScalingType
     return F.scaled_mm(
-        left.values,
-        right.values.t(),
-        left.scale,
+        left,
+        right.t(),
+        left_scale,
         kinds.BlockWise1x128,
-        right.scale.t() if squares else right.scale,
+        right_scale.t() if squares else right_scale,
         kinds.BlockWise128x128 if squares else kinds.BlockWise1x128,
-        output_dtype=torch.bfloat16,
+        output_dtype=dtype,
         use_fast_accum=fast,
     )
+
+
+def _multiply_blocks_on_cpu(
+    left: Tensor,
+    left_scale: Tensor,
+    right: Tensor,
+    right_scale: Tensor,
+    squares: bool,
+    fast: bool,
+    dtype: torch.dtype,
+) -> Tensor:
+    left = _restored(Operand(left, left_scale), 1)
+    return (left @ _restored(Operand(right, right_scale), BLOCK if squares else 1).t()).to(dtype)
+
+
+# An operator that compilers call as it is. Dynamo of torch 2.11 cannot trace F.scaled_mm, and
+# Inductor of 2.13 replaces it by torch._scaled_mm, which takes scales of other shapes.
+# torch.library.custom_op would import sympy when a run starts.
+_LIBRARY = torch.library.Library("megatron", "FRAGMENT")
+_LIBRARY.define(
+    "multiply_blocks(Tensor left, Tensor left_scale, Tensor right, Tensor right_scale, "
+    "bool squares, bool fast, ScalarType dtype) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_exact_strides),
+)
+_LIBRARY.impl("multiply_blocks", _multiply_blocks_on_cpu, "CPU")
+_LIBRARY.impl("multiply_blocks", _multiply_blocks_on_gpu, "CUDA")
+_LIBRARY.impl("multiply_blocks", _multiply_blocks_on_gpu, "Meta")  # torch checks the scales' shapes
 
 
 def _restored(operand: Operand, rows: int) -> Tensor:

@@ -200,6 +200,8 @@ class PartitionUpdate:
     def _prepare(self, number: int, grads: list[Tensor], model: Tensor) -> None:
         sizes = [grad.numel() for grad in grads]
         self._pieces[number] = pieces = cut(sizes, model.numel(), LEAST, self._most)
+        # Stored scales are cut with the slices: one for each block.
+        assert self._keys is None or all(piece.start % BLOCK == 0 for piece in pieces)
         if self._keys is None:
             self._elements[number] = [model.new_zeros((), dtype=torch.int32)] * len(pieces)
         else:

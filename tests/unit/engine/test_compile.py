@@ -8,10 +8,13 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from configs import model_config, run_config
+from functorch.compile import make_boxed_func
 from gpt_forward import forward
 from graph_counts import graphs, graphs_alone
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch.nn.attention import flex_attention
 from torch.utils._pytree import tree_leaves
@@ -191,6 +194,30 @@ def test_8_bit_products_are_compiled_with_the_block():
     eager, stack = build("llama", float8=Float8()), compiled(build("llama", float8=Float8()))
     assert_near(outcome(stack), outcome(eager), 4e-6)
     assert graphs() == (1, Counter())
+
+
+@pytest.mark.usefixtures("without_generated_code")
+def test_products_by_blocks_are_one_operator_of_a_graph():
+    """As compilers take it for GPUs too, of which some rewrite torch's own operator."""
+    weight = torch.randn(384, 256, generator=torch.Generator().manual_seed(0)).bfloat16()
+    inputs = [torch.ones(128, 256).bfloat16().requires_grad_(), weight.requires_grad_()]
+    float8, operators, outcomes = Float8(True, "blockwise"), [], []
+
+    def inspect(graph: torch.fx.GraphModule, _: list[Tensor]) -> Callable:
+        operators.extend(str(node.target) for node in graph.graph.nodes)
+        return make_boxed_func(graph.forward)
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return F.silu(float8.linear(F.silu(x), weight, None))
+
+    backend = aot_autograd(fw_compiler=inspect)
+    for function in (product, torch._dynamo.optimize(backend, nopython=True)(product)):
+        y = function(*inputs)
+        outcomes.append([y, *torch.autograd.grad(y.float().sum(), inputs)])
+    assert_near(*outcomes, 1e-2)
+    assert graphs() == (1, Counter())
+    assert operators.count("megatron.multiply_blocks.default") == 3
+    assert not any("scaled_mm" in name for name in operators)
 
 
 @pytest.mark.parametrize("recipe", ["tensorwise", pytest.param("delayed", marks=pytest.mark.proof)])

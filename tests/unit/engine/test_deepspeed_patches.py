@@ -81,6 +81,7 @@ def other_parameters(self, gradients):
     [
         (DeepSpeedEngine, "buffered_allreduce_fallback", patches.NO_COPIES),
         (DeepSpeedZeroOptimizer, "_update_model_bit16_weights", patches.NO_SECOND_VIEWS),
+        (DeepSpeedZeroOptimizer, "initialize_optimizer_states", patches.NO_ZERO_GRADIENTS),
         (DeepSpeedZeroOptimizer, "_update_scale", patches.SCALE_GROWS_LATER),
         (DeepSpeedZeroOptimizer, "step", patches.QUEUED_PARTITIONED),
         (patches.BF16_Optimizer, "clear_hp_grads", patches.QUEUED_ACCUMULATED),
@@ -95,6 +96,18 @@ def test_another_shape_is_noticed(monkeypatch, capsys, owner, method, replacemen
     patches.made.cache_clear()
     # Inherited methods are found where they come from.
     assert not patches.made(replacement) or hasattr(owner, method)
+
+
+@pytest.mark.parametrize("unused", [True, False])
+def test_gradients_of_zeros_are_made_only_where_they_are_used(monkeypatch, unused):
+    made = []
+    monkeypatch.setattr(
+        DeepSpeedZeroOptimizer, "initialize_optimizer_states", lambda self: made.append(self)
+    )
+    with patches.without_zero_gradients(unused):
+        DeepSpeedZeroOptimizer.initialize_optimizer_states("inside")
+    DeepSpeedZeroOptimizer.initialize_optimizer_states("after")
+    assert made == (["after"] if unused else ["inside", "after"])
 
 
 @pytest.mark.parametrize(("dynamic", "refused"), [(True, True), (False, False)])
