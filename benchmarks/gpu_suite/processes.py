@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from contestants.process import environment
+from contestants.process import environment, visible_gpu
 
 from gpu_suite.shapes import SHAPES
 
@@ -159,7 +159,7 @@ class Sampler:
     def __enter__(self) -> Sampler:
         command = [
             "nvidia-smi", f"--query-gpu={','.join(self.FIELDS)}",
-            "--format=csv,noheader,nounits", "--id=0", "--loop-ms=500",
+            "--format=csv,noheader,nounits", f"--id={visible_gpu()}", "--loop-ms=500",
         ]  # fmt: skip
         self.process: subprocess.Popen[str] | None = None
         self.found: dict[str, float] = {}
