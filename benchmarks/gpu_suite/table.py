@@ -53,11 +53,7 @@ def markdown(results: Mapping[str, Found], level: int = 1) -> str:
         return "Nothing has been measured.\n"
     machine = newest["machine"]
     lines = [f"{'#' * level} {machine['device']}", "", _about(machine, results), ""]
-    if TESTS in results:
-        found = results[TESTS]
-        said = failure(found) or found["summary"]
-        lines += [f"`python -m pytest tests/gpu -q`: {said}", ""]
-        lines += [*(f"- {line}" for line in found.get("broken", ())), ""]
+    lines += _tests(found for found in results.values() if found["cell"]["group"] == TESTS)
     if CEILINGS in results:
         lines += _ceilings(results[CEILINGS], level + 1)
     odd = departures(results)
@@ -105,6 +101,15 @@ def _about(machine: Found, results: Mapping[str, Found]) -> str:
     for shape, names in found.get("attention_kernels", {}).items():
         text += f"Attention at {shape}: {', '.join(f'`{name[:80]}`' for name in names[:6])}. "
     return text.strip()
+
+
+def _tests(cells: Iterable[Found]) -> list[str]:
+    lines = []
+    for found in cells:
+        said = [failure(found), found.get("summary")]
+        lines.append(f"- Tests, {found['cell']['variant']}: {': '.join(filter(None, said))}")
+        lines += [f"  - {line}" for line in found.get("broken", ())]
+    return [*lines, ""] if lines else []
 
 
 def _ceilings(found: Found, level: int) -> list[str]:
