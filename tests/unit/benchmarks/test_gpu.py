@@ -308,10 +308,13 @@ def test_rates_beside_the_ceilings():
                                "chosen": {"forward": 4e14, "both": 3e14}}},
     }  # fmt: skip
     fp8 = Cell(MAIN, "1.3B", "fp8", "ours-zero1+fp8-format=hybrid")
+    blocks = "ours-zero1+recompute-granularity=full+recompute-method=uniform"
+    again = Cell(MAIN, "1.3B", "again", blocks)
     second = [{**_round(2.5), "peak_bytes": 4e10}]
     kept = {
         "ceilings": {**found(Cell("ceilings")), **ceilings},
         LARGE.name: found(LARGE, rounds=second),
+        again.name: found(again, rounds=second),
         fp8.name: found(fp8, rounds=second, halved="no memory", trace={"table": "the table"}),
     }
     text = markdown(kept)
@@ -321,7 +324,9 @@ def test_rates_beside_the_ceilings():
     assert "| 1.3B [8, 16, 16, 2048, 128] | flash | no kernel |  |" in text
     # 65,536 tokens of 8.283 GFLOP, with half of the scores: 542.8 TFLOP.
     assert "| 1.3B | 2048 | bf16 | 65,536 | 8 x 2,048 | 1,000.0 | 1.000 | 65,536 | 542.8 |" in text
-    assert "| 54.9% | 58.9% | 67.9% | 40.00 |" in text
+    assert "| 54.9% | 58.9% |  | 67.9% | 40.00 |" in text
+    # The blocks once more, a third of 542.8 - 25.8 TFLOP: HFU is 72.3%.
+    assert "| 54.9% | 58.9% | 72.3% | 67.9% | 40.00 |" in text
     assert "8 x 2,048 (halved: out of memory)" in text and "| 36.2% |" in text
     assert "Where the time goes: main-1.3B-fp8\n\n```text\nthe table\n```" in text
     assert "main-1.3B-bf16: pretrain_gpt.py --x" in text
