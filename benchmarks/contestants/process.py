@@ -20,6 +20,8 @@ PROGRAM = Path(__file__).resolve().parents[1] / "train.py"
 LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 TUNED = {"MALLOC_MMAP_THRESHOLD_": str(2**30), "MALLOC_TRIM_THRESHOLD_": str(2**31 - 1)}
 """What the trainer sets for itself, as mallopt(3) reads it from the environment."""
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+"""Torch's allocator for GPUs; the trainer sets the first one unless the user sets one of them."""
 
 
 class ContestantError(Exception):
@@ -30,12 +32,18 @@ class MissingPackage(ContestantError):
     """It needs something that is not installed."""
 
 
+def visible_gpu() -> str:
+    """The GPU that contestants see, as CUDA_VISIBLE_DEVICES and nvidia-smi name it; may be none."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+
+
 def environment(setting: Setting, tuned_malloc: bool) -> dict[str, str]:
     """Variables of a contestant's process."""
     result = {name: value for name, value in os.environ.items() if name not in LAUNCHER}
     # One GPU; with several in sight transformers' Trainer would cut its batches over them.
-    gpus = result.get("CUDA_VISIBLE_DEVICES", "0")
-    result["CUDA_VISIBLE_DEVICES"] = gpus.split(",")[0]
+    result["CUDA_VISIBLE_DEVICES"] = visible_gpu()
+    if not any(map(result.get, ALLOCATOR)):
+        result[ALLOCATOR[0]] = "expandable_segments:True"
     threads = str(setting.threads)
     result |= {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
     result |= {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1", "DS_LOG_LEVEL": "warning"}

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
+from contestants.process import visible_gpu
 from machine import machine
 
 from megatron.profiling.categories import ATTENTION, kernel_category
@@ -76,7 +77,12 @@ def smi(query: str = QUERY) -> dict[str, str]:
     """What nvidia-smi says of the first GPU in sight; empty without it."""
     try:
         done = subprocess.run(
-            ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader", "--id=0"],
+            [
+                "nvidia-smi",
+                f"--query-gpu={query}",
+                "--format=csv,noheader",
+                f"--id={visible_gpu()}",
+            ],
             capture_output=True,
             text=True,
             timeout=20,

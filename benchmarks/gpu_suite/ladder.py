@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from contestants.registry import is_ours
 from contestants.setting import Setting
@@ -23,8 +24,35 @@ STATES_A = f"{AWARE}+exp-avg-dtype=bf16+exp-avg-sq-dtype=bf16"
 STATES_B = f"{STATES_A}+main-params-dtype=bf16"
 STATES_C = f"{AWARE}+exp-avg-dtype=int8+exp-avg-sq-dtype=int8"
 
-START_SECONDS = 40.0
-"""Estimate for a training cell before its first step: imports, the model, compilation."""
+START_SECONDS = (
+    ("torch-compile-mode=max-autotune", 160.0),
+    ("fp8-recipe=blockwise", 80.0),
+    ("fp8-format", 60.0),
+    ("", 40.0),
+)
+"""Estimates for a training cell before its first step (imports, the model, compilation), by what is
+in its contestant's name: the first that is counts."""
+GPU_TESTS = Path(__file__).resolve().parents[2] / "tests" / "gpu"
+CHOSEN = "chosen"
+CHOSEN_TESTS = (
+    "test_against_float64_on_the_cpu[1-bf16]",
+    "test_against_float64_and_without_waiting[compiled]",
+    "test_it_is_compiled_and_the_cpu_only_queues_work",
+    "test_against_float64[torch.bfloat16-uneven-None]",
+    "test_the_line_names_the_kernel_that_runs[sdpa]",
+    "test_attention_kernels_against_float64[llama-flash]",
+    "test_every_stage_takes_one_graph[1]",
+    "test_8_bit_products_against_float64[hybrid-tensorwise]",
+    "test_losses_beside_bf16[tensorwise-True]",
+)
+"""What says first whether the cells that follow are right: ZeRO 1, the update, the loss, attention,
+compilation and fp8, each as the base has it."""
+TESTS_SECONDS = {
+    CHOSEN: 95.0, "attention": 150.0, "compile": 150.0, "float8": 120.0, "loss_head": 80.0,
+    "model": 150.0, "states": 60.0, "update": 60.0, "zero_stages": 100.0,
+}  # fmt: skip
+"""Estimates; of other files :data:`OTHER_TESTS_SECONDS`."""
+OTHER_TESTS_SECONDS = 40.0
 EXPECTED_MFU = 0.45
 """Share of the data sheet's rate that durations are estimated with."""
 SLACK = 2.5
@@ -74,7 +102,24 @@ class Cell:
             return self.fixed
         steps = SHAPES[self.shape].steps
         count = steps.total + steps.traced * self.trace
-        return START_SECONDS + count * step_flops(self.setting) / (EXPECTED_MFU * peak_flops)
+        start = start_seconds(self.contestant)
+        return start + count * step_flops(self.setting) / (EXPECTED_MFU * peak_flops)
+
+
+def start_seconds(contestant: str) -> float:
+    """Estimate before the first step; see :data:`START_SECONDS`."""
+    return next(seconds for flag, seconds in START_SECONDS if flag in contestant)
+
+
+def _tests(variant: str) -> Cell:
+    return Cell(TESTS, variant=variant, fixed=TESTS_SECONDS.get(variant, OTHER_TESTS_SECONDS))
+
+
+def selection(cell: Cell) -> list[str]:
+    """What pytest is to run for a cell of :data:`TESTS`, from the root of the tree."""
+    if cell.variant == CHOSEN:
+        return ["tests/gpu", "-k", " or ".join(CHOSEN_TESTS)]
+    return [f"tests/gpu/test_{cell.variant}.py"]
 
 
 def turned_off(base: str) -> list[tuple[str, str]]:
@@ -127,7 +172,7 @@ PEER_NAMES = {
 def full() -> Iterator[Cell]:
     """For a GPU."""
     yield Cell(MACHINE, fixed=40)
-    yield Cell(TESTS, fixed=100)
+    yield _tests(CHOSEN)
     yield Cell(CEILINGS, fixed=60)
     yield from _both(MAIN, "1.3B", trace=True)
     yield from _both(LLMQ, "Qwen2.5-1.5B", trace=True)
@@ -139,15 +184,21 @@ def full() -> Iterator[Cell]:
     yield Cell(ABLATIONS, "1.3B", "micro batch of 8,192 tokens", BASE, micro_tokens=8192)
     for variant, contestant in PEER_NAMES.items():
         yield Cell(PEERS, "1.3B", variant, contestant, trace=contestant == "plain-compiled")
-    for kind, flags in (("8 bytes (B)", STATES_B), ("8 bytes (C)", STATES_C)):
+    states = (("8 bytes (B)", STATES_B), ("8 bytes (C)", STATES_C))
+    for kind, flags in states:
         yield Cell(LARGE, "Qwen2.5-7B", f"bf16, {kind}", BASE + flags)
-        yield Cell(LARGE, "Qwen2.5-7B", f"fp8, {kind}", BASE + flags + FP8)
     yield from _both(LARGE, "Qwen2.5-7B")
     yield from _both(LARGE, "7B")
     for kind, flags in (("10 bytes (A)", STATES_A), ("8 bytes (B)", STATES_B)):
         yield Cell(LARGE, "Qwen2.5-3B", f"bf16, {kind}", BASE + flags, micro_tokens=16_384)
+    for kind, flags in states:
+        # 80 GB hardly hold them: 8-bit weights are kept beside those of 16 bits.
+        flags += FP8
+        yield Cell(LARGE, "Qwen2.5-7B", f"fp8, {kind}", BASE + flags, micro_tokens=2048)
     for length in (4096, 8192):
         yield from _both(LENGTHS, "3B", seq_length=length)
+    for file in sorted(GPU_TESTS.glob("test_*.py")):
+        yield _tests(file.stem.removeprefix("test_"))
     for shape in ("Qwen2.5-1.5B", "Qwen2.5-3B", "3B"):
         yield Cell(PEERS, shape, "matrix products alone", "matmuls")
     for shape in ("350M", "124M"):
@@ -160,7 +211,7 @@ def tiny() -> Iterator[Cell]:
     """For a trial on a CPU: each kind of cell once, without compilation."""
     base = "ours-zero1"
     yield Cell(MACHINE, fixed=10)
-    yield Cell(TESTS, fixed=20)
+    yield _tests(CHOSEN)
     yield Cell(CEILINGS, fixed=10)
     yield Cell(MAIN, "tiny", "bf16", base, trace=True)
     yield Cell(MAIN, "tiny", "fp8", base + FP8)

@@ -6,21 +6,27 @@ import contextlib
 import importlib.util
 import json
 import os
+import re
 import select
 import signal
 import subprocess
 import sys
 import time
+from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from contestants.process import environment
+from contestants.process import environment, visible_gpu
 
+from gpu_suite.ladder import GPU_TESTS
 from gpu_suite.shapes import SHAPES
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = ROOT / "benchmarks" / "gpu.py"
-GPU_TESTS = ROOT / "tests" / "gpu"
+PYTEST_FLAGS = ("-v", "-rfE", "--durations=10", "--tb=short", "-p", "no:xdist")
+VERDICT = re.compile(r"(tests/gpu/\S+::.+?) (PASSED|FAILED|ERROR|SKIPPED|XFAIL|XPASS)\b")
+"""A line of ``pytest -v``."""
 
 
 class WorkerDied(Exception):
@@ -28,7 +34,11 @@ class WorkerDied(Exception):
 
 
 class OutOfTime(Exception):
-    """There was no answer in time; the worker has been ended."""
+    """There was no answer in time; the process has been ended. ``found`` is what it had found."""
+
+    def __init__(self, found: dict[str, Any] | None = None) -> None:
+        super().__init__("there was no answer in time")
+        self.found = found or {}
 
 
 class Worker:
@@ -117,26 +127,32 @@ class Worker:
                 pipe.close()
 
 
-def gpu_tests(log: Path, timeout: float) -> dict[str, Any]:
-    """The tests cell: ``tests/gpu`` with what pytest there is.
+def gpu_tests(arguments: Sequence[str], log: Path, timeout: float) -> dict[str, Any]:
+    """A cell of tests, with what pytest there is.
+
+    Args:
+        arguments: of pytest: what it is to run.
+        log: gets what pytest says, after what it has.
+        timeout: in seconds.
 
     Raises:
-        OutOfTime: they took longer than ``timeout`` seconds.
+        OutOfTime: they took longer; with the tests that had failed, and the end of the log.
     """
     if importlib.util.find_spec("pytest") is None:
         return {"summary": "pytest is not installed", "status": None}
     if not GPU_TESTS.is_dir():
         return {"summary": "this tree has no tests/gpu", "status": None}
-    command = [sys.executable, "-m", "pytest", "tests/gpu", "-q"]
+    command = [sys.executable, "-m", "pytest", *arguments, *PYTEST_FLAGS]
+    status = None
     with log.open("ab") as output:
         begin = output.tell()
         process = subprocess.Popen(
-            command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True
-        )
+            command, stdout=output, stderr=output, cwd=ROOT, start_new_session=True,
+            env={**os.environ, "PYTHONUNBUFFERED": "1"},  # all that was said is in the log
+        )  # fmt: skip
         try:
-            status = process.wait(timeout)
-        except subprocess.TimeoutExpired:
-            raise OutOfTime from None
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                status = process.wait(timeout)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -144,10 +160,15 @@ def gpu_tests(log: Path, timeout: float) -> dict[str, Any]:
     with log.open("rb") as file:
         file.seek(begin)
         lines = [line for line in file.read().decode(errors="replace").splitlines() if line.strip()]
+    end = lines[-80:]
+    if status is None:
+        ended = [match for match in map(VERDICT.match, lines) if match]
+        broken = [f"{match[2]} {match[1]}" for match in ended if match[2] in ("FAILED", "ERROR")]
+        counts = Counter(match[2].lower() for match in ended)
+        summary = ", ".join(f"{count} {verdict}" for verdict, count in counts.items())
+        raise OutOfTime({"summary": summary or "no test ended", "broken": broken, "log": end})
     broken = [line for line in lines if line.startswith(("FAILED", "ERROR"))]
-    return {
-        "summary": (lines or [""])[-1], "status": status, "broken": broken, "log": lines[-40:]
-    }  # fmt: skip
+    return {"summary": (lines or [""])[-1], "status": status, "broken": broken, "log": end}
 
 
 class Sampler:
@@ -159,7 +180,7 @@ class Sampler:
     def __enter__(self) -> Sampler:
         command = [
             "nvidia-smi", f"--query-gpu={','.join(self.FIELDS)}",
-            "--format=csv,noheader,nounits", "--id=0", "--loop-ms=500",
+            "--format=csv,noheader,nounits", f"--id={visible_gpu()}", "--loop-ms=500",
         ]  # fmt: skip
         self.process: subprocess.Popen[str] | None = None
         self.found: dict[str, float] = {}

@@ -60,9 +60,10 @@ class Results:
         self._write("begun.json", self.begun)
 
     def put(self, name: str, found: Found) -> None:
-        """Keeps what was found; the cell is no longer begun."""
+        """Keeps what was found; a cell that is finished is no longer begun."""
         self._write(f"cells/{name}.json", found)
-        self.begun.pop(name, None)
+        if finished(found):
+            self.begun.pop(name, None)
         self._write("begun.json", self.begun)
 
     def forget_failures(self) -> None:
@@ -167,6 +168,11 @@ def _no_bundle(bundle: Path, error: Exception) -> ValueError:
 
 def _size(path: Path) -> int:
     return path.stat().st_size
+
+
+def finished(found: Found | None) -> bool:
+    """Whether a cell has a result, and not only what was found until it was cut off."""
+    return found is not None and not found.get("unfinished", False)
 
 
 def failure(found: Found) -> str | None:

@@ -7,9 +7,17 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gpu_suite.ladder import CEILINGS, SLACK, TESTS, Cell, needs_own_process
+from gpu_suite.ladder import (
+    CEILINGS,
+    SLACK,
+    TESTS,
+    Cell,
+    needs_own_process,
+    selection,
+    start_seconds,
+)
 from gpu_suite.processes import OutOfTime, Sampler, Worker, WorkerDied, gpu_tests
-from gpu_suite.results import Found, Results, failure
+from gpu_suite.results import Found, Results, failure, finished
 from gpu_suite.worker import request_of
 
 CUT_OFF_TWICE = 2
@@ -28,7 +36,7 @@ def next_cell(
 ) -> tuple[Cell, float] | None:
     """The first cell without a result that fits into the time left, in seconds, and its estimated
     duration; those that were cut off twice come last."""
-    known = results.all()
+    known = {name: found for name, found in results.all().items() if finished(found)}
     open_cells = [cell for cell in cells if cell.name not in known]
     open_cells.sort(key=lambda cell: len(results.begun.get(cell.name, ())) >= CUT_OFF_TWICE)
     for cell in open_cells:
@@ -42,15 +50,17 @@ def needed(cell: Cell, known: Iterable[Found], given: Sequence[float], peak_flop
     """Estimated seconds of a cell.
 
     Args:
-        known: what was measured; if several cells of its group, shape and length were, it takes as
-            long as the slowest of them.
+        known: what was measured; if several cells of its group, shape and length that start as
+            fast were, it takes as long as the slowest of them.
         given: seconds that it was given before, and were not enough.
         peak_flops: the device's rate by its data sheet.
     """
     like = [
         found["seconds"]
         for found in known
-        if failure(found) is None
+        if cell.shape
+        and failure(found) is None
+        and start_seconds(found["cell"]["contestant"]) == start_seconds(cell.contestant)
         and all(found["cell"][each] == getattr(cell, each) for each in ALIKE)
     ]
     seconds = MARGIN * max(like) if len(like) >= 2 else cell.seconds(peak_flops)
@@ -78,6 +88,7 @@ class Suite:
         self.deadline = None if limit is None else time.monotonic() + limit
         self.worker: Worker | None = None
         self.machine: Found = {}
+        self.too_slow: set[str] = set()  # they come after what was not tried yet
 
     def left(self) -> float:
         """Seconds."""
@@ -93,14 +104,17 @@ class Suite:
         try:
             self._start()
             peak = self.machine["peak_flops"]
-            while chosen := next_cell(cells, self.results, peak, self.left()):
+            while chosen := next_cell(self._in_order(cells), self.results, peak, self.left()):
                 self._measure(*chosen)
         finally:
             self._stop()
-        open_cells = [cell.name for cell in cells if self.results.of(cell.name) is None]
+        open_cells = [cell.name for cell in cells if not finished(self.results.of(cell.name))]
         if open_cells:
             self.say(f"left to the next run: {', '.join(open_cells)}")
         return not open_cells
+
+    def _in_order(self, cells: Sequence[Cell]) -> list[Cell]:
+        return sorted(cells, key=lambda cell: cell.name in self.too_slow)
 
     def _start(self) -> Worker:
         if self.worker is None:
@@ -130,14 +144,19 @@ class Suite:
         try:
             with Sampler() as sampler:
                 found = self._found(cell, timeout)
-        except OutOfTime:
+        except OutOfTime as error:
             self.worker = None
-            if timeout < allowed:
-                self.say(f"{cell.name}: cut off after {timeout:.0f} s by the time limit")
+            found = error.found | {"failed": f"not done within {timeout:.0f} s"}
+            limited = timeout < allowed
+            if limited or len(self.results.begun[cell.name]) < CUT_OFF_TWICE:
+                by = " by the time limit" if limited else ""
+                self.say(f"{cell.name}: cut off after {timeout:.0f} s{by}")
+                self.too_slow.add(cell.name)
                 self.results.cut_off(cell.name, timeout)
-                self.after_each()
-                return
-            found = {"failed": f"not done within {timeout:.0f} s"}
+                found["unfinished"] = True
+                if not error.found:
+                    self.after_each()
+                    return
         except WorkerDied as error:
             self.worker = None
             found = {"failed": str(error)}
@@ -154,7 +173,7 @@ class Suite:
     def _found(self, cell: Cell, timeout: float) -> Found:
         if cell.group == TESTS:
             self._stop()  # its memory is theirs
-            return gpu_tests(self.results.folder / "worker.log", timeout)
+            return gpu_tests(selection(cell), self.results.folder / "tests.log", timeout)
         alone = needs_own_process(cell)
         if alone:
             self._stop()

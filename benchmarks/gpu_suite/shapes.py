@@ -71,6 +71,13 @@ def step_flops(setting: Setting, causal: bool = True) -> float:
     return shape_of(setting).flops_per_step(samples, causal=causal)
 
 
+def recomputed_flops(setting: Setting, recompute: str | None) -> float:
+    """What a recomputation of activations adds to the model FLOPs of a step, attention counted
+    causally; ``recompute`` as in `TransformerShape.recomputed_flops_per_token`."""
+    a_token = shape_of(setting).recomputed_flops_per_token(recompute, causal=True)
+    return a_token * setting.tokens_per_step
+
+
 def products(setting: Setting) -> dict[str, tuple[int, int]]:
     """(inputs, outputs) of each linear layer of a block, and of the head."""
     mixed = setting.hidden_size

@@ -13,7 +13,7 @@ from gpu_suite import ladder
 from gpu_suite.compare import BANDS, departures
 from gpu_suite.ladder import CEILINGS, MACHINE, SCALES, TESTS
 from gpu_suite.results import Found, failure
-from gpu_suite.shapes import SHAPES, step_flops
+from gpu_suite.shapes import SHAPES, recomputed_flops, step_flops
 from megatron.util.files import write_whole
 
 HEADS = {
@@ -27,13 +27,14 @@ HEADS = {
 }
 COLUMNS = (
     "model", "sequence", "", "tokens a step", "micro batch", "ms a step", "over the first",
-    "tokens per s", "TFLOP/s, causal", "MFU, causal", "MFU, whole", "of measured products",
-    "peak GB", "MHz, W", "loss at first step", "at last",
+    "tokens per s", "TFLOP/s, causal", "MFU, causal", "MFU, whole", "HFU, causal",
+    "of measured products", "peak GB", "MHz, W", "loss at first step", "at last",
 )  # fmt: skip
 LEGEND = (
     "TFLOP/s are those of the model, forward and backward, attention counted causally (half of "
     "the scores), which is how LLMQ counts, fp8 too; MFU is of the data sheet's rate in 16 bits, "
-    "causal and with the scores counted whole (as Megatron-LM does); 'of measured products' is "
+    "causal and with the scores counted whole (as Megatron-LM does); HFU counts what a row "
+    "recomputes by its flags too; 'of measured products' is "
     "the same TFLOP/s over what square products of the row's dtype reached. A row whose losses "
     f"leave the band of its shape's first row (± {BANDS['narrow'][0]:.0%}, fp8 and states of fewer "
     f"bits ± {BANDS['wide'][0]:.0%}, at every step) has no speed."
@@ -53,11 +54,7 @@ def markdown(results: Mapping[str, Found], level: int = 1) -> str:
         return "Nothing has been measured.\n"
     machine = newest["machine"]
     lines = [f"{'#' * level} {machine['device']}", "", _about(machine, results), ""]
-    if TESTS in results:
-        found = results[TESTS]
-        said = failure(found) or found["summary"]
-        lines += [f"`python -m pytest tests/gpu -q`: {said}", ""]
-        lines += [*(f"- {line}" for line in found.get("broken", ())), ""]
+    lines += _tests(found for found in results.values() if found["cell"]["group"] == TESTS)
     if CEILINGS in results:
         lines += _ceilings(results[CEILINGS], level + 1)
     odd = departures(results)
@@ -105,6 +102,15 @@ def _about(machine: Found, results: Mapping[str, Found]) -> str:
     for shape, names in found.get("attention_kernels", {}).items():
         text += f"Attention at {shape}: {', '.join(f'`{name[:80]}`' for name in names[:6])}. "
     return text.strip()
+
+
+def _tests(cells: Iterable[Found]) -> list[str]:
+    lines = []
+    for found in cells:
+        said = [failure(found), found.get("summary")]
+        lines.append(f"- Tests, {found['cell']['variant']}: {': '.join(filter(None, said))}")
+        lines += [f"  - {line}" for line in found.get("broken", ())]
+    return [*lines, ""] if lines else []
 
 
 def _ceilings(found: Found, level: int) -> list[str]:
@@ -170,8 +176,9 @@ def _table(
 
 
 def numbers(found: Found, ceilings: Found | None) -> dict[str, Any]:
-    """What a row shows: `contestants.report.summary`, ``flops`` (per second, causal) and
-    ``of_measured``, a share; None without the ceilings."""
+    """What a row shows: `contestants.report.summary`, ``flops`` (per second, causal), and the
+    shares ``hfu``, None where nothing is recomputed, and ``of_measured``, None without the
+    ceilings."""
     setting = Setting(**found["setting"])
     peak = found["machine"]["peak_flops"]
     timed = setting.warmup + len(found["rounds"]) * setting.steps  # without traced steps
@@ -180,10 +187,19 @@ def numbers(found: Found, ceilings: Found | None) -> dict[str, Any]:
     assert row is not None
     seconds = row["seconds_per_step"]
     flops = step_flops(setting) / seconds
+    again = recomputed_flops(setting, _recompute(found["cell"]["contestant"])) / seconds
+    hfu = (flops + again) / peak if again else None
     dtype = "fp8" if "fp8-format" in found["cell"]["contestant"] else "bf16"
     reached = (ceilings or {}).get("square", {}).get(dtype)
     of_measured = flops / reached if reached else None
-    return {**row, "seconds": seconds, "flops": flops, "of_measured": of_measured}
+    return {**row, "seconds": seconds, "flops": flops, "hfu": hfu, "of_measured": of_measured}
+
+
+def _recompute(contestant: str) -> str | None:
+    """What its flags recompute. What compiled blocks compute again by themselves is not known."""
+    if "recompute-granularity=full" in contestant:
+        return "uniform"
+    return "selective" if "recompute-granularity=selective" in contestant else None
 
 
 def _shown(found: Found, row: Mapping[str, Any], base: float) -> list[str]:
@@ -201,6 +217,7 @@ def _shown(found: Found, row: Mapping[str, Any], base: float) -> list[str]:
         f"{row['flops'] / 1e12:,.4g}",
         f"{row['mfu_causal']:.1%}",
         f"{row['mfu_whole']:.1%}",
+        "" if row["hfu"] is None else f"{row['hfu']:.1%}",
         "" if row["of_measured"] is None else f"{row['of_measured']:.1%}",
         f"{row['peak_bytes'] / 1e9:.2f}",
         f"{gpu['clocks.sm']:.0f}, {gpu['power.draw']:.0f}" if gpu else "",

@@ -8,9 +8,9 @@ import tarfile
 import gpu
 import gpu_suite.results
 import pytest
-from gpu_suite import schedule
+from gpu_suite import processes, schedule
 from gpu_suite.compare import departures
-from gpu_suite.ladder import ABLATIONS, MAIN, SCALES, Cell, cells
+from gpu_suite.ladder import ABLATIONS, MAIN, SCALES, TESTS, Cell, cells
 from gpu_suite.processes import OutOfTime, Sampler, WorkerDied, busiest
 from gpu_suite.results import Results, failure, merged, read_bundle
 from gpu_suite.schedule import Suite, next_cell
@@ -142,12 +142,13 @@ def test_failures_are_rows_and_are_made_again_when_asked(results, monkeypatch):
         gone={"missing": "transformers not installed", "left_bytes": 9e9},
     )  # fmt: skip
     assert run(results, work)[0]
-    assert worker.asked == names
+    # What was too slow for its estimate is tried again after the others.
+    assert worker.asked == [*names, "slow"]
     # After those that died, ran out of time, wanted it or left 9 GB behind.
     assert worker.started == 5
     table = markdown(results.all())
     for name, why in (
-        ("dies", "exit status -11: CUDA/error"), ("slow", "not done within 100 s"),
+        ("dies", "exit status -11: CUDA/error"), ("slow", "not done within 300 s"),
         ("memory", "out of memory: tried to allocate"), ("large", "predicted 108 GB"),
         ("fp8", "exit status 2: unknown flag"), ("gone", "transformers not installed"),
     ):  # fmt: skip
@@ -164,6 +165,30 @@ def test_the_time_limit_leaves_the_rest_to_the_next_run(results, monkeypatch):
     assert worker.asked == ["bf16"] and results.of(PLAIN.name) is None
     (given,) = Results(results.folder).begun[PLAIN.name]
     assert 45 < given <= 50
+
+
+def test_tests_that_are_cut_off_say_what_failed_and_run_again(results, monkeypatch, tmp_path):
+    """Those of a folder that stands for tests/gpu: one passes, one fails, one never ends."""
+    folder = tmp_path / "tests" / "gpu"
+    folder.mkdir(parents=True)
+    (folder / "test_x.py").write_text(
+        "import time\n\ndef test_a(): pass\ndef test_b(): assert 0\ndef test_c(): time.sleep(60)\n"
+    )
+    monkeypatch.setattr(processes, "ROOT", tmp_path)
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")  # it starts in half a second
+    cell = Cell(TESTS, variant="x", fixed=1)
+    Script(monkeypatch)
+    done, said = run(results, [cell], limit=6)
+    kept = results.of(cell.name)
+    assert not done and "left to the next run: tests-x" in said[-1]
+    assert kept["summary"] == "1 passed, 1 failed"
+    assert kept["broken"] == ["FAILED tests/gpu/test_x.py::test_b"]
+    assert any("test_c" in line for line in kept["log"]) and kept["failed"].startswith("not done")
+    assert len(Results(results.folder).begun[cell.name]) == 1
+    assert "  - FAILED tests/gpu/test_x.py::test_b" in markdown(results.all())
+    (folder / "test_x.py").write_text("def test_a(): pass\n")
+    assert run(results, [cell])[0] and results.begun == {}
+    assert "1 passed" in results.of(cell.name)["summary"] and not failure(results.of(cell.name))
 
 
 def test_peers_have_a_process_of_their_own(results, monkeypatch):
@@ -321,10 +346,13 @@ def test_rates_beside_the_ceilings():
                                "chosen": {"forward": 4e14, "both": 3e14}}},
     }  # fmt: skip
     fp8 = Cell(MAIN, "1.3B", "fp8", "ours-zero1+fp8-format=hybrid")
+    blocks = "ours-zero1+recompute-granularity=full+recompute-method=uniform"
+    again = Cell(MAIN, "1.3B", "again", blocks)
     second = [{**_round(2.5), "peak_bytes": 4e10}]
     kept = {
         "ceilings": {**found(Cell("ceilings")), **ceilings},
         LARGE.name: found(LARGE, rounds=second),
+        again.name: found(again, rounds=second),
         fp8.name: found(fp8, rounds=second, halved="no memory", trace={"table": "the table"}),
     }
     text = markdown(kept)
@@ -334,7 +362,9 @@ def test_rates_beside_the_ceilings():
     assert "| 1.3B [8, 16, 16, 2048, 128] | flash | no kernel |  |" in text
     # 65,536 tokens of 8.283 GFLOP, with half of the scores: 542.8 TFLOP.
     assert "| 1.3B | 2048 | bf16 | 65,536 | 8 x 2,048 | 1,000.0 | 1.000 | 65,536 | 542.8 |" in text
-    assert "| 54.9% | 58.9% | 67.9% | 40.00 |" in text
+    assert "| 54.9% | 58.9% |  | 67.9% | 40.00 |" in text
+    # The blocks once more, a third of 542.8 - 25.8 TFLOP: HFU is 72.3%.
+    assert "| 54.9% | 58.9% | 72.3% | 67.9% | 40.00 |" in text
     assert "8 x 2,048 (halved: out of memory)" in text and "| 36.2% |" in text
     assert "Where the time goes: main-1.3B-fp8\n\n```text\nthe table\n```" in text
     assert "main-1.3B-bf16: pretrain_gpt.py --x" in text

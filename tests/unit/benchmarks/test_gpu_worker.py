@@ -15,9 +15,11 @@ from contestants import drawn, registry
 from contestants.hf import parameter_groups
 from contestants.inputs import batches
 from contestants.plain import build
+from contestants.process import ALLOCATOR, environment
 from contestants.registry import Contestant, NoMoreSteps
-from gpu_suite import stepping, training, worker
+from gpu_suite import device, stepping, training, worker
 from gpu_suite.ladder import MAIN, Cell
+from gpu_suite.processes import Sampler
 from gpu_suite.results import read_bundle
 from gpu_suite.shapes import SHAPES, Steps
 from gpu_suite.stepping import Stepping
@@ -217,3 +219,31 @@ def test_a_trial_that_is_killed_resumed_and_merged(tmp_path, capsys):
         assert "| 6.24" in rows[variant], rows  # a loss of log(512), so that it was measured
     assert "unknown flag" in rows["a flag of another version"]
     assert "2 steps of rank 0" in table and "pretrain_gpt.py --num-layers 2" in table
+
+
+@pytest.mark.parametrize(
+    ("given", "seen"),
+    [
+        ({}, "expandable_segments:True"),
+        ({"PYTORCH_ALLOC_CONF": "max_split_size_mb:64"}, "max_split_size_mb:64"),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, None),
+    ],
+)
+def test_every_contestant_has_the_trainers_allocator(monkeypatch, given, seen):
+    """The ceilings allocate before the trainer could set it."""
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    assert environment(SETTING, tuned_malloc=False).get("PYTORCH_ALLOC_CONF") == seen
+
+
+def test_nvidia_smi_is_asked_about_the_gpu_that_is_measured(monkeypatch):
+    asked = []
+    said = types.SimpleNamespace(returncode=1, communicate=lambda: ("", ""), terminate=lambda: None)
+    for name in ("run", "Popen"):
+        monkeypatch.setattr(subprocess, name, lambda command, **_: asked.append(command) or said)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1")
+    with Sampler():
+        device.smi()
+    assert len(asked) == 2 and all("--id=3" in command for command in asked)
