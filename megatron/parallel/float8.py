@@ -170,7 +170,9 @@ class Float8:
                 found = _multiply_blocks(left, right, squares, fast)
             else:
                 found = self._multiply_scaled(left, right, dtype, fast)
-        return found.to(dtype)
+        # Compiled by torch 2.11, a function whose result went through a cast that changes nothing
+        # has no gradients.
+        return found if found.dtype == dtype else found.to(dtype)
 
     def _multiply_scaled(
         self, left: Operand, right: Operand, dtype: torch.dtype, fast: bool
