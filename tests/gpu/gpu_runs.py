@@ -7,13 +7,15 @@ import gc
 import os
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from flat_partitions import set_gradients
+from torch import Tensor
 
 if TYPE_CHECKING:
     from megatron.parity.runs import RunRecord
@@ -83,6 +85,18 @@ def train(argv: Sequence[str]) -> RunRecord:
         record = runs.train(argv)
     forget_engines()
     return record
+
+
+def peak_of_update(update: Any, wrapper: Any, params: Sequence[Tensor]) -> int:
+    """Most bytes that an update makes beside what there was; of the second one, since the first
+    makes the moments and compiles."""
+    held = torch.zeros((), device=DEVICE)
+    for _ in range(2):
+        set_gradients(wrapper, [[torch.ones_like(param) for param in params]])
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        update.step(None, held)
+    return torch.cuda.max_memory_allocated() - before
 
 
 @contextlib.contextmanager

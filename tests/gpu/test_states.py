@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import torch
 from flat_partitions import flat_partitions, set_gradients
-from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, train
+from gpu_runs import CPU, DEVICE, TINY, needs_gpu, no_waiting, peak_of_update, train
 from torch import Tensor, nn
 
 from megatron.config.layouts import StateDtypes
@@ -100,15 +100,7 @@ def test_nothing_is_made_of_a_slices_size(name):
     kernel = ElementwiseAdam(form, BETAS, EPS, compiled=True)
     keys = {param: n for n, param in enumerate(params)}
     update = PartitionUpdate(wrapper, optimizer, 0, form, kernel, size // 4, keys)
-    held = torch.zeros((), device=DEVICE)
-    for step in range(2):
-        set_gradients(wrapper, [[torch.ones_like(param) for param in params]])
-        torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.memory_allocated()
-        update.step(None, held)
-        if step:
-            made = torch.cuda.max_memory_allocated() - before
-            assert made <= (1 << 20) + (2 * size if name == "C" else 0)
+    assert peak_of_update(update, wrapper, params) <= (1 << 20) + (2 * size if name == "C" else 0)
 
 
 def flags_of(name: str) -> list[str]:

@@ -278,6 +278,7 @@ def test_the_page_has_the_states():
                     data=data, zero=int(zero), precision=precision, grads_in_fp32=accumulated
                 )
                 state = state_bytes(layout)
+                # The page writes its formulas as Python does: "max(2, 6/d)".
                 expected = [eval(text, {"d": data, "max": max}) for text in formulas]
                 found = [state.weights, state.gradients, state.optimizer]
                 assert found == pytest.approx(expected), (zero, words, data)
