@@ -18,9 +18,9 @@ DELAYED = [
     *("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
     *("--fp8-amax-history-len", "3", "--fp8-amax-compute-algo", "max"),
 ]
-BERT = [*FAMILIES["bert"], "--num-layers", "2", "--zero-stage", "1"]
+BERT = [*FAMILIES["bert"], *"--num-layers 2 --eval-iters 1 --zero-stage 1".split()]
 T5 = [*FAMILIES["t5"], *MODELS["t5"]["relative"], *"--num-layers 2 --decoder-num-layers 2".split()]
-T5 += ["--zero-stage", "1"]
+T5 += ["--eval-iters", "1", "--zero-stage", "1"]
 CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
     "zero0-dp2": (2, ["--zero-stage", "0"]),
