@@ -12,9 +12,11 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Set
 from megatron.config.flags import build
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
+from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
+from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
-from megatron.families.family import Family
+from megatron.families.family import BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
@@ -66,6 +68,11 @@ class T5Data(DataPipeline):
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:
         return collate_t5
 
+    def mock(self, num_samples: int, part: int) -> SegmentDataset[T5Sample]:
+        tokenizer = MockTokenizer(self.tokenizer)
+        recipe = type(self)(self.config, tokenizer).recipe()
+        return mock_samples(recipe, tokenizer, num_samples, part)
+
     def view(self, sample: T5Sample, length: int) -> SampleView:
         """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
         Tokens and loss mask are those of the decoder."""
@@ -98,6 +105,12 @@ class T5(Family):
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(t5_layers, model, parallel)
         return ModelSpec(layers, begin, partial(travels, model))
+
+    def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+        encoded, decoded = model.seq_length, model.decoder_seq_length
+        assert model.decoder_num_layers is not None and decoded is not None
+        encoder = (BlockLengths(encoded),) * model.num_layers
+        return encoder + (BlockLengths(decoded, encoded),) * model.decoder_num_layers
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> T5Data:
         return T5Data(config, tokenizer)
