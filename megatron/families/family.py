@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import ClassVar, NamedTuple
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.data.pipeline import DataPipeline
 from megatron.model.flops import TransformerShape
 from megatron.model.spec import ModelSpec
@@ -33,6 +33,10 @@ class Family(ABC):
     """Whether its models generate text, token by token."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
+
+    def complete(self, settings: Settings) -> Settings:
+        """The settings of a run with what they leave to the family."""
+        return settings
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:

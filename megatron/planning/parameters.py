@@ -42,12 +42,14 @@ def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """One tensor-parallel rank's share of a layer: its number of parameters, whether it is one of
-    the repeated blocks, and the key that tied layers share."""
+    """One tensor-parallel rank's share of a layer: its number of parameters, and what
+    :class:`LayerSpec` says of it."""
 
     parameters: int
     block: bool
     tied_key: str | None
+    cost: int
+    leads: bool
 
 
 @lru_cache(maxsize=256)
@@ -61,6 +63,8 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
                 sum(param.numel() for param in layer.build().parameters()),
                 layer.block,
                 layer.tied_key,
+                layer.cost,
+                layer.leads,
             )
             for layer in spec_of(model).layers(tp)
         )
@@ -123,7 +127,14 @@ def rank_shares(
     # Blocks before each layer.
     before = [0, *accumulate(is_block)]
     stages = layout.pipeline * layout.chunks
-    bounds = stage_bounds(is_block, [layer.parameters for layer in layers], stages, partition)
+    bounds = stage_bounds(
+        is_block,
+        [layer.parameters for layer in layers],
+        stages,
+        partition,
+        [layer.cost for layer in layers],
+        [layer.leads for layer in layers],
+    )
     held = [stages_of(layout, rank) for rank in range(layout.pipeline)]
     own = [
         [layer for s in held_here for layer in layers[bounds[s] : bounds[s + 1]]]
