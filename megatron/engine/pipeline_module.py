@@ -92,8 +92,14 @@ def layer_bounds(layers: Sequence[LayerSpec], parallel: ParallelConfig) -> list[
     if parallel.pipeline_partition == "parameters":
         with torch.device("meta"):
             weights = [sum(p.numel() for p in layer.build().parameters()) for layer in layers]
-    blocks = [layer.block for layer in layers]
-    return stage_bounds(blocks, weights, parallel.stages, parallel.pipeline_partition)
+    return stage_bounds(
+        [layer.block for layer in layers],
+        weights,
+        parallel.stages,
+        parallel.pipeline_partition,
+        [layer.cost for layer in layers],
+        [layer.leads for layer in layers],
+    )
 
 
 _COMPUTED = ("hidden", "encoder")
