@@ -8,6 +8,8 @@ from typing import Any
 from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
+from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
+from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.kinds.masked_data.t5 import T5Recipe
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
@@ -27,6 +29,11 @@ class T5Data(DataPipeline):
 
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:
         return collate_t5
+
+    def mock(self, num_samples: int, part: int) -> SegmentDataset[T5Sample]:
+        tokenizer = MockTokenizer(self.tokenizer)
+        recipe = type(self)(self.config, tokenizer).recipe()
+        return mock_samples(recipe, tokenizer, num_samples, part)
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
         """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
