@@ -18,10 +18,10 @@ LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disab
 UNTIED = "--untie-embeddings-and-output-weights"
 QWEN2 = f"{LLAMA} --add-qkv-bias --rotary-base 1000000 --norm-epsilon 1e-6"
 
-BERT = "--apply-residual-connection-post-layernorm"
+BERT = "--apply-residual-connection-post-layernorm --no-bias-gelu-fusion"
 T5 = (
-    "--position-embedding-type relative --normalization RMSNorm --norm-epsilon 1e-6 --activation "
-    "relu --disable-bias-linear --query-pre-attn-scalar 1 --scale-head-input"
+    "--position-embedding-type relative --normalization RMSNorm --norm-epsilon 1e-6 --relu "
+    "--disable-bias-linear --query-pre-attn-scalar 1 --scale-head-input"
 )
 
 
