@@ -121,7 +121,12 @@ def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
     transformers 5 writes true for all, and scale_decoder_outputs."""
     tied = content.get("tie_word_embeddings") is not False
     scaled = content.get("scale_decoder_outputs", tied)
-    if tied and "scale_decoder_outputs" in content and _HEAD in tensors and "shared.weight" in tensors:
+    if (
+        tied
+        and "scale_decoder_outputs" in content
+        and _HEAD in tensors
+        and "shared.weight" in tensors
+    ):
         tied = torch.equal(tensors.tensor(_HEAD), tensors.tensor("shared.weight"))
     return content | {"tie_word_embeddings": tied, "scale_decoder_outputs": scaled}
 
@@ -136,7 +141,9 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     given.unused("initializer_factor")
     # Absent where only config.json is read.
     tied = given.flag("tie_word_embeddings")
-    scaled = given.flag("scale_decoder_outputs") if "scale_decoder_outputs" in given.content else tied
+    scaled = (
+        given.flag("scale_decoder_outputs") if "scale_decoder_outputs" in given.content else tied
+    )
     return {
         "encoder_decoder": True,
         "scale_head_input": scaled,

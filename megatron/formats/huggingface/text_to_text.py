@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import torch
+from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from megatron.checkpoint.files import read_json, write_json
@@ -17,6 +18,7 @@ from megatron.data.kinds.masked_data.masked_batch import T5Batch
 from megatron.families import spec_of
 from megatron.formats.huggingface.tasks import Inputs, Task
 from megatron.model.layer_list import LayerState
+from megatron.util.files import write_whole
 
 _SHORTEST, _BEYOND, _LONGEST = 128, 32, 1024
 """Sequences that are compared have at least so many tokens, and so many more than the distance from
@@ -63,37 +65,28 @@ class TextToText(Task):
     def end_only(self, end_of_text: int | None) -> dict[str, Any]:
         return {"eos_token_id": end_of_text}
 
-    def prepare_tokenizer(self, folder: Path, tokenizer: Any) -> None:
-        """Makes the files put the end of text after a text, and nothing before it, as samples of
-        this project have it; files that do so already, such as those of T5, stay."""
-        path, settings = folder / "tokenizer.json", folder / "tokenizer_config.json"
-        if tokenizer("a")["input_ids"] == tokenizer(
-            "a", add_special_tokens=False
-        )["input_ids"] + [tokenizer.eos_token_id] or not path.is_file():
-            return
-        end = {"id": tokenizer.eos_token, "type_id": 0}
-        text = {"id": "A", "type_id": 0}
-        pair = {"id": "B", "type_id": 0}
-        content = read_json(path)
-        content["post_processor"] = {
-            "type": "TemplateProcessing",
-            "single": [{"Sequence": text}, {"SpecialToken": end}],
-            "pair": [{"Sequence": text}, {"SpecialToken": end}, {"Sequence": pair}, {"SpecialToken": end}],
-            "special_tokens": {
-                tokenizer.eos_token: {
-                    "id": tokenizer.eos_token,
-                    "ids": [tokenizer.eos_token_id],
-                    "tokens": [tokenizer.eos_token],
-                }
-            },
-        }
-        write_json(path, content)
-        # Classes such as BertTokenizer have a template of their own.
-        settings_now = read_json(settings) if settings.is_file() else {}
-        write_json(settings, settings_now | {
+    def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
+        """Puts the end of text after a text, and nothing before it, as samples have it; T5's own
+        files do so already."""
+        path, end = folder / "tokenizer.json", tokenizer.eos_token
+        plain = tokenizer("a", add_special_tokens=False)["input_ids"]
+        if tokenizer("a")["input_ids"] == [*plain, tokenizer.eos_token_id] or not path.is_file():
+            return False
+        backend = Tokenizer.from_file(str(path))
+        backend.post_processor = processors.TemplateProcessing(
+            single=f"$A {end}",
+            pair=f"$A {end} $B {end}",
+            special_tokens=[(end, tokenizer.eos_token_id)],
+        )
+        write_whole(path, backend.to_str(pretty=True).encode())
+        settings = read_json(folder / "tokenizer_config.json")
+        # BertTokenizer has a template of its own, and a T5 takes no token types.
+        settings |= {
             "tokenizer_class": "PreTrainedTokenizerFast",
             "model_input_names": ["input_ids", "attention_mask"],
-        })
+        }
+        write_json(folder / "tokenizer_config.json", settings)
+        return True
 
 
 TEXT_TO_TEXT = TextToText()
