@@ -10,7 +10,6 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.formats.features import Requirement
