@@ -11,6 +11,7 @@ WEIGHT_DECAY = 0.01  # of matrices; biases and norms have none
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 CLIP = 1.0
+MASKED = 0.15  # of the tokens of a bert's sample
 SEED = 1234
 
 
@@ -61,6 +62,14 @@ class Setting:
     def family(self) -> str:
         """The model's family, as this trainer names it."""
         return self.architecture if self.architecture in ("bert", "t5") else "gpt"
+
+    @property
+    def predictions(self) -> int | None:
+        """Tokens of a bert's sample that are predicted, as many as a batch has room for; None for
+        all."""
+        if self.family != "bert":
+            return None
+        return -(-round(MASKED * self.seq_length) // 8) * 8
 
     @property
     def gated(self) -> bool:
