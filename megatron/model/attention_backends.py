@@ -66,9 +66,12 @@ def sdpa(
             # Made once in the dtype that the kernels need; they would convert a boolean mask, and
             # keep the result, in every layer.
             mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD, causal)
-    if mask is None and causal and not dropout and cpu_kernels.suits(q_BNSD, k_BKTD):
+    # A bias has minus infinity for later keys.
+    triangle = causal and bias is None
+    masked = triangle and mask is not None
+    if not (dropout or masked) and cpu_kernels.suits(q_BNSD, k_BKTD, triangle):
         scale = 1 / math.sqrt(q_BNSD.shape[-1]) if scores.scale is None else scores.scale
-        return cpu_kernels.causal_attention(q_BNSD, k_BKTD, v_BKTD, scale)
+        return cpu_kernels.attention(q_BNSD, k_BKTD, v_BKTD, scale, triangle, mask)
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
     if mask is not None and groups > 1 and q_BNSD.device.type != "cpu":
         # Of torch's kernels for GPUs only cuDNN's supports a mask with groups of heads; the others
