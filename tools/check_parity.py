@@ -47,11 +47,11 @@ from megatron.parity.check import (
 )
 from megatron.training.run import RunToolParser
 
-EPILOG = """All flags of pretrain_gpt.py (see its --help), or, with --model-family, of that family's program,
-describe model, data, optimizer and batch; layouts are named by --layouts instead. The default data
-are synthetic tokens, the default --global-batch-size is the smallest that all layouts accept. A
-small model of the same kind finds the same differences as a large one: a few layers, a few heads,
-short sequences.
+EPILOG = """All flags of pretrain_gpt.py (see its --help), with --model-family those of that
+family's program, describe model, data, optimizer and batch; layouts are named by --layouts instead.
+The default data are synthetic tokens, the default --global-batch-size is the smallest that all
+layouts accept. A small model of the same kind finds the same differences as a large one: a few
+layers, a few heads, short sequences.
 
 Layouts are made of tpN (tensor parallel over N processes), sp (sequence parallel), ppN (pipeline),
 1f1b, interleaved or dualpipev (its schedule), vN (stages per process), dpN (replicas), zero0 to
