@@ -80,6 +80,7 @@ class Architecture:
         endings: other endings of names in files: ours of the table, theirs.
         copies: their names of tensors that files of a model may have in addition, and our name of
             the parameter of which they are copies.
+        ignored: their names of tensors in old files that `transformers` does not read.
         constants: tensors of such a model that one of ours lacks, with values by which they have no
             effect.
         seen: completes the content of config.json by what the tensors of the files show.
@@ -106,6 +107,7 @@ class Architecture:
     base_prefix: str = "model."
     endings: Mapping[str, str] = field(default_factory=dict)
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: _tied_heads(model)
+    ignored: frozenset[str] = frozenset()
     constants: Callable[[ModelConfig], Mapping[str, Tensor]] = lambda model: {}
     seen: Callable[[dict[str, Any], Tensors], dict[str, Any]] = lambda content, tensors: content
     stacks: Mapping[str, Callable[[ModelConfig], int]] = field(default_factory=lambda: _STACKS)

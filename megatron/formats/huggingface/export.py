@@ -143,7 +143,9 @@ def _copy_tokenizer(
     shutil.rmtree(copied)
     progress(f"tokenizer: {', '.join(names)}")
     loaded = _tokenizer(folder)
-    tokens = task.special_tokens(loaded)
+    if task.fit_tokenizer(folder, loaded):
+        loaded = _tokenizer(folder)
+    tokens = task.special_tokens(loaded, source)
     generation = folder / "generation_config.json"
     if generation.is_file():
         # It may list several end tokens, as that of Llama 3 does.

@@ -248,7 +248,7 @@ class HuggingFaceFolder(Source):
             )
         foreign = [
             name
-            for name in sorted(set(files) - set(stored.values()))
+            for name in sorted(set(files) - set(stored.values()) - form.ignored)
             if not _BUFFERS.fullmatch(name) and not self._is_copy(name, stored)
         ]
         if foreign:

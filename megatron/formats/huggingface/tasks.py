@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from megatron.checkpoint.source import Source
 from megatron.config import ModelConfig
 from megatron.model.layer_list import LayerState
 
@@ -45,12 +47,18 @@ class Task(ABC):
         they have in the output of `transformers`."""
 
     @abstractmethod
-    def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
-        """Keys of config.json about tokens; ``tokenizer`` is that of `transformers`."""
+    def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
+        """Keys of config.json about tokens; ``tokenizer`` is that of `transformers`, ``source`` the
+        checkpoint."""
 
     @abstractmethod
     def end_only(self, end_of_text: int | None) -> dict[str, Any]:
         """The same keys where there is no tokenizer, and at most one token is known."""
+
+    def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
+        """Changes a tokenizer's files so that it makes of a text what such a model was trained
+        with; whether anything was changed. ``tokenizer`` is what `transformers` makes of them."""
+        return False
 
 
 class CausalLM(Task):
@@ -76,7 +84,7 @@ class CausalLM(Task):
     def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
         return {"logits": state.hidden[..., : model.vocabulary.size]}
 
-    def special_tokens(self, tokenizer: Any) -> dict[str, Any]:
+    def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
         # Documents begin where the last one ended, so the end stands in for a missing beginning.
         return {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
