@@ -34,7 +34,9 @@ from megatron.formats.huggingface.masked_lm import MASKED_LM
 
 _TYPES = "bert.embeddings.token_type_embeddings.weight"
 _SECOND_HEAD = "cls.seq_relationship.weight"
-_TWICE = Reordering("twice", 2, lambda values, _: (values, values), lambda tensors, _: tensors[0])
+_TWICE = Reordering(
+    "twice", 2, lambda values, _: (values, values.clone()), lambda tensors, _: tensors[0]
+)
 """Two tensors of the same values, of which the first counts."""
 
 
