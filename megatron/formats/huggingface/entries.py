@@ -72,6 +72,9 @@ SEPARATE_QKV = Reordering(
 )
 """A tensor each for queries, keys and values."""
 
+SEPARATE_KV = Reordering("separate k, v", 2, lambda values, _: values.chunk(2), _from_rows)
+"""A tensor each for the keys and values of attention to another sequence."""
+
 GATE_AND_UP = Reordering("separate gate, up", 2, lambda values, _: values.chunk(2), _from_rows)
 """A tensor each for gate and up projection, which are [2F, H] here."""
 

@@ -20,10 +20,11 @@ from megatron.formats.huggingface.gpt_neox import GPT_NEOX
 from megatron.formats.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megatron.formats.huggingface.opt import OPT
 from megatron.formats.huggingface.phi3 import PHI3
+from megatron.formats.huggingface.t5 import T5
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM,
-    MEGATRON_BERT, BERT,
+    MEGATRON_BERT, BERT, T5,
 )  # fmt: skip
 """The known architectures, the plainer ones first: a model that fits several is the first."""
 
