@@ -71,15 +71,15 @@ def order_loss(logits_B2: Tensor, labels_B: Tensor) -> Tensor:
 
 
 class LMTransform(nn.Module):
-    """What hidden states pass before the output head: a dense layer, GELU and a norm. Where there
-    are targets, only those of tokens that are to be predicted go on: they are a seventh of all, and
-    nothing is computed for the others."""
+    """What hidden states pass before the output head: a dense layer, its activation and a norm.
+    Where there are targets, only those of tokens that are to be predicted go on: they are a seventh
+    of all, and nothing is computed for the others."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         width, init = model.hidden_size, Init(model.init_method_std)
         self.tp = tp
-        self.activation = ACTIVATIONS["gelu_tanh" if model.mlp.openai_gelu else "gelu_erf"]
+        self.activation = ACTIVATIONS[model.head_activation]
         self.dense = WholeLinear(width, width, bias=model.mlp.bias, init=init, tp=tp)
         self.norm = build_norm(model, tp)
 
