@@ -104,9 +104,7 @@ def ours_and_theirs(config, theirs, table):
         whole = param.shard.join([param.detach()])
         found = [weights[other] for other in names_in(table, name)]
         seen.update(names_in(table, name))
-        for weight, part in zip(
-            found, whole.split([len(weight) for weight in found]), strict=True
-        ):
+        for weight, part in zip(found, whole.split([len(weight) for weight in found]), strict=True):
             weight.data.copy_(part)
     assert seen == weights.keys()
     return ours, theirs
