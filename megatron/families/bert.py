@@ -12,8 +12,8 @@ from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
-from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.samples import SampleDataset
 from megatron.families.family import Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.bert import SOP_LOSS, bert_layers
@@ -50,7 +50,7 @@ class BertData(DataPipeline):
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
         return collate_bert
 
-    def mock(self, num_samples: int, part: int) -> SegmentDataset[BertSample]:
+    def mock(self, num_samples: int, part: int) -> SampleDataset[BertSample]:
         tokenizer = MockTokenizer(self.tokenizer)
         recipe = type(self)(self.config, tokenizer).recipe()
         return mock_samples(recipe, tokenizer, num_samples, part)
