@@ -18,7 +18,7 @@ from megatron.config import ModelConfig, ModelFlags
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, features_of, without
-from megatron.formats.legacy_megatron.names import FAMILIES
+from megatron.formats.legacy_megatron.names import FAMILIES, names_of_family
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], (1,)),
@@ -95,7 +95,8 @@ def model_of_arguments(
     values["num_query_groups"] = groups
     if values.get("swiglu") or values.get("squared_relu"):
         values.pop("bias_gelu_fusion", None)  # concerns another activation
-    return complete(ModelFlags(family=family, **values), where)
+    fixed = names_of_family(family).flags
+    return complete(ModelFlags(family=family, **fixed, **values), where)
 
 
 def complete(flags: ModelFlags, where: Path) -> ModelConfig:
@@ -130,6 +131,9 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
         ),
     }
     wanted = [flag for flag, fits in conditions.items() if not fits]
+    if model.family in families:
+        needs = names_of_family(model.family).requirements
+        wanted += [need.wanted for need in needs if not need.holds(model)]
     surplus = features_of(model) - _FEATURES
     wanted += [without(feature) for feature in FEATURES if feature in surplus]
     if wanted:
