@@ -134,7 +134,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {"type_vocab_size": max(model.token_types, 1), "position_embedding_type": "absolute"}
+    return {"type_vocab_size": max(model.token_types, 1)}
 
 
 def _named(prefix: str, model: ModelConfig) -> str:
