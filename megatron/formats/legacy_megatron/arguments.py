@@ -132,8 +132,10 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
     }
     wanted = [flag for flag, fits in conditions.items() if not fits]
     if model.family in families:
-        needs = names_of_family(model.family).requirements
-        wanted += [need.wanted for need in needs if not need.holds(model)]
+        names = names_of_family(model.family)
+        if model.encoder_decoder != names.flags.get("encoder_decoder", False):
+            wanted.append("a decoder behind an encoder in the families that have one, and no other")
+        wanted += [need.wanted for need in names.requirements if not need.holds(model)]
     surplus = features_of(model) - _FEATURES
     wanted += [without(feature) for feature in FEATURES if feature in surplus]
     if wanted:
