@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -10,7 +11,12 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
-from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
+from megatron.data.kinds.masked_data.masked_batch import (
+    BertBatch,
+    BertSample,
+    collate_bert,
+    positions_of,
+)
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
@@ -18,6 +24,7 @@ from megatron.families.family import Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.bert import SOP_LOSS, bert_layers
 from megatron.model.embedding import LM_LOSS
+from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
@@ -88,6 +95,17 @@ class BERT(Family):
             partial(only_hidden_travels, model.hidden_size),
             dict.fromkeys(losses, 1.0),
         )
+
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        masked = MaskedDataConfig() if run is None else run.kind(MaskedDataConfig)
+        chosen = round(masked.mask_prob * model.seq_length)
+        chosen = min(chosen, masked.max_predictions(model.seq_length))
+        predictions, width = positions_of(chosen, model.seq_length), model.hidden_size
+        other = 2.0 * predictions * width**2
+        if model.bert_binary_head:
+            other += 2.0 * width**2 + 4.0 * width
+        shape = TransformerShape.of(model)
+        return replace(shape, sees_later=True, predictions=predictions, other=other)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:
         return BertData(config, tokenizer)

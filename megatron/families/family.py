@@ -50,8 +50,9 @@ class Family(ABC):
         """The samples and batches of a run. Raises ValueError if flags contradict each other or the
         tokenizer."""
 
-    def shape(self, model: ModelConfig) -> TransformerShape:
-        """The numbers that the model FLOPs of a sample depend on."""
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        """The numbers that the model FLOPs of a sample depend on; without a run, whose data may
+        decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
 
     def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
