@@ -38,6 +38,9 @@ class Family(ABC):
         """The settings of a run with what they leave to the family."""
         return settings
 
+    head_states: ClassVar[int] = 0
+    """Hidden states that a predicted token keeps between the final norm and the output head."""
+
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         """Layer list, inputs and losses of a model with the vocabulary sizes filled in."""
@@ -47,8 +50,9 @@ class Family(ABC):
         """The samples and batches of a run. Raises ValueError if flags contradict each other or the
         tokenizer."""
 
-    def shape(self, model: ModelConfig) -> TransformerShape:
-        """The numbers that the model FLOPs of a sample depend on."""
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        """The numbers that the model FLOPs of a sample depend on; without a run, whose data may
+        decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
 
     def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:

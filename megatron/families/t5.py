@@ -108,9 +108,9 @@ class T5(Family):
         layers = partial(t5_layers, model, parallel)
         return ModelSpec(layers, begin, partial(travels, model))
 
-    def shape(self, model: ModelConfig) -> TransformerShape:
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
         assert model.decoder_num_layers is not None and model.decoder_seq_length is not None
-        encoder = super().shape(model)
+        encoder = super().shape(model, run)
         decoder = dataclasses.replace(
             encoder,
             num_layers=model.decoder_num_layers,

@@ -166,11 +166,15 @@ def collate_bert(samples: Sequence[BertSample]) -> BertBatch:
 def predicted_positions(loss_mask_BS: Tensor) -> Tensor:
     """int64 [B, P]: for each sample the positions whose loss counts, ascending, then others, up to
     a number that is the same for all samples."""
-    counts_B = loss_mask_BS.count_nonzero(1)
-    multiple = _PREDICTIONS_MULTIPLE
-    most = max(1, -(-int(counts_B.max()) // multiple)) * multiple
+    most = positions_of(int(loss_mask_BS.count_nonzero(1).max()), loss_mask_BS.shape[1])
     order_BS = torch.argsort(loss_mask_BS, dim=1, descending=True, stable=True)
     return order_BS[:, :most].contiguous()
+
+
+def positions_of(predictions: int, seq_length: int) -> int:
+    """Positions of each sample in a batch whose samples have up to so many predictions."""
+    multiple = _PREDICTIONS_MULTIPLE
+    return min(max(1, -(-predictions // multiple)) * multiple, seq_length)
 
 
 def collate_t5(samples: Sequence[T5Sample]) -> T5Batch:
