@@ -28,6 +28,11 @@ class BertSample(NamedTuple):
     loss_mask_S: npt.NDArray[np.float32]
     padding_mask_S: npt.NDArray[np.int64]
 
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The tokens that the model reads, without padding."""
+        return self.tokens_S[self.padding_mask_S > 0]
+
     @classmethod
     def padded(
         cls,
@@ -75,6 +80,20 @@ class BertBatch(NamedTuple):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
         return BertBatch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)
 
+    def shortened(self, seq_length: int) -> BertBatch:
+        """The first ``seq_length`` tokens of every sample."""
+        assert self.tokens_BS.shape[1] >= seq_length
+        return BertBatch._make(
+            tensor[:, :seq_length].contiguous() if tensor.dim() == 2 else tensor for tensor in self
+        )
+
+    def without_padding(self, multiple: int) -> BertBatch:
+        """The columns up to the last token of the longest sample, in a multiple of ``multiple``, or
+        all of them."""
+        longest = int(self.padding_mask_BS.sum(1).max())
+        seq_length = -(-longest // multiple) * multiple
+        return self.shortened(seq_length) if seq_length < self.tokens_BS.shape[1] else self
+
 
 class T5Sample(NamedTuple):
     """One sample, padded to the two sequence lengths; the fields are those of `T5Batch`."""
@@ -85,6 +104,11 @@ class T5Sample(NamedTuple):
     loss_mask_D: npt.NDArray[np.float32]
     encoder_padding_mask_E: npt.NDArray[np.int64]
     decoder_padding_mask_D: npt.NDArray[np.int64]
+
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The tokens that the encoder reads, without padding."""
+        return self.encoder_tokens_E[self.encoder_padding_mask_E > 0]
 
 
 class T5Batch(NamedTuple):
