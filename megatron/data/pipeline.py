@@ -11,7 +11,7 @@ import bisect
 import dataclasses
 import logging
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, partial
 from importlib import import_module
 from itertools import pairwise
@@ -38,9 +38,6 @@ logger = logging.getLogger(__name__)
 
 BatchSizes = Callable[[], Sequence[tuple[int, int]]]
 """Returns the batch sizes of a run in turn: (size, number of steps)."""
-
-OF_STREAMS = frozenset({"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"})
-"""Fields of data that only samples cut from a stream of documents depend on."""
 
 
 class SampleView(NamedTuple):
@@ -194,9 +191,6 @@ class DataPipeline(ABC):
     """Types of samples that the model can be trained on; see `KindConfig.samples`."""
     flags: ClassVar[frozenset[str]] = frozenset()
     """Kinds whose flags describe the family's own samples."""
-    unused: ClassVar[frozenset[str]] = frozenset()
-    """Fields of data and their kinds that the family's samples do not depend on, though the samples
-    of others do."""
     unit: ClassVar[str] = "document"
     """A sequence of the files; raw text is split into sentences as needed."""
 
@@ -287,13 +281,9 @@ class DataPipeline(ABC):
             reads = kind.files in read and kind.samples in self.takes
             if reads or kind.acts or name in self.flags:
                 continue
-            for flag in _given(kind):
-                raise ConfigError(f"{flag} would change nothing: {kind.idle}")
-        for part in (self.config.data, *self.config.kinds):
-            for flag in _given(part, self.unused):
-                raise ConfigError(
-                    f"{flag} would change nothing: the samples of this model do not depend on it"
-                )
+            for field in dataclasses.fields(kind):
+                if getattr(kind, field.name) != field.default:
+                    raise ConfigError(f"{flag_of(field)} would change nothing: {kind.idle}")
 
     def cache(self, path: str) -> IndexCache:
         """The cache for the index arrays of a path."""
@@ -304,13 +294,6 @@ class DataPipeline(ABC):
         indexed = open_indexed(path, self.config.data.object_storage_cache_path)
         check_vocabulary(indexed, self.tokenizer.vocab_size, self.cache(path))
         return indexed
-
-
-def _given(part: Any, names: Collection[str] | None = None) -> Iterator[str]:
-    """The flags of a part, or of some of its fields, that have other values than the default."""
-    for field in dataclasses.fields(part):
-        if (names is None or field.name in names) and getattr(part, field.name) != field.default:
-            yield flag_of(field)
 
 
 def open_indexed(prefix: str, cache_path: str | None = None) -> IndexedDataset:

@@ -10,7 +10,7 @@ from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
-from megatron.data.pipeline import OF_STREAMS, DataPipeline, SampleView
+from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
@@ -21,7 +21,6 @@ class BertData(DataPipeline):
 
     takes = frozenset({DOCUMENTS, "masked"})
     flags = frozenset({"masked_data"})
-    unused = OF_STREAMS | {"mean_noise_span_length", "max_noise_span_length"}
     unit = "sentence"
 
     def recipe(self) -> BertRecipe:

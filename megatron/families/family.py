@@ -21,6 +21,9 @@ class Family(ABC):
     """Whether its models generate text, token by token."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Fields of flags that its models and samples do not depend on, though those of other families
+    do; a run refuses them."""
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:

@@ -9,7 +9,7 @@ from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
 from megatron.data.kinds.masked_data.t5 import T5Recipe
-from megatron.data.pipeline import OF_STREAMS, DataPipeline, SampleView
+from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
@@ -19,10 +19,6 @@ class T5Data(DataPipeline):
     """The data of a T5's run."""
 
     flags = frozenset({"masked_data"})
-    unused = OF_STREAMS | {
-        *("max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams", "favor_longer_ngram"),
-        *("whole_word_masking", "bert_pair_task"),
-    }
     unit = "sentence"
 
     def recipe(self) -> T5Recipe:
