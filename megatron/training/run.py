@@ -101,11 +101,9 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
     settings = resume.with_checkpoint(with_corpora(settings))
-    family = family_of(
-        samples or (settings["family"].value if "family" in settings else ModelConfig.family)
-    )
+    family = family_of(samples or _family(settings))
     _refuse_unused(settings, family)
-    settings = _with_tokenizer_type(settings, family)
+    settings = _with_tokenizer_type(family.complete(settings), family)
     resolved = resolve(settings, processes)
     named = resolved.config.tokenizer
     tokenizer = build_tokenizer(named, training_texts(resolved.config))
@@ -120,6 +118,10 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     resolved = dataclasses.replace(resolved, notes=(*resolved.notes, *notes))
     launched = "LOCAL_RANK" in os.environ
     return Run(resolved.config, completed, tokenizer, resolved, launched)
+
+
+def _family(settings: Settings) -> str:
+    return settings["family"].value if "family" in settings else ModelConfig.family
 
 
 def _refuse_unused(settings: Settings, family: Family) -> None:
