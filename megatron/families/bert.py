@@ -13,7 +13,7 @@ from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, 
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.pipeline import DataPipeline, SampleView
-from megatron.families.family import Family
+from megatron.families.family import OF_STREAMS, Family
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
 
@@ -60,6 +60,7 @@ class BertData(DataPipeline):
 
 class BERT(Family):
     name = "bert"
+    unused = OF_STREAMS | {"mean_noise_span_length", "max_noise_span_length"}
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         # Tools show and index its samples.

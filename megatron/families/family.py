@@ -24,6 +24,10 @@ class BlockLengths(NamedTuple):
     other: int = 0
 
 
+OF_STREAMS = frozenset({"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"})
+"""Fields of flags that only samples cut from a stream of documents depend on."""
+
+
 class Family(ABC):
     """Everything that differs between families; the rest of the project names none of them."""
 
