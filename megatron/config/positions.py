@@ -66,7 +66,10 @@ class PositionsFlags(_Positions):
     """Positions."""
 
     max_position_embeddings: int | None = option(
-        None, derived="seq-length", bounds=POSITIVE, megatron=True
+        None,
+        derived="seq-length; decoder-seq-length where that is longer",
+        bounds=POSITIVE,
+        megatron=True,
     )
     """Longest sequence that the model supports; with learned_absolute the number of rows of the
     position embedding."""
@@ -123,9 +126,8 @@ def resolve_positions(
         not flags.no_position_embedding or kind != "learned_absolute",
         f"--no-position-embedding contradicts {resolver.show('position_embedding_type')}",
     )
-    longest = resolver.fill(
-        "max_position_embeddings", flags.max_position_embeddings, seq_length, "seq-length"
-    )
+    needed, how = max((seq_length, "seq-length"), (decoder_length or 0, "decoder-seq-length"))
+    longest = resolver.fill("max_position_embeddings", flags.max_position_embeddings, needed, how)
     resolver.check(
         seq_length <= longest,
         f"{resolver.show('seq_length')} is longer than {resolver.show('max_position_embeddings')}",
