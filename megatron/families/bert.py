@@ -1,21 +1,38 @@
-"""BERT: the samples of its training."""
+"""BERT: an encoder that predicts masked tokens, and whether two segments belong together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
-from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.samples import SampleDataset
 from megatron.families.family import OF_STREAMS, Family
-from megatron.model.spec import ModelSpec
+from megatron.model.attention_masks import AttentionMasks
+from megatron.model.bert import SOP_LOSS, bert_layers
+from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import LayerState
+from megatron.model.spec import ModelSpec, only_hidden_travels
+from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
+
+
+def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
+    """The initial state of a micro batch."""
+    return LayerState(
+        hidden=batch.tokens_BS,
+        token_types=batch.types_BS,
+        masks=AttentionMasks(padding_BT=batch.padding_mask_BS == 0),
+        targets=Targets(batch.labels_BS, batch.loss_mask_BS),
+        batch=batch,
+    )
 
 
 class BertData(DataPipeline):
@@ -27,12 +44,13 @@ class BertData(DataPipeline):
 
     def recipe(self) -> BertRecipe:
         config = self.config.kind(MaskedDataConfig)
-        return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed)
+        paired = self.config.model.bert_binary_head
+        return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed, paired)
 
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
         return collate_bert
 
-    def mock(self, num_samples: int, part: int) -> SegmentDataset[BertSample]:
+    def mock(self, num_samples: int, part: int) -> SampleDataset[BertSample]:
         tokenizer = MockTokenizer(self.tokenizer)
         recipe = type(self)(self.config, tokenizer).recipe()
         return mock_samples(recipe, tokenizer, num_samples, part)
@@ -63,8 +81,13 @@ class BERT(Family):
     unused = OF_STREAMS | {"mean_noise_span_length", "max_noise_span_length"}
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        # Tools show and index its samples.
-        raise ConfigError("the family bert has samples and no layer list: it cannot be trained")
+        losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)
+        return ModelSpec(
+            partial(bert_layers, model, parallel),
+            partial(begin, model),
+            partial(only_hidden_travels, model.hidden_size),
+            dict.fromkeys(losses, 1.0),
+        )
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:
         return BertData(config, tokenizer)

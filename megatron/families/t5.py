@@ -13,9 +13,9 @@ from megatron.config.flags import build
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
-from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.samples import SampleDataset
 from megatron.families.family import OF_STREAMS, BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
@@ -68,7 +68,7 @@ class T5Data(DataPipeline):
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:
         return collate_t5
 
-    def mock(self, num_samples: int, part: int) -> SegmentDataset[T5Sample]:
+    def mock(self, num_samples: int, part: int) -> SampleDataset[T5Sample]:
         tokenizer = MockTokenizer(self.tokenizer)
         recipe = type(self)(self.config, tokenizer).recipe()
         return mock_samples(recipe, tokenizer, num_samples, part)

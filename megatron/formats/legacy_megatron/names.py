@@ -120,33 +120,65 @@ def qkv_from_megatron(
     own numbers of heads. Raises ValueError if the number of rows is wrong, or the version has no
     grouped queries.
     """
-    rest = values.shape[1:]
     _check_rows(values, version, heads, groups, head_dim)
-    if version < 1:
-        return values.clone()
-    if version < 2:
-        per_head = values.reshape(heads, head_dim, 3, *rest)
-        return per_head.movedim(2, 0).reshape(values.shape)
-    queries = heads // groups
-    per_group = values.reshape(groups, queries + 2, head_dim, *rest)
-    q, k, v = per_group.split([queries, 1, 1], dim=1)
-    return torch.cat([part.reshape(-1, *rest) for part in (q, k, v)])
+    return _from_megatron(values, version, groups, head_dim, (heads // groups, 1, 1))
 
 
 def qkv_to_megatron(
     values: Tensor, version: float, heads: int, groups: int, head_dim: int
 ) -> Tensor:
     """Inverse of :func:`qkv_from_megatron`."""
-    rest = values.shape[1:]
     _check_rows(values, version, heads, groups, head_dim)
+    return _to_megatron(values, version, groups, head_dim, (heads // groups, 1, 1))
+
+
+def kv_from_megatron(values: Tensor, version: float, heads: int, head_dim: int) -> Tensor:
+    """The same of the key-value matrix or bias of a decoder's attention to its encoder, whose rows
+    are ordered alike, without queries."""
+    _check_kv_rows(values, heads, head_dim)
+    return _from_megatron(values, version, heads, head_dim, (1, 1))
+
+
+def kv_to_megatron(values: Tensor, version: float, heads: int, head_dim: int) -> Tensor:
+    """Inverse of :func:`kv_from_megatron`."""
+    _check_kv_rows(values, heads, head_dim)
+    return _to_megatron(values, version, heads, head_dim, (1, 1))
+
+
+def _from_megatron(
+    values: Tensor, version: float, groups: int, head_dim: int, parts: tuple[int, ...]
+) -> Tensor:
+    """``parts`` are the heads of queries, keys and values in each group."""
+    rest = values.shape[1:]
     if version < 1:
         return values.clone()
     if version < 2:
-        parts = values.reshape(3, heads, head_dim, *rest)
-        return parts.movedim(0, 2).reshape(values.shape)
-    q, k, v = values.split([heads * head_dim, groups * head_dim, groups * head_dim])
-    per_group = [part.reshape(groups, -1, head_dim, *rest) for part in (q, k, v)]
+        per_head = values.reshape(groups, head_dim, len(parts), *rest)
+        return per_head.movedim(2, 0).reshape(values.shape)
+    per_group = values.reshape(groups, sum(parts), head_dim, *rest)
+    return torch.cat([part.reshape(-1, *rest) for part in per_group.split(parts, dim=1)])
+
+
+def _to_megatron(
+    values: Tensor, version: float, groups: int, head_dim: int, parts: tuple[int, ...]
+) -> Tensor:
+    rest = values.shape[1:]
+    if version < 1:
+        return values.clone()
+    if version < 2:
+        by_part = values.reshape(len(parts), groups, head_dim, *rest)
+        return by_part.movedim(0, 2).reshape(values.shape)
+    split = values.split([groups * part * head_dim for part in parts])
+    per_group = [part.reshape(groups, -1, head_dim, *rest) for part in split]
     return torch.cat(per_group, dim=1).reshape(values.shape)
+
+
+def _check_kv_rows(values: Tensor, heads: int, head_dim: int) -> None:
+    if values.shape[0] != 2 * heads * head_dim:
+        raise ValueError(
+            f"the key-value rows are {values.shape[0]}; {heads} heads of {head_dim} have "
+            f"{2 * heads * head_dim}"
+        )
 
 
 def _check_rows(values: Tensor, version: float, heads: int, groups: int, head_dim: int) -> None:

@@ -17,6 +17,10 @@ from torch import Tensor
 NO_LABEL = -1
 """The label of tokens that are not to be predicted, as in Megatron."""
 
+_PREDICTIONS_MULTIPLE = 8
+"""Of the number of positions in a batch: samples of full length then have the same number, which
+suits the GEMMs of the head."""
+
 
 class BertSample(NamedTuple):
     """One sample, padded to the sequence length; the fields are those of `BertBatch`."""
@@ -76,6 +80,9 @@ class BertBatch(NamedTuple):
     """1.0 where a token is to be predicted; float32."""
     padding_mask_BS: Tensor
     """1 for tokens, 0 for padding, which is not attended to; int64."""
+    positions_BP: Tensor
+    """Where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head needs no
+    others."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
         return BertBatch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)
@@ -83,8 +90,16 @@ class BertBatch(NamedTuple):
     def shortened(self, seq_length: int) -> BertBatch:
         """The first ``seq_length`` tokens of every sample."""
         assert self.tokens_BS.shape[1] >= seq_length
-        return BertBatch._make(
-            tensor[:, :seq_length].contiguous() if tensor.dim() == 2 else tensor for tensor in self
+        tokens, types, labels, loss_mask, padding_mask = (
+            tensor_BS[:, :seq_length].contiguous()
+            for tensor_BS in (
+                self.tokens_BS, self.types_BS, self.labels_BS, self.loss_mask_BS,
+                self.padding_mask_BS,
+            )
+        )  # fmt: skip
+        positions = predicted_positions(loss_mask)
+        return BertBatch(
+            tokens, types, labels, self.is_random_B, loss_mask, padding_mask, positions
         )
 
     def without_padding(self, multiple: int) -> BertBatch:
@@ -139,7 +154,21 @@ class T5Batch(NamedTuple):
 
 def collate_bert(samples: Sequence[BertSample]) -> BertBatch:
     """Stacks samples of equal length."""
-    return BertBatch._make(map(_stack, zip(*samples, strict=True)))
+    tokens, types, labels, is_random, loss_mask, padding_mask = map(
+        _stack, zip(*samples, strict=True)
+    )
+    positions = predicted_positions(loss_mask)
+    return BertBatch(tokens, types, labels, is_random, loss_mask, padding_mask, positions)
+
+
+def predicted_positions(loss_mask_BS: Tensor) -> Tensor:
+    """int64 [B, P]: for each sample the positions whose loss counts, ascending, then others, up to
+    a number that is the same for all samples."""
+    counts_B = loss_mask_BS.count_nonzero(1)
+    multiple = _PREDICTIONS_MULTIPLE
+    most = max(1, -(-int(counts_B.max()) // multiple)) * multiple
+    order_BS = torch.argsort(loss_mask_BS, dim=1, descending=True, stable=True)
+    return order_BS[:, :most].contiguous()
 
 
 def collate_t5(samples: Sequence[T5Sample]) -> T5Batch:
