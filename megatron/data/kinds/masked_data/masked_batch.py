@@ -118,17 +118,8 @@ class BertBatch(NamedTuple):
     def shortened(self, seq_length: int) -> BertBatch:
         """The first ``seq_length`` tokens of every sample."""
         assert self.tokens_BS.shape[1] >= seq_length
-        tokens, types, labels, loss_mask, padding_mask = (
-            tensor_BS[:, :seq_length].contiguous()
-            for tensor_BS in (
-                self.tokens_BS, self.types_BS, self.labels_BS, self.loss_mask_BS,
-                self.padding_mask_BS,
-            )
-        )  # fmt: skip
-        positions = predicted_positions(loss_mask)
-        return BertBatch(
-            tokens, types, labels, self.is_random_B, loss_mask, padding_mask, positions
-        )
+        cut = mapped(self, Tensor, lambda t: t[:, :seq_length].contiguous() if t.dim() == 2 else t)
+        return cut._replace(positions_BP=predicted_positions(cut.loss_mask_BS))
 
     def without_padding(self, multiple: int) -> BertBatch:
         """The columns up to the last token of the longest sample, in a multiple of ``multiple``, or

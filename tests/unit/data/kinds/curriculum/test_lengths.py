@@ -150,7 +150,7 @@ def test_cut_batches_of_bert(length):
     """Tokens, types, labels and both masks are cut; whether the segments are swapped is kept."""
     whole = collate_bert(bert_samples(30, 5))
     found = truncated(whole, length)
-    for ours, theirs in zip(found[:-1], whole[:-1], strict=True):
+    for ours, theirs in zip(found[:6], whole[:6], strict=True):
         wanted = theirs if theirs.dim() == 1 else theirs[:, :length]
         assert torch.equal(ours, wanted) and ours.is_contiguous()
     chosen = found.loss_mask_BS.gather(1, found.positions_BP)
