@@ -40,11 +40,13 @@ class Curriculum(DataKind):
     def collator(
         self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
     ) -> Callable[[Sequence[Any]], Any]:
-        """Batches of samples drawn by difficulty have no columns of padding alone."""
+        """Batches of samples drawn by difficulty have no columns of padding alone; in a pipeline
+        they have, since the micro batches of a step must have one shape."""
         sampling = data_sampling(data.config.kind(CurriculumConfig))
-        if sampling is None or sampling.lengths is not None:
+        parallel = data.config.parallel
+        if sampling is None or sampling.lengths or parallel.pipeline_model_parallel_size > 1:
             return collate
-        return WithoutPadding(collate, math.lcm(LENGTH_MULTIPLE, _split_over(data.config.parallel)))
+        return WithoutPadding(collate, math.lcm(LENGTH_MULTIPLE, _split_over(parallel)))
 
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
         """Step i has the length of step i + 1 of DeepSpeed's schedule, which counts from 1."""
