@@ -184,7 +184,7 @@ DRAWN = [*BERT[: BERT.index("--curriculum-learning")], *BERT[BERT.index("--model
             (BERT, "cut", "pp2", ()),
             (BERT, "cut", "dp2-zero1", pytest.mark.proof),
             (BERT, "cut", "tp2-sp-pp2", pytest.mark.proof),
-            (DRAWN, "unpadded", "pp2", ()),
+            (DRAWN, "unpadded", "pp2", pytest.mark.proof),
             (DRAWN, "unpadded", "dp2-zero3", pytest.mark.proof),
             (DRAWN, "unpadded", "tp2-sp", pytest.mark.proof),
         )
@@ -199,6 +199,7 @@ def test_bert_against_one_process(pool, flags, layout):
     assert drift.within(rounding_noise(flags, reference), reference)
 
 
+@pytest.mark.proof
 def test_padding_that_is_left_out_changes_no_loss():
     """Samples in the same order, with and without the columns of padding."""
     lengths = json.loads(json.dumps(SAMPLING))
