@@ -78,6 +78,7 @@ class BertData(DataPipeline):
 
 class BERT(Family):
     name = "bert"
+    head_states = 3
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)
