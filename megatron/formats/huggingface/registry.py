@@ -11,6 +11,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
 from megatron.config.flags import flag_of
 from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.bert import BERT, MEGATRON_BERT
 from megatron.formats.huggingface.bloom import BLOOM
 from megatron.formats.huggingface.falcon import FALCON
 from megatron.formats.huggingface.gemma import GEMMA2, GEMMA3
@@ -22,7 +23,8 @@ from megatron.formats.huggingface.phi3 import PHI3
 from megatron.formats.huggingface.t5 import T5
 
 ARCHITECTURES: tuple[Architecture, ...] = (
-    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM, T5,
+    GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM,
+    MEGATRON_BERT, BERT, T5,
 )  # fmt: skip
 """The known architectures, the plainer ones first: a model that fits several is the first."""
 
@@ -31,6 +33,8 @@ _REASONS = {
     "gemma3": "it sees images too; the text model alone is gemma3_text (Gemma3ForCausalLM)",
     "RefinedWeb": "the name of Falcon before transformers knew it; write falcon",
     "RefinedWebModel": "the name of Falcon before transformers knew it; write falcon",
+    "mt5": "write t5: it differs in name alone; its class is MT5ForConditionalGeneration",
+    "umt5": "each block has relative positions of its own; those of a T5 are shared",
     "mixtral": "experts cannot be represented",
 }
 """Explanations for some that look as if they were known."""

@@ -63,7 +63,9 @@ class TextToText(Task):
         }
 
     def end_only(self, end_of_text: int | None) -> dict[str, Any]:
-        return {"eos_token_id": end_of_text}
+        # Those of T5, which `transformers` assumes where nothing is said.
+        end = 1 if end_of_text is None else end_of_text
+        return {"pad_token_id": 0, "eos_token_id": end, "decoder_start_token_id": 0}
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
         """Puts the end of text after a text, and nothing before it, as samples have it; T5's own
