@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -124,16 +123,6 @@ class BERT(Family):
             partial(only_hidden_travels, model.hidden_size),
             dict.fromkeys(losses, 1.0),
             attention="full",
-        )
-
-    def shape(self, model: ModelConfig) -> TransformerShape:
-        """See `Family.shape`; the share of predicted tokens is that of --mask-prob by default."""
-        size, predictions = model.hidden_size, round(model.seq_length * MaskedDataConfig.mask_prob)
-        other = 2.0 * size * size * predictions
-        if model.bert_binary_head:
-            other += 2.0 * size * (size + 2)
-        return dataclasses.replace(
-            TransformerShape.of(model), sees_later=True, predictions=predictions, other=other
         )
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
