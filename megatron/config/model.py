@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.blocks import (
+    GATES,
+    MLP_ACTIVATIONS,
     AttentionConfig,
     AttentionFlags,
     MLPConfig,
@@ -17,6 +19,7 @@ from megatron.config.blocks import (
 )
 from megatron.config.flags import (
     FRACTION,
+    NOT_NEGATIVE,
     POSITIVE,
     ConfigResolver,
     Setting,
@@ -45,6 +48,9 @@ class EmbeddingConfig:
     """Give the output head its own weights instead of those of the token embedding."""
     scale_embeddings: bool = option(False, role="results")
     """Multiply the token embeddings by the square root of --hidden-size."""
+    scale_head_input: bool = option(False, role="results")
+    """Divide the input of the output head by the square root of --hidden-size, as T5 does where its
+    head uses the token embedding's weights."""
     final_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
     """Softcap c of the logits x: c * tanh(x / c)."""
     make_vocab_size_divisible_by: int = option(128, bounds=POSITIVE, megatron=True)
@@ -72,11 +78,28 @@ class _Network:
     """Compute attention and MLP of a block in parallel, from the same hidden states."""
     shared_parallel_norm: bool = option(False, role="weights")
     """One norm for attention and MLP; needs --parallel-residual."""
+    bert_binary_head: bool = option(
+        True, off="--bert-no-binary-head", role="weights", megatron=True
+    )
+    """BERT: no pooler, no second head, which predicts whether two segments belong together, and no
+    token types; one segment per sample."""
+    num_tokentypes: int | None = option(None, bounds=NOT_NEGATIVE, role="weights")
+    """BERT: rows of the token type embedding; 0 for none. By default 2 with the second head, else
+    0."""
+    lm_head_activation: str | None = option(
+        None,
+        choices=tuple(name for name in MLP_ACTIVATIONS if name not in GATES),
+        derived="gelu_erf; gelu_tanh with --openai-gelu",
+        role="results",
+    )
+    """BERT: activation of the masked-LM head. Hugging Face has one for head and MLP."""
     hidden_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
     """Dropout probability of the embeddings and of the outputs of attention and MLP."""
     init_method_std: float = option(0.02, bounds=POSITIVE, megatron=True)
     """Standard deviation of the initial weights; for output projections of attention and MLP it is
     divided by sqrt(2 x num-layers)."""
+    encoder_decoder: bool = option(False, internal=True)
+    """Whether a decoder follows, which attends to the output of the blocks before it."""
     hf_architecture: str | None = option(None, internal=True)
     """Hugging Face's model_type of the model that the weights were first read from."""
 
@@ -84,11 +107,26 @@ class _Network:
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
     num_layers: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
-    """Number of transformer layers."""
+    """Number of transformer layers; where there is a decoder, of the encoder."""
+    encoder_num_layers: int | None = option(None, derived="num-layers", bounds=POSITIVE)
+    """Same as --num-layers."""
+    decoder_num_layers: int | None = option(
+        None, derived="num-layers", bounds=POSITIVE, role="weights", megatron=True
+    )
+    """Number of transformer layers of the decoder, where there is one (T5)."""
     hidden_size: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
     """Size of the hidden states."""
     seq_length: int | None = option(None, bounds=POSITIVE, megatron=True)
-    """Sequence length in tokens."""
+    """Sequence length in tokens; where there is a decoder, of the encoder."""
+    encoder_seq_length: int | None = option(None, derived="seq-length", bounds=POSITIVE)
+    """Same as --seq-length."""
+    decoder_seq_length: int | None = option(
+        None,
+        derived="the most that an encoder input can need, rounded up to a multiple of 64",
+        bounds=POSITIVE,
+        megatron=True,
+    )
+    """Sequence length of the decoder and of the labels in tokens, where there is one (T5)."""
     add_bias_linear: bool = option(True, off="--disable-bias-linear", role="weights", megatron=True)
     """Do not use biases in linear layers."""
     unpadded_vocab_size: int | None = option(None, internal=True, role="weights")
@@ -116,7 +154,11 @@ class ModelFlags(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(_Network):
-    """A network; nothing is left to derive."""
+    """A network; nothing is left to derive.
+
+    ``num_layers`` and ``seq_length`` are the encoder's where there is a decoder; without one those
+    of the decoder are None. ``decoder_seq_length`` is also None where only the data say it.
+    """
 
     num_layers: int
     hidden_size: int
@@ -127,10 +169,30 @@ class ModelConfig(_Network):
     positions: PositionsConfig
     embedding: EmbeddingConfig
     vocabulary: Vocabulary = Vocabulary()
+    decoder_num_layers: int | None = None
+    decoder_seq_length: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, those of a decoder included."""
+        return self.num_layers + (self.decoder_num_layers or 0)
+
+    @property
+    def token_types(self) -> int:
+        """Rows of the token type embedding of a family that has one."""
+        given = self.num_tokentypes
+        return given if given is not None else 2 if self.bert_binary_head else 0
+
+    @property
+    def head_activation(self) -> str:
+        """Activation of the masked-LM head of a family that has one, as :class:`MLPConfig` names
+        them."""
+        usual = "gelu_tanh" if self.mlp.openai_gelu else "gelu_erf"
+        return self.lm_head_activation or usual
 
     @property
     def windows(self) -> tuple[int | None, ...]:
-        """Tokens that a query of each block attends to, itself included; None for all."""
+        """``--sliding-window`` of each block, None for attention to all tokens."""
         return tuple(self.attention.window(layer) for layer in range(self.num_layers))
 
     def with_vocabulary(self, size: int, tensor_size: int = 1) -> ModelConfig:
@@ -152,6 +214,8 @@ class ModelConfig(_Network):
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             seq_length=self.seq_length,
+            decoder_num_layers=self.decoder_num_layers,
+            decoder_seq_length=self.decoder_seq_length,
             add_bias_linear=self.mlp.bias,
             unpadded_vocab_size=self.vocabulary.size or None,
             padded_vocab_size=self.vocabulary.padded or None,
@@ -170,21 +234,50 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     """Completes and checks the network; ConfigError if values are missing or contradict each
     other."""
     layers, hidden, heads, length = resolver.require(
-        num_layers=flags.num_layers,
+        num_layers=_same(flags, "num_layers", resolver),
         hidden_size=flags.hidden_size,
         num_attention_heads=flags.num_attention_heads,
-        seq_length=flags.seq_length,
+        seq_length=_same(flags, "seq_length", resolver),
     )
+    decoder_layers = None
+    if flags.encoder_decoder:
+        decoder_layers = resolver.fill(
+            "decoder_num_layers", flags.decoder_num_layers, layers, "num-layers"
+        )
+    else:
+        for name in ("decoder_num_layers", "decoder_seq_length"):
+            resolver.check_unused(name, "a model that has an encoder and a decoder (T5)")
     bias = flags.add_bias_linear
     attention = resolve_attention(flags, heads, hidden, bias, resolver)
     mlp = resolve_mlp(flags, hidden, bias, resolver)
-    positions = resolve_positions(flags, length, attention.kv_channels, resolver)
+    positions = resolve_positions(
+        flags,
+        length,
+        flags.decoder_seq_length if flags.encoder_decoder else None,
+        attention.kv_channels,
+        resolver,
+    )
+    resolver.check(
+        flags.encoder_decoder or positions.position_embedding_type != "relative",
+        f"{resolver.show('position_embedding_type')} is for models with an encoder and a decoder "
+        "(T5); give rope, alibi, learned_absolute or none",
+    )
+    resolver.check(
+        flags.sliding_window is None or positions.position_embedding_type != "relative",
+        f"{resolver.show('sliding_window')}: the blocks of a stack share one bias of relative "
+        "positions, for all keys; leave the window out, or give other positions",
+    )
     if flags.sliding_window is None:
         resolver.check_unused("rotary_base_local", "--sliding-window")
     resolver.check(
         flags.parallel_residual or not flags.shared_parallel_norm,
         "--shared-parallel-norm needs --parallel-residual: only then do attention and MLP start "
         "from the same hidden states",
+    )
+    resolver.check(
+        not (flags.parallel_residual and flags.apply_residual_connection_post_layernorm),
+        "--apply-residual-connection-post-layernorm contradicts --parallel-residual, where nothing "
+        "is added to the output of a norm; leave one of them out",
     )
     return ModelConfig(
         **shared(flags, _Network),
@@ -197,4 +290,21 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         positions=positions,
         embedding=EmbeddingConfig(**shared(flags, EmbeddingConfig)),
         vocabulary=Vocabulary(flags.unpadded_vocab_size or 0, flags.padded_vocab_size or 0),
+        decoder_num_layers=decoder_layers,
+        decoder_seq_length=flags.decoder_seq_length,
     )
+
+
+def _same(flags: ModelFlags, name: str, resolver: ConfigResolver) -> int | None:
+    """The value of a flag that has a second name for encoders, as in Megatron."""
+    given, again = getattr(flags, name), getattr(flags, f"encoder_{name}")
+    if again is None:
+        return given
+    if resolver.origins[name].startswith("checkpoint"):
+        given = None
+    resolver.check(
+        given in (None, again),
+        f"{resolver.show(f'encoder_{name}')} contradicts {resolver.show(name)}, which is the same; "
+        "give one of them",
+    )
+    return resolver.fill(name, given, again, resolver.flag(f"encoder_{name}"))

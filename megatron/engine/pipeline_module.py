@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,12 @@ class StageModule(PlacedModule):
     def forward(self, stage: int, state: LayerState) -> LayerState:
         return self.sequences[stage](state)
 
+    def tied_parameters(self) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """The parameters of tied layers of this process, each with the processes that have it."""
+        for key, tied in self.tied_comms.items():
+            for param in self.tied_modules[key].parameters():
+                yield param, tied["group"]
+
 
 class _PlainSpec(DeepSpeedLayerSpec):
     def __init__(self, layer: LayerSpec) -> None:
@@ -73,7 +79,7 @@ class _PlainSpec(DeepSpeedLayerSpec):
 
 class _TiedSpec(TiedLayerSpec):
     def __init__(self, layer: LayerSpec) -> None:
-        super().__init__(layer.tied_key, nn.Module, tied_weight_attr="weight")
+        super().__init__(layer.tied_key, nn.Module)
         self.layer = layer
 
     def build(self, log: bool = False) -> nn.Module:
@@ -86,8 +92,14 @@ def layer_bounds(layers: Sequence[LayerSpec], parallel: ParallelConfig) -> list[
     if parallel.pipeline_partition == "parameters":
         with torch.device("meta"):
             weights = [sum(p.numel() for p in layer.build().parameters()) for layer in layers]
-    blocks = [layer.block for layer in layers]
-    return stage_bounds(blocks, weights, parallel.stages, parallel.pipeline_partition)
+    return stage_bounds(
+        [layer.block for layer in layers],
+        weights,
+        parallel.stages,
+        parallel.pipeline_partition,
+        [layer.cost for layer in layers],
+        [layer.leads for layer in layers],
+    )
 
 
 _COMPUTED = ("hidden", "encoder")

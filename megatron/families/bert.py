@@ -1,19 +1,63 @@
-"""BERT: the samples of its training."""
+"""BERT: an encoder that predicts masked tokens, and whether two segments belong together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from itertools import groupby
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+import numpy as np
+
+from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
-from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
+from megatron.data.kinds.masked_data.masked_batch import (
+    BertBatch,
+    BertSample,
+    collate_bert,
+    positions_of,
+)
+from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.pipeline import DataPipeline, SampleView
-from megatron.families.family import Family
-from megatron.model.spec import ModelSpec
+from megatron.data.samples import SampleDataset
+from megatron.families.family import OF_STREAMS, Family
+from megatron.model.attention_flex import block_masks
+from megatron.model.attention_masks import AttentionMasks, narrows
+from megatron.model.bert import SOP_LOSS, bert_layers
+from megatron.model.embedding import LM_LOSS
+from megatron.model.flops import TransformerShape
+from megatron.model.layer_list import LayerState
+from megatron.model.spec import ModelSpec, only_hidden_travels
+from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
+
+
+def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
+    """The initial state of a micro batch."""
+    return LayerState(
+        hidden=batch.tokens_BS,
+        token_types=batch.types_BS,
+        position_ids=batch.position_ids_BS,
+        masks=masks(model, batch),
+        targets=Targets(batch.labels_BS, batch.loss_mask_BS),
+        batch=batch,
+    )
+
+
+def masks(model: ModelConfig, batch: BertBatch) -> AttentionMasks:
+    """Attention to all tokens but padding, or within packed samples. Kernels run without a mask
+    where a micro batch has no padding, which its collator knows: no device is asked."""
+    tokens_BS, documents_BS = batch.tokens_BS, batch.document_ids_BS
+    if documents_BS is None and batch.padded:
+        documents_BS = batch.padding_mask_BS
+    blocks = block_masks(model, tokens_BS, documents_BS, causal=False)
+    windows = any(narrows(window, tokens_BS.shape[1], causal=False) for window in model.windows)
+    if documents_BS is batch.padding_mask_BS and not (blocks or windows):
+        # One mask of keys for all queries, instead of one for each.
+        return AttentionMasks(padding_BT=documents_BS == 0, causal=False)
+    return AttentionMasks(documents_BS, blocks=blocks, causal=False)
 
 
 class BertData(DataPipeline):
@@ -25,13 +69,20 @@ class BertData(DataPipeline):
 
     def recipe(self) -> BertRecipe:
         config = self.config.kind(MaskedDataConfig)
-        return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed)
+        paired = self.config.model.bert_binary_head
+        return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed, paired)
 
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
         return collate_bert
 
+    def mock(self, num_samples: int, part: int) -> SampleDataset[BertSample]:
+        tokenizer = MockTokenizer(self.tokenizer)
+        recipe = type(self)(self.config, tokenizer).recipe()
+        return mock_samples(recipe, tokenizer, num_samples, part)
+
     def view(self, sample: BertSample, length: int) -> SampleView:
-        """See `DataPipeline.view`; each input comes before the text to predict for it."""
+        """See `DataPipeline.view`; each input comes before the text to predict for it, and packed
+        samples are on lines of their own."""
         batch = self.collator()([sample])
         tokens_S, labels_S, loss_mask_S, padding_mask_S = (
             values[0, :length].numpy()
@@ -39,24 +90,51 @@ class BertData(DataPipeline):
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, batch.padding_mask_BS
             )
         )  # fmt: skip
-        words = []
-        for predicted, group in groupby(
-            range(int(padding_mask_S.sum())), key=lambda place: bool(loss_mask_S[place])
+        document_ids_S = np.zeros(length, np.int64)
+        if batch.document_ids_BS is not None:
+            document_ids_S = batch.document_ids_BS[0, :length].numpy()
+        parts: dict[int, list[str]] = {}
+        for (document, predicted), group in groupby(
+            range(int(padding_mask_S.sum())),
+            key=lambda place: (int(document_ids_S[place]), bool(loss_mask_S[place])),
         ):
             places = list(group)
             text = self.tokenizer.detokenize(tokens_S[places].tolist())
             label = self.tokenizer.detokenize(labels_S[places].tolist()) if predicted else ""
-            words.append(f"{text} -> {label}" if predicted else f"[[{text}]]")
+            words = f"{text} -> {label}" if predicted else f"[[{text}]]"
+            parts.setdefault(document, []).append(words)
         kind = "random" if int(batch.is_random_B[0]) else "in order"
-        return SampleView(tokens_S, loss_mask_S, f"({kind}) " + " ".join(words))
+        text = "\n".join(" ".join(words) for words in parts.values())
+        return SampleView(tokens_S, loss_mask_S, f"({kind}) {text}")
 
 
 class BERT(Family):
     name = "bert"
+    head_states = 3
+    unused = OF_STREAMS | {
+        *("mean_noise_span_length", "max_noise_span_length", "decoder_start_token"),
+    }
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        # Tools show and index its samples.
-        raise ConfigError("the family bert has samples and no layer list: it cannot be trained")
+        losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)
+        return ModelSpec(
+            partial(bert_layers, model, parallel),
+            partial(begin, model),
+            partial(only_hidden_travels, model.hidden_size),
+            dict.fromkeys(losses, 1.0),
+            attention="full",
+        )
+
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        masked = MaskedDataConfig() if run is None else run.kind(MaskedDataConfig)
+        chosen = round(masked.mask_prob * model.seq_length)
+        chosen = min(chosen, masked.max_predictions(model.seq_length))
+        predictions, width = positions_of(chosen, model.seq_length), model.hidden_size
+        other = 2.0 * predictions * width**2
+        if model.bert_binary_head:
+            other += 2.0 * width**2 + 4.0 * width
+        shape = TransformerShape.of(model)
+        return replace(shape, sees_later=True, predictions=predictions, other=other)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:
         return BertData(config, tokenizer)

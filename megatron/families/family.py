@@ -3,13 +3,29 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.data.pipeline import DataPipeline
 from megatron.model.flops import TransformerShape
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
+
+
+class BlockLengths(NamedTuple):
+    """Tokens of a sample in one of the repeated blocks.
+
+    Attributes:
+        own: of the hidden states that it computes.
+        other: of the sequence that its cross-attention reads; 0 without cross-attention.
+    """
+
+    own: int
+    other: int = 0
+
+
+OF_STREAMS = frozenset({"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"})
+"""Fields of flags that only samples cut from a stream of documents depend on."""
 
 
 class Family(ABC):
@@ -21,6 +37,16 @@ class Family(ABC):
     """Whether its models generate text, token by token."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Fields of flags that its models and samples do not depend on, though those of other families
+    do; a run refuses them."""
+
+    def complete(self, settings: Settings) -> Settings:
+        """The settings of a run with what they leave to the family."""
+        return settings
+
+    head_states: ClassVar[int] = 0
+    """Hidden states that a predicted token keeps between the final norm and the output head."""
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
@@ -31,6 +57,12 @@ class Family(ABC):
         """The samples and batches of a run. Raises ValueError if flags contradict each other or the
         tokenizer."""
 
-    def shape(self, model: ModelConfig) -> TransformerShape:
-        """The numbers that the model FLOPs of a sample depend on."""
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        """The numbers that the model FLOPs of a sample depend on; without a run, whose data may
+        decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
+
+    def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+        """The sequences of each repeated block, in the order of the layer list. Those of the last
+        one are those of the head."""
+        return (BlockLengths(model.seq_length),) * model.num_layers

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,6 +119,21 @@ class _ScatterToRanks(torch.autograd.Function):
         return start_gather_sequence(grad, ctx.group)(), None
 
 
+class _FirstToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        first = x[:, 0].clone() if group.rank == 0 else torch.zeros_like(x[:, 0])
+        return start_all_reduce(first, group)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        whole = grad.new_zeros(ctx.shape)
+        if ctx.group.rank == 0:
+            whole[:, 0] = grad
+        return whole, None
+
+
 class _SumGradients(torch.autograd.Function):
     """Identity forward; backward the gradients are summed over the group, all at once."""
 
@@ -156,6 +171,27 @@ class TensorParallel:
     def split(self) -> bool:
         return self.slices > 1
 
+    @property
+    def whole(self) -> TensorParallel:
+        """For activations that every rank has whole, in spite of ``sequence``."""
+        return replace(self, sequence=False)
+
+    def first_token(self, x_BSH: Tensor) -> Tensor:
+        """The first token of the whole sequence, [B, H], on every rank; each then computes the same
+        with it, and the gradient goes to the rank that has it."""
+        return _FirstToken.apply(x_BSH, self.group) if self.split else x_BSH[:, 0]
+
+    def take(self, x_BSH: Tensor, positions_BP: Tensor) -> Tensor:
+        """The tokens [B, P, H] at positions of the whole sequence; with sequence parallelism this
+        rank's slice [B, P/t, H] of them, wherever in the sequence they are."""
+        if not self.split:
+            return _rows(x_BSH, positions_BP)
+        length = x_BSH.shape[1]
+        own_BP = positions_BP - self.group.rank * length
+        elsewhere_BP = (own_BP < 0) | (own_BP >= length)
+        found_BPH = _rows(x_BSH, own_BP.masked_fill(elsewhere_BP, 0))
+        return self.leave(found_BPH.masked_fill(elsewhere_BP.unsqueeze(-1), 0.0))
+
     def leave(self, x_BSO: Tensor) -> Tensor:
         """Sums the addends that cut layers compute on each rank; with sequence parallelism this
         rank's slice [B, S/t, O] of the sum. The inverse of entering by ``column_linear``. ``x_BSO``
@@ -183,3 +219,10 @@ class TensorParallel:
     def random(self) -> contextlib.AbstractContextManager[None]:
         """Random numbers for activations outside: they differ between ranks that have slices."""
         return tensor_parallel_random(self.group) if self.split else contextlib.nullcontext()
+
+
+def _rows(x_BSH: Tensor, positions_BP: Tensor) -> Tensor:
+    samples, length = x_BSH.shape[:2]
+    first_B = torch.arange(0, samples * length, length, device=positions_BP.device)
+    rows = (positions_BP + first_B[:, None]).flatten()
+    return x_BSH.flatten(0, 1).index_select(0, rows).unflatten(0, (samples, -1))

@@ -10,6 +10,7 @@ from megatron.config.flags import ConfigError, option
 from megatron.config.kinds import KindConfig
 
 PAIR_TASKS = ("sentence-order", "next-sentence")
+DECODER_STARTS = ("pad", "bos")
 
 
 @dataclass(frozen=True)
@@ -33,23 +34,20 @@ class MaskedDataConfig(KindConfig):
     """BERT: reverse the probabilities of --max-ngrams, so that longer n-grams are more likely."""
     whole_word_masking: bool = option(True, off="--no-whole-word-masking")
     """BERT: mask single tokens instead of whole words."""
-    bert_binary_head: bool = option(True, off="--bert-no-binary-head")
-    """BERT: one segment per sample, without the second head, which predicts whether two segments
-    belong together."""
     bert_pair_task: str = option("sentence-order", choices=PAIR_TASKS)
     """BERT: task of the second head: whether the two segments of a document are swapped (as in
     Megatron and ALBERT), or whether the second one is from another document (as in
     BERT)."""
-    encoder_seq_length: int | None = option(None, derived="seq-length")
-    """T5: sequence length of the encoder, in tokens."""
-    decoder_seq_length: int | None = option(
-        None, derived="the most that an encoder input can need, rounded up to a multiple of 64"
-    )
-    """T5: sequence length of the decoder and of the labels, in tokens."""
+    bert_packing: bool = option(False)
+    """BERT: pack several samples into a sequence instead of padding, which needs
+    --bert-no-binary-head; attention does not cross samples, and position ids restart with each."""
     mean_noise_span_length: float = option(3.0)
     """T5: mean number of tokens per masked span."""
     max_noise_span_length: int = option(10)
     """T5: maximum number of tokens per masked span."""
+    decoder_start_token: str = option("pad", choices=DECODER_STARTS)
+    """T5: first token of the decoder's input: the padding token, as in T5, or the beginning of text
+    ([BOS]), as in Megatron-LM, to continue its checkpoints."""
     use_tfrecords: bool = option(False)
     """BERT: the data paths are TFRecord files of google-research/bert's create_pretraining_data.py,
     which are already masked."""

@@ -18,10 +18,10 @@ from megatron.config import ModelConfig, ModelFlags
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, features_of, without
+from megatron.formats.legacy_megatron.names import FAMILIES, names_of_family
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], (1,)),
-    "apply_residual_connection_post_layernorm": (False,),
     "rotary_interleaved": (False,),
     "multi_latent_attention": (False,),
     "retro_add_retriever": (False,),
@@ -34,7 +34,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
-    "apply_layernorm_1p",
+    "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "num_tokentypes",
 }  # fmt: skip
 """Features that are written."""
 
@@ -55,7 +55,9 @@ def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
             yield field.name, value_type(hints[field.name]), names
 
 
-def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig:
+def model_of_arguments(
+    arguments: Mapping[str, Any], where: Path, family: str = ModelConfig.family
+) -> ModelConfig:
     """The network that the arguments in a file describe, without the size of its vocabulary. Raises
     CheckpointError if an argument is missing, malformed, or cannot be represented."""
     for name, harmless in _REFUSED.items():
@@ -93,7 +95,8 @@ def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig
     values["num_query_groups"] = groups
     if values.get("swiglu") or values.get("squared_relu"):
         values.pop("bias_gelu_fusion", None)  # concerns another activation
-    return complete(ModelFlags(**values), where)
+    fixed = names_of_family(family).flags
+    return complete(ModelFlags(family=family, **fixed, **values), where)
 
 
 def complete(flags: ModelFlags, where: Path) -> ModelConfig:
@@ -117,8 +120,9 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
     usual = scaling.is_default or linear or (
         scaling.factor is not None and scaling == llama3_scaling(scaling.factor)
     )  # fmt: skip
+    families = [known.family for known in FAMILIES]
     conditions = {
-        f"--model-family {ModelConfig.family}": model.family == ModelConfig.family,
+        f"--model-family {' or '.join(families)}": model.family in families,
         "--position-embedding-type learned_absolute or rope": kind in ("learned_absolute", "rope"),
         "no --rope-scaling other than linear and that of --use-rope-scaling": usual,
         f"GELU, --swiglu or --squared-relu (not {activation})": activation in _ACTIVATIONS,
@@ -127,6 +131,11 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
         ),
     }
     wanted = [flag for flag, fits in conditions.items() if not fits]
+    if model.family in families:
+        names = names_of_family(model.family)
+        if model.encoder_decoder != names.flags.get("encoder_decoder", False):
+            wanted.append("a decoder behind an encoder in the families that have one, and no other")
+        wanted += [need.wanted for need in names.requirements if not need.holds(model)]
     surplus = features_of(model) - _FEATURES
     wanted += [without(feature) for feature in FEATURES if feature in surplus]
     if wanted:

@@ -42,18 +42,29 @@ class BertRecipe(SegmentRecipe[BertSample]):
     sep: int
     pad: int
     masking: WordMasking
+    packs: bool = False
 
     @classmethod
     def from_config(
-        cls, config: MaskedDataConfig, tokenizer: Tokenizer, seq_length: int, seed: int
+        cls,
+        config: MaskedDataConfig,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        seed: int,
+        binary_head: bool = True,
     ) -> BertRecipe:
-        """The recipe that the flags describe. Raises ConfigError if a flag's value is out of its
-        range, ValueError if the vocabulary lacks a special token."""
+        """The recipe that the flags describe; without a binary head no pairs. Raises ConfigError if
+        a flag's value is out of its range, ValueError if the vocabulary lacks a special token."""
         config.check_shares()
-        pairs = cast(Pairs, config.bert_pair_task if config.bert_binary_head else "none")
+        pairs = cast(Pairs, config.bert_pair_task if binary_head else "none")
         if config.max_ngrams < 1:
             raise ConfigError(f"--max-ngrams {config.max_ngrams} must be at least 1")
-        shortest = 5 if config.bert_binary_head else 4
+        if config.bert_packing and binary_head:
+            raise ConfigError(
+                "--bert-packing puts several samples into a sequence, whose second head predicts "
+                "for one: add --bert-no-binary-head"
+            )
+        shortest = 5 if binary_head else 4
         if seq_length < shortest:
             raise ConfigError(
                 f"--seq-length {seq_length} must be at least {shortest}: the special tokens and "
@@ -69,12 +80,20 @@ class BertRecipe(SegmentRecipe[BertSample]):
             tokenizer.word_starts if config.whole_word_masking else None,
         )
         special = tokenizer.cls, tokenizer.sep, tokenizer.pad
-        return cls(seq_length, seed, pairs, config.short_seq_prob, *special, masking)
+        chance = config.short_seq_prob
+        return cls(seq_length, seed, pairs, chance, *special, masking, config.bert_packing)
 
     @property
     def rules(self) -> SegmentRules:
         special = 2 if self.pairs == "none" else 3
         return SegmentRules(self.seq_length - special, self.short_seq_prob, self.pairs)
+
+    @property
+    def capacity(self) -> int | None:
+        return self.seq_length if self.packs else None
+
+    def packed(self, samples: Sequence[BertSample]) -> BertSample:
+        return BertSample.packed(samples, pad=self.pad)
 
     def sample(
         self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator

@@ -14,8 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.data.gpt_batch import positions_within
+from megatron.data.loader import mapped
+
 NO_LABEL = -1
 """The label of tokens that are not to be predicted, as in Megatron."""
+
+_PREDICTIONS_MULTIPLE = 8
+"""Of the number of positions in a batch: samples of full length then have the same number, which
+suits the GEMMs of the head."""
 
 
 class BertSample(NamedTuple):
@@ -27,6 +34,29 @@ class BertSample(NamedTuple):
     is_random: int
     loss_mask_S: npt.NDArray[np.float32]
     padding_mask_S: npt.NDArray[np.int64]
+    document_ids_S: npt.NDArray[np.int64] | None = None
+
+    @classmethod
+    def packed(cls, samples: Sequence[BertSample], *, pad: int) -> BertSample:
+        """Samples without pairs as one, one after the other; they must have space there."""
+        sizes = [int(sample.padding_mask_S.sum()) for sample in samples]
+
+        def joined(name: str) -> npt.NDArray[np.int64]:
+            pairs = zip(samples, sizes, strict=True)
+            return np.concatenate([getattr(sample, name)[:size] for sample, size in pairs])
+
+        tokens, types, labels = map(joined, ("tokens_S", "types_S", "labels_S"))
+        positions_P, seq_length = np.flatnonzero(labels != NO_LABEL), len(samples[0].tokens_S)
+        labels_P = labels[positions_P]
+        whole = cls.padded(tokens, types, positions_P, labels_P, 0, seq_length=seq_length, pad=pad)
+        document_ids_S = np.full(seq_length, len(samples), np.int64)
+        document_ids_S[: sum(sizes)] = np.repeat(np.arange(len(samples)), sizes)
+        return whole._replace(document_ids_S=document_ids_S)
+
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The tokens that the model reads, without padding."""
+        return self.tokens_S[self.padding_mask_S > 0]
 
     @classmethod
     def padded(
@@ -71,9 +101,32 @@ class BertBatch(NamedTuple):
     """1.0 where a token is to be predicted; float32."""
     padding_mask_BS: Tensor
     """1 for tokens, 0 for padding, which is not attended to; int64."""
+    positions_BP: Tensor
+    """Where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head needs no
+    others."""
+    padded: bool = True
+    """Whether there is padding."""
+    position_ids_BS: Tensor | None = None
+    """int64; None if they are 0 to S - 1."""
+    document_ids_BS: Tensor | None = None
+    """int64; tokens see equal ids only, and padding has one of its own. None if samples are not
+    packed."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
-        return BertBatch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)
+        return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
+
+    def shortened(self, seq_length: int) -> BertBatch:
+        """The first ``seq_length`` tokens of every sample."""
+        assert self.tokens_BS.shape[1] >= seq_length
+        cut = mapped(self, Tensor, lambda t: t[:, :seq_length].contiguous() if t.dim() == 2 else t)
+        return cut._replace(positions_BP=predicted_positions(cut.loss_mask_BS))
+
+    def without_padding(self, multiple: int) -> BertBatch:
+        """The columns up to the last token of the longest sample, in a multiple of ``multiple``, or
+        all of them."""
+        longest = int(self.padding_mask_BS.sum(1).max())
+        seq_length = -(-longest // multiple) * multiple
+        return self.shortened(seq_length) if seq_length < self.tokens_BS.shape[1] else self
 
 
 class T5Sample(NamedTuple):
@@ -85,6 +138,11 @@ class T5Sample(NamedTuple):
     loss_mask_D: npt.NDArray[np.float32]
     encoder_padding_mask_E: npt.NDArray[np.int64]
     decoder_padding_mask_D: npt.NDArray[np.int64]
+
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The tokens that the encoder reads, without padding."""
+        return self.encoder_tokens_E[self.encoder_padding_mask_E > 0]
 
 
 class T5Batch(NamedTuple):
@@ -115,7 +173,31 @@ class T5Batch(NamedTuple):
 
 def collate_bert(samples: Sequence[BertSample]) -> BertBatch:
     """Stacks samples of equal length."""
-    return BertBatch._make(map(_stack, zip(*samples, strict=True)))
+    *fields, documents = zip(*samples, strict=True)
+    tokens, types, labels, is_random, loss_mask, padding_mask = map(_stack, fields)
+    positions = predicted_positions(loss_mask)
+    batch = BertBatch(tokens, types, labels, is_random, loss_mask, padding_mask, positions)
+    batch = batch._replace(padded=not bool(padding_mask.all()))
+    if documents[0] is None:
+        return batch
+    document_ids_BS = _stack(documents)
+    return batch._replace(
+        document_ids_BS=document_ids_BS, position_ids_BS=positions_within(document_ids_BS)
+    )
+
+
+def predicted_positions(loss_mask_BS: Tensor) -> Tensor:
+    """int64 [B, P]: for each sample the positions whose loss counts, ascending, then others, up to
+    a number that is the same for all samples."""
+    most = positions_of(int(loss_mask_BS.count_nonzero(1).max()), loss_mask_BS.shape[1])
+    order_BS = torch.argsort(loss_mask_BS, dim=1, descending=True, stable=True)
+    return order_BS[:, :most].contiguous()
+
+
+def positions_of(predictions: int, seq_length: int) -> int:
+    """Positions of each sample in a batch whose samples have up to so many predictions."""
+    multiple = _PREDICTIONS_MULTIPLE
+    return min(max(1, -(-predictions // multiple)) * multiple, seq_length)
 
 
 def collate_t5(samples: Sequence[T5Sample]) -> T5Batch:

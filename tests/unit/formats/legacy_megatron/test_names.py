@@ -4,7 +4,11 @@ import pytest
 import torch
 
 from megatron.formats.legacy_megatron.names import (
+    BERT,
+    T5,
     is_buffer,
+    kv_from_megatron,
+    kv_to_megatron,
     qkv_from_megatron,
     qkv_to_megatron,
     rename,
@@ -33,8 +37,9 @@ LAYER = "language_model.encoder.layers.3"
         ("language_model.embedding.word_embeddings.norm.bias", "embedding.norm.bias"),
         ("language_model.output_layer.weight", "output_layer.weight"),
         ("language_model.pooler.dense.bias", "pooler.dense.bias"),
-        ("lm_head.bias", "lm_head.bias"),
-        ("lm_head.layernorm.weight", "lm_head.layernorm.weight"),
+        ("lm_head.layernorm.weight", "lm_head.norm.weight"),
+        ("lm_head.norm.weight", "lm_head.norm.weight"),
+        ("lm_head.bias", None),
         ("binary_head.weight", "binary_head.weight"),
         (f"{LAYER}.mlp.dense_h_to_4h.scale", None),
         (f"{LAYER}.cross_attention.dense.weight", None),
@@ -50,6 +55,14 @@ def test_rename(theirs, ours):
     assert rename(theirs) == ours
     if ours is not None:
         assert rename(to_megatron(ours)) == ours
+
+
+@pytest.mark.parametrize("names", [BERT, T5])
+def test_the_bias_of_the_output_head(names):
+    tied = "embedding.word_embeddings.bias"
+    assert rename("lm_head.bias", names=names) == tied
+    for ours in (tied, "output_layer.bias"):
+        assert to_megatron(ours, names=names) == "lm_head.bias"
 
 
 def test_a_pipeline_rank_counts_its_own_blocks():
@@ -83,6 +96,25 @@ def test_rows_by_version(version, order, width):
     theirs = values[[ours.index(row) for row in order.split()]]
     assert torch.equal(qkv_from_megatron(theirs, version, 2, 2, 2), values)
     assert torch.equal(qkv_to_megatron(values, version, 2, 2, 2), theirs)
+
+
+@pytest.mark.parametrize(
+    ("version", "order"),
+    [
+        (0, "k00 k01 k10 k11 v00 v01 v10 v11"),
+        (1, "k00 v00 k01 v01 k10 v10 k11 v11"),
+        (2, "k00 k01 v00 v01 k10 k11 v10 v11"),
+        (3, "k00 k01 v00 v01 k10 k11 v10 v11"),
+    ],
+)
+def test_rows_of_cross_attention(version, order):
+    ours = "k00 k01 k10 k11 v00 v01 v10 v11".split()
+    values = torch.randn(8, 3)
+    theirs = values[[ours.index(row) for row in order.split()]]
+    assert torch.equal(kv_from_megatron(theirs, version, 2, 2), values)
+    assert torch.equal(kv_to_megatron(values, version, 2, 2), theirs)
+    with pytest.raises(ValueError, match="key-value rows are 8; 2 heads of 3 have 12"):
+        kv_from_megatron(theirs, version, 2, 3)
 
 
 def test_grouped_rows():

@@ -4,12 +4,13 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.config import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.masked_data.bert import BertRecipe
-from megatron.data.kinds.masked_data.masked_batch import collate_bert
+from megatron.data.kinds.masked_data.masked_batch import collate_bert, predicted_positions
 from megatron.data.kinds.masked_data.segments import surplus
 from megatron.data.loader import MicroBatches
 
@@ -19,12 +20,13 @@ TASKS = ("none", "sentence-order", "next-sentence")
 
 def config(pairs: str = "sentence-order", **changes) -> MaskedDataConfig:
     if pairs == "none":
-        return MaskedDataConfig(bert_binary_head=False, **changes)
+        return MaskedDataConfig(**changes)
     return MaskedDataConfig(bert_pair_task=pairs, **changes)
 
 
 def build(documents, tokenizer, pairs="sentence-order", samples=600, seq_length=128, **changes):
-    recipe = BertRecipe.from_config(config(pairs, **changes), tokenizer, seq_length, seed=1234)
+    masked = config(pairs, **changes)
+    recipe = BertRecipe.from_config(masked, tokenizer, seq_length, 1234, pairs != "none")
     units = range(recipe.units(documents))
     return recipe.build(documents, units, samples, "train", IndexCache(None))
 
@@ -135,6 +137,44 @@ def test_samples_do_not_depend_on_order_or_process(pairs, prose, tokenizer, tmp_
             cached[index]
 
 
+def test_packed_rows_are_the_samples_of_an_epoch(counting, tokenizer):
+    """Each once, whole, in a row with others; padding is little. More rows begin with the same."""
+    documents = counting([[7, 20, 31], [40, 12], [60, 60, 3], [25], [5, 5, 5]] * 8)
+    flags = {"seq_length": 96, "bert_packing": True}
+    rows = build(documents, tokenizer, "none", samples=4, **flags)
+    more = build(documents, tokenizer, "none", samples=2 * len(rows), **flags)
+    assert 4 <= len(rows) < len(more)
+    texts, padding = [], 0
+    for i in range(len(rows)):
+        row = rows[i]
+        assert all(map(np.array_equal, row, more[i]))
+        ids_S, used = row.document_ids_S, int(row.padding_mask_S.sum())
+        padding += 96 - used
+        assert (ids_S[used:] == ids_S[:used].max() + 1).all() and (row.labels_S[used:] == -1).all()
+        whole_S = unmasked(row)
+        for number in range(ids_S[:used].max() + 1):
+            own = ids_S == number
+            text = whole_S[own]
+            assert text[0] == CLS and text[-1] == SEP and CLS not in text[1:]
+            assert 1 <= row.loss_mask_S[own].sum() <= 20
+            texts.append(tuple(text[1:-1]))
+    assert len(texts) == len(set(texts)) and padding < 0.1 * 96 * len(rows)
+    alone = build(documents, tokenizer, "none", samples=len(texts), seq_length=96)
+    first = {tuple(segments_of(alone[i], "none")[0]) for i in range(len(texts))}
+    # Which tokens of a sample that is too long are cut off depends on its number.
+    whole = {text for text in first if len(text) < 94}
+    assert whole and whole == {text for text in texts if len(text) < 94}
+    row = rows[0]
+    words = int(row.padding_mask_S.sum()) - np.isin(unmasked(row), (CLS, SEP)).sum()
+    assert sum(piece.stop - piece.start for piece in rows.origin(0)) == words
+    batch = collate_bert([rows[0], rows[1]])
+    starts = batch.document_ids_BS.diff(dim=1, prepend=torch.tensor([[-1], [-1]])) != 0
+    assert (batch.position_ids_BS == 0).equal(starts)
+    assert ((batch.position_ids_BS.diff(dim=1) == 1) | starts[:, 1:]).all()
+    with pytest.raises(ConfigError, match="--bert-packing .* add --bert-no-binary-head"):
+        build(documents, tokenizer, bert_packing=True)
+
+
 @pytest.mark.parametrize(
     "change", [{"seed": 5}, {"seq_length": 127}, {"short_seq_prob": 0.2}, {"pairs": "none"}]
 )
@@ -142,7 +182,10 @@ def test_another_order_has_another_cache_entry(change, prose, tokenizer, tmp_pat
     values = {"seed": 1, "seq_length": 128, "short_seq_prob": 0.1, "pairs": "sentence-order"}
     for settings in (values, values | change):
         flags = config(settings["pairs"], short_seq_prob=settings["short_seq_prob"])
-        recipe = BertRecipe.from_config(flags, tokenizer, settings["seq_length"], settings["seed"])
+        paired = settings["pairs"] != "none"
+        recipe = BertRecipe.from_config(
+            flags, tokenizer, settings["seq_length"], settings["seed"], paired
+        )
         recipe.build(prose, range(50), 40, "train", IndexCache(tmp_path))
     assert len(list(tmp_path.glob("bert-*/description.json"))) == 2
 
@@ -175,13 +218,28 @@ def test_through_the_loader(workers, prose, tokenizer):
     batches.close()
     assert found[0].tokens_BS.shape == (4, 128) and found[0].is_random_B.shape == (4,)
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in found[0].to("cpu")]
-    assert dtypes == ["int64", "int64", "int64", "int64", "float32", "int64"]
+    assert dtypes == ["int64", "int64", "int64", "int64", "float32", "int64", "int64"]
     for i in range(40):
         for name, value in dataset[i]._asdict().items():
             column = found[i // 4]._asdict()[
                 name.replace("_S", "_BS").replace("random", "random_B")
             ]
             assert np.array_equal(column[i % 4].numpy(), value)
+
+
+def test_positions_of_a_batch_are_those_of_its_predictions(prose, tokenizer):
+    dataset = build(prose, tokenizer, samples=40)
+    for first in range(0, 40, 4):
+        batch = collate_bert([dataset[first + n] for n in range(4)])
+        most = int(batch.loss_mask_BS.sum(1).max())
+        assert batch.positions_BP.shape == (4, -(-most // 8) * 8)
+        for positions_P, mask_S in zip(batch.positions_BP, batch.loss_mask_BS, strict=True):
+            predicted = mask_S.nonzero().flatten().tolist()
+            assert positions_P[: len(predicted)].tolist() == predicted
+            assert len(set(positions_P.tolist())) == len(positions_P)
+            assert not mask_S[positions_P[len(predicted) :]].any()
+    unpredicted = predicted_positions(torch.zeros(2, 5))
+    assert unpredicted.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_against_truncation_one_by_one():
