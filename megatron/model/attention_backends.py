@@ -54,10 +54,10 @@ def sdpa(
             return flex(q_BNSD, k_BKTD, v_BKTD, scores, block_mask)
     if scores.softcap is not None:
         return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias)
-    narrow = bias is None and causal and scores.window is not None
-    if narrow and k_BKTD.shape[2] > scores.window + queries - 1:
+    window = scores.window if bias is None and causal else None
+    if window is not None and k_BKTD.shape[2] > window + queries - 1:
         # No query sees earlier keys.
-        seen = scores.window + queries - 1
+        seen = window + queries - 1
         k_BKTD, v_BKTD = k_BKTD[:, :, -seen:], v_BKTD[:, :, -seen:]
     keys, mask = k_BKTD.shape[2], bias
     if mask is None:

@@ -38,9 +38,9 @@ SMALLEST_HEAD = 16
 def block_masks(
     config: ModelConfig, tokens_BS: Tensor, document_ids_BS: Tensor | None, causal: bool = True
 ) -> dict[int | None, BlockMask]:
-    """For a micro batch of a model whose blocks are all causal, or none, the block mask of every window that a block of the model has and whose
-    keys torch's other kernels would need a dense mask, or dense scores, for. Empty if FlexAttention
-    cannot be used, see :func:`why_not_flex`."""
+    """For a micro batch of a model whose blocks are all causal, or none, the block mask of every
+    window that a block of the model has and whose keys torch's other kernels would need a dense
+    mask, or dense scores, for. Empty if FlexAttention cannot be used, see :func:`why_not_flex`."""
     device, length = tokens_BS.device, tokens_BS.shape[1]
     if device.type not in DEVICES:
         return {}

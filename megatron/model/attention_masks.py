@@ -165,6 +165,8 @@ class AttentionMasks:
         def make() -> Tensor:
             assert window is not None
             mask = window_mask(queries, keys, window, device, causal)
+            # Our kernel on the CPU, for attention that is not causal, needs four dimensions.
+            mask = mask if causal else mask[None, None]
             return mask if seen is None else mask & seen
 
         return self._once(("window", queries, keys, window, device, causal), make)

@@ -168,7 +168,7 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
     measured by itself, is allowed for. All blocks keep the same masks.
     """
     # In bf16 short attention on a CPU keeps its probabilities instead.
-    monkeypatch.setattr(cpu_kernels, "suits", lambda q, k: False)
+    monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
     changes = {"swiglu": {"swiglu": True}, "squared relu": {"squared_relu": True}}
     model = small(**changes[kind]) if kind in changes else small(kind)
     layout = Layout(precision=precision, recompute=recompute, zero=1)
@@ -203,7 +203,7 @@ def test_activations_of_other_families_against_torch(monkeypatch, small, kind, r
 def test_8_bit_layers_against_torch(monkeypatch, small, kind):
     """The difference that they make to what a block keeps, within 1 percent, scales aside; and
     their weights, twice."""
-    monkeypatch.setattr(cpu_kernels, "suits", lambda q, k: False)
+    monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
     model = small(squared_relu=True) if kind == "squared relu" else small(kind)
     plain = Layout(precision="bf16", zero=1)
     layout = dataclasses.replace(plain, float8=True)
