@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
@@ -23,7 +22,7 @@ from megatron.data.kinds.masked_data.masked_batch import (
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
-from megatron.families.family import Family
+from megatron.families.family import OF_STREAMS, Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
@@ -112,6 +111,9 @@ class BertData(DataPipeline):
 class BERT(Family):
     name = "bert"
     head_states = 3
+    unused = OF_STREAMS | {
+        *("mean_noise_span_length", "max_noise_span_length", "decoder_start_token"),
+    }
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)
@@ -121,16 +123,6 @@ class BERT(Family):
             partial(only_hidden_travels, model.hidden_size),
             dict.fromkeys(losses, 1.0),
             attention="full",
-        )
-
-    def shape(self, model: ModelConfig) -> TransformerShape:
-        """See `Family.shape`; the share of predicted tokens is that of --mask-prob by default."""
-        size, predictions = model.hidden_size, round(model.seq_length * MaskedDataConfig.mask_prob)
-        other = 2.0 * size * size * predictions
-        if model.bert_binary_head:
-            other += 2.0 * size * (size + 2)
-        return dataclasses.replace(
-            TransformerShape.of(model), sees_later=True, predictions=predictions, other=other
         )
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:

@@ -53,6 +53,11 @@ class BertSample(NamedTuple):
         document_ids_S[: sum(sizes)] = np.repeat(np.arange(len(samples)), sizes)
         return whole._replace(document_ids_S=document_ids_S)
 
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The tokens that the model reads, without padding."""
+        return self.tokens_S[self.padding_mask_S > 0]
+
     @classmethod
     def padded(
         cls,
@@ -110,6 +115,19 @@ class BertBatch(NamedTuple):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
         return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def shortened(self, seq_length: int) -> BertBatch:
+        """The first ``seq_length`` tokens of every sample."""
+        assert self.tokens_BS.shape[1] >= seq_length
+        cut = mapped(self, Tensor, lambda t: t[:, :seq_length].contiguous() if t.dim() == 2 else t)
+        return cut._replace(positions_BP=predicted_positions(cut.loss_mask_BS))
+
+    def without_padding(self, multiple: int) -> BertBatch:
+        """The columns up to the last token of the longest sample, in a multiple of ``multiple``, or
+        all of them."""
+        longest = int(self.padding_mask_BS.sum(1).max())
+        seq_length = -(-longest // multiple) * multiple
+        return self.shortened(seq_length) if seq_length < self.tokens_BS.shape[1] else self
+
 
 class T5Sample(NamedTuple):
     """One sample, padded to the two sequence lengths; the fields are those of `T5Batch`."""
@@ -120,6 +138,11 @@ class T5Sample(NamedTuple):
     loss_mask_D: npt.NDArray[np.float32]
     encoder_padding_mask_E: npt.NDArray[np.int64]
     decoder_padding_mask_D: npt.NDArray[np.int64]
+
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The tokens that the encoder reads, without padding."""
+        return self.encoder_tokens_E[self.encoder_padding_mask_E > 0]
 
 
 class T5Batch(NamedTuple):
