@@ -92,9 +92,11 @@ def test_one_can_be_forced(gpt_config):
         ({"llama": True, "post_norm": True}, "Llama needs no --post-norm$"),
         ({"llama": True, **GEMMA2, "query_pre_attn_scalar": 1.5}, "that is an integer"),
         ({"llama": True, "parallel_residual": True}, "Llama needs no --parallel-residual$"),
-        ({"family": "t5", "encoder_decoder": True},  # Megatron's of 2023
-         "T5 needs --position-embedding-type relative, --normalization RMSNorm, "
-         "--disable-bias-linear, --query-pre-attn-scalar 1.0$"),
+        (
+            {"family": "t5", "encoder_decoder": True},  # Megatron's of 2023
+            "T5 needs --position-embedding-type relative, --normalization RMSNorm, "
+            "--disable-bias-linear, --query-pre-attn-scalar 1.0$",
+        ),
         (T5 | {"num_query_groups": 2}, "T5 needs --num-query-groups equal to"),
         (T5_11 | {"scale_head_input": True}, "T5 needs no --scale-head-input with --untie"),
     ],
