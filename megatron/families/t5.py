@@ -14,9 +14,9 @@ from megatron.config.flags import build
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
-from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.samples import SampleDataset
 from megatron.families.family import BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
@@ -70,7 +70,7 @@ class T5Data(DataPipeline):
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:
         return collate_t5
 
-    def mock(self, num_samples: int, part: int) -> SegmentDataset[T5Sample]:
+    def mock(self, num_samples: int, part: int) -> SampleDataset[T5Sample]:
         tokenizer = MockTokenizer(self.tokenizer)
         recipe = type(self)(self.config, tokenizer).recipe()
         return mock_samples(recipe, tokenizer, num_samples, part)
@@ -110,12 +110,14 @@ class T5(Family):
 
     def shape(self, model: ModelConfig) -> TransformerShape:
         assert model.decoder_num_layers is not None and model.decoder_seq_length is not None
-        return dataclasses.replace(
-            super().shape(model),
-            bidirectional=True,
-            decoder_windows=tuple(map(model.attention.window, range(model.decoder_num_layers))),
-            decoder_seq_length=model.decoder_seq_length,
+        encoder = super().shape(model)
+        decoder = dataclasses.replace(
+            encoder,
+            num_layers=model.decoder_num_layers,
+            seq_length=model.decoder_seq_length,
+            windows=tuple(map(model.attention.window, range(model.decoder_num_layers))),
         )
+        return dataclasses.replace(encoder, sees_later=True, decoder=decoder)
 
     def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         encoded, decoded = model.seq_length, model.decoder_seq_length

@@ -8,7 +8,6 @@ the device is.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from megatron.config import ModelConfig
@@ -16,9 +15,10 @@ from megatron.config import ModelConfig
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The numbers of a transformer that its FLOPs depend on, under the names of the flags. Where
-    there is a decoder behind an encoder, layers and sequence are the encoder's, and a token is one
-    of these: it has its share of the decoder's work for its sample."""
+    """The numbers of a transformer that its FLOPs depend on, under the names of the flags.
+
+    Tokens are those of ``seq_length``; a decoder that attends to this stack's output has a shape,
+    and a sequence, of its own, and the head is the decoder's."""
 
     num_layers: int
     hidden_size: int
@@ -31,11 +31,13 @@ class TransformerShape:
     gated: bool = False
     windows: tuple[int | None, ...] = ()
     """Keys that a query of each block sees, None for all; empty where all blocks see all."""
-    bidirectional: bool = False
-    """Whether tokens also see later ones, in the blocks that are not a decoder's."""
-    decoder_windows: tuple[int | None, ...] = ()
-    """The same of the decoder's blocks, one for each; empty without a decoder."""
-    decoder_seq_length: int = 0
+    sees_later: bool = False
+    """Whether a token sees later ones too."""
+    predictions: int | None = None
+    """Tokens of a sample whose logits are computed, None for all."""
+    other: float = 0.0
+    """Forward FLOPs of a sample in layers beside blocks and vocabulary."""
+    decoder: TransformerShape | None = None
 
     @classmethod
     def of(cls, model: ModelConfig) -> TransformerShape:
@@ -61,13 +63,10 @@ class TransformerShape:
         recomputation, which Megatron-LM extends to grouped queries and gated MLPs. With
         ``causal=True`` a query counts half of the sequence, the mean of what it attends to, as in
         Dao 2023 (FlashAttention-2, arXiv:2307.08691, section 4.1). A block with a window counts the
-        window instead of the sequence, causally w - w^2 / 2s keys of it. What is bidirectional, or
-        attends to an encoder, counts whole.
+        window instead of the sequence, causally w - w^2 / 2s keys of it. Tokens that see later ones
+        count the whole sequence in either case.
         """
-        head: float = 2 * self.hidden_size * self.padded_vocab_size
-        if self.decoder_windows:
-            head = self._of_decoder(head)
-        return 3.0 * (self._matrices() + self._attention(causal) + head)
+        return 3.0 * (self._matrices() + self._attention(causal) + self._beside_blocks(causal))
 
     def recomputed_flops_per_token(
         self, recompute: str | None, *, causal: bool, blocks: int | None = None
@@ -81,11 +80,48 @@ class TransformerShape:
         """
         if recompute is None:
             return 0.0
+        attention, layers = self._attention(causal), self.num_layers
+        matrices = self._matrices()
+        if self.decoder is not None:
+            layers += self.decoder.num_layers
+            attention += self._per_token(self.decoder._attention(causal) + self._cross_attention())
+            matrices += self._per_token(self.decoder._matrices()) + self._cross_matrices()
         if recompute == "selective":
-            return self._attention(causal)
-        count = self.num_layers + len(self.decoder_windows)
-        share = 1.0 if blocks is None else min(1.0, blocks / count)
-        return share * (self._matrices() + self._attention(causal))
+            return attention
+        share = 1.0 if blocks is None else min(1.0, blocks / layers)
+        return share * (matrices + attention)
+
+    def _beside_blocks(self, causal: bool) -> float:
+        """Forward FLOPs of one token in everything but this stack's blocks."""
+        decoder = self.decoder
+        if decoder is not None:
+            blocks = decoder._matrices() + decoder._attention(causal) + self._cross_attention()
+            rest = self._per_token(blocks + decoder._beside_blocks(causal))
+            return rest + self._cross_matrices()
+        head = 2.0 * self.hidden_size * self.padded_vocab_size
+        share = 1.0 if self.predictions is None else self.predictions / self.seq_length
+        return share * head + self.other / self.seq_length
+
+    def _per_token(self, of_decoder: float) -> float:
+        """FLOPs of one token of the decoder as those of one token here."""
+        assert self.decoder is not None
+        return of_decoder * self.decoder.seq_length / self.seq_length
+
+    def _cross_matrices(self) -> float:
+        """Forward FLOPs of one token in the linear layers of the decoder's cross-attention: queries
+        and output of its own tokens, keys and values of this stack's."""
+        assert self.decoder is not None
+        query_size = self.num_attention_heads * self.kv_channels
+        kv_size = self.num_query_groups * self.kv_channels
+        queries = self._per_token(2 * self.hidden_size * 2 * query_size)
+        return self.decoder.num_layers * (queries + 2 * self.hidden_size * 2 * kv_size)
+
+    def _cross_attention(self) -> float:
+        """Forward FLOPs of one token of the decoder in the scores against this stack's tokens, and
+        the mix of values."""
+        assert self.decoder is not None
+        keys = self.decoder.num_layers * self.seq_length
+        return 2 * (2 * self.num_attention_heads * self.kv_channels * keys)
 
     def _matrices(self) -> float:
         """Forward FLOPs of one token in the linear layers of all blocks."""
@@ -93,33 +129,20 @@ class TransformerShape:
         kv_size = self.num_query_groups * self.kv_channels
         projections = 2 * self.hidden_size * (2 * query_size + 2 * kv_size)
         mlp = 2 * (3 if self.gated else 2) * self.hidden_size * self.ffn_hidden_size
-        found = float(self.num_layers * (projections + mlp))
-        for _ in self.decoder_windows:
-            # Of cross-attention the keys and values are computed for each of the encoder's tokens.
-            queries, keys = 4 * self.hidden_size * query_size, 4 * self.hidden_size * kv_size
-            found += self._of_decoder(projections + mlp + queries) + keys
-        return found
+        return float(self.num_layers * (projections + mlp))
 
     def _attention(self, causal: bool) -> float:
         """Forward FLOPs of one token in the scores of all blocks, and the mix of values."""
-        windows = self.windows or (None,) * self.num_layers
-        keys = _keys(windows, self.seq_length, causal and not self.bidirectional)
-        if self.decoder_windows:
-            own = _keys(self.decoder_windows, self.decoder_seq_length, causal)
-            keys += self._of_decoder(own + len(self.decoder_windows) * self.seq_length)
-        return 2 * (2 * self.num_attention_heads * self.kv_channels * keys)
+        return 2 * (2 * self.num_attention_heads * self.kv_channels * self._keys(causal))
 
-    def _of_decoder(self, flops: float) -> float:
-        """What a token of the decoder takes, for one of the encoder."""
-        return flops * self.decoder_seq_length / self.seq_length
+    def _keys(self, causal: bool) -> float:
+        """Keys that a query attends to, averaged over the sequence and summed over the blocks."""
+        length = self.seq_length
+        seen = [min(w or length, length) for w in self.windows or (None,) * self.num_layers]
+        # The first queries of a causal window have fewer keys before them.
+        halved = causal and not self.sees_later
+        return sum(w - w**2 / (2 * length) if halved else w for w in seen)
 
     def flops_per_step(self, samples: int, *, causal: bool) -> float:
         """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""
         return samples * self.seq_length * self.flops_per_token(causal=causal)
-
-
-def _keys(windows: Sequence[int | None], length: int, causal: bool) -> float:
-    """Keys that a query attends to, averaged over the sequence and summed over the blocks."""
-    seen = [min(w or length, length) for w in windows]
-    # The first queries of a causal window have fewer keys before them.
-    return sum(w - w**2 / (2 * length) if causal else w for w in seen)

@@ -34,7 +34,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
-    "apply_layernorm_1p", "apply_residual_connection_post_layernorm",
+    "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "num_tokentypes",
 }  # fmt: skip
 """Features that are written."""
 

@@ -113,6 +113,13 @@ BERT = FamilyNames(
     "bert",
     "lm_head.dense.",
     _ONE_STACK,
+    requirements=(
+        Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear"),
+        Requirement(
+            lambda model: model.token_types == (2 if model.bert_binary_head else 0),
+            "--num-tokentypes 2, or 0 with --bert-no-binary-head",
+        ),
+    ),
     seen=lambda names: {"bert_binary_head": "binary_head.weight" in names},
 )
 
