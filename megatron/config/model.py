@@ -45,6 +45,9 @@ class EmbeddingConfig:
     """Give the output head its own weights instead of those of the token embedding."""
     scale_embeddings: bool = option(False, role="results")
     """Multiply the token embeddings by the square root of --hidden-size."""
+    scale_head_input: bool = option(False, role="results")
+    """Divide the input of the output head by the square root of --hidden-size, as T5 does where its
+    head uses the token embedding's weights."""
     final_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
     """Softcap c of the logits x: c * tanh(x / c)."""
     make_vocab_size_divisible_by: int = option(128, bounds=POSITIVE, megatron=True)
@@ -77,6 +80,8 @@ class _Network:
     init_method_std: float = option(0.02, bounds=POSITIVE, megatron=True)
     """Standard deviation of the initial weights; for output projections of attention and MLP it is
     divided by sqrt(2 x num-layers)."""
+    encoder_decoder: bool = option(False, internal=True)
+    """Whether a decoder follows, which attends to the output of the blocks before it."""
     hf_architecture: str | None = option(None, internal=True)
     """Hugging Face's model_type of the model that the weights were first read from."""
 
@@ -84,11 +89,26 @@ class _Network:
 @dataclass(frozen=True, kw_only=True)
 class _Sizes:
     num_layers: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
-    """Number of transformer layers."""
+    """Number of transformer layers; where there is a decoder, of the encoder."""
+    encoder_num_layers: int | None = option(None, derived="num-layers", bounds=POSITIVE)
+    """Same as --num-layers."""
+    decoder_num_layers: int | None = option(
+        None, derived="num-layers", bounds=POSITIVE, role="weights", megatron=True
+    )
+    """Number of transformer layers of the decoder, where there is one (T5)."""
     hidden_size: int | None = option(None, bounds=POSITIVE, role="weights", megatron=True)
     """Size of the hidden states."""
     seq_length: int | None = option(None, bounds=POSITIVE, megatron=True)
-    """Sequence length in tokens."""
+    """Sequence length in tokens; where there is a decoder, of the encoder."""
+    encoder_seq_length: int | None = option(None, derived="seq-length", bounds=POSITIVE)
+    """Same as --seq-length."""
+    decoder_seq_length: int | None = option(
+        None,
+        derived="the most that an encoder input can need, rounded up to a multiple of 64",
+        bounds=POSITIVE,
+        megatron=True,
+    )
+    """Sequence length of the decoder and of the labels in tokens, where there is one (T5)."""
     add_bias_linear: bool = option(True, off="--disable-bias-linear", role="weights", megatron=True)
     """Do not use biases in linear layers."""
     unpadded_vocab_size: int | None = option(None, internal=True, role="weights")
@@ -116,7 +136,11 @@ class ModelFlags(
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig(_Network):
-    """A network; nothing is left to derive."""
+    """A network; nothing is left to derive.
+
+    ``num_layers`` and ``seq_length`` are the encoder's where there is a decoder; without one those
+    of the decoder are None. ``decoder_seq_length`` is also None where only the data say it.
+    """
 
     num_layers: int
     hidden_size: int
@@ -127,6 +151,13 @@ class ModelConfig(_Network):
     positions: PositionsConfig
     embedding: EmbeddingConfig
     vocabulary: Vocabulary = Vocabulary()
+    decoder_num_layers: int | None = None
+    decoder_seq_length: int | None = None
+
+    @property
+    def blocks(self) -> int:
+        """Number of blocks, those of a decoder included."""
+        return self.num_layers + (self.decoder_num_layers or 0)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -152,6 +183,8 @@ class ModelConfig(_Network):
             num_layers=self.num_layers,
             hidden_size=self.hidden_size,
             seq_length=self.seq_length,
+            decoder_num_layers=self.decoder_num_layers,
+            decoder_seq_length=self.decoder_seq_length,
             add_bias_linear=self.mlp.bias,
             unpadded_vocab_size=self.vocabulary.size or None,
             padded_vocab_size=self.vocabulary.padded or None,
@@ -170,15 +203,34 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     """Completes and checks the network; ConfigError if values are missing or contradict each
     other."""
     layers, hidden, heads, length = resolver.require(
-        num_layers=flags.num_layers,
+        num_layers=_same(flags, "num_layers", resolver),
         hidden_size=flags.hidden_size,
         num_attention_heads=flags.num_attention_heads,
-        seq_length=flags.seq_length,
+        seq_length=_same(flags, "seq_length", resolver),
     )
+    decoder_layers = None
+    if flags.encoder_decoder:
+        decoder_layers = resolver.fill(
+            "decoder_num_layers", flags.decoder_num_layers, layers, "num-layers"
+        )
+    else:
+        for name in ("decoder_num_layers", "decoder_seq_length"):
+            resolver.check_unused(name, "a model that has an encoder and a decoder (T5)")
     bias = flags.add_bias_linear
     attention = resolve_attention(flags, heads, hidden, bias, resolver)
     mlp = resolve_mlp(flags, hidden, bias, resolver)
-    positions = resolve_positions(flags, length, attention.kv_channels, resolver)
+    positions = resolve_positions(
+        flags,
+        length,
+        flags.decoder_seq_length if flags.encoder_decoder else None,
+        attention.kv_channels,
+        resolver,
+    )
+    resolver.check(
+        flags.encoder_decoder or positions.position_embedding_type != "relative",
+        f"{resolver.show('position_embedding_type')} is for models with an encoder and a decoder "
+        "(T5); give rope, alibi, learned_absolute or none",
+    )
     if flags.sliding_window is None:
         resolver.check_unused("rotary_base_local", "--sliding-window")
     resolver.check(
@@ -197,4 +249,19 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         positions=positions,
         embedding=EmbeddingConfig(**shared(flags, EmbeddingConfig)),
         vocabulary=Vocabulary(flags.unpadded_vocab_size or 0, flags.padded_vocab_size or 0),
+        decoder_num_layers=decoder_layers,
+        decoder_seq_length=flags.decoder_seq_length,
     )
+
+
+def _same(flags: ModelFlags, name: str, resolver: ConfigResolver) -> int | None:
+    """The value of a flag that has a second name for encoders, as in Megatron."""
+    given, again = getattr(flags, name), getattr(flags, f"encoder_{name}")
+    if again is None:
+        return given
+    resolver.check(
+        given in (None, again),
+        f"{resolver.show(f'encoder_{name}')} contradicts {resolver.show(name)}, which is the same; "
+        "give one of them",
+    )
+    return resolver.fill(name, given, again, resolver.flag(f"encoder_{name}"))

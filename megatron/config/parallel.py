@@ -82,8 +82,12 @@ class ParallelFlags:
     """Number of stages per rank of a pipeline."""
     pipeline_partition: str = option("blocks", aliases=("--pipe-partition-method",))
     """How the layers are divided into stages: blocks (the same number of blocks in each, as far as
-    possible), parameters (about the same number of parameters in each), or the number of blocks of
-    each stage, such as 3,4,4,3."""
+    possible; where those of an encoder and a decoder differ, about the same work), parameters
+    (about the same number of parameters in each), or the number of blocks of each stage, such as
+    3,4,4,3."""
+    pipeline_model_parallel_split_rank: int | None = option(None, role="layout")
+    """Pipeline rank where the decoder of a model with an encoder and a decoder (T5) starts; without
+    it the blocks of both are divided so that the costliest stage is as cheap as possible."""
     recompute_activations: bool = option(False)
     """Same as --recompute-granularity selective."""
     recompute_granularity: str | None = option(None, choices=("selective", "full"))
@@ -188,6 +192,9 @@ def resolve_parallel(
     replicas = _replicas(flags, model, world_size, resolver)
     schedule, chunks = _schedule(flags, model, resolver)
     _check_partition(flags, model, flags.pipeline_model_parallel_size * chunks, resolver)
+    partition = flags.pipeline_partition
+    if flags.pipeline_model_parallel_split_rank is not None:
+        partition = _split_partition(flags, model, chunks, resolver)
     granularity, method = _recompute(flags, resolver)
     return ParallelConfig(
         **shared(flags, ParallelConfig)
@@ -195,6 +202,7 @@ def resolve_parallel(
             "data_parallel_size": replicas,
             "world_size": resolver.put("world_size", world_size, "launcher"),
             "pipeline_schedule": schedule,
+            "pipeline_partition": partition,
             "num_virtual_stages_per_pipeline_rank": chunks,
             "recompute_granularity": granularity,
             "recompute_method": method,
@@ -262,9 +270,7 @@ def _schedule(
         if rule is not None:  # there is no pipeline
             both = f"{resolver.show(blocks)}, {resolver.show('pipeline_model_parallel_size')}"
             raise ConfigError(f"{both}: {rule.explanation(ramp=False)}")
-        found = _chunks(
-            model.num_layers, ranks, flags.num_layers_per_virtual_pipeline_stage, resolver
-        )
+        found = _chunks(model.blocks, ranks, flags.num_layers_per_virtual_pipeline_stage, resolver)
         resolver.check(
             given in (None, found),
             f"{resolver.show(chunks)} contradicts {resolver.show(blocks)}, which makes it {found}",
@@ -298,7 +304,7 @@ def _chunks(layers: int, ranks: int, wanted: int, resolver: ConfigResolver) -> i
 def _check_partition(
     flags: ParallelFlags, model: ModelConfig, stages: int, resolver: ConfigResolver
 ) -> None:
-    layers, partition = model.num_layers, flags.pipeline_partition
+    layers, partition = model.blocks, flags.pipeline_partition
     resolver.check(
         stages <= layers,
         f"{resolver.show('num_layers')}: each of the {stages} stages of the pipeline needs a block",
@@ -322,6 +328,50 @@ def _check_partition(
         f"{resolver.show('pipeline_partition')} contradicts "
         f"{resolver.show('num_layers_per_virtual_pipeline_stage')}; give one of them",
     )
+
+
+def _split_partition(
+    flags: ParallelFlags, model: ModelConfig, chunks: int, resolver: ConfigResolver
+) -> str:
+    """The number of blocks of each stage where the decoder starts at a rank; ConfigError if none
+    can start there."""
+    split, ranks = flags.pipeline_model_parallel_split_rank, flags.pipeline_model_parallel_size
+    assert split is not None
+    shown = resolver.show("pipeline_model_parallel_split_rank")
+    decoder = model.decoder_num_layers
+    if decoder is None:
+        raise ConfigError(f"{shown}: this model has no decoder behind an encoder; leave it out")
+    resolver.check(
+        0 < split < ranks,
+        f"{shown}: encoder and decoder need a process of the pipeline each, so with "
+        f"{resolver.show('pipeline_model_parallel_size')} it must be "
+        + (f"from 1 to {ranks - 1}" if ranks > 1 else "left out"),
+    )
+    resolver.check(
+        chunks == 1,
+        f"{shown} divides the processes of the pipeline, which have "
+        f"{resolver.show('num_virtual_stages_per_pipeline_rank')}: give --pipeline-partition with "
+        "the number of blocks of each stage, or leave both out",
+    )
+    resolver.check(
+        not resolver.given("pipeline_partition"),
+        f"{shown} contradicts {resolver.show('pipeline_partition')}; give one of them",
+    )
+    counts: list[int] = []
+    for blocks, stages, name in (
+        (model.num_layers, split, "num_layers"), (decoder, ranks - split, "decoder_num_layers"),
+    ):  # fmt: skip
+        resolver.check(
+            blocks >= stages,
+            f"{shown} leaves {stages} processes to {resolver.show(name)}: each needs a block",
+        )
+        # The first and the last stage also have the embedding and the head.
+        each, over = divmod(blocks, stages)
+        more = range(stages - over, stages) if name == "num_layers" else range(over)
+        counts += [each + (stage in more) for stage in range(stages)]
+    partition = ",".join(map(str, counts))
+    how = f"decoder from {resolver.flag('pipeline_model_parallel_split_rank')} {split} on"
+    return resolver.put("pipeline_partition", partition, how)
 
 
 def _recompute(flags: ParallelFlags, resolver: ConfigResolver) -> tuple[str | None, str | None]:

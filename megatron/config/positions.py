@@ -14,6 +14,7 @@ from typing import Any
 from megatron.config.flags import (
     NOT_NEGATIVE,
     POSITIVE,
+    Bounds,
     ConfigError,
     ConfigResolver,
     option,
@@ -26,10 +27,24 @@ class _Positions:
     """Values that need no resolving."""
 
     position_embedding_type: str = option(
-        "learned_absolute", choices=("learned_absolute", "rope", "alibi", "none"), role="weights"
+        "learned_absolute",
+        choices=("learned_absolute", "rope", "alibi", "relative", "none"),
+        role="weights",
     )
     """Position encoding: learned embeddings, rotary embeddings of queries and keys (RoPE), ALiBi
-    biases of the attention scores, or none."""
+    biases of the attention scores, learned biases of the scores by distance (relative, for T5), or
+    none."""
+    relative_attention_num_buckets: int = option(
+        32,
+        bounds=Bounds(lambda value: value >= 4, "must be at least 4"),
+        role="weights",
+        megatron=True,
+    )
+    """Relative positions: number of ranges of distances, each with a bias of its own."""
+    relative_attention_max_distance: int = option(
+        128, bounds=POSITIVE, role="results", megatron=True
+    )
+    """Relative positions: the distance from which on all have the same bias."""
     position_embedding_offset: int = option(0, bounds=NOT_NEGATIVE, role="weights")
     """Row of the learned position embeddings that belongs to position 0 (2 in OPT)."""
     rotary_base: float = option(
@@ -51,7 +66,10 @@ class PositionsFlags(_Positions):
     """Positions."""
 
     max_position_embeddings: int | None = option(
-        None, derived="seq-length", bounds=POSITIVE, megatron=True
+        None,
+        derived="seq-length; decoder-seq-length where that is longer",
+        bounds=POSITIVE,
+        megatron=True,
     )
     """Longest sequence that the model supports; with learned_absolute the number of rows of the
     position embedding."""
@@ -86,9 +104,14 @@ class PositionsConfig(_Positions):
 
 
 def resolve_positions(
-    flags: PositionsFlags, seq_length: int, head_width: int, resolver: ConfigResolver
+    flags: PositionsFlags,
+    seq_length: int,
+    decoder_length: int | None,
+    head_width: int,
+    resolver: ConfigResolver,
 ) -> PositionsConfig:
-    """Completes the positions of heads with ``head_width`` channels."""
+    """Completes the positions of heads with ``head_width`` channels; ``decoder_length`` is None
+    where there is no decoder, or only the data say its length."""
     kind = flags.position_embedding_type
     if flags.use_rotary_position_embeddings:
         resolver.check(
@@ -103,12 +126,28 @@ def resolve_positions(
         not flags.no_position_embedding or kind != "learned_absolute",
         f"--no-position-embedding contradicts {resolver.show('position_embedding_type')}",
     )
-    longest = resolver.fill(
-        "max_position_embeddings", flags.max_position_embeddings, seq_length, "seq-length"
-    )
+    needed, how = max((seq_length, "seq-length"), (decoder_length or 0, "decoder-seq-length"))
+    longest = resolver.fill("max_position_embeddings", flags.max_position_embeddings, needed, how)
     resolver.check(
         seq_length <= longest,
         f"{resolver.show('seq_length')} is longer than {resolver.show('max_position_embeddings')}",
+    )
+    resolver.check(
+        kind != "learned_absolute" or decoder_length is None or decoder_length <= longest,
+        f"{resolver.show('decoder_seq_length')} is longer than "
+        f"{resolver.show('max_position_embeddings')}: the decoder has the same position embedding "
+        "as the encoder",
+    )
+    for name in ("relative_attention_num_buckets", "relative_attention_max_distance"):
+        resolver.check(
+            kind == "relative" or not resolver.given(name),
+            f"{resolver.show(name)} needs --position-embedding-type relative; it is {kind}",
+        )
+    resolver.check(
+        kind != "relative"
+        or flags.relative_attention_max_distance > flags.relative_attention_num_buckets // 2,
+        f"{resolver.show('relative_attention_max_distance')} must be more than half of "
+        f"{resolver.show('relative_attention_num_buckets')}, which are for single distances",
     )
     resolver.check(
         not flags.position_embedding_offset or kind == "learned_absolute",

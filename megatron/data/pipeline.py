@@ -206,7 +206,7 @@ class DataPipeline(ABC):
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[Any]:
         """Synthetic samples for --mock-data; ConfigError if the family has none."""
-        raise ConfigError("--mock-data makes samples of a GPT; give --data-path")
+        raise ConfigError("--mock-data makes no samples of this family; give --data-path")
 
     def training_data(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes

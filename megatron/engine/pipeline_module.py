@@ -73,7 +73,9 @@ class _PlainSpec(DeepSpeedLayerSpec):
 
 class _TiedSpec(TiedLayerSpec):
     def __init__(self, layer: LayerSpec) -> None:
-        super().__init__(layer.tied_key, nn.Module, tied_weight_attr="weight")
+        with torch.device("meta"):
+            names = [name for name, _ in layer.build().named_parameters()]
+        super().__init__(layer.tied_key, nn.Module, tied_weight_attr=names)
         self.layer = layer
 
     def build(self, log: bool = False) -> nn.Module:
@@ -86,8 +88,14 @@ def layer_bounds(layers: Sequence[LayerSpec], parallel: ParallelConfig) -> list[
     if parallel.pipeline_partition == "parameters":
         with torch.device("meta"):
             weights = [sum(p.numel() for p in layer.build().parameters()) for layer in layers]
-    blocks = [layer.block for layer in layers]
-    return stage_bounds(blocks, weights, parallel.stages, parallel.pipeline_partition)
+    return stage_bounds(
+        [layer.block for layer in layers],
+        weights,
+        parallel.stages,
+        parallel.pipeline_partition,
+        [layer.cost for layer in layers],
+        [layer.leads for layer in layers],
+    )
 
 
 _COMPUTED = ("hidden", "encoder")

@@ -10,6 +10,8 @@ from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
+from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
+from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
 from megatron.model.spec import ModelSpec
@@ -29,6 +31,11 @@ class BertData(DataPipeline):
 
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
         return collate_bert
+
+    def mock(self, num_samples: int, part: int) -> SegmentDataset[BertSample]:
+        tokenizer = MockTokenizer(self.tokenizer)
+        recipe = type(self)(self.config, tokenizer).recipe()
+        return mock_samples(recipe, tokenizer, num_samples, part)
 
     def view(self, sample: BertSample, length: int) -> SampleView:
         """See `DataPipeline.view`; each input comes before the text to predict for it."""

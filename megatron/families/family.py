@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.data.pipeline import DataPipeline
 from megatron.model.flops import TransformerShape
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
+
+
+class BlockLengths(NamedTuple):
+    """Tokens of a sample in one of the repeated blocks.
+
+    Attributes:
+        own: of the hidden states that it computes.
+        other: of the sequence that its cross-attention reads; 0 without cross-attention.
+    """
+
+    own: int
+    other: int = 0
 
 
 class Family(ABC):
@@ -21,6 +33,10 @@ class Family(ABC):
     """Whether its models generate text, token by token."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
+
+    def complete(self, settings: Settings) -> Settings:
+        """The settings of a run with what they leave to the family."""
+        return settings
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
@@ -34,3 +50,8 @@ class Family(ABC):
     def shape(self, model: ModelConfig) -> TransformerShape:
         """The numbers that the model FLOPs of a sample depend on."""
         return TransformerShape.of(model)
+
+    def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+        """The sequences of each repeated block, in the order of the layer list. Those of the last
+        one are those of the head."""
+        return (BlockLengths(model.seq_length),) * model.num_layers

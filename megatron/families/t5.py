@@ -1,18 +1,57 @@
-"""T5: the samples of its training."""
+"""T5: an encoder, and a decoder that fills the gaps in the encoder's text."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from torch import Tensor
+
+from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Settings
+from megatron.config.flags import build
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
-from megatron.data.kinds.masked_data.t5 import T5Recipe
+from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
+from megatron.data.kinds.masked_data.segments import SegmentDataset
+from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
-from megatron.families.family import Family
+from megatron.families.family import BlockLengths, Family
+from megatron.model.attention_masks import AttentionMasks
+from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
+from megatron.model.t5 import decoder_start, t5_layers
+from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
+
+
+def begin(batch: T5Batch) -> LayerState:
+    """The initial state of a micro batch: the encoder's tokens; the decoder's come in the middle.
+    Padding follows the decoder's tokens, so that they do not see it."""
+    return LayerState(
+        hidden=batch.encoder_tokens_BE,
+        masks=AttentionMasks(padding_BT=batch.encoder_padding_mask_BE == 0),
+        targets=Targets(batch.labels_BD, batch.loss_mask_BD),
+        batch=batch,
+    )
+
+
+def travels(
+    model: ModelConfig, state: LayerState, tp: TensorParallel, index: int
+) -> dict[str, tuple[int, ...]]:
+    """What crosses a stage boundary: hidden states [B, E / slices, H] of the encoder; behind its
+    end those of the decoder, [B, D / slices, H], and the encoder's output."""
+
+    def shape(tokens_BS: Tensor) -> tuple[int, ...]:
+        samples, length = tokens_BS.shape
+        assert length % tp.slices == 0
+        return samples, length // tp.slices, model.hidden_size
+
+    encoded = shape(state.batch.encoder_tokens_BE)
+    if index <= decoder_start(model):
+        return {"hidden": encoded}
+    return {"hidden": shape(state.batch.decoder_tokens_BD), "encoder": encoded}
 
 
 class T5Data(DataPipeline):
@@ -23,10 +62,16 @@ class T5Data(DataPipeline):
 
     def recipe(self) -> T5Recipe:
         config = self.config.kind(MaskedDataConfig)
-        return T5Recipe.from_config(config, self.tokenizer, self.seq_length, self.seed)
+        decoder = self.config.model.decoder_seq_length
+        return T5Recipe.from_config(config, self.tokenizer, (self.seq_length, decoder), self.seed)
 
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:
         return collate_t5
+
+    def mock(self, num_samples: int, part: int) -> SegmentDataset[T5Sample]:
+        tokenizer = MockTokenizer(self.tokenizer)
+        recipe = type(self)(self.config, tokenizer).recipe()
+        return mock_samples(recipe, tokenizer, num_samples, part)
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
         """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
@@ -48,9 +93,24 @@ class T5Data(DataPipeline):
 class T5(Family):
     name = "t5"
 
+    def complete(self, settings: Settings) -> Settings:
+        found = {"encoder_decoder": Setting(True, f"family {self.name}")}
+        encoder = settings.get("encoder_seq_length") or settings.get("seq_length")
+        if "decoder_seq_length" not in settings and encoder is not None:
+            length = decoder_length(build(MaskedDataConfig, settings), encoder.value)
+            how = "derived: the most that an encoder input can need"
+            found["decoder_seq_length"] = Setting(length, how)
+        return settings | found
+
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        # Tools show and index its samples.
-        raise ConfigError("the family t5 has samples and no layer list: it cannot be trained")
+        layers = partial(t5_layers, model, parallel)
+        return ModelSpec(layers, begin, partial(travels, model))
+
+    def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+        encoded, decoded = model.seq_length, model.decoder_seq_length
+        assert model.decoder_num_layers is not None and decoded is not None
+        encoder = (BlockLengths(encoded),) * model.num_layers
+        return encoder + (BlockLengths(decoded, encoded),) * model.decoder_num_layers
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> T5Data:
         return T5Data(config, tokenizer)

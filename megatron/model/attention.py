@@ -41,6 +41,7 @@ class Attention(nn.Module):
         self.layer, self.group, self.recompute = layer, tp.group, recompute
         self.head_dim = attention.kv_channels
         self.dropout = attention.attention_dropout
+        self.biased = kind != "cross"
         self.attend = attention_backend(attention.attention_backend, self.dropout)
         self.scores = AttentionScoring.of(config, layer, tp.group, kind)
         self.rotation = None if kind == "cross" else RotaryEmbedding.of(config, layer)
@@ -86,20 +87,25 @@ class Attention(nn.Module):
         if state.cache is not None and self.scores.causal:
             k_BKSD, v_BKSD = state.cache.extend(self.layer, k_BKSD, v_BKSD)
         masks = state.masks or AttentionMasks()
+        inputs = q_BNSD, k_BKSD, v_BKSD, masks, state.bias if self.biased else None
         if self.recompute and x_BSH.requires_grad:
             # Recomputed compiled code must not find masks that the first pass made.
             attend = self._attend_unmade if torch.compiler.is_compiling() else self._attend
-            y_BNSD = checkpoint(attend, q_BNSD, k_BKSD, v_BKSD, masks, use_reentrant=False)
+            y_BNSD = checkpoint(attend, *inputs, use_reentrant=False)
         else:
-            y_BNSD = self._attend(q_BNSD, k_BKSD, v_BKSD, masks)
+            y_BNSD = self._attend(*inputs)
         return self.proj(y_BNSD.transpose(1, 2).flatten(2))
 
-    def _attend_unmade(self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks) -> Tensor:
-        return self._attend(q, k, v, masks.unmade())
+    def _attend_unmade(
+        self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks, bias: Tensor | None
+    ) -> Tensor:
+        return self._attend(q, k, v, masks.unmade(), bias)
 
-    def _attend(self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks) -> Tensor:
+    def _attend(
+        self, q: Tensor, k: Tensor, v: Tensor, masks: AttentionMasks, bias: Tensor | None
+    ) -> Tensor:
         dropout = self.dropout if self.training else 0.0
         if not dropout:
-            return self.attend(q, k, v, self.scores, masks, 0.0)
+            return self.attend(q, k, v, self.scores, masks, 0.0, bias)
         with tensor_parallel_random(self.group):
-            return self.attend(q, k, v, self.scores, masks, dropout)
+            return self.attend(q, k, v, self.scores, masks, dropout, bias)

@@ -27,10 +27,11 @@ from megatron.model.torch_kernels import (
 )
 
 AttentionBackend = Callable[
-    [Tensor, Tensor, Tensor, AttentionScoring, AttentionMasks, float], Tensor
+    [Tensor, Tensor, Tensor, AttentionScoring, AttentionMasks, float, Tensor | None], Tensor
 ]
-"""(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability) -> [B, N, S, D]. In causal attention
-the last query is at the last key."""
+"""(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout probability, bias) -> [B, N, S, D]. In causal
+attention the last query is at the last key. The bias is an addend of the scores, broadcastable to
+[B, N, S, T], which has a gradient and contains the masks; None: masks and slopes apply."""
 
 
 def sdpa(
@@ -40,6 +41,7 @@ def sdpa(
     scores: AttentionScoring,
     masks: AttentionMasks,
     dropout: float,
+    bias: Tensor | None = None,
     order: KernelOrder = TORCHS_ORDER,
 ) -> Tensor:
     """torch's scaled_dot_product_attention: flash or cuDNN kernels on GPUs, fused on CPUs, where
@@ -51,17 +53,18 @@ def sdpa(
         if block_mask is not None:
             return flex(q_BNSD, k_BKTD, v_BKTD, scores, block_mask)
     if scores.softcap is not None:
-        return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
-    if scores.window is not None and k_BKTD.shape[2] > scores.window + queries - 1:
+        return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias)
+    if bias is None and scores.window is not None and k_BKTD.shape[2] > scores.window + queries - 1:
         # No query sees earlier keys.
         seen = scores.window + queries - 1
         k_BKTD, v_BKTD = k_BKTD[:, :, -seen:], v_BKTD[:, :, -seen:]
-    keys, mask = k_BKTD.shape[2], None
-    visible = masks.visible(queries, keys, scores.window, q_BNSD.device, causal)
-    if scores.slopes or visible is not None or (causal and 1 < queries < keys):
-        # Made once in the dtype that the kernels need; they would convert a boolean mask, and keep
-        # the result, in every layer.
-        mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD, causal)
+    keys, mask = k_BKTD.shape[2], bias
+    if mask is None:
+        visible = masks.visible(queries, keys, scores.window, q_BNSD.device, causal)
+        if scores.slopes or visible is not None or (causal and 1 < queries < keys):
+            # Made once in the dtype that the kernels need; they would convert a boolean mask, and
+            # keep the result, in every layer.
+            mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD, causal)
     if mask is None and causal and not dropout and cpu_kernels.suits(q_BNSD, k_BKTD):
         scale = 1 / math.sqrt(q_BNSD.shape[-1]) if scores.scale is None else scores.scale
         return cpu_kernels.causal_attention(q_BNSD, k_BKTD, v_BKTD, scale)
@@ -90,6 +93,7 @@ def eager(
     scores: AttentionScoring,
     masks: AttentionMasks,
     dropout: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """The definition, in plain GEMMs; the reference for the others."""
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
@@ -100,7 +104,9 @@ def eager(
     scores_BNST = q_BNSD @ k_BNTD.transpose(-1, -2) * scale
     if scores.softcap is not None:
         scores_BNST = scores.softcap * torch.tanh(scores_BNST / scores.softcap)
-    if scores.slopes:
+    if bias is not None:
+        scores_BNST = scores_BNST + bias
+    elif scores.slopes:
         biases = masks.bias(queries, keys, scores.window, scores.slopes, scores_BNST, scores.causal)
         scores_BNST = scores_BNST + biases
     else:
@@ -120,12 +126,14 @@ def flash(
     scores: AttentionScoring,
     masks: AttentionMasks,
     dropout: float,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """The flash-attn package, version 2; documents, padding, ALiBi and softcapped scores use
-    :func:`sdpa`."""
+    """The flash-attn package, version 2; documents, padding, ALiBi, other biases and softcapped
+    scores use :func:`sdpa`."""
     unseen = masks.document_ids if scores.causal else masks.tokens
-    if unseen is not None or scores.slopes or scores.softcap is not None:
-        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout)
+    plain = bias is None and unseen is None and not scores.slopes and scores.softcap is None
+    if not plain:
+        return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias)
     from flash_attn import flash_attn_func
 
     # flash-attn counts the keys before a query's own.

@@ -22,11 +22,13 @@ class TokenEmbedding(VocabParallelEmbedding):
     is as in :class:`LossHead`."""
 
     def __init__(self, config: ModelConfig, tp: TensorParallel, chunk_bytes: int | None) -> None:
-        vocabulary, softcap = config.vocabulary, config.embedding.final_logit_softcapping
+        embedding, width = config.embedding, config.hidden_size
+        self.input_scale = width**-0.5 if embedding.scale_head_input else None
+        vocabulary, softcap = config.vocabulary, embedding.final_logit_softcapping
         assert vocabulary.size, "the vocabulary size is not known yet"
         super().__init__(
             vocabulary.padded,
-            config.hidden_size,
+            width,
             init=Init(config.init_method_std),
             head=LossHead(vocabulary.size, softcap, chunk_bytes, tp),
         )
@@ -34,7 +36,10 @@ class TokenEmbedding(VocabParallelEmbedding):
     def forward(self, state: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
         """Token ids [B, S] to [B, S, H]; with ``project`` hidden states [B, S, H] to this rank's
         logits [B, S, V / tensor size], or, where the state has targets, to a loss."""
-        found = super().forward(state.hidden, project, state.targets)
+        x = state.hidden
+        if project and self.input_scale is not None:
+            x = x * self.input_scale
+        found = super().forward(x, project, state.targets)
         if project and state.targets is not None:
             return state.with_loss(LM_LOSS, found)
         return state.with_hidden(found)

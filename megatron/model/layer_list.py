@@ -45,6 +45,9 @@ class LayerState(NamedTuple):
         position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
         dropout_seed: seed of the dropout masks of this micro batch; None leaves torch's generators
             alone.
+        bias: addend of the attention scores, masks included, that all blocks of a stack share,
+            [1 or B, N / tensor size, S, S]; None without relative positions. Every stage computes
+            its own.
         pending: between blocks that hand their last sum on, what is to be added to ``hidden``.
     """
 
@@ -57,6 +60,7 @@ class LayerState(NamedTuple):
     dropout_seed: int | None = None
     targets: Targets | None = None
     batch: Any = None
+    bias: Tensor | None = None
     pending: Tensor | None = None
 
     def changed(self, **fields: Any) -> LayerState:
@@ -86,6 +90,10 @@ class LayerSpec:
         name: canonical name (``layers.3``), the prefix of its parameters' names.
         tied_key: layers with the same key are one module at several positions of the list.
         forward: how the module runs at this position; None calls it with the state.
+        leads: whether it must be on the pipeline stage of the next block.
+        once: whether, of several in a stage that are one module, only the first runs: it computes
+            what all blocks after it share.
+        cost: of a block: work, compared with other blocks.
     """
 
     name: str
@@ -93,6 +101,9 @@ class LayerSpec:
     tied_key: str | None = None
     forward: Callable[[nn.Module, LayerState], LayerState] | None = None
     block: bool = False
+    leads: bool = False
+    once: bool = False
+    cost: int = 1
 
 
 Step = Callable[[LayerState], LayerState]
@@ -189,15 +200,20 @@ def layer_sequence(
 ) -> LayerSequence:
     """Consecutive layers with their modules, from index ``first`` of the whole list, with the
     recomputation of ``parallel``."""
+    running: list[tuple[int, LayerSpec, nn.Module]] = []
+    for n, (spec, module) in enumerate(zip(specs, modules, strict=True)):
+        if not (spec.once and any(module is other for _, _, other in running)):
+            running.append((first + n, spec, module))
+    specs = [spec for _, spec, _ in running]
     layers: list[tuple[int | None, Step]] = [
-        (first + n, module if spec.forward is None else partial(spec.forward, module))
-        for n, (spec, module) in enumerate(zip(specs, modules, strict=True))
+        (index, module if spec.forward is None else partial(spec.forward, module))
+        for index, spec, module in running
     ]
     steps: list[tuple[int | None, Step]] = []
     for begin, end, recomputed in recomputed_chunks(specs, parallel):
         chunk = layers[begin:end]
         steps += [(None, RecomputedLayers(chunk))] if recomputed else chunk
-    blocks = [module for spec, module in zip(specs, modules, strict=True) if spec.block]
+    blocks = [module for _, spec, module in running if spec.block]
     return LayerSequence(steps, blocks)
 
 
@@ -230,7 +246,7 @@ class LayerStack(nn.Module):
         if not state.losses:
             return state
         encoder = None if state.encoder is None else state.encoder.detach()
-        return state.changed(hidden=state.hidden.detach(), encoder=encoder)
+        return state.changed(hidden=state.hidden.detach(), encoder=encoder, bias=None)
 
     def blocks(self) -> list[nn.Module]:
         return self.sequence.blocks
@@ -249,16 +265,17 @@ def recomputed_chunks(
     length = len(specs)
     if parallel.recompute_granularity != "full":
         return [(0, length, False)]
-    blocks = [place for place, spec in enumerate(specs) if spec.block]
-    if not blocks:
-        return [(0, length, False)]
-    first, end = blocks[0], blocks[-1] + 1
+    blocks, step = [place for place, spec in enumerate(specs) if spec.block], 1
     if parallel.recompute_method == "block":
-        stop, step = min(end, first + parallel.recompute_num_layers), 1
+        blocks = blocks[: parallel.recompute_num_layers]
     else:
-        stop, step = end, parallel.recompute_num_layers
-    chunks = [(at, min(at + step, stop), True) for at in range(first, stop, step)]
-    return [(0, first, False), *chunks, (stop, length, False)]
+        step = parallel.recompute_num_layers
+    chunks, done = [], 0
+    for at in range(0, len(blocks), step):
+        part = blocks[at : at + step]
+        chunks += [(done, part[0], False), (part[0], part[-1] + 1, True)]
+        done = part[-1] + 1
+    return [chunk for chunk in (*chunks, (done, length, False)) if chunk[0] < chunk[1]]
 
 
 def canonical_parameters(

@@ -8,23 +8,33 @@ from itertools import accumulate
 
 
 def stage_bounds(
-    blocks: Sequence[bool], weights: Sequence[int], stages: int, method: str
+    blocks: Sequence[bool],
+    weights: Sequence[int],
+    stages: int,
+    method: str,
+    costs: Sequence[int] | None = None,
+    leads: Sequence[bool] | None = None,
 ) -> list[int]:
     """Where each stage starts in the layer list, followed by the list's length. Every stage gets at
-    least one of the repeated blocks; other layers belong to the first or the last stage. Raises
-    ValueError if the list does not fit.
+    least one of the repeated blocks; other layers follow a block, or belong to the first or the
+    last stage. Raises ValueError if the list does not fit.
 
     Args:
         weights: parameters of each layer.
         method: ``blocks`` (equal numbers of blocks; the remainder goes to the middle stages, away
-            from embedding and head), ``parameters`` (the largest stage as small as possible), or
-            the numbers of blocks, separated by commas.
+            from embedding and head; where blocks differ in their costs, the costliest stage as
+            cheap as possible), ``parameters`` (the largest stage as small as possible), or the
+            numbers of blocks, separated by commas.
+        costs: of each layer, for ``blocks``; None where all blocks cost the same.
+        leads: whether a layer must be on the stage of the next block; None: none must.
     """
     places = [place for place, block in enumerate(blocks) if block]
     if len(places) < stages:
         raise ValueError(f"{len(places)} blocks cannot be cut into {stages} pipeline stages")
     if method == "blocks":
-        counts = _even(len(places), stages)
+        loads = [block * cost for block, cost in zip(blocks, costs or blocks, strict=True)]
+        alike = len({loads[place] for place in places}) == 1
+        counts = _even(len(places), stages) if alike else _balanced(places, loads, stages)
     elif method == "parameters":
         counts = _balanced(places, weights, stages)
     else:
@@ -35,7 +45,15 @@ def stage_bounds(
                 f"per stage, with the sum {len(places)}"
             )
     starts = [places[first] for first in accumulate(counts[:-1])]
+    if leads is not None:
+        starts = [_with_leading(place, leads) for place in starts]
     return [0, *starts, len(blocks)]
+
+
+def _with_leading(place: int, leads: Sequence[bool]) -> int:
+    while leads[place - 1]:
+        place -= 1
+    return place
 
 
 def explicit_counts(method: str) -> list[int]:

@@ -12,12 +12,16 @@ still less, is not counted.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import chain
 
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
 from megatron.config.parallel import logits_chunk
 from megatron.engine.update.state_formats import state_formats
+from megatron.families import BlockLengths, family_of
 from megatron.planning.parameters import (
     RankShare,
     linear_parameters,
@@ -114,15 +118,17 @@ def buffer_bytes(layout: Layout, parameters: int) -> float:
 
 @dataclass(frozen=True)
 class Activations:
-    """Bytes that a micro batch keeps for its backward pass on one rank.
+    """Bytes that a micro batch keeps for its backward pass on one rank, in a block with certain
+    sequences and in the layers around blocks that are like it.
 
     Attributes:
         block: one block, computed in 8 bits where the layout is.
         float8: what 8 bits add to that, mostly less than 0.
         recomputed: one block while it is computed again; 0 without full recomputation.
-        masks: attention masks, which all blocks of a rank share.
+        masks: attention masks and what cross-attention reads, which the blocks of a rank share.
         head: final norm, and the gradients of the head, which are computed with the loss.
         loss: a chunk of logits, while the loss is computed.
+        hidden: what travels from one stage to the next.
     """
 
     block: float
@@ -135,14 +141,21 @@ class Activations:
     hidden: float
 
 
-def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Activations:
+@lru_cache(maxsize=4096)
+def activation_bytes(
+    model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
+) -> Activations:
+    """Of a block with these ``lengths``, by default those of the model's first."""
+    lengths = lengths or family_of(model.family).lengths(model)[0]
     share, hidden = local_widths(model, layout.tensor), model.hidden_size
+    cross = lengths.other > 0
     half = layout.precision != "fp32"
     size = 2 if half else 4
     # Autocast, which is how 16 bits run at stage 0, keeps the residual stream in float32.
     residual = 4 if half and layout.zero == 0 else size
-    tokens = micro_batch * model.seq_length
-    outside = tokens / layout.tensor if layout.sequence else tokens
+    tokens, others = micro_batch * lengths.own, micro_batch * lengths.other
+    slices = layout.tensor if layout.sequence else 1
+    outside = tokens / slices
     statistics = 4 * model.norm.traits.statistics
     # A norm weight plus 1 is applied in float32, to a copy of the input.
     source = 4 if model.norm.apply_layernorm_1p else residual
@@ -157,13 +170,20 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     # whole QKV output.
     changed = share.query + share.kv if rope or model.norm.qk_layernorm else 0
     mlp = share.ffn * MLP_WIDTHS[model.mlp.activation]
-    kernel = _attention_kernel(model, layout.tensor, size, micro_batch)
-    inputs = norms_of_block(model) * norm
+    kernel = _attention_kernel(model, layout.tensor, size, micro_batch, lengths.own, lengths.own)
+    inputs = norms_of_block(model, cross) * norm
     if model.parallel_residual and not model.shared_parallel_norm and source == residual:
         inputs -= source * hidden  # two norms of the same input keep it once
-    outputs = (1 if model.shared_parallel_norm else 2) * size * hidden
-    whole = outside * (inputs + outputs + 2 * mask) + _angles(model, layout)
-    whole += tokens * size * (qkv + changed + share.query + mlp) + kernel
+    outputs = ((1 if model.shared_parallel_norm else 2) + cross) * size * hidden
+    whole = outside * (inputs + outputs + (2 + cross) * mask) + _angles(model, layout)
+    whole += tokens * size * (qkv + changed + share.query + mlp)
+    if cross:
+        # Queries and the attention's output, and keys and values of the other sequence.
+        whole += size * 2 * (tokens * share.query + others * share.kv)
+        kernel += _attention_kernel(
+            model, layout.tensor, size, micro_batch, lengths.own, lengths.other
+        )
+    whole += kernel
     float8 = _float8_inputs(model, layout, tokens, outputs) if layout.float8 else 0.0
     whole += float8
     if model.norm.qk_layernorm:
@@ -175,22 +195,24 @@ def activation_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> Ac
     assert most is not None
     chunk = min(logits, most * size * share.vocab)
     learned = model.positions.position_embedding_type == "learned_absolute"
-    positions = model.seq_length if learned else 0
+    positions = lengths.own if learned else 0
     full = layout.recompute in ("uniform", "block")
     between = outside * residual * hidden
     kept = between if full else whole - kernel * (layout.recompute == "selective")
+    # The other sequence comes from a norm and is read by all blocks.
+    read = others / slices * residual * hidden
     return Activations(
         block=kept,
         float8=0.0 if full else float8,
         recomputed=whole if full else 0.0,
         embedding=outside * (mask + norm * model.norm.embed_layernorm) + 8 * (tokens + positions),
-        masks=_masks(model, layout.tensor, size),
+        masks=_masks(model, layout.tensor, size, lengths.own) + read,
         # Gradients of several chunks are added up in float32.
         head=outside * norm
         + tokens * size * hidden
         + share.vocab * hidden * (size if chunk == logits else 4),
         loss=chunk,
-        hidden=between,
+        hidden=between + read,
     )
 
 
@@ -217,29 +239,32 @@ def _all_scores(model: ModelConfig) -> bool:
     )
 
 
-def _attention_kernel(model: ModelConfig, tensor: int, size: int, micro_batch: int) -> float:
+def _attention_kernel(
+    model: ModelConfig, tensor: int, size: int, micro_batch: int, queries: int, keys: int
+) -> float:
     """Bytes that attention keeps besides queries, keys, values and its output."""
-    length, heads = model.seq_length, model.attention.num_attention_heads // tensor
+    heads = model.attention.num_attention_heads // tensor
     if not _all_scores(model):
-        return 4.0 * micro_batch * length * heads  # the log of the softmax's sum
+        return 4.0 * micro_batch * queries * heads  # the log of the softmax's sum
     share, bounded = local_widths(model, tensor), model.attention.attn_logit_softcapping is not None
     dropped = 1 + size if model.attention.attention_dropout else 0
     # The softcap's output, weights, dropout, and the mask of the scores.
-    weights = micro_batch * heads * length**2 * (size * (1 + bounded) + dropped) + length**2
+    scores = queries * keys
+    weights = micro_batch * heads * scores * (size * (1 + bounded) + dropped) + scores
     # Keys and values are repeated for the query heads that share them.
-    return weights + 2.0 * size * micro_batch * length * (share.query - share.kv)
+    return weights + 2.0 * size * micro_batch * keys * (share.query - share.kv)
 
 
-def _masks(model: ModelConfig, tensor: int, size: int) -> float:
+def _masks(model: ModelConfig, tensor: int, size: int, length: int) -> float:
     """Bytes of ALiBi's biases, or of the mask of a window shorter than the sequence. Eager
     attention keeps a mask in every block instead, which is counted there."""
     windows = set(model.windows)
-    narrow = {w for w in windows if w is not None and w < model.seq_length}
+    narrow = {w for w in windows if w is not None and w < length}
     kinds, heads = (0 if _all_scores(model) else len(narrow)), 1
     if model.positions.position_embedding_type == "alibi":
         kinds = len(narrow) + (narrow != windows)
         heads = model.attention.num_attention_heads // tensor
-    return float(kinds * heads * model.seq_length**2 * size)
+    return float(kinds * heads * length**2 * size)
 
 
 def _angles(model: ModelConfig, layout: Layout) -> float:
@@ -287,17 +312,23 @@ def rank_memory(
 ) -> Memory:
     """Memory of a rank with this share of the complete model, whose vocabulary is padded for the
     layout, with ``micro_batches`` of ``micro_batch`` samples in a step."""
-    kept = activation_bytes(model, layout, micro_batch)
+    kept = {
+        lengths: activation_bytes(model, layout, micro_batch, lengths)
+        for lengths in dict.fromkeys(chain(*share.stages))
+    }
     flying = stages_in_flight(layout, share.rank, micro_batches)
-    stage = kept.masks + max(
-        blocks * kept.block - (blocks - float8) * kept.float8
-        for blocks, float8 in zip(share.blocks, share.float8, strict=True)
+    stage = max(
+        _stage_bytes(layout, [kept[lengths] for lengths in blocks], float8)
+        for blocks, float8 in zip(share.stages, share.float8, strict=True)
     )
-    if layout.pipeline > 1:
-        stage += kept.hidden  # a sent output is kept until its gradient arrives
-    first = -(-flying // layout.chunks) * kept.embedding if share.first else 0.0
+    first = 0.0
+    if share.first:
+        first = -(-flying // layout.chunks) * kept[share.stages[0][0]].embedding
     # Loss and logits are gone before the first block is computed again.
-    top = max(kept.recomputed, kept.head + kept.loss if share.last else 0.0)
+    top = max(each.recomputed for each in kept.values())
+    if share.last:
+        head = kept[share.stages[-1][-1]]
+        top = max(top, head.head + head.loss)
     state = state_bytes(layout)
     return Memory(
         state.weights * share.parameters + float8_bytes(model, layout, sum(share.float8)),
@@ -306,6 +337,15 @@ def rank_memory(
         buffer_bytes(layout, share.parameters),
         flying * stage + first + top,
     )
+
+
+def _stage_bytes(layout: Layout, blocks: Sequence[Activations], float8: int) -> float:
+    """What a micro batch keeps in a stage, ``float8`` of whose blocks compute in 8 bits."""
+    shared = {(kept.masks, kept.hidden) for kept in blocks}
+    found = sum(masks for masks, _ in shared) + sum(kept.block for kept in blocks)
+    found -= sum(kept.float8 for kept in blocks) * (len(blocks) - float8) / len(blocks)
+    # A sent output is kept until its gradient arrives.
+    return found + blocks[-1].hidden * (layout.pipeline > 1)
 
 
 def peak_memory(

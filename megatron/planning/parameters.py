@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from dataclasses import dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, chain
 
 import torch
 
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
-from megatron.families import build_model, spec_of
+from megatron.families import BlockLengths, build_model, family_of, spec_of
 from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.shard import shard_of
@@ -41,12 +42,14 @@ def local_widths(model: ModelConfig, tensor: int) -> LocalWidths:
 
 @dataclass(frozen=True)
 class LayerShare:
-    """One tensor-parallel rank's share of a layer: its number of parameters, whether it is one of
-    the repeated blocks, and the key that tied layers share."""
+    """One tensor-parallel rank's share of a layer: its number of parameters, and what
+    :class:`LayerSpec` says of it."""
 
     parameters: int
     block: bool
     tied_key: str | None
+    cost: int
+    leads: bool
 
 
 @lru_cache(maxsize=256)
@@ -60,35 +63,50 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
                 sum(param.numel() for param in layer.build().parameters()),
                 layer.block,
                 layer.tied_key,
+                layer.cost,
+                layer.leads,
             )
             for layer in spec_of(model).layers(tp)
         )
 
 
-def linear_parameters(model: ModelConfig, tensor: int) -> int:
-    """Weights of a block's linear layers, as one of ``tensor`` ranks holds them."""
+def linear_parameters(model: ModelConfig, tensor: int, cross: bool = False) -> int:
+    """Weights of the linear layers of a block, with or without cross-attention, as one of
+    ``tensor`` ranks holds them."""
     share, gates = local_widths(model, tensor), 1 + model.mlp.gated
-    attention = 2 * share.query + 2 * share.kv
+    attention = (1 + cross) * (2 * share.query + 2 * share.kv)
     return model.hidden_size * (attention + (gates + 1) * share.ffn)
 
 
-def norms_of_block(model: ModelConfig) -> int:
+def norms_of_block(model: ModelConfig, cross: bool = False) -> int:
     """Number of norms of hidden states in a block, without those of heads."""
-    return 2 - model.shared_parallel_norm + 2 * model.norm.post_norm
+    return 2 - model.shared_parallel_norm + cross + (2 + cross) * model.norm.post_norm
 
 
 @dataclass(frozen=True)
 class RankShare:
-    """One pipeline rank's share of a model: parameters of one tensor-parallel rank (a tied
-    embedding counts once), blocks of each stage, whether it has the token embedding and the head,
-    and how many blocks of each stage compute in 8 bits."""
+    """One pipeline rank's share of a model.
+
+    Attributes:
+        parameters: of one tensor-parallel rank; a tied layer counts once.
+        stages: the blocks of each stage, by their sequences.
+        first, last: whether it has the first token embedding, and the head.
+        float8: how many blocks of each stage compute in 8 bits.
+        tied: copies on different ranks, and parameters, of each tied layer that has several.
+    """
 
     rank: int
     parameters: int
-    blocks: tuple[int, ...]
+    stages: tuple[tuple[BlockLengths, ...], ...]
     first: bool
     last: bool
     float8: tuple[int, ...]
+    tied: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def blocks(self) -> tuple[int, ...]:
+        """Number of blocks of each stage."""
+        return tuple(map(len, self.stages))
 
 
 def rank_shares(
@@ -103,30 +121,42 @@ def rank_shares(
     layers = layer_shares(model, layout.tensor)
     is_block = [layer.block for layer in layers]
     if float8 is None:
-        float8 = range(model.num_layers if layout.float8 else 0)
+        float8 = range(sum(is_block) if layout.float8 else 0)
+    lengths = family_of(model.family).lengths(model)
+    assert len(lengths) == sum(is_block)
     # Blocks before each layer.
     before = [0, *accumulate(is_block)]
     stages = layout.pipeline * layout.chunks
-    bounds = stage_bounds(is_block, [layer.parameters for layer in layers], stages, partition)
-    shares = []
-    for rank in range(layout.pipeline):
-        held = stages_of(layout, rank)
-        own = [layer for stage in held for layer in layers[bounds[stage] : bounds[stage + 1]]]
-        tied = {layer.tied_key: layer.parameters for layer in own if layer.tied_key is not None}
-        shares.append(
-            RankShare(
-                rank,
-                sum(tied.values()) + sum(x.parameters for x in own if x.tied_key is None),
-                tuple(sum(is_block[bounds[s] : bounds[s + 1]]) for s in held),
-                0 in held,
-                stages - 1 in held,
-                tuple(
-                    len([n for n in range(before[bounds[s]], before[bounds[s + 1]]) if n in float8])
-                    for s in held
-                ),
-            )
+    bounds = stage_bounds(
+        is_block,
+        [layer.parameters for layer in layers],
+        stages,
+        partition,
+        [layer.cost for layer in layers],
+        [layer.leads for layer in layers],
+    )
+    held = [stages_of(layout, rank) for rank in range(layout.pipeline)]
+    own = [
+        [layer for s in held_here for layer in layers[bounds[s] : bounds[s + 1]]]
+        for held_here in held
+    ]
+    tied = [{x.tied_key: x.parameters for x in here if x.tied_key is not None} for here in own]
+    copies = Counter(chain(*tied))
+    return [
+        RankShare(
+            rank,
+            sum(tied[rank].values()) + sum(x.parameters for x in own[rank] if x.tied_key is None),
+            tuple(lengths[before[bounds[s]] : before[bounds[s + 1]]] for s in held[rank]),
+            0 in held[rank],
+            stages - 1 in held[rank],
+            tuple(
+                len([n for n in range(before[bounds[s]], before[bounds[s + 1]]) if n in float8])
+                for s in held[rank]
+            ),
+            tuple((copies[key], size) for key, size in tied[rank].items() if copies[key] > 1),
         )
-    return shares
+        for rank in range(layout.pipeline)
+    ]
 
 
 def stages_of(layout: Layout, rank: int) -> list[int]:

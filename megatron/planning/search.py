@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
+from itertools import chain
+from operator import or_
 
 from megatron.config import ModelConfig
 from megatron.config.engine import FastPathsConfig
 from megatron.config.layouts import Layout, StateDtypes, refusal
+from megatron.families import BlockLengths, family_of
 from megatron.model.flops import TransformerShape
 from megatron.parallel.float8 import Float8
 from megatron.planning.memory import Memory, rank_memory
@@ -34,20 +38,30 @@ class Workload:
     @property
     def float8(self) -> range:
         """The blocks whose linear layers compute in 8 bits."""
-        return self.fast_paths.float8_blocks(self.model.num_layers)
+        return self.fast_paths.float8_blocks(len(self.lengths))
 
     def padded(self, tensor: int) -> ModelConfig:
         """The model with its vocabulary padded for ``tensor`` ranks, as the trainer pads it."""
         return self.model.with_vocabulary(self.vocab_size, tensor)
 
+    @property
+    def shape(self) -> TransformerShape:
+        """The numbers that its FLOPs depend on."""
+        model = self.padded(1)
+        return family_of(model.family).shape(model)
+
+    @property
+    def lengths(self) -> tuple[BlockLengths, ...]:
+        """The sequences of each block."""
+        return family_of(self.model.family).lengths(self.model)
+
     def flops(self) -> float:
         """Model FLOPs of a step, attention over all pairs, without recomputation."""
-        shape = TransformerShape.of(self.padded(1))
-        return shape.flops_per_step(self.global_batch_size, causal=False)
+        return self.shape.flops_per_step(self.global_batch_size, causal=False)
 
     def hardware_flops(self, recompute: str | None) -> float:
         """The same with what a layout recomputes."""
-        shape = TransformerShape.of(self.padded(1))
+        shape = self.shape
         again = shape.recomputed_flops_per_token(recompute, causal=False)
         return self.flops() + self.global_batch_size * shape.seq_length * again
 
@@ -115,11 +129,16 @@ def _covers(a: RankShare, b: RankShare) -> bool:
         a.parameters >= b.parameters
         and a.first >= b.first
         and a.last >= b.last
-        and max(a.blocks) >= max(b.blocks)
-        and sum(a.blocks) >= sum(b.blocks)
+        and _largest_stage(a) >= _largest_stage(b)
+        and Counter(chain(*a.stages)) >= Counter(chain(*b.stages))
         # 8 bits take more for weights, and mostly less for activations.
         and a.float8 == b.float8
     )
+
+
+def _largest_stage(share: RankShare) -> Counter[BlockLengths]:
+    """The most blocks of each kind in a stage."""
+    return reduce(or_, map(Counter, share.stages))
 
 
 def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
@@ -136,7 +155,7 @@ def layouts(work: Workload, hardware: Hardware) -> Iterator[tuple[Layout, int]]:
             data = hardware.gpus // tensor // pipeline
             for micro_batch in micro_batch_sizes(work, data):
                 count = work.global_batch_size // (micro_batch * data)
-                for schedule, chunks in schedules(work.model, pipeline):
+                for schedule, chunks in schedules(len(work.lengths), pipeline):
                     base = Layout(
                         tensor=tensor, pipeline=pipeline, schedule=schedule, chunks=chunks,
                         data=data, precision=work.precision, micro_batches=(count,),
@@ -151,7 +170,7 @@ def variants(work: Workload, base: Layout) -> Iterator[Layout]:
     stages = (0, 1, 2, 3) if base.data > 1 else (0, 1)
     for zero in stages:
         for sequence in (False, True):
-            if sequence and work.model.seq_length % base.tensor:
+            if sequence and any(n % base.tensor for n in chain(*work.lengths)):
                 continue
             for recompute in (None, "selective", "uniform"):
                 layout = dataclasses.replace(
@@ -191,9 +210,8 @@ def micro_batch_sizes(work: Workload, data: int) -> list[int]:
     return [size for size in tried if samples % size == 0]
 
 
-def schedules(model: ModelConfig, pipeline: int) -> list[tuple[str, int]]:
-    """Schedules with their stages per rank; every stage needs a block."""
-    layers = model.num_layers
+def schedules(layers: int, pipeline: int) -> list[tuple[str, int]]:
+    """Schedules with their stages per rank, of a model of so many blocks; every stage needs one."""
     if pipeline == 1:
         return [("1f1b", 1)]
     if pipeline > layers:

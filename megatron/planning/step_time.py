@@ -10,11 +10,14 @@ section 4).
 from __future__ import annotations
 
 import re
+from collections import Counter
 from dataclasses import dataclass
+from itertools import chain
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import option
 from megatron.config.layouts import Layout
+from megatron.families import BlockLengths, family_of
 from megatron.planning.parameters import RankShare, local_widths
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
@@ -122,41 +125,51 @@ def ring(ranks: int) -> float:
     return (ranks - 1) / ranks
 
 
-def tensor_bytes_per_block(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
-    """Bytes that a block sends over tensor-parallel ranks for one micro batch.
+def tensor_bytes_per_block(
+    model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
+) -> float:
+    """Bytes that a block sends over tensor-parallel ranks for one micro batch, by default the
+    model's first.
 
     Two all-reduces of the hidden states forward and two backward (Shoeybi et al. 2019,
     arXiv:1909.08053, section 3). Sequence parallelism replaces each by an all-gather and a
     reduce-scatter, and gathers the inputs of the two column-parallel layers again (Korthikanti et
     al. 2022, section 4.2.2). Full recomputation sends the forward pass's part again.
+    Cross-attention has one of each more, and its keys and values read another sequence: an
+    all-reduce of its gradient, or with sequence parallelism two all-gathers and a reduce-scatter.
     """
-    passes = 4 + 2 * (layout.recompute in ("uniform", "block"))
-    gathers = 2 * passes + 2 * layout.sequence
+    lengths = lengths or family_of(model.family).lengths(model)[0]
+    again = layout.recompute in ("uniform", "block")
+    layers = 3 if lengths.other else 2  # attention, cross-attention, MLP: each a column and a row
+    gathers = lengths.own * layers * (4 + 2 * again + layout.sequence)
+    gathers += lengths.other * ((3 + again) if layout.sequence else 2)
     # At stage 0 16 bits run as autocast, whose matrix products are in 16 bits too.
     size = 0.5 if layout.precision != "fp32" and layout.zero == 0 else 1.0
-    return gathers * ring(layout.tensor) * size * hidden_bytes(model, layout, micro_batch)
+    return ring(layout.tensor) * size * gathers * hidden_bytes(model, layout, micro_batch)
 
 
-def tensor_bytes_at_ends(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
-    """Bytes of the token embedding or of the output head: an all-reduce each."""
-    return 2 * ring(layout.tensor) * hidden_bytes(model, layout, micro_batch)
-
-
-def hidden_bytes(model: ModelConfig, layout: Layout, micro_batch: int) -> float:
-    """Bytes of a micro batch's hidden states, not cut."""
+def hidden_bytes(model: ModelConfig, layout: Layout, tokens: int) -> float:
+    """Bytes of the hidden states of so many tokens, not cut."""
     size = 4 if layout.precision == "fp32" or layout.zero == 0 else 2
-    return float(size * micro_batch * model.seq_length * model.hidden_size)
+    return float(size * tokens * model.hidden_size)
+
+
+def tensor_bytes_at_ends(model: ModelConfig, layout: Layout, tokens: int) -> float:
+    """Bytes of the token embedding or of the output head: an all-reduce each."""
+    return 2 * ring(layout.tensor) * hidden_bytes(model, layout, tokens)
 
 
 def pipeline_bytes(
     model: ModelConfig, layout: Layout, micro_batch: int, micro_batches: int
 ) -> float:
     """Bytes that a pipeline rank sends to its neighbours: for every stage the hidden states and
-    their gradients, a share of the sequence with sequence parallelism."""
+    their gradients, beside them those of an encoder whose output its decoder reads; a share of the
+    sequence with sequence parallelism."""
     if layout.pipeline == 1:
         return 0.0
     split = layout.tensor if layout.sequence else 1
-    return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, micro_batch) / split
+    tokens = micro_batch * max(map(sum, family_of(model.family).lengths(model)))
+    return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, tokens) / split
 
 
 def gradient_size(layout: Layout) -> int:
@@ -165,14 +178,11 @@ def gradient_size(layout: Layout) -> int:
     return 2 if half and not layout.grads_in_fp32 else 4
 
 
-def tied_bytes(model: ModelConfig, layout: Layout) -> float:
-    """Bytes of a rank's gradients of the tied token embedding, of which the pipeline's first and
-    last rank each have a copy and sum the gradients; 0 without copies."""
-    # DualPipeV has the first and the last stage on one rank.
-    if not model.embedding.tied or layout.pipeline == 1 or layout.schedule == "dualpipev":
-        return 0.0
-    table = local_widths(model, layout.tensor).vocab * model.hidden_size
-    return float(gradient_size(layout) * table)
+def tied_bytes(layout: Layout, share: RankShare) -> tuple[float, float]:
+    """Bytes of a rank's gradients of tied layers that other ranks of the pipeline have copies of,
+    and bytes that it sends to sum them over the copies."""
+    sizes = [(copies, float(gradient_size(layout) * count)) for copies, count in share.tied]
+    return sum(size for _, size in sizes), sum(2 * ring(copies) * size for copies, size in sizes)
 
 
 def data_bytes(layout: Layout, parameters: int, micro_batches: int) -> float:
@@ -223,14 +233,20 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
     et al. 2021 (arXiv:2104.04473, section 5.1) and Korthikanti et al. 2022 (section 6 and appendix
     A)."""
     width, hidden = local_widths(model, layout.tensor), model.hidden_size
-    attention = 4 * width.query * model.seq_length
-    matrices = (
-        2 * hidden * (2 * width.query + 2 * width.kv + (3 if model.mlp.gated else 2) * width.ffn)
-    )
-    again = {None: 0, "selective": attention}.get(layout.recompute, matrices + attention)
-    block = 3 * (matrices + attention) + again
-    head = 3 * 2 * hidden * width.vocab if share.last else 0
-    return micro_batch * model.seq_length * (sum(share.blocks) * block + head)
+    mlp = 2 * hidden * (3 if model.mlp.gated else 2) * width.ffn
+    total = 0.0
+    for own, other in chain(*share.stages):
+        projections = own * 2 * hidden * (2 * width.query + 2 * width.kv)
+        scores = own * 4 * width.query * own
+        if other:
+            projections += 2 * hidden * (own * 2 * width.query + other * 2 * width.kv)
+            scores += own * 4 * width.query * other
+        matrices = projections + own * mlp
+        again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
+        total += 3 * (matrices + scores) + again
+    if share.last:
+        total += 3 * 2 * hidden * width.vocab * share.stages[-1][-1].own
+    return micro_batch * total
 
 
 def bubble_ratio(layout: Layout, micro_batches: int) -> float:
@@ -256,13 +272,11 @@ def step_time(
 ) -> tuple[StepTime, Communication]:
     """The time of a step, and the bytes sent by the rank that sends most, for a complete model with
     its vocabulary padded for the layout."""
-    per_block = tensor_bytes_per_block(model, layout, micro_batch)
-    at_end = tensor_bytes_at_ends(model, layout, micro_batch)
     t, d, p = layout.tensor, layout.data, layout.pipeline
     working = []
     for share in shares:
         flops = micro_batches * rank_flops(model, layout, micro_batch, share)
-        sent = micro_batches * (sum(share.blocks) * per_block + (share.first + share.last) * at_end)
+        sent = micro_batches * _tensor_bytes(model, layout, micro_batch, share)
         exposed = sent / hardware.ring_bandwidth(t, 1) * (1 - hardware.tensor_overlap)
         working.append((flops / hardware.flops + exposed, exposed, sent))
     busy, exposed, sent = max(working)
@@ -270,8 +284,7 @@ def step_time(
     stages = pipeline_bytes(model, layout, micro_batch, micro_batches)
     # The copies of a tied embedding are averaged over replicas and then summed: all-reduces at the
     # end of the step, which overlap with nothing.
-    tied = tied_bytes(model, layout)
-    copies = 2 * ring(2) * tied
+    tied, copies = max(tied_bytes(layout, share) for share in shares)
     volume = Communication(
         sent,
         stages + copies,
@@ -288,4 +301,19 @@ def step_time(
             bubble=busy * bubble_ratio(layout, micro_batches),
         ),
         volume,
+    )
+
+
+def _tensor_bytes(model: ModelConfig, layout: Layout, micro_batch: int, share: RankShare) -> float:
+    """Bytes that a rank's layers send over tensor-parallel ranks for one micro batch."""
+    sent = sum(
+        count * tensor_bytes_per_block(model, layout, micro_batch, lengths)
+        for lengths, count in Counter(chain(*share.stages)).items()
+    )
+    # DualPipeV's first rank has both ends.
+    ends = [(share.first, share.stages[0][0]), (share.last, share.stages[-1][-1])]
+    return sent + sum(
+        tensor_bytes_at_ends(model, layout, micro_batch * lengths.own)
+        for held, lengths in ends
+        if held
     )

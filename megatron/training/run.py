@@ -101,7 +101,8 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
     settings = resume.with_checkpoint(with_corpora(settings))
-    settings = _with_tokenizer_type(settings, samples)
+    family = samples or _family(settings)
+    settings = _with_tokenizer_type(family_of(family).complete(settings), family)
     resolved = resolve(settings, processes)
     named = resolved.config.tokenizer
     tokenizer = build_tokenizer(named, training_texts(resolved.config))
@@ -118,12 +119,15 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     return Run(resolved.config, completed, tokenizer, resolved, launched)
 
 
-def _with_tokenizer_type(settings: Settings, samples: str | None) -> Settings:
+def _family(settings: Settings) -> str:
+    return settings["family"].value if "family" in settings else ModelConfig.family
+
+
+def _with_tokenizer_type(settings: Settings, family: str) -> Settings:
     """Adds the tokenizer's type where the other flags imply it."""
     if "tokenizer_type" in settings:
         return settings
-    family = settings["family"].value if "family" in settings else ModelConfig.family
-    usual = family_of(samples or family).tokenizer_type
+    usual = family_of(family).tokenizer_type
     implied = implied_type(build(TokenizerConfig, settings), usual)
     if implied is None:
         return settings

@@ -40,12 +40,6 @@ class MaskedDataConfig(KindConfig):
     """BERT: task of the second head: whether the two segments of a document are swapped (as in
     Megatron and ALBERT), or whether the second one is from another document (as in
     BERT)."""
-    encoder_seq_length: int | None = option(None, derived="seq-length")
-    """T5: sequence length of the encoder, in tokens."""
-    decoder_seq_length: int | None = option(
-        None, derived="the most that an encoder input can need, rounded up to a multiple of 64"
-    )
-    """T5: sequence length of the decoder and of the labels, in tokens."""
     mean_noise_span_length: float = option(3.0)
     """T5: mean number of tokens per masked span."""
     max_noise_span_length: int = option(10)

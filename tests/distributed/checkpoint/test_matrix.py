@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from family_models import FAMILIES, MODELS, NO_DROPOUT
 from training_jobs import TINY
 
 from megatron.engine.environment import distributed
@@ -22,12 +23,22 @@ from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.run import parse_run
 
 STOP, END = 3, 6
-FLAGS = [
-    *TINY,
-    *"--num-layers 4 --num-query-groups 2 --swiglu --position-embedding-type rope".split(),
-    *"--normalization RMSNorm --attention-dropout 0 --hidden-dropout 0".split(),
-    *f"--global-batch-size 8 --train-iters {END}".split(),
-]
+RUN = [*f"--global-batch-size 8 --train-iters {END}".split(), *NO_DROPOUT]
+FLAGS = {
+    "gpt": [
+        *TINY,
+        *"--num-layers 4 --num-query-groups 2 --swiglu --position-embedding-type rope".split(),
+        *"--normalization RMSNorm".split(),
+        *RUN,
+    ],
+    "bert": [*FAMILIES["bert"], *MODELS["bert"]["post-norm"], "--num-layers", "4", *RUN],
+    "t5": [
+        *FAMILIES["t5"],
+        *MODELS["t5"]["relative"],
+        *"--num-layers 3 --decoder-num-layers 3".split(),
+        *RUN,
+    ],
+}
 LAYOUTS = {
     "dp1-zero0": (1, ""),
     "dp1-zero1": (1, "--zero-stage 1"),
@@ -58,19 +69,40 @@ LAYOUTS = {
         "--pipeline-model-parallel-size 2 --pipeline-schedule dualpipev --zero-stage 1",
     ),
 }
-NAMES = list(LAYOUTS)
-REFERENCE = NAMES[0]
+SPLIT = "pp4-split1-zero1"
+SEVEN = (
+    "dp1-zero0 dp2-zero3 tp4-sp-zero1 pp4-zero1 tp2-sp-pp2-zero1 pp2-interleaved-zero1 "
+    "pp2-dualpipev-zero1"
+).split()
+NAMES = {"gpt": list(LAYOUTS), "bert": SEVEN, "t5": [*SEVEN, SPLIT]}
+LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-rank 1"
+SAMPLE = {
+    ("bert", "tp2-sp-pp2-zero1", "dp2-zero3"),
+    ("t5", SPLIT, "tp4-sp-zero1"),
+}
+"""Of the other families than GPT."""
+TITLES = {
+    "gpt": "GPT",
+    "bert": "BERT, post-norm, with both heads",
+    "t5": "T5 with relative positions",
+}
 RTOL = {"float32": 1e-6, "bf16": 1e-3}
 """Of losses; bfloat16 keeps eight bits of float32's 24."""
 
 
 def pairs():
-    """Every pair; the sample has each layout once, as the source or as the target."""
-    for row, source in enumerate(NAMES):
-        for column, target in enumerate(NAMES):
-            in_sample = row % 2 == 0 and (column - row) % len(NAMES) == 7
-            marks = () if in_sample else (pytest.mark.proof,)
-            yield pytest.param(source, target, marks=marks, id=f"{source}-to-{target}")
+    """Every pair of each family; GPT's sample has each layout once, as the source or as the
+    target."""
+    for family, names in NAMES.items():
+        for row, source in enumerate(names):
+            for column, target in enumerate(names):
+                in_sample = row % 2 == 0 and (column - row) % len(names) == 7
+                if family != "gpt":
+                    in_sample = (family, source, target) in SAMPLE
+                marks = () if in_sample else (pytest.mark.proof,)
+                case = f"{source}-to-{target}"
+                name = case if family == "gpt" else f"{family}-{case}"
+                yield pytest.param(family, source, target, marks=marks, id=name)
 
 
 def run(argv):
@@ -139,30 +171,31 @@ def tensor_size(name):
 
 @pytest.fixture(scope="module")
 def saved(pool, tmp_path_factory):
-    """By source: where its checkpoint is, its tensors when it was saved, and the losses that one
-    process continues with, which are those of the same run without a stop."""
+    """By family and source: where its checkpoint is, its tensors when it was saved, and the losses
+    that one process continues with, which are those of the same run without a stop."""
     made = {}
 
-    def make(name):
-        if name not in made:
+    def make(family, name):
+        if (family, name) not in made:
             size, flags = LAYOUTS[name]
+            argv = FLAGS[family]
             folder = tmp_path_factory.mktemp(name)
             saving = ["--save", str(folder), "--save-interval", str(STOP)]
-            results = pool.run(size, run, [*FLAGS, *flags.split(), *saving])
+            results = pool.run(size, run, [*argv, *flags.split(), *saving])
             tensors = whole([saved for _, saved, _ in results], tensor_size(name))
             save = folder / f"global_step{STOP}"
-            reference = pool.run(1, run, [*FLAGS, "--load", str(save)])[0][2]
+            reference = pool.run(1, run, [*argv, "--load", str(save)])[0][2]
             unbroken = results[0][2].losses
             np.testing.assert_allclose(reference.losses, unbroken[STOP:], rtol=rtol(name))
-            made[name] = save, tensors, reference.losses
-        return made[name]
+            made[family, name] = save, tensors, reference.losses
+        return made[family, name]
 
     return make
 
 
 @pytest.fixture(scope="module")
 def table():
-    """Largest relative difference of a loss by pair; written when all are done."""
+    """Largest relative difference of a loss by family and pair; written when all are done."""
     cells = {}
     yield cells
     if "MEGATRON_MATRIX" in os.environ:
@@ -180,22 +213,22 @@ def markdown(cells):
         "cell with a number all weights and moments were bitwise equal after loading; the number "
         "is the largest relative difference of the next three losses from those that one process "
         "(float32) continues with.",
-        "",
-        "| from \\ to | " + " | ".join(NAMES) + " |",
-        "|---|" + "---|" * len(NAMES),
     ]
-    for source in NAMES:
-        row = (cells.get((source, target)) for target in NAMES)
-        shown = " | ".join("-" if cell is None else f"{cell:.0e}" for cell in row)
-        lines.append(f"| {source} | {shown} |")
+    for family, names in NAMES.items():
+        lines += ["", f"## {TITLES[family]}", "", "| from \\ to | " + " | ".join(names) + " |"]
+        lines.append("|---|" + "---|" * len(names))
+        for source in names:
+            row = (cells.get((family, source, target)) for target in names)
+            shown = " | ".join("-" if cell is None else f"{cell:.0e}" for cell in row)
+            lines.append(f"| {source} | {shown} |")
     return "\n".join(lines) + "\n"
 
 
-@pytest.mark.parametrize(("source", "target"), list(pairs()))
-def test_any_layout_continues_any(pool, saved, table, source, target):
-    save, tensors, losses = saved(source)
+@pytest.mark.parametrize(("family", "source", "target"), list(pairs()))
+def test_any_layout_continues_any(pool, saved, table, family, source, target):
+    save, tensors, losses = saved(family, source)
     size, flags = LAYOUTS[target]
-    results = pool.run(size, run, [*FLAGS, *flags.split(), "--load", str(save)])
+    results = pool.run(size, run, [*FLAGS[family], *flags.split(), "--load", str(save)])
     loaded = whole([before for before, _, _ in results], tensor_size(target))
     assert loaded.keys() == tensors.keys()
     assert {kind for _, kind in loaded} == {"weight", "exp_avg", "exp_avg_sq"}
@@ -204,4 +237,4 @@ def test_any_layout_continues_any(pool, saved, table, source, target):
     found = results[0][2].losses
     assert len(found) == END - STOP
     np.testing.assert_allclose(found, losses, rtol=rtol(target))
-    table[source, target] = float(np.max(np.abs(np.divide(found, losses) - 1)))
+    table[family, source, target] = float(np.max(np.abs(np.divide(found, losses) - 1)))

@@ -7,6 +7,7 @@ import random
 
 import numpy as np
 import pytest
+from family_models import FAMILIES, MODELS
 from training_jobs import TINY, train
 
 STEPS = 8
@@ -17,6 +18,9 @@ DELAYED = [
     *("--bf16", "--fp8-format", "hybrid", "--fp8-recipe", "delayed"),
     *("--fp8-amax-history-len", "3", "--fp8-amax-compute-algo", "max"),
 ]
+BERT = [*FAMILIES["bert"], *"--num-layers 2 --eval-iters 1 --zero-stage 1".split()]
+T5 = [*FAMILIES["t5"], *MODELS["t5"]["relative"], *"--num-layers 2 --decoder-num-layers 2".split()]
+T5 += ["--eval-iters", "1", "--zero-stage", "1"]
 CASES = {
     "zero0": (1, ["--zero-stage", "0"]),
     "zero0-dp2": (2, ["--zero-stage", "0"]),
@@ -69,9 +73,25 @@ CASES = {
     "fp8-delayed": (2, ["--zero-stage", "1", *DELAYED]),
     "fp8-delayed-pp2": (2, [*DELAYED, "--pipeline-model-parallel-size", "2"]),
     "fp8-zero3": (2, ["--zero-stage", "3", "--bf16", "--fp8-format", "e4m3"]),
+    "bert-zero1-tp2-sp": (
+        2,
+        [*BERT, *"--tensor-model-parallel-size 2 --sequence-parallel".split()],
+    ),
+    "bert-zero3-dp2-bf16": (2, [*BERT, "--zero-stage", "3", "--bf16"]),
+    "bert-zero1-pp2-fp16": (2, [*BERT, *FP16, "--pipeline-model-parallel-size", "2"]),
+    "t5-zero0-pp2": (2, [*T5, "--zero-stage", "0", "--pipeline-model-parallel-size", "2"]),
+    "t5-zero1-pp2-dp2-split": (
+        4,
+        [
+            *T5,
+            *("--pipeline-model-parallel-size", "2"),
+            *("--pipeline-model-parallel-split-rank", "1"),
+        ],
+    ),
+    "t5-zero2-dp2-bf16": (2, [*T5, "--zero-stage", "2", "--bf16"]),
 }
 SAMPLE = {"zero0", "zero1-dp2-fp16", "zero2-dp2-bf16", "zero3-dp2", "zero1-pp2-dp2-fp16", "sgd"}
-SAMPLE |= {"fp8-delayed"}
+SAMPLE |= {"fp8-delayed", "bert-zero1-tp2-sp", "t5-zero0-pp2"}
 """Cases of every test run; `make proof` runs all, each with several stops."""
 RANDOM = random.Random(20)
 

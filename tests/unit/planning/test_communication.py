@@ -7,6 +7,7 @@ import pytest
 from megatron.config.layouts import Layout
 from megatron.parallel.pipeline_schedules import PipelineSchedule
 from megatron.parallel.timeline import transfer_of
+from megatron.planning.parameters import rank_shares
 from megatron.planning.step_time import (
     data_bytes,
     hidden_bytes,
@@ -16,13 +17,15 @@ from megatron.planning.step_time import (
 )
 
 HALF = {"precision": "bf16", "zero": 1}
+LENGTH = 128
+"""Tokens of a sample of the small models."""
 
 
 def test_tensor_parallelism_is_four_all_reduces(small):
     model = small()
     hidden = 2 * 3 * model.seq_length * model.hidden_size
     layout = Layout(tensor=4, **HALF)
-    assert hidden_bytes(model, layout, 3) == hidden
+    assert hidden_bytes(model, layout, 3 * LENGTH) == hidden
     assert tensor_bytes_per_block(model, layout, 3) == 4 * 2 * 3 / 4 * hidden
     assert tensor_bytes_per_block(model, Layout(**HALF), 3) == 0
 
@@ -31,7 +34,7 @@ def test_sequence_parallelism_gathers_two_inputs_again(small):
     model, layout = small(), Layout(tensor=4, **HALF)
     split = dataclasses.replace(layout, sequence=True)
     more = tensor_bytes_per_block(model, split, 1) - tensor_bytes_per_block(model, layout, 1)
-    assert more == 2 * 3 / 4 * hidden_bytes(model, layout, 1)
+    assert more == 2 * 3 / 4 * hidden_bytes(model, layout, LENGTH)
 
 
 def test_full_recomputation_sends_the_forward_again(small):
@@ -43,7 +46,7 @@ def test_full_recomputation_sends_the_forward_again(small):
 
 def test_pipeline_sends_forward_and_backward(small):
     model = small()
-    one = hidden_bytes(model, Layout(**HALF), 2)
+    one = hidden_bytes(model, Layout(**HALF), 2 * LENGTH)
     layout = Layout(tensor=2, pipeline=2, **HALF)
     assert pipeline_bytes(model, layout, 2, 8) == 2 * 8 * one
     twice = dataclasses.replace(layout, schedule="interleaved", chunks=2)
@@ -58,7 +61,7 @@ def test_pipeline_against_the_messages(small, schedule, chunks):
     real = PipelineSchedule(schedule, 4, chunks, 8)
     sends = [transfer_of(real, action) for action in real.actions(1)]
     layout = Layout(pipeline=4, schedule=schedule, chunks=chunks, **HALF)
-    one = hidden_bytes(small(), layout, 1)
+    one = hidden_bytes(small(), layout, LENGTH)
     assert pipeline_bytes(small(), layout, 1, 8) == one * sum(send is not None for send in sends)
 
 
@@ -82,10 +85,16 @@ def test_copies_of_a_tied_table_exchange_their_gradients(small):
     """V H / t elements of a sum over two ranks; only where there are two copies."""
     tied, layout = small(tensor=2), Layout(tensor=2, pipeline=2, **HALF)
     elements = tied.vocabulary.padded * tied.hidden_size / 2
-    assert tied_bytes(tied, layout) == 2 * elements
-    assert tied_bytes(tied, dataclasses.replace(layout, grads_in_fp32=True)) == 4 * elements
-    assert tied_bytes(tied, dataclasses.replace(layout, zero=0)) == 4 * elements
-    assert tied_bytes(tied, dataclasses.replace(layout, pipeline=1)) == 0
-    assert tied_bytes(small("gpt2 untied", 2), layout) == 0
+
+    def of_first(model, layout):
+        held, sent = tied_bytes(layout, rank_shares(model, layout)[0])
+        assert held == sent  # a ring of two
+        return held
+
+    assert of_first(tied, layout) == 2 * elements
+    assert of_first(tied, dataclasses.replace(layout, grads_in_fp32=True)) == 4 * elements
+    assert of_first(tied, dataclasses.replace(layout, zero=0)) == 4 * elements
+    assert of_first(tied, dataclasses.replace(layout, pipeline=1)) == 0
+    assert of_first(small("gpt2 untied", 2), layout) == 0
     both_ends = dataclasses.replace(layout, schedule="dualpipev", chunks=2)
-    assert tied_bytes(tied, both_ends) == 0
+    assert of_first(tied, both_ends) == 0

@@ -54,25 +54,29 @@ class T5Recipe(SegmentRecipe[T5Sample]):
 
     @classmethod
     def from_config(
-        cls, config: MaskedDataConfig, tokenizer: Tokenizer, seq_length: int, seed: int
+        cls,
+        config: MaskedDataConfig,
+        tokenizer: Tokenizer,
+        lengths: tuple[int, int | None],
+        seed: int,
     ) -> T5Recipe:
-        """The recipe that the flags describe; `seq_length` is --seq-length. Raises ConfigError if a
+        """The recipe that the flags describe; `lengths` are those of the encoder and the decoder,
+        None for the default. Raises ConfigError if a
         flag's value is out of its range, or the vocabulary has too few sentinels; ValueError if the
         vocabulary lacks a special token."""
-        config.check_shares()
-        if config.mean_noise_span_length < 1:
-            raise ConfigError(
-                f"--mean-noise-span-length {config.mean_noise_span_length} must be at least 1"
+        corruption = SpanCorruption.of(config)
+        encoder, decoder = lengths
+        needed = _needed(corruption, encoder)
+        if decoder is None:
+            decoder = decoder_length(config, encoder)
+        elif decoder < needed:
+            logger.warning(
+                "--decoder-seq-length %d is less than the %d tokens that the targets of a full "
+                "encoder input of %d need: the encoder's inputs are shorter than they could be",
+                decoder,
+                needed,
+                encoder,
             )
-        if config.max_noise_span_length < config.mean_noise_span_length:
-            raise ConfigError(
-                f"--max-noise-span-length {config.max_noise_span_length} is below "
-                f"--mean-noise-span-length {config.mean_noise_span_length}"
-            )
-        corruption = SpanCorruption(
-            config.mask_prob, config.mean_noise_span_length, config.max_noise_span_length
-        )
-        encoder, decoder = _sequence_lengths(config, seq_length, corruption)
         tokens = corruption.most_tokens(encoder, decoder)
         if tokens < SHORTEST:
             raise ConfigError(
@@ -160,6 +164,21 @@ class SpanCorruption:
     max_span: int
     """Most tokens of a span."""
 
+    @classmethod
+    def of(cls, config: MaskedDataConfig) -> SpanCorruption:
+        """Those of the flags; ConfigError if a flag's value is out of its range."""
+        config.check_shares()
+        if config.mean_noise_span_length < 1:
+            raise ConfigError(
+                f"--mean-noise-span-length {config.mean_noise_span_length} must be at least 1"
+            )
+        if config.max_noise_span_length < config.mean_noise_span_length:
+            raise ConfigError(
+                f"--max-noise-span-length {config.max_noise_span_length} is below "
+                f"--mean-noise-span-length {config.mean_noise_span_length}"
+            )
+        return cls(config.mask_prob, config.mean_noise_span_length, config.max_noise_span_length)
+
     def counts(self, tokens: int) -> SpanCounts:
         """The counts for `tokens` >= 1 tokens."""
         noise = min(max(1, round(tokens * self.noise_density)), max(1, tokens - 1))
@@ -207,22 +226,14 @@ class SpanCorruption:
         return sizes_K
 
 
-def _sequence_lengths(
-    config: MaskedDataConfig, seq_length: int, corruption: SpanCorruption
-) -> tuple[int, int]:
-    encoder = seq_length if config.encoder_seq_length is None else config.encoder_seq_length
-    unlimited = int(2 * encoder / (1 - config.mask_prob)) + _DECODER_MULTIPLE
+def decoder_length(config: MaskedDataConfig, encoder: int) -> int:
+    """The default of --decoder-seq-length for an encoder's input of `encoder` tokens."""
+    needed = _needed(SpanCorruption.of(config), encoder)
+    return -(-needed // _DECODER_MULTIPLE) * _DECODER_MULTIPLE
+
+
+def _needed(corruption: SpanCorruption, encoder: int) -> int:
+    """Tokens of the longest labels of an encoder's input of at most `encoder` tokens."""
+    unlimited = int(2 * encoder / (1 - corruption.noise_density)) + _DECODER_MULTIPLE
     tokens = corruption.most_tokens(encoder, unlimited)
-    needed = max((corruption.counts(n).decoder for n in range(1, tokens + 1)), default=1)
-    decoder = config.decoder_seq_length
-    if decoder is None:
-        decoder = -(-needed // _DECODER_MULTIPLE) * _DECODER_MULTIPLE
-    elif decoder < needed:
-        logger.warning(
-            "--decoder-seq-length %d is less than the %d tokens that the targets of a full encoder "
-            "input of %d need: the encoder's inputs are shorter than they could be",
-            decoder,
-            needed,
-            encoder,
-        )
-    return encoder, decoder
+    return max((corruption.counts(n).decoder for n in range(1, tokens + 1)), default=1)

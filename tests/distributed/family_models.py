@@ -1,0 +1,78 @@
+"""BERTs and T5s that train in milliseconds, as flags, for the tests of every layout."""
+
+from __future__ import annotations
+
+from megatron.config.layouts import Layout, parse_layout
+
+COMMON = (
+    "--hidden-size 32 --num-attention-heads 4 --seq-length 16 --max-position-embeddings 16 "
+    "--micro-batch-size 2 --lr 1e-2 --weight-decay 0.1 --tokenizer-type NullTokenizer "
+    "--vocab-size 99 --mock-data --short-seq-prob 0.4 --num-workers 0 --eval-iters 0 "
+    "--peak-tflops 1 --log-interval 1000"
+).split()
+NO_DROPOUT = "--hidden-dropout 0 --attention-dropout 0".split()
+FAMILIES = {
+    "bert": ["--model-family", "bert", "--num-layers", "8", *COMMON],
+    "t5": [
+        *("--model-family", "t5", "--num-layers", "4", "--decoder-num-layers", "4"),
+        *("--decoder-seq-length", "8"),
+        *COMMON,
+    ],
+}
+"""Flags of each family: as many blocks as the stages of the largest layout."""
+
+POST_NORM = ["--apply-residual-connection-post-layernorm"]
+MODERN = (
+    "--use-rotary-position-embeddings --normalization RMSNorm --swiglu --disable-bias-linear"
+).split()
+RELATIVE = (
+    "--position-embedding-type relative --relative-attention-num-buckets 8 "
+    "--relative-attention-max-distance 12 --normalization RMSNorm --disable-bias-linear "
+    "--query-pre-attn-scalar 1"
+).split()
+UNTIED = ["--untie-embeddings-and-output-weights"]
+FULL = "--recompute-granularity full --recompute-num-layers 3".split()
+BLOCK = "--recompute-granularity full --recompute-method block".split()
+SELECTIVE = ["--recompute-activations"]
+MODELS: dict[str, dict[str, list[str]]] = {
+    "bert": {
+        "pre-norm": [],
+        "post-norm": POST_NORM,
+        "lm-only": ["--bert-no-binary-head"],
+        "post-norm-lm-only": [*POST_NORM, "--bert-no-binary-head", *SELECTIVE],
+        "untied": UNTIED,
+        "modern": [*MODERN, "--num-query-groups", "2", "--bert-no-binary-head"],
+        "recompute-full": FULL,
+        "recompute-block": [*BLOCK, *POST_NORM],
+        "recompute-selective": SELECTIVE,
+        "next-sentence": [*POST_NORM, "--bert-pair-task", "next-sentence", *UNTIED],
+    },
+    "t5": {
+        "learned": [],
+        "learned-untied": UNTIED,
+        "relative": [*RELATIVE, "--relu", "--scale-head-input"],
+        "relative-untied": [*RELATIVE, *UNTIED, "--glu-activation", "geglu"],
+        "uneven": [*RELATIVE, "--num-layers", "3", "--decoder-num-layers", "5"],
+        "partition": ["--pipeline-partition", "parameters"],
+        "rotary": [*MODERN, "--num-query-groups", "1"],
+        "recompute-full": [*FULL, *RELATIVE, "--scale-head-input"],
+        "recompute-block": [*BLOCK, *RELATIVE],
+        "recompute-selective": [*SELECTIVE, *RELATIVE, *UNTIED],
+    },
+}
+"""By family and name, the flags of models that differ in what crosses ranks and stages."""
+
+
+def split_ranks(layout: Layout) -> list[int]:
+    """Every pipeline rank where a decoder can start; none where its start follows from the number
+    of blocks alone."""
+    return list(range(1, layout.pipeline)) if layout.chunks == 1 else []
+
+
+def flags(family: str, model: str, layout: str, times: int = 1) -> tuple[int, list[str]]:
+    """Processes of a layout, and the flags of a model for it, without those of the layout:
+    ``times`` the fewest micro batches that its schedule takes."""
+    parsed = parse_layout(layout)
+    batch = 2 * parsed.fewest_micro_batches * times * parsed.data
+    argv = [*FAMILIES[family], *MODELS[family][model], "--global-batch-size", str(batch)]
+    return parsed.processes, argv

@@ -1,0 +1,132 @@
+"""BERT and T5: every gradient of every layout against one process, and training through the engine.
+
+As test_gradients.py and test_training.py do it for GPT. T5's decoder also starts at each rank of a
+pipeline (``--pipeline-model-parallel-split-rank``).
+"""
+
+from functools import cache
+
+import pytest
+from family_models import FAMILIES, MODELS, NO_DROPOUT, flags, split_ranks
+from training_jobs import LAYOUTS, gradients, train, train_plainly
+
+from megatron.config.layouts import parse_layout
+from megatron.families import spec_of
+from megatron.parallel.tensor_parallel import TensorParallel
+from megatron.parity.gradients import first_difference, reference_gradients
+from megatron.parity.runs import Drift, rounding_noise
+from megatron.training.run import parse_run
+
+ALL = (*LAYOUTS, "pp2-interleaved-v4", "tp2-pp2-interleaved-v4")
+SAMPLE = {
+    "bert": (
+        "tp2-sp/pre-norm pp2-dualpipev/post-norm tp2-pp2/untied pp2-interleaved/recompute-full"
+    ).split(),
+    "t5": (
+        "tp2-sp/relative-untied pp2-split1/learned pp4-split1/relative "
+        "tp2-sp-pp2-interleaved/recompute-full pp2-dualpipev/uneven"
+    ).split(),
+}
+"""What the normal run has; `make proof` has the rest."""
+
+
+@cache
+def reference(*argv: str):
+    return reference_gradients(list(argv))
+
+
+@cache
+def layers_of(*argv: str):
+    config = parse_run(None, argv).config
+    return spec_of(config.model, config.parallel).layers(TensorParallel())
+
+
+def largest(records, expected) -> float:
+    """The largest difference of a gradient, relative to what is allowed to be 1e-12."""
+    whole = {g.name: g for g in expected.gradients}
+    top = max(float(g.values.abs().max()) for g in expected.gradients)
+    found = 0.0
+    for record in records:
+        for own in record.gradients:
+            reference = whole[own.name]
+            values = reference.shard.join([reference.values])
+            share = own.shard.cut(values, record.coordinates)
+            scale = max(float(values.abs().max()), 1e-3 * top)
+            found = max(found, float((own.values - share).abs().max()) / scale)
+    return found
+
+
+def cells():
+    """Family, layout, rank where a decoder starts (0: as it is derived), model, micro batches."""
+    for family, models in MODELS.items():
+        for layout in ALL:
+            splits = [0, *split_ranks(parse_layout(layout))] if family == "t5" else [0]
+            for model in models:
+                for split in splits:
+                    if split and model in ("partition", "uneven"):
+                        continue
+                    name = f"{layout}-split{split}" if split else layout
+                    for times in (1, 2):
+                        chosen = f"{name}/{model}" in SAMPLE[family] and times == 1
+                        marks = () if chosen else (pytest.mark.proof,)
+                        case = f"{family}-{name}-{model}-{times}"
+                        yield pytest.param(
+                            family, layout, split, model, times, marks=marks, id=case
+                        )
+
+
+@pytest.mark.parametrize(("family", "layout", "split", "model", "times"), list(cells()))
+def test_gradients_against_one_process(pool, family, layout, split, model, times):
+    size, argv = flags(family, model, layout, times)
+    argv += ["--train-iters", "1", *NO_DROPOUT]
+    expected = reference(*argv)
+    more = ["--pipeline-model-parallel-split-rank", str(split)] if split else []
+    records = pool.run(size, gradients, [*argv, *parse_layout(layout).flags(), *more])
+    assert first_difference(records, expected, layers_of(*argv)) is None
+    print(f"largest difference: {family} {largest(records, expected):.1e}")
+
+
+DROPOUT = {
+    "all": [],
+    "hidden": ["--attention-dropout", "0"],
+    "none": NO_DROPOUT,
+}
+TRAINED = {"bert": ("pre-norm", "post-norm"), "t5": ("learned", "relative")}
+TRAINED_SAMPLE = {"bert-tp2-sp-zero1-post-norm", "t5-pp2-zero1-relative"}
+STEPS = 12
+
+
+@cache
+def plain(family: str, model: str, dropout: str):
+    argv = [*FAMILIES[family], *MODELS[family][model], *DROPOUT[dropout]]
+    argv += ["--global-batch-size", "8", "--train-iters", str(STEPS), "--lr-warmup-iters", "3"]
+    argv += ["--lr-decay-style", "cosine"]
+    expected = train_plainly(argv)
+    return argv, expected, rounding_noise(argv, expected)
+
+
+def trainings():
+    for family, models in TRAINED.items():
+        for layout in LAYOUTS:
+            parsed = parse_layout(layout)
+            if 2 * parsed.fewest_micro_batches * parsed.data > 8:
+                continue
+            for stage in (0, 1) if parsed.pipeline > 1 else (0, 1, 2, 3):
+                for model in models:
+                    chosen = f"{family}-{layout}-zero{stage}-{model}" in TRAINED_SAMPLE
+                    marks = () if chosen else (pytest.mark.proof,)
+                    yield pytest.param(family, f"{layout}-zero{stage}", model, marks=marks)
+
+
+@pytest.mark.parametrize(("family", "layout", "model"), list(trainings()))
+def test_training_against_plain_torch(pool, family, layout, model):
+    parsed = parse_layout(layout)
+    argv, expected, noise = plain(family, model, parsed.dropout)
+    record = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)[0]
+    drift = Drift.between([record], expected)
+    print(
+        f"training: {family} {layout} {model}: loss drift {drift.losses.max():.1e} (noise "
+        f"{noise.losses.max():.1e}), norm drift {drift.norms.max():.1e} ({noise.norms.max():.1e})"
+    )
+    assert drift.within(noise, expected)
+    assert expected.losses[-1] < expected.losses[0] - 0.1, "the run must learn something"
