@@ -63,6 +63,13 @@ MODELS: dict[str, dict[str, list[str]]] = {
 """By family and name, the flags of models that differ in what crosses ranks and stages."""
 
 
+def blocks(family: str, count: int) -> list[str]:
+    """The flags of so many blocks, of T5 half of them in the decoder."""
+    if family == "bert":
+        return ["--num-layers", str(count)]
+    return ["--num-layers", str(count - count // 2), "--decoder-num-layers", str(count // 2)]
+
+
 def split_ranks(layout: Layout) -> list[int]:
     """Every pipeline rank where a decoder can start; none where its start follows from the number
     of blocks alone."""

@@ -7,7 +7,7 @@ pipeline (``--pipeline-model-parallel-split-rank``).
 from functools import cache
 
 import pytest
-from family_models import FAMILIES, MODELS, NO_DROPOUT, flags, split_ranks
+from family_models import FAMILIES, MODELS, NO_DROPOUT, blocks, flags, split_ranks
 from training_jobs import LAYOUTS, gradients, train, train_plainly
 
 from megatron.config.layouts import parse_layout
@@ -93,12 +93,13 @@ DROPOUT = {
 }
 TRAINED = {"bert": ("pre-norm", "post-norm"), "t5": ("learned", "relative")}
 TRAINED_SAMPLE = {"bert-tp2-sp-zero1-post-norm", "t5-pp2-zero1-relative"}
-STEPS = 12
+STEPS = 8
 
 
 @cache
-def plain(family: str, model: str, dropout: str):
+def plain(family: str, model: str, stages: int, dropout: str):
     argv = [*FAMILIES[family], *MODELS[family][model], *DROPOUT[dropout]]
+    argv += blocks(family, stages)
     argv += ["--global-batch-size", "8", "--train-iters", str(STEPS), "--lr-warmup-iters", "3"]
     argv += ["--lr-decay-style", "cosine"]
     expected = train_plainly(argv)
@@ -121,7 +122,8 @@ def trainings():
 @pytest.mark.parametrize(("family", "layout", "model"), list(trainings()))
 def test_training_against_plain_torch(pool, family, layout, model):
     parsed = parse_layout(layout)
-    argv, expected, noise = plain(family, model, parsed.dropout)
+    stages = parsed.pipeline * parsed.chunks
+    argv, expected, noise = plain(family, model, max(2, stages), parsed.dropout)
     record = pool.run(parsed.processes, train, [*argv, *parsed.flags()], timeout=300)[0]
     drift = Drift.between([record], expected)
     print(
