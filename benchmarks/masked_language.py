@@ -42,8 +42,8 @@ MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
     "--max-position-embeddings 128 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 16 "
     "--tokenizer-type BertWordPieceLowerCase --adam-beta2 0.98 --weight-decay 0.01 "
-    "--lr-decay-style linear --lr-warmup-fraction 0.1 --num-workers 0 --eval-iters 0 "
-    "--log-interval 100 --peak-tflops 1 --zero-stage 0"
+    "--lr-decay-style linear --lr-warmup-fraction 0.1 --num-workers 0 --eval-iters 32 "
+    "--eval-interval 1000000 --log-interval 100 --peak-tflops 1 --zero-stage 0"
 ).split()
 
 
@@ -192,35 +192,38 @@ def held_out_losses(trainer: Trainer, task: Task, tokenizer: Any) -> tuple[float
     return whole_loss, part_loss
 
 
-def baselines(family: str, task: Task, flags: Sequence[str]) -> dict[str, dict[str, float]]:
+def baselines(family: str, task: Task, flags: Sequence[str]) -> dict[str, Any]:
     """Losses of n-grams on the same hidden tokens, fitted to the training text, each document
     once."""
-    long = [*flags, "--train-iters", "100000"]
-    run = parse_run(None, long, family)
+    run = parse_run(None, flags, family)
+    tokens = int(IndexedDataset(run.config.data.train_data_path[0]).sequence_lengths.sum())
+    enough = 2 * tokens // (run.config.model.seq_length * run.config.training.micro_batch_size)
+    run = parse_run(None, [*flags, "--train-iters", str(enough)], family)
     data, tokenizer = run_data(run), run.tokenizer
-    texts = list(training_texts(data, task, run.config.data.train_data_path[0], tokenizer))
+    texts = list(training_texts(data, task, tokens, tokenizer))
     bigram = Bigram.fit(texts, tokenizer.vocab_size)
     (held_out,) = data.datasets.valid.values()
     hidden = [task.text(held_out[i], tokenizer) for i in range(SAMPLES)]
     one_by_one = hidden[0].shown is None
     mask = -1 if one_by_one else tokenizer.mask
     losses = token_losses(bigram, hidden, mask, one_by_one)
-    part = np.concatenate([text.shown == mask for text in hidden if text.shown is not None] or [])
-    result = {}
+    means: dict[str, dict[str, float | None]] = {}
     for name, values in vars(losses).items():
-        whole, alone = (values.mean(), values[part].mean()) if len(part) else (None, values.mean())
-        result[name] = {"whole": whole, "part": alone}
-    return result
+        if one_by_one:
+            means[name] = {"whole": None, "part": values.mean()}
+        else:
+            alone = np.concatenate([text.shown for text in hidden]) == mask
+            means[name] = {"whole": values.mean(), "part": values[alone].mean()}
+    return means
 
 
 def training_texts(
-    data: TrainingData, task: Task, prefix: str, tokenizer: Any
+    data: TrainingData, task: Task, tokens: int, tokenizer: Any
 ) -> Iterator[np.ndarray[Any, Any]]:
-    """The texts of the first samples, until they have as many tokens as the training data."""
-    left = int(IndexedDataset(prefix).sequence_lengths.sum())
+    """The texts of the first samples, until they have this many tokens."""
     samples = data.datasets.train
     assert samples is not None
-    number = 0
+    number, left = 0, tokens
     while left > 0:
         text = task.text(samples[number], tokenizer).text
         yield text
@@ -228,7 +231,7 @@ def training_texts(
         number += 1
 
 
-def table(task: Task, model: dict[str, Any], ngrams: dict[str, dict[str, float]]) -> str:
+def table(task: Task, model: dict[str, Any], ngrams: dict[str, Any]) -> str:
     """Rows of n-grams and of the model."""
     lines = [f"| | {task.whole_name} | {task.part_name} |", "|---|---|---|"]
     names = {
