@@ -197,8 +197,9 @@ def baselines(family: str, task: Task, flags: Sequence[str]) -> dict[str, Any]:
     once."""
     run = parse_run(None, flags, family)
     tokens = int(IndexedDataset(run.config.data.train_data_path[0]).sequence_lengths.sum())
-    enough = 2 * tokens // (run.config.model.seq_length * run.config.training.micro_batch_size)
-    run = parse_run(None, [*flags, "--train-iters", str(enough)], family)
+    config = run.config
+    size = config.model.seq_length * (config.training.micro_batch_size or 1)
+    run = parse_run(None, [*flags, "--train-iters", str(2 * tokens // size)], family)
     data, tokenizer = run_data(run), run.tokenizer
     texts = list(training_texts(data, task, tokens, tokenizer))
     bigram = Bigram.fit(texts, tokenizer.vocab_size)
