@@ -111,11 +111,14 @@ def samples(kind: str, count: int) -> dict[str, float]:
     """CPU seconds of one sample of 512 tokens."""
     documents = MadeUpDocuments.of(300_000)
     config = MaskedDataConfig(
-        bert_binary_head=kind != "none",
         bert_pair_task=kind if kind in PAIR_TASKS else "next-sentence",
     )
-    made_by = T5Recipe if kind == "T5" else BertRecipe
-    recipe = made_by.from_config(config, TOKENIZER, SEQ_LENGTH, 1)  # type: ignore[arg-type]
+    recipe: T5Recipe | BertRecipe
+    if kind == "T5":
+        recipe = T5Recipe.from_config(config, TOKENIZER, SEQ_LENGTH, 1)  # type: ignore[arg-type]
+    else:
+        paired = kind != "none"
+        recipe = BertRecipe.from_config(config, TOKENIZER, SEQ_LENGTH, 1, paired)  # type: ignore[arg-type]
     units = range(len(documents.document_indices) - 1)
     dataset = recipe.build(documents, units, 10_000, "train", IndexCache(None))  # type: ignore[arg-type]
     chosen = np.random.default_rng(0).integers(0, len(dataset), count).tolist()

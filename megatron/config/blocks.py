@@ -35,8 +35,9 @@ class _Attention:
     """Values that need no resolving."""
 
     sliding_window: int | None = option(None, bounds=POSITIVE, role="results")
-    """Sliding-window attention: number of tokens that a query attends to, itself included. Without
-    it a query attends to all tokens before it."""
+    """Sliding-window attention: number of tokens that a query attends to, itself included; where
+    attention is bidirectional, those at most half of it away on either side, as ModernBERT's
+    local_attention. Without it a query attends to all tokens before it, or to all."""
     window_attn_skip_freq: int | None = option(None, bounds=POSITIVE, role="results")
     """Every N-th block uses full attention instead of --sliding-window."""
     attn_logit_softcapping: float | None = option(None, bounds=POSITIVE, role="results")
@@ -102,7 +103,7 @@ class AttentionConfig(_Attention):
     proj_bias: bool
 
     def window(self, layer: int) -> int | None:
-        """Tokens that a query of block ``layer`` (from 0) attends to, itself included; or None."""
+        """``sliding_window`` of block ``layer`` (from 0); None for attention to all tokens."""
         every = self.window_attn_skip_freq
         skipped = every is not None and (layer + 1) % every == 0
         return None if skipped else self.sliding_window
@@ -185,7 +186,8 @@ class MLPFlags:
     squared_relu: bool = option(False, role="results", megatron=True)
     """Squared ReLU in the MLP instead of GELU."""
     openai_gelu: bool = option(False, megatron=True)
-    """GELU in its tanh approximation, which is already the default."""
+    """GELU in its tanh approximation, which is already the default in MLPs; in BERT's output head
+    too, where the default is exact."""
     bias_gelu_fusion: bool = option(True, off="--no-bias-gelu-fusion", megatron=True)
     """Exact GELU (erf) instead of its tanh approximation, as in Megatron's unfused path."""
 
@@ -197,6 +199,7 @@ class MLPConfig:
     ffn_hidden_size: int
     activation: str
     bias: bool
+    openai_gelu: bool = False
 
     @property
     def gated(self) -> bool:
@@ -210,6 +213,7 @@ class MLPConfig:
             "swiglu": self.activation == "swiglu",
             "relu": self.activation == "relu",
             "squared_relu": self.activation == "squared_relu",
+            "openai_gelu": self.openai_gelu,
             "bias_gelu_fusion": self.activation != "gelu_erf",
         }
 
@@ -224,7 +228,9 @@ def resolve_mlp(
         width = int(hidden_size * 8 / 3) // 64 * 64 or hidden_size
         how = "8/3 x hidden-size, rounded down to a multiple of 64"
     width = resolver.fill("ffn_hidden_size", flags.ffn_hidden_size, width, how)
-    return MLPConfig(ffn_hidden_size=width, activation=activation, bias=bias)
+    return MLPConfig(
+        ffn_hidden_size=width, activation=activation, bias=bias, openai_gelu=flags.openai_gelu
+    )
 
 
 def _activation(flags: MLPFlags, resolver: ConfigResolver) -> str:
@@ -277,6 +283,9 @@ class NormConfig:
     """Apply the norm to the embeddings before the first block."""
     post_norm: bool = option(False, role="weights")
     """Also apply a norm to the outputs of attention and MLP, before the residual addition."""
+    apply_residual_connection_post_layernorm: bool = option(False, role="weights", megatron=True)
+    """Add the outputs of attention and MLP to the output of the norm before them instead of its
+    input, as in the original BERT: each residual sum is then normalised."""
 
     @property
     def traits(self) -> NormTraits:

@@ -17,6 +17,7 @@ from megatron.config.blocks import (
 )
 from megatron.config.flags import (
     FRACTION,
+    NOT_NEGATIVE,
     POSITIVE,
     ConfigResolver,
     Setting,
@@ -75,6 +76,14 @@ class _Network:
     """Compute attention and MLP of a block in parallel, from the same hidden states."""
     shared_parallel_norm: bool = option(False, role="weights")
     """One norm for attention and MLP; needs --parallel-residual."""
+    bert_binary_head: bool = option(
+        True, off="--bert-no-binary-head", role="weights", megatron=True
+    )
+    """BERT: no pooler, no second head, which predicts whether two segments belong together, and no
+    token types; one segment per sample."""
+    num_tokentypes: int | None = option(None, bounds=NOT_NEGATIVE, role="weights")
+    """BERT: rows of the token type embedding; 0 for none. By default 2 with the second head, else
+    0."""
     hidden_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
     """Dropout probability of the embeddings and of the outputs of attention and MLP."""
     init_method_std: float = option(0.02, bounds=POSITIVE, megatron=True)
@@ -160,8 +169,14 @@ class ModelConfig(_Network):
         return self.num_layers + (self.decoder_num_layers or 0)
 
     @property
+    def token_types(self) -> int:
+        """Rows of the token type embedding of a family that has one."""
+        given = self.num_tokentypes
+        return given if given is not None else 2 if self.bert_binary_head else 0
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """Tokens that a query of each block attends to, itself included; None for all."""
+        """``--sliding-window`` of each block, None for attention to all tokens."""
         return tuple(self.attention.window(layer) for layer in range(self.num_layers))
 
     def with_vocabulary(self, size: int, tensor_size: int = 1) -> ModelConfig:
@@ -237,6 +252,11 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         flags.parallel_residual or not flags.shared_parallel_norm,
         "--shared-parallel-norm needs --parallel-residual: only then do attention and MLP start "
         "from the same hidden states",
+    )
+    resolver.check(
+        not (flags.parallel_residual and flags.apply_residual_connection_post_layernorm),
+        "--apply-residual-connection-post-layernorm contradicts --parallel-residual, where nothing "
+        "is added to the output of a norm; leave one of them out",
     )
     return ModelConfig(
         **shared(flags, _Network),

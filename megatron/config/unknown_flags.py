@@ -57,9 +57,6 @@ REFUSED = {
         "positions are those of --position-embedding-type"
     ),
     "--window-size": "use --sliding-window N+1 for a window of N tokens before each token",
-    "--apply-residual-connection-post-layernorm": (
-        "residuals start before the norm; --post-norm adds norms after attention and MLP"
-    ),
     "--init-method-xavier-uniform --embedding-init-method-std": (
         "all weights start from the normal distribution of --init-method-std"
     ),

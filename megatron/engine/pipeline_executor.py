@@ -253,11 +253,11 @@ class PipelineExecutor(PipelineEngine):
         return place[key]
 
     def _reduce_tied_gradients(self) -> None:
-        """Sums the gradients of tied weights over the stages that have a copy. DeepSpeed's own
+        """Sums the gradients of tied parameters over the stages that have a copy. DeepSpeed's own
         method reads ``weight.grad``, which is empty when fp16 gradients are accumulated in
         float32."""
         data = self._mesh.data
-        for weight, tied_group in self.module.get_tied_weights_and_groups():
+        for weight, tied_group in self.module.tied_parameters():
             gradient = self._accumulated(weight)
             # The copies must stay bitwise equal. DeepSpeed averages over data-parallel ranks in
             # buckets that differ between the stages, and so does the order of sums of three or

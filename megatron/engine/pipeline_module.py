@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +61,12 @@ class StageModule(PlacedModule):
     def forward(self, stage: int, state: LayerState) -> LayerState:
         return self.sequences[stage](state)
 
+    def tied_parameters(self) -> Iterator[tuple[nn.Parameter, dist.ProcessGroup]]:
+        """The parameters of tied layers of this process, each with the processes that have it."""
+        for key, tied in self.tied_comms.items():
+            for param in self.tied_modules[key].parameters():
+                yield param, tied["group"]
+
 
 class _PlainSpec(DeepSpeedLayerSpec):
     def __init__(self, layer: LayerSpec) -> None:
@@ -73,9 +79,7 @@ class _PlainSpec(DeepSpeedLayerSpec):
 
 class _TiedSpec(TiedLayerSpec):
     def __init__(self, layer: LayerSpec) -> None:
-        with torch.device("meta"):
-            names = [name for name, _ in layer.build().named_parameters()]
-        super().__init__(layer.tied_key, nn.Module, tied_weight_attr=names)
+        super().__init__(layer.tied_key, nn.Module)
         self.layer = layer
 
     def build(self, log: bool = False) -> nn.Module:

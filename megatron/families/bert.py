@@ -1,11 +1,12 @@
-"""BERT: the samples of its training."""
+"""BERT: an encoder that predicts masked tokens, and whether two segments belong together."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import groupby
 
-from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig
+from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
@@ -14,8 +15,24 @@ from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.families.family import Family
-from megatron.model.spec import ModelSpec
+from megatron.model.attention_masks import AttentionMasks
+from megatron.model.bert import SOP_LOSS, bert_layers
+from megatron.model.embedding import LM_LOSS
+from megatron.model.layer_list import LayerState
+from megatron.model.spec import ModelSpec, only_hidden_travels
+from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
+
+
+def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
+    """The initial state of a micro batch."""
+    return LayerState(
+        hidden=batch.tokens_BS,
+        token_types=batch.types_BS,
+        masks=AttentionMasks(padding_BT=batch.padding_mask_BS == 0),
+        targets=Targets(batch.labels_BS, batch.loss_mask_BS),
+        batch=batch,
+    )
 
 
 class BertData(DataPipeline):
@@ -27,7 +44,8 @@ class BertData(DataPipeline):
 
     def recipe(self) -> BertRecipe:
         config = self.config.kind(MaskedDataConfig)
-        return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed)
+        paired = self.config.model.bert_binary_head
+        return BertRecipe.from_config(config, self.tokenizer, self.seq_length, self.seed, paired)
 
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
         return collate_bert
@@ -62,8 +80,13 @@ class BERT(Family):
     name = "bert"
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        # Tools show and index its samples.
-        raise ConfigError("the family bert has samples and no layer list: it cannot be trained")
+        losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)
+        return ModelSpec(
+            partial(bert_layers, model, parallel),
+            partial(begin, model),
+            partial(only_hidden_travels, model.hidden_size),
+            dict.fromkeys(losses, 1.0),
+        )
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:
         return BertData(config, tokenizer)

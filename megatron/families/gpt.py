@@ -19,9 +19,8 @@ from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.gpt import gpt_layers
 from megatron.model.layer_list import LayerState
-from megatron.model.spec import ModelSpec
+from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
-from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.tokenizer import Tokenizer
 
 
@@ -34,15 +33,6 @@ def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
         masks=AttentionMasks(batch.document_ids_BS, blocks=blocks),
         targets=Targets(batch.labels_BS, batch.loss_mask_BS),
     )
-
-
-def travels(
-    hidden_size: int, state: LayerState, tp: TensorParallel, index: int
-) -> dict[str, tuple[int, ...]]:
-    """What crosses a stage boundary: hidden states [B, S / slices, H]."""
-    samples, length = state.hidden.shape
-    assert length % tp.slices == 0
-    return {"hidden": (samples, length // tp.slices, hidden_size)}
 
 
 class GPTData(DataPipeline):
@@ -125,7 +115,8 @@ class GPT(Family):
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)
-        return ModelSpec(layers, partial(begin, model), partial(travels, model.hidden_size))
+        crossing = partial(only_hidden_travels, model.hidden_size)
+        return ModelSpec(layers, partial(begin, model), crossing)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
         return GPTData(config, tokenizer)

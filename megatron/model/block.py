@@ -17,8 +17,10 @@ from megatron.parallel.tensor_parallel import TensorParallel
 class Block(nn.Module):
     """Pre-norm attention and MLP, added to the residual stream one after the other, or, with
     ``parallel_residual``, both computed from the same stream; with ``cross``, attention to the
-    output of an encoder between the two, for which a parallel residual is a ConfigError. The other
-    arguments are those of :class:`Attention`.
+    output of an encoder between the two, for which a parallel residual is a ConfigError. With
+    ``apply_residual_connection_post_layernorm`` each is added to its norm's output, which makes a
+    stack of blocks between two norms a post-norm transformer. The other arguments are those of
+    :class:`Attention`.
 
     With ``hands_on`` the sum with the output of the MLP is left to the next block (``pending`` of
     the state), which :meth:`LayerSequence.hand_on` sets."""
@@ -39,6 +41,7 @@ class Block(nn.Module):
         # Elsewhere the last sum is computed with a norm before it, or with the sum before it.
         self.may_hand_on = not (config.norm.post_norm or config.parallel_residual)
         self.parallel = config.parallel_residual
+        self.adds_to_normed = config.norm.apply_residual_connection_post_layernorm
         self.attention_norm = build_norm(config, tp)
         self.attention = Attention(config, layer, tp, recompute_attention, kind)
         self.attention_post_norm = post()
@@ -60,13 +63,17 @@ class Block(nn.Module):
     def forward(self, state: LayerState) -> LayerState:
         x = state.total
         normed = self.attention_norm(x)
-        y = x + self.dropout(self.attention_post_norm(self.attention(normed, state)))
+        attended = self.dropout(self.attention_post_norm(self.attention(normed, state)))
+        y = (normed if self.adds_to_normed else x) + attended
         if self.cross_attention is not None:
-            seen = self.cross_attention(self.cross_attention_norm(y), state)
-            y = y + self.dropout(self.cross_attention_post_norm(seen))
+            normed = self.cross_attention_norm(y)
+            seen = self.dropout(self.cross_attention_post_norm(self.cross_attention(normed, state)))
+            y = (normed if self.adds_to_normed else y) + seen
         if self.mlp_norm is not None:
             normed = self.mlp_norm(x if self.parallel else y)
         last = self.dropout(self.mlp_post_norm(self.mlp(normed)))
+        if self.adds_to_normed:
+            y = normed
         if self.hands_on:
             return state.changed(hidden=y, pending=last)
         return state.with_hidden(y + last)

@@ -1,15 +1,18 @@
-"""The first layers: token embedding and positions."""
+"""The first layers, token embedding and positions, and the last, the output head."""
 
 from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
 
 import torch
 from torch import nn
 
-from megatron.config import ModelConfig
-from megatron.model.layer_list import LayerState
+from megatron.config import ModelConfig, ParallelConfig
+from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import build_norm
 from megatron.parallel.cross_entropy import LossHead
-from megatron.parallel.layers import Dropout, PositionEmbedding, VocabParallelEmbedding
+from megatron.parallel.layers import Dropout, VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel
 
@@ -18,10 +21,16 @@ LM_LOSS = "lm loss"
 
 
 class TokenEmbedding(VocabParallelEmbedding):
-    """The token embedding; with ``project`` the output head with the same weight. ``chunk_bytes``
-    is as in :class:`LossHead`."""
+    """The token embedding; with ``project`` the output head with the same weight, whose logits have
+    a ``bias`` where it is asked for. ``chunk_bytes`` is as in :class:`LossHead`."""
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel, chunk_bytes: int | None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        tp: TensorParallel,
+        chunk_bytes: int | None,
+        bias: bool = False,
+    ) -> None:
         embedding, width = config.embedding, config.hidden_size
         self.input_scale = width**-0.5 if embedding.scale_head_input else None
         vocabulary, softcap = config.vocabulary, embedding.final_logit_softcapping
@@ -31,6 +40,7 @@ class TokenEmbedding(VocabParallelEmbedding):
             width,
             init=Init(config.init_method_std),
             head=LossHead(vocabulary.size, softcap, chunk_bytes, tp),
+            bias=bias,
         )
 
     def forward(self, state: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
@@ -45,22 +55,47 @@ class TokenEmbedding(VocabParallelEmbedding):
         return state.with_hidden(found)
 
 
-class InputEmbedding(nn.Module):
-    """From embeddings to the input of the first block: scale, learned positions and norm, as far as
-    the model has them, then dropout."""
+def vocabulary_layers(
+    model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel, head_bias: bool = False
+) -> tuple[LayerSpec, LayerSpec]:
+    """The first and the last layer of a language model: token embedding and output head, one module
+    where they are tied."""
+    chunk = parallel.logits_chunk_mib
+    table = partial(TokenEmbedding, model, tp, None if chunk is None else chunk * 2**20)
+    with_bias = partial(table, bias=True) if head_bias else table
+    words = "embedding.word_embeddings"
+    if model.embedding.tied:
+        first = LayerSpec(words, with_bias, "embed")
+        return first, replace(first, forward=_project)
+    return LayerSpec(words, table), LayerSpec("output_layer", with_bias, forward=_project)
 
-    def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
+
+def _project(table: nn.Module, state: LayerState) -> LayerState:
+    return table(state, project=True)
+
+
+class InputEmbedding(nn.Module):
+    """From embeddings to the input of the first block: scale, learned positions, ``token_types``
+    and norm, as far as the model has them, then dropout."""
+
+    def __init__(self, config: ModelConfig, tp: TensorParallel, token_types: int = 0) -> None:
         super().__init__()
         positions = config.positions
         self.tp, self.offset = tp, positions.position_embedding_offset
         self.scale = config.hidden_size**0.5 if config.embedding.scale_embeddings else None
         self.position_embeddings = None
         if positions.position_embedding_type == "learned_absolute":
-            self.position_embeddings = PositionEmbedding(
+            self.position_embeddings = WholeEmbedding(
                 positions.max_position_embeddings + self.offset,
                 config.hidden_size,
                 init=Init(config.init_method_std),
                 tp=tp,
+            )
+        self.tokentype_embeddings = None
+        if token_types:
+            init = Init(config.init_method_std)
+            self.tokentype_embeddings = WholeEmbedding(
+                token_types, config.hidden_size, init=init, tp=tp
             )
         self.norm = build_norm(config, tp) if config.norm.embed_layernorm else None
         self.dropout = Dropout(config.hidden_dropout, tp)
@@ -77,6 +112,8 @@ class InputEmbedding(nn.Module):
                 length = x_BSH.shape[1] * self.tp.slices
                 positions = torch.arange(length, device=x_BSH.device)
             x_BSH = x_BSH + self.position_embeddings(positions + self.offset)
+        if self.tokentype_embeddings is not None:
+            x_BSH = x_BSH + self.tokentype_embeddings(state.token_types)
         if self.norm is not None:
             x_BSH = self.norm(x_BSH)
         return state.with_hidden(self.dropout(x_BSH))

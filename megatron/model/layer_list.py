@@ -43,12 +43,15 @@ class LayerState(NamedTuple):
             ``hidden`` is; None in a family without one.
         losses: scalars by name, added by layers; with targets the last layer adds its own.
         position_ids: positions int64 [B, S]; None for 0, 1, 2, ...
+        token_types: int64 [B, S], for models that have an embedding of them.
         dropout_seed: seed of the dropout masks of this micro batch; None leaves torch's generators
             alone.
         bias: addend of the attention scores, masks included, that all blocks of a stack share,
             [1 or B, N / tensor size, S, S]; None without relative positions. Every stage computes
             its own.
         pending: between blocks that hand their last sum on, what is to be added to ``hidden``.
+        pooled: what stands for a whole sample after the blocks, [B, H], which every rank has;
+            without targets, the logits of a head on it.
     """
 
     hidden: Tensor
@@ -62,6 +65,8 @@ class LayerState(NamedTuple):
     batch: Any = None
     bias: Tensor | None = None
     pending: Tensor | None = None
+    token_types: Tensor | None = None
+    pooled: Tensor | None = None
 
     def changed(self, **fields: Any) -> LayerState:
         """This state with other values of some fields."""

@@ -36,7 +36,7 @@ def _geglu(x_BSF: Tensor) -> Tensor:
     return _gelu_tanh(gate) * up
 
 
-_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "gelu_tanh": _gelu_tanh,
     "gelu_erf": F.gelu,
     "relu": F.relu,
@@ -44,6 +44,7 @@ _ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "swiglu": _swiglu,
     "geglu": _geglu,
 }
+"""By the names of :class:`MLPConfig`; gates halve the last dimension."""
 
 
 class MLP(nn.Module):
@@ -53,7 +54,7 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         mlp, inner = config.mlp, config.mlp.ffn_hidden_size
-        self.activation = _ACTIVATIONS[mlp.activation]
+        self.activation = ACTIVATIONS[mlp.activation]
         self.up = ColumnParallelLinear(
             config.hidden_size,
             (inner, inner) if mlp.gated else (inner,),

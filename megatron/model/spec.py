@@ -53,6 +53,15 @@ class Measure:
         return torch.stack([found[name].detach().double() for name in self.names])
 
 
+def only_hidden_travels(
+    hidden_size: int, state: LayerState, tp: TensorParallel, index: int
+) -> dict[str, tuple[int, ...]]:
+    """`ModelSpec.travels` of one stack of blocks: hidden states [B, S / slices, H]."""
+    samples, length = state.hidden.shape
+    assert length % tp.slices == 0
+    return {"hidden": (samples, length // tp.slices, hidden_size)}
+
+
 @dataclass(frozen=True)
 class ModelSpec:
     """A model as a layer list, with its inputs and losses.

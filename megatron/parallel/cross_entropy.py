@@ -66,12 +66,14 @@ class LossHead:
         return capped(logits, self.softcap)
 
 
-def linear_cross_entropy(x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead) -> Tensor:
-    """Mean of -log softmax(x weight^T)[label] over the tokens whose mask is 1, zero if none is: a
-    scalar, float32 or float64, the same on every rank. Hidden states are the same on every rank or,
-    in a split region, this rank's slice; the weight is this rank's rows of the vocabulary, padding
-    included; targets are those of the whole sequence."""
-    return _LinearCrossEntropy.apply(x_BSH, weight, targets, head, torch.is_grad_enabled())
+def linear_cross_entropy(
+    x_BSH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
+) -> Tensor:
+    """Mean of -log softmax(x weight^T + bias)[label] over the tokens whose mask is 1, zero if none
+    is: a scalar, float32 or float64, the same on every rank. Hidden states are the same on every
+    rank or, in a split region, this rank's slice; weight and bias are this rank's rows of the
+    vocabulary, padding included; targets are those of the whole sequence."""
+    return _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, torch.is_grad_enabled())
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -79,24 +81,31 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, targets: Targets, head: LossHead, training: bool
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Targets,
+        head: LossHead,
+        training: bool,
     ) -> Tensor:
         dtype, tp = autocast_dtype(x), head.tp
         with torch.autocast(x.device.type, enabled=False):
             sliced = x.to(dtype)
             whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
-            needs = [training and needed for needed in ctx.needs_input_grad[:2]]
-            run = _Chunks(whole.flatten(0, 1), weight.to(dtype), targets, head, needs)
+            needs = [training and needed for needed in ctx.needs_input_grad[:3]]
+            bias_P = None if bias is None else bias.to(dtype)
+            run = _Chunks(whole.flatten(0, 1), weight.to(dtype), targets, head, needs, bias_P)
             loss = run.loss()
-        ctx.save_for_backward(run.x_grad_TH, run.weight_grad_PH)
+        ctx.save_for_backward(run.x_grad_TH, run.weight_grad_PH, run.bias_grad_P)
         ctx.head, ctx.shape, ctx.counted = head, whole.shape, run.counted
-        ctx.dtypes = x.dtype, weight.dtype
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x_grad, weight_grad = ctx.saved_tensors
+        x_grad, weight_grad, bias_grad = ctx.saved_tensors
         tp = ctx.head.tp
         # One dimension, since torch on GPUs rounds a factor without dimensions to the dtype of what
         # it multiplies, which would scale all gradients slightly.
@@ -110,7 +119,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
             x_grad = x_grad.mul_(factor).to(ctx.dtypes[0])
         if weight_grad is not None:
             weight_grad = _scaled(weight_grad, factor, ctx.dtypes[1])
-        return x_grad, weight_grad, None, None, None
+        if bias_grad is not None:
+            bias_grad = _scaled(bias_grad, factor, ctx.dtypes[2])
+        return x_grad, weight_grad, bias_grad, None, None, None
 
 
 class _Chunks:
@@ -124,10 +135,11 @@ class _Chunks:
         weight_PH: Tensor,
         targets: Targets,
         head: LossHead,
-        needs: Sequence[bool] = (False, False),
+        needs: Sequence[bool] = (False, False, False),
+        bias_P: Tensor | None = None,
     ) -> None:
-        self.x_TH, self.weight_PH = x_TH, weight_PH
-        self.x_needs, self.weight_needs = needs
+        self.x_TH, self.weight_PH, self.bias_P = x_TH, weight_PH, bias_P
+        self.x_needs, self.weight_needs, self.bias_needs = needs
         self.group = head.tp.group
         self.work = torch.promote_types(x_TH.dtype, torch.float32)
         self.compiled = compiles_for(x_TH.device.type)
@@ -140,6 +152,7 @@ class _Chunks:
         self.labels_T = labels_T
         self.mask_T = targets.mask_BS.flatten().to(self.work)
         self.counted = self.mask_T.sum().clamp(min=1.0)
+        self.bias_grad_P = x_TH.new_zeros(rows, dtype=self.work) if self.bias_needs else None
         self._allocate(head.chunk_bytes)
 
     logits_CP: Tensor
@@ -180,12 +193,15 @@ class _Chunks:
     def loss(self) -> Tensor:
         """The mean loss; fills in the gradients."""
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
-        gradients = self.x_needs or self.weight_needs
+        gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
             x_CH, mask_C, labels_C = self.x_TH[chunk], self.mask_T[chunk], self.labels_T[chunk]
             # With the padding, whose width suits GEMMs.
             logits_CP = self.logits_CP[: len(x_CH)]
-            torch.mm(x_CH, self.weight_PH.t(), out=logits_CP)
+            if self.bias_P is None:
+                torch.mm(x_CH, self.weight_PH.t(), out=logits_CP)
+            else:
+                torch.addmm(self.bias_P, x_CH, self.weight_PH.t(), out=logits_CP)
             if self.compiled:
                 loss_C = compiled_loss(
                     logits_CP, labels_C, mask_C, self.columns, self.group, gradients
@@ -202,14 +218,16 @@ class _Chunks:
         return total / self.counted
 
     def _multiply(self, chunk: slice, grad_CP: Tensor) -> None:
-        """The gradients of the input and of the weight from that of the logits, in which the mask
-        is if it was compiled."""
+        """The gradients of the input, the weight and the bias from that of the logits, in which the
+        mask is if it was compiled."""
         x_CH = self.x_TH[chunk]
         mask_C1 = None if self.compiled else self.mask_T[chunk][:, None]
         if self.x_grad_TH is not None:
             torch.mm(grad_CP, self.weight_PH, out=self.x_grad_TH[chunk])
             if mask_C1 is not None:
                 self.x_grad_TH[chunk] *= mask_C1
+        if self.bias_grad_P is not None:
+            self.bias_grad_P += _column_sums(grad_CP, mask_C1, self.work)
         if self.weight_grad_PH is None:
             return
         if mask_C1 is not None:
@@ -263,6 +281,20 @@ def _scaled(grad: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
         return grad.mul_(factor).to(dtype)
     # One kernel of 6 bytes an element instead of two of 14; CPUs would copy it all the same.
     return torch.mul(grad, factor, out=torch.empty_like(grad, dtype=dtype))
+
+
+def _column_sums(grad_CP: Tensor, mask_C1: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """[P], of the rows whose mask is not 0."""
+    if grad_CP.device.type != "cpu":
+        return (grad_CP if mask_C1 is None else grad_CP * mask_C1.to(grad_CP.dtype)).sum(
+            0, dtype=dtype
+        )
+    # A few rows at a time: torch would first copy all of 16-bit numbers into the dtype of the sum.
+    total_P = grad_CP.new_zeros(grad_CP.shape[1], dtype=dtype)
+    for at in slices(len(grad_CP), rows_of_work(grad_CP.shape[1])):
+        rows = grad_CP[at].to(dtype)
+        total_P += rows.sum(0) if mask_C1 is None else mask_C1[at, 0] @ rows
+    return total_P
 
 
 def _even_slices(length: int, most: int, multiple: int) -> list[slice]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -119,6 +119,21 @@ class _ScatterToRanks(torch.autograd.Function):
         return start_gather_sequence(grad, ctx.group)(), None
 
 
+class _FirstToken(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group, ctx.shape = group, x.shape
+        first = x[:, 0].clone() if group.rank == 0 else torch.zeros_like(x[:, 0])
+        return start_all_reduce(first, group)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        whole = grad.new_zeros(ctx.shape)
+        if ctx.group.rank == 0:
+            whole[:, 0] = grad
+        return whole, None
+
+
 class _SumGradients(torch.autograd.Function):
     """Identity forward; backward the gradients are summed over the group, all at once."""
 
@@ -155,6 +170,16 @@ class TensorParallel:
     @property
     def split(self) -> bool:
         return self.slices > 1
+
+    @property
+    def whole(self) -> TensorParallel:
+        """For activations that every rank has whole, in spite of ``sequence``."""
+        return replace(self, sequence=False)
+
+    def first_token(self, x_BSH: Tensor) -> Tensor:
+        """The first token of the whole sequence, [B, H], on every rank; each then computes the same
+        with it, and the gradient goes to the rank that has it."""
+        return _FirstToken.apply(x_BSH, self.group) if self.split else x_BSH[:, 0]
 
     def leave(self, x_BSO: Tensor) -> Tensor:
         """Sums the addends that cut layers compute on each rank; with sequence parallelism this

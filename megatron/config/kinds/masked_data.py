@@ -33,9 +33,6 @@ class MaskedDataConfig(KindConfig):
     """BERT: reverse the probabilities of --max-ngrams, so that longer n-grams are more likely."""
     whole_word_masking: bool = option(True, off="--no-whole-word-masking")
     """BERT: mask single tokens instead of whole words."""
-    bert_binary_head: bool = option(True, off="--bert-no-binary-head")
-    """BERT: one segment per sample, without the second head, which predicts whether two segments
-    belong together."""
     bert_pair_task: str = option("sentence-order", choices=PAIR_TASKS)
     """BERT: task of the second head: whether the two segments of a document are swapped (as in
     Megatron and ALBERT), or whether the second one is from another document (as in

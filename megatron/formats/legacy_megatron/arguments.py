@@ -21,7 +21,6 @@ from megatron.formats.features import FEATURES, features_of, without
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], (1,)),
-    "apply_residual_connection_post_layernorm": (False,),
     "rotary_interleaved": (False,),
     "multi_latent_attention": (False,),
     "retro_add_retriever": (False,),
@@ -34,7 +33,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
-    "apply_layernorm_1p",
+    "apply_layernorm_1p", "apply_residual_connection_post_layernorm",
 }  # fmt: skip
 """Features that are written."""
 

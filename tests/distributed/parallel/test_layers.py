@@ -22,10 +22,10 @@ from megatron.parallel.layers import (
     ColumnParallelLinear,
     Dropout,
     LinearMap,
-    PositionEmbedding,
     QKVParallelLinear,
     RowParallelLinear,
     VocabParallelEmbedding,
+    WholeEmbedding,
     column_linear,
 )
 from megatron.parallel.mesh import Group, build_mesh
@@ -219,7 +219,7 @@ def embedding(sequence: bool) -> None:
 def positions(sequence: bool) -> None:
     """Positions of one sequence for all, and of each."""
     tp = TensorParallel(tensor_group(), sequence)
-    table = prepare(PositionEmbedding(LENGTH, 4, init=Init(0.5), tp=tp), tp.group)
+    table = prepare(WholeEmbedding(LENGTH, 4, init=Init(0.5), tp=tp), tp.group)
     each = torch.stack([torch.arange(LENGTH), torch.arange(LENGTH) % 3])
     for ids in (torch.arange(LENGTH), each):
         table.zero_grad()

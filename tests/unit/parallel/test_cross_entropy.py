@@ -438,7 +438,7 @@ def test_a_gpu_compiles_and_a_cpu_does_not_ask(monkeypatch, capsys):
         labels = torch.empty(10_000, dtype=torch.int64, device="cuda")
         targets = Targets(labels, torch.empty(10_000, device="cuda"))
         how = LossHead(50_257, None, None, TensorParallel())
-        run = cross_entropy._Chunks(x, weight, targets, how, (True, True))
+        run = cross_entropy._Chunks(x, weight, targets, how, (True, True, False))
         assert run.compiled and len(run.chunks) == 2 and run.logits_CP.device.type == "cuda"
         assert asked == ["cuda"] and not capsys.readouterr().out
         softmax_loss.compiles_for.cache_clear()

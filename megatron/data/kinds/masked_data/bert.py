@@ -45,15 +45,20 @@ class BertRecipe(SegmentRecipe[BertSample]):
 
     @classmethod
     def from_config(
-        cls, config: MaskedDataConfig, tokenizer: Tokenizer, seq_length: int, seed: int
+        cls,
+        config: MaskedDataConfig,
+        tokenizer: Tokenizer,
+        seq_length: int,
+        seed: int,
+        binary_head: bool = True,
     ) -> BertRecipe:
-        """The recipe that the flags describe. Raises ConfigError if a flag's value is out of its
-        range, ValueError if the vocabulary lacks a special token."""
+        """The recipe that the flags describe; without a binary head no pairs. Raises ConfigError if
+        a flag's value is out of its range, ValueError if the vocabulary lacks a special token."""
         config.check_shares()
-        pairs = cast(Pairs, config.bert_pair_task if config.bert_binary_head else "none")
+        pairs = cast(Pairs, config.bert_pair_task if binary_head else "none")
         if config.max_ngrams < 1:
             raise ConfigError(f"--max-ngrams {config.max_ngrams} must be at least 1")
-        shortest = 5 if config.bert_binary_head else 4
+        shortest = 5 if binary_head else 4
         if seq_length < shortest:
             raise ConfigError(
                 f"--seq-length {seq_length} must be at least {shortest}: the special tokens and "

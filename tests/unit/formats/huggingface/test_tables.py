@@ -108,6 +108,8 @@ TRAINING = {
     "make_vocab_size_divisible_by", "attention_backend", "hf_architecture",
 }  # fmt: skip
 """What makes no difference to logits."""
+OTHER_FAMILIES = {"bert_binary_head", "num_tokentypes"}
+"""What these models do not have."""
 OTHER_SPELLINGS = {
     "group_query_attention", "use_rotary_position_embeddings", "use_rope_scaling",
     "rope_scaling_factor", "swiglu", "openai_gelu", "no_position_embedding",
@@ -120,7 +122,8 @@ UNUSUAL = {
     "sliding_window": 8, "window_attn_skip_freq": 2, "query_pre_attn_scalar": 3.0,
     "attn_logit_softcapping": 5.0, "final_logit_softcapping": 5.0, "qk_layernorm": True,
     "apply_layernorm_1p": True, "embed_layernorm": True, "scale_embeddings": True,
-    "post_norm": True, "parallel_residual": True, "shared_parallel_norm": True,
+    "post_norm": True, "apply_residual_connection_post_layernorm": True,
+    "parallel_residual": True, "shared_parallel_norm": True,
     "glu_activation": "geglu", "relu": True, "squared_relu": True, "bias_gelu_fusion": False,
     "add_bias_linear": False, "add_qkv_bias": True, "add_attention_bias": True,
 }  # fmt: skip
@@ -140,7 +143,7 @@ BASES = {
 
 def test_every_field_of_the_model_is_thought_of():
     fields = {field.name for field in dataclasses.fields(ModelFlags)}
-    assert fields == FREE | TRAINING | OTHER_SPELLINGS | set(UNUSUAL)
+    assert fields == FREE | TRAINING | OTHER_FAMILIES | OTHER_SPELLINGS | set(UNUSUAL)
 
 
 def other(field, plain):

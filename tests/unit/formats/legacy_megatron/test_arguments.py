@@ -72,7 +72,6 @@ def test_fields(arguments, field, value):
     [
         ({"num_experts": 4}, "file.pt: the network has num_experts 4"),
         ({"multi_latent_attention": True}, "multi_latent_attention True"),
-        ({"apply_residual_connection_post_layernorm": True}, "post_layernorm True"),
         ({"window_size": (127, 0)}, r"window_size \(127, 0\)"),
         ({"hidden_size": None}, "the argument hidden_size is missing"),
         ({"hidden_size": -1}, "hidden_size is missing or not positive"),

@@ -19,12 +19,13 @@ TASKS = ("none", "sentence-order", "next-sentence")
 
 def config(pairs: str = "sentence-order", **changes) -> MaskedDataConfig:
     if pairs == "none":
-        return MaskedDataConfig(bert_binary_head=False, **changes)
+        return MaskedDataConfig(**changes)
     return MaskedDataConfig(bert_pair_task=pairs, **changes)
 
 
 def build(documents, tokenizer, pairs="sentence-order", samples=600, seq_length=128, **changes):
-    recipe = BertRecipe.from_config(config(pairs, **changes), tokenizer, seq_length, seed=1234)
+    masked = config(pairs, **changes)
+    recipe = BertRecipe.from_config(masked, tokenizer, seq_length, 1234, pairs != "none")
     units = range(recipe.units(documents))
     return recipe.build(documents, units, samples, "train", IndexCache(None))
 
@@ -142,7 +143,10 @@ def test_another_order_has_another_cache_entry(change, prose, tokenizer, tmp_pat
     values = {"seed": 1, "seq_length": 128, "short_seq_prob": 0.1, "pairs": "sentence-order"}
     for settings in (values, values | change):
         flags = config(settings["pairs"], short_seq_prob=settings["short_seq_prob"])
-        recipe = BertRecipe.from_config(flags, tokenizer, settings["seq_length"], settings["seed"])
+        paired = settings["pairs"] != "none"
+        recipe = BertRecipe.from_config(
+            flags, tokenizer, settings["seq_length"], settings["seed"], paired
+        )
         recipe.build(prose, range(50), 40, "train", IndexCache(tmp_path))
     assert len(list(tmp_path.glob("bert-*/description.json"))) == 2
 

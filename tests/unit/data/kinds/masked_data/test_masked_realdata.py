@@ -87,10 +87,9 @@ def test_bert(
         if word.isalpha() and word.isascii()
     )
     config = MaskedDataConfig(
-        bert_binary_head=pairs != "none",
         bert_pair_task="next-sentence" if pairs == "none" else pairs,
     )
-    recipe = BertRecipe.from_config(config, wordpiece, 128, 1234)
+    recipe = BertRecipe.from_config(config, wordpiece, 128, 1234, pairs != "none")
     dataset = recipe.build(documents, range(len(texts)), 150, "train", IndexCache(None))
     pieces = ~wordpiece.word_starts
     predicted, tokens = 0, 0
