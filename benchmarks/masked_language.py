@@ -20,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -71,15 +72,15 @@ def t5_text(sample: Any, tokenizer: Any) -> HiddenText:
     return HiddenText(np.concatenate(parts), np.flatnonzero(np.concatenate(hidden)))
 
 
-def masked_alone(batch: Any, tokenizer: Any) -> Any:
-    """A BERT's batch with the loss of those tokens alone in whose place the mask is shown."""
-    return batch._replace(loss_mask_BS=batch.loss_mask_BS * (batch.tokens_BS == tokenizer.mask))
+def masked_alone(sample: Any, tokenizer: Any) -> Any:
+    """A BERT's sample with the loss of those tokens alone in whose place the mask is shown."""
+    return sample._replace(loss_mask_S=sample.loss_mask_S * (sample.tokens_S == tokenizer.mask))
 
 
-def spans_alone(batch: Any, tokenizer: Any) -> Any:
-    """A T5's batch without the loss of sentinels and of the end token."""
-    others = torch.tensor([*tokenizer.sentinels, tokenizer.eos])
-    return batch._replace(loss_mask_BD=batch.loss_mask_BD * ~torch.isin(batch.labels_BD, others))
+def spans_alone(sample: Any, tokenizer: Any) -> Any:
+    """A T5's sample without the loss of sentinels and of the end token."""
+    others = np.isin(sample.labels_D, [*tokenizer.sentinels, tokenizer.eos])
+    return sample._replace(loss_mask_D=sample.loss_mask_D * ~others)
 
 
 @dataclass(frozen=True)
@@ -89,24 +90,34 @@ class Task:
     Attributes:
         flags: beside those of :data:`MODEL`.
         text: the hidden text of a sample.
-        part: a batch with the losses of some of its tokens alone.
-        whole_name: of the losses of a whole batch.
+        part: a sample with the losses of some of its tokens alone.
+        loss_mask: of a sample.
+        whole_name: of the losses of whole samples.
         part_name: of those of the part.
     """
 
     flags: Sequence[str]
     text: Callable[[Any, Any], HiddenText]
     part: Callable[[Any, Any], Any]
+    loss_mask: Callable[[Any], Any]
     whole_name: str
     part_name: str
 
 
 TASKS = {
-    "bert": Task([], bert_text, masked_alone, "all predicted tokens", "those shown as [MASK]"),
+    "bert": Task(
+        [],
+        bert_text,
+        masked_alone,
+        attrgetter("loss_mask_S"),
+        "all predicted tokens",
+        "those shown as [MASK]",
+    ),
     "t5": Task(
         "--vocab-extra-ids 20 --decoder-seq-length 64".split(),
         t5_text,
         spans_alone,
+        attrgetter("loss_mask_D"),
         "with sentinels and ends",
         "hidden text",
     ),
@@ -180,14 +191,14 @@ def held_out_losses(trainer: Trainer, task: Task, tokenizer: Any) -> tuple[float
     """Mean losses of the tokens of the held-out samples: of all, and of the task's part."""
     data, size = trainer.data, trainer.plan.micro_batch_size
     (held_out,) = data.datasets.valid.values()
-    batches = data.batches(held_out, micro_batch_size=size)
     sums = np.zeros((2, 2))
-    for _ in range(SAMPLES // size):
-        whole = next(batches)
-        for row, batch in enumerate((whole, task.part(whole, tokenizer))):
-            mask = getattr(batch, next(name for name in batch._fields if "loss_mask" in name))
-            loss = trainer.engine.evaluate(iter([batch]), 1)["lm loss"]
-            sums[row] += [loss * float(mask.sum()), float(mask.sum())]
+    for first in range(0, SAMPLES, size):
+        whole = [held_out[i] for i in range(first, min(first + size, SAMPLES))]
+        part = [task.part(sample, tokenizer) for sample in whole]
+        for row, samples in enumerate((whole, part)):
+            batch = data.collate(samples)
+            tokens = sum(float(task.loss_mask(sample).sum()) for sample in samples)
+            sums[row] += [trainer.engine.evaluate(iter([batch]), 1)["lm loss"] * tokens, tokens]
     whole_loss, part_loss = (sums[:, 0] / sums[:, 1]).tolist()
     return whole_loss, part_loss
 

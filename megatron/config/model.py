@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.config.blocks import (
+    GATES,
+    MLP_ACTIVATIONS,
     AttentionConfig,
     AttentionFlags,
     MLPConfig,
@@ -84,6 +86,13 @@ class _Network:
     num_tokentypes: int | None = option(None, bounds=NOT_NEGATIVE, role="weights")
     """BERT: rows of the token type embedding; 0 for none. By default 2 with the second head, else
     0."""
+    lm_head_activation: str | None = option(
+        None,
+        choices=tuple(name for name in MLP_ACTIVATIONS if name not in GATES),
+        derived="gelu_erf; gelu_tanh with --openai-gelu",
+        role="results",
+    )
+    """BERT: activation of the masked-LM head. Hugging Face has one for head and MLP."""
     hidden_dropout: float = option(0.1, bounds=FRACTION, megatron=True)
     """Dropout probability of the embeddings and of the outputs of attention and MLP."""
     init_method_std: float = option(0.02, bounds=POSITIVE, megatron=True)
@@ -173,6 +182,13 @@ class ModelConfig(_Network):
         """Rows of the token type embedding of a family that has one."""
         given = self.num_tokentypes
         return given if given is not None else 2 if self.bert_binary_head else 0
+
+    @property
+    def head_activation(self) -> str:
+        """Activation of the masked-LM head of a family that has one, as :class:`MLPConfig` names
+        them."""
+        usual = "gelu_tanh" if self.mlp.openai_gelu else "gelu_erf"
+        return self.lm_head_activation or usual
 
     @property
     def windows(self) -> tuple[int | None, ...]:

@@ -18,8 +18,8 @@ FEATURES = (
     "position_embedding_offset", "rotary_percent", "rope_scaling", "rotary_base_local",
     "sliding_window", "window_attn_skip_freq", "query_pre_attn_scalar", "attn_logit_softcapping",
     "final_logit_softcapping", "qk_layernorm", "apply_layernorm_1p", "embed_layernorm",
-    "scale_embeddings", "post_norm", "apply_residual_connection_post_layernorm",
-    "parallel_residual", "shared_parallel_norm",
+    "scale_embeddings", "scale_head_input", "post_norm",
+    "apply_residual_connection_post_layernorm", "parallel_residual", "shared_parallel_norm",
 )  # fmt: skip
 """The features, as fields of :class:`ModelFlags`."""
 

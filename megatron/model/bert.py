@@ -71,12 +71,12 @@ def order_loss(logits_B2: Tensor, labels_B: Tensor) -> Tensor:
 
 
 class LMTransform(nn.Module):
-    """What hidden states pass before the output head: a dense layer, GELU and a norm."""
+    """What hidden states pass before the output head: a dense layer, its activation and a norm."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         width, init = model.hidden_size, Init(model.init_method_std)
-        self.activation = ACTIVATIONS["gelu_tanh" if model.mlp.openai_gelu else "gelu_erf"]
+        self.activation = ACTIVATIONS[model.head_activation]
         self.dense = WholeLinear(width, width, bias=model.mlp.bias, init=init, tp=tp)
         self.norm = build_norm(model, tp)
 

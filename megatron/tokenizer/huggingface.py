@@ -79,6 +79,9 @@ class HFTokenizer(Tokenizer):
         """Ids of each text; fast tokenizers use all cores unless TOKENIZERS_PARALLELISM=false."""
         return [np.array(ids, np.int32) for ids in self._ids(texts)]
 
+    def tokenize_sentences(self, sentences: Sequence[str]) -> list[TokenIds]:
+        return [np.array(ids, np.int32) for ids in self._ids(sentences, template=False)]
+
     def detokenize(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)
         return self._tokenizer.decode(ids, skip_special_tokens=False)
@@ -106,12 +109,15 @@ class HFTokenizer(Tokenizer):
     def _encode(self, text: str) -> TokenIds:
         return self.tokenize_batch([text])[0]
 
-    def _ids(self, texts: Sequence[str]) -> list[list[int]]:
+    def _ids(self, texts: Sequence[str], template: bool = True) -> list[list[int]]:
+        """`template` puts the special tokens around each text that the folder has for them."""
         for text in texts:
             text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
         if not texts:
             return []
         if self._tokenizer.is_fast:  # without the masks, offsets and length warnings of the rest
-            encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(list(texts))
+            encoded = self._tokenizer.backend_tokenizer.encode_batch_fast(
+                list(texts), add_special_tokens=template
+            )
             return [encoding.ids for encoding in encoded]
-        return self._tokenizer(list(texts), verbose=False)["input_ids"]
+        return self._tokenizer(list(texts), add_special_tokens=template, verbose=False)["input_ids"]

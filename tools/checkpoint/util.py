@@ -19,6 +19,7 @@ from megatron.checkpoint.writer import write_checkpoint
 from megatron.config import ConfigError, parse_configs
 from megatron.config.flags import option
 from megatron.formats.conversion.commands import export_megatron, opened, required
+from megatron.formats.legacy_megatron.names import FAMILIES
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.util.progress import say
 
@@ -29,8 +30,8 @@ SAVERS = ("megatron", "safetensors")
 class ReshapeConfig:
     """Reshaping, with the flags of Megatron-LM's command."""
 
-    model_type: str | None = option(None, choices=("GPT", "BERT"))
-    """Kind of the model; BERT can be read by tools/inspect_checkpoint.py, but not reshaped."""
+    model_type: str | None = option(None, choices=tuple(known.family.upper() for known in FAMILIES))
+    """Kind of the model, which --load-dir must have."""
     load_dir: str | None = option(None)
     """Folder of checkpoints, one checkpoint, or a zip archive, of any format."""
     save_dir: str | None = option(None)
@@ -69,8 +70,7 @@ def reshape(argv: Sequence[str]) -> None:
         CheckpointError: the checkpoint is damaged, or what is read back differs.
     """
     (config,) = parse_configs((ReshapeConfig,), argv, prog="util.py", description=__doc__)
-    if required(config, "model_type") == "BERT":
-        raise ConfigError("--model-type BERT: only GPT can be reshaped")
+    model_type = required(config, "model_type")
     load, save = required(config, "load_dir"), Path(required(config, "save_dir"))
     if config.saver not in SAVERS:
         raise ConfigError(
@@ -86,6 +86,10 @@ def reshape(argv: Sequence[str]) -> None:
             print(f"{flag} {value} is accepted and not used")
     source = opened(load)
     source.require_model()
+    if source.model.family != model_type.lower():
+        raise ConfigError(
+            f"--model-type {model_type}: {source.folder} is a {source.model.family.upper()}"
+        )
     if config.true_vocab_size is not None:
         set_vocabulary(source, config.true_vocab_size)
     tensor, pipeline = sizes_of(source)

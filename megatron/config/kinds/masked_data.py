@@ -10,6 +10,7 @@ from megatron.config.flags import ConfigError, option
 from megatron.config.kinds import KindConfig
 
 PAIR_TASKS = ("sentence-order", "next-sentence")
+DECODER_STARTS = ("pad", "bos")
 
 
 @dataclass(frozen=True)
@@ -41,6 +42,9 @@ class MaskedDataConfig(KindConfig):
     """T5: mean number of tokens per masked span."""
     max_noise_span_length: int = option(10)
     """T5: maximum number of tokens per masked span."""
+    decoder_start_token: str = option("pad", choices=DECODER_STARTS)
+    """T5: first token of the decoder's input: the padding token, as in T5, or the beginning of text
+    ([BOS]), as in Megatron-LM, to continue its checkpoints."""
     use_tfrecords: bool = option(False)
     """BERT: the data paths are TFRecord files of google-research/bert's create_pretraining_data.py,
     which are already masked."""

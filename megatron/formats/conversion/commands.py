@@ -144,7 +144,7 @@ def from_hf(argv: Sequence[str]) -> None:
         why = "config.json not found" if path.is_dir() else "the folder does not exist"
         raise CheckpointError(f"--input {path}: {why}; expected the folder of a Hugging Face model")
     source = HuggingFaceFolder(path)
-    with published(output, config.overwrite, path, mark=MEGATRON_TRACKER) as folder:
+    with published(output, config.overwrite, path, marks=(MEGATRON_TRACKER,)) as folder:
         if source.tokenizer is None:
             print(
                 f"no tokenizer: {path} has no tokenizer files, so training needs --tokenizer-type "

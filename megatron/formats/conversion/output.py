@@ -6,7 +6,7 @@ import contextlib
 import importlib.util
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -20,17 +20,18 @@ _MODEL_FILE = re.compile(
     r"|(model|pytorch_model)(-\d+-of-\d+)?\.(safetensors|bin)(\.index\.json)?"
 )
 """Names of what transformers reads as a model, the tokenizer's files apart."""
+_MODEL_MARKS = ("generation_config.json", "model.safetensors", "model.safetensors.index.json")
 
 
 @contextmanager
 def published(
-    output: Path, overwrite: bool, source: Path, mark: str = "generation_config.json"
+    output: Path, overwrite: bool, source: Path, marks: Collection[str] = _MODEL_MARKS
 ) -> Iterator[Path]:
     """A temporary folder beside ``output``, which replaces it when the block ends without an error.
-    ``source`` is never removed; ``mark`` is the file by which an earlier result is recognised.
+    ``source`` is never removed; by the files ``marks`` an earlier result is recognised.
     Raises CheckpointError if ``output`` must not be replaced, or cannot be written."""
     output = output.resolve()
-    _check(output, overwrite, source.resolve(), mark)
+    _check(output, overwrite, source.resolve(), marks)
     with contextlib.ExitStack() as stack:
         try:
             temporary = stack.enter_context(unfinished_folder(output))
@@ -67,7 +68,7 @@ def published_into(folder: Path, overwrite: bool) -> Iterator[Path]:
         temporary.rmdir()
 
 
-def _check(output: Path, overwrite: bool, source: Path, mark: str) -> None:
+def _check(output: Path, overwrite: bool, source: Path, marks: Collection[str]) -> None:
     if not output.exists():
         return
     if not output.is_dir():
@@ -80,10 +81,10 @@ def _check(output: Path, overwrite: bool, source: Path, mark: str) -> None:
         )
     if source.is_relative_to(output) or output.is_relative_to(source):
         raise CheckpointError(f"--output {output} and the checkpoint {source} contain each other")
-    if not (output / mark).is_file():
+    if not any((output / mark).is_file() for mark in marks):
         raise CheckpointError(
-            f"--output {output} is not a converted model (it has no {mark}), so --overwrite does "
-            "not replace it; name another folder"
+            f"--output {output} is not a converted model (it has no {' or '.join(marks)}), so "
+            "--overwrite does not replace it; name another folder"
         )
 
 

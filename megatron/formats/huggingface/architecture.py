@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor
 
@@ -20,6 +21,7 @@ from megatron.formats.huggingface.config_reader import (
     Keys,
 )
 from megatron.formats.huggingface.entries import Entry
+from megatron.formats.huggingface.tasks import CAUSAL_LM, Task
 
 
 @dataclass(frozen=True)
@@ -41,12 +43,25 @@ class Parameter:
         return self.entry.form.from_hf(tensors, self.model).contiguous()
 
 
+_STACKS: dict[str, Callable[[ModelConfig], int]] = {"layers": lambda model: model.num_layers}
+
+
+class Tensors(Protocol):
+    """The tensors in the files of a folder."""
+
+    def __contains__(self, name: str) -> bool: ...
+
+    def tensor(self, name: str) -> Tensor:
+        """A tensor, in the dtype of the file."""
+        ...
+
+
 @dataclass(frozen=True)
 class Architecture:
     """An architecture of `transformers` and how our models map to it.
 
     Attributes:
-        causal_lm: its class in `transformers`.
+        model_class: its class in `transformers`, or that of a model.
         entries: the table of its tensors.
         keys: keys of config.json that mean the same as a field of :class:`ModelFlags`.
         fixed: fields that have this value in every such model.
@@ -57,34 +72,61 @@ class Architecture:
             counts as understood.
         only_read: further keys and fields, which are read and not written.
         defaults: defaults of keys that the configuration class of `transformers` does not have.
+        activations: our flags by the name of an activation; by default those without a gate, or
+            those of gates where the models are ``gated``. With None as ``gated`` there are both.
+        activation_names: the name that is written for each activation.
         base_prefix: start of the names of all tensors but the head; files that were saved without a
             head lack it.
+        endings: other endings of names in files: ours of the table, theirs.
+        copies: their names of tensors that files of a model may have in addition, and our name of
+            the parameter of which they are copies.
+        ignored: their names of tensors in old files that `transformers` does not read.
+        constants: tensors of such a model that one of ours lacks, with values by which they have no
+            effect.
+        seen: completes the content of config.json by what the tensors of the files show.
+        stacks: number of blocks by the first part of their canonical names.
+        family: family of our models.
+        task: what its models do.
     """
 
     title: str
     model_type: str
-    causal_lm: str
+    model_class: str | Callable[[ModelConfig], str]
     entries: tuple[Entry, ...]
     keys: Keys
     fixed: Mapping[str, Any]
     read: Callable[[HFConfigReader, dict[str, Any]], dict[str, Any]]
     write: Callable[[ModelConfig], dict[str, Any]] = lambda model: {}
     features: frozenset[str] = frozenset()
-    gated: bool = False
+    gated: bool | None = False
+    activations: Mapping[str, dict[str, Any]] | None = None
+    activation_names: Mapping[str, str] = field(default_factory=lambda: ACTIVATION_NAMES)
     requirements: tuple[Requirement, ...] = ()
     only_read: Keys = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     base_prefix: str = "model."
+    endings: Mapping[str, str] = field(default_factory=dict)
+    copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: _tied_heads(model)
+    ignored: frozenset[str] = frozenset()
+    constants: Callable[[ModelConfig], Mapping[str, Tensor]] = lambda model: {}
+    seen: Callable[[dict[str, Any], Tensors], dict[str, Any]] = lambda content, tensors: content
+    stacks: Mapping[str, Callable[[ModelConfig], int]] = field(default_factory=lambda: _STACKS)
     family: str = ModelConfig.family
+    task: Task = CAUSAL_LM
 
     def __post_init__(self) -> None:
         assert self.features <= set(FEATURES)
 
+    def class_of(self, model: ModelConfig) -> str:
+        """The class of a model in `transformers`."""
+        named = self.model_class
+        return named if isinstance(named, str) else named(model)
+
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """The keys of config.json that describe the network, as transformers 4 and 5 read them."""
-        values = vars(model.flags()) | {"activation": ACTIVATION_NAMES[model.mlp.activation]}
+        values = vars(model.flags()) | {"activation": self.activation_names[model.mlp.activation]}
         return {
-            "architectures": [self.causal_lm],
+            "architectures": [self.class_of(model)],
             "model_type": self.model_type,
             "vocab_size": model.vocabulary.size,
             "tie_word_embeddings": model.embedding.tied,
@@ -103,7 +145,8 @@ class Architecture:
         # Without a key for it there is no dropout.
         fields = {"hidden_dropout": 0.0, **self.fixed}
         keys = {**self.keys, **self.only_read}
-        fields |= given.fields(keys, GATES if self.gated else ACTIVATIONS)
+        activations = self.activations or (GATES if self.gated else ACTIVATIONS)
+        fields |= given.fields(keys, activations)
         _derive_sizes(given, fields)
         fields |= self.read(given, fields)
         heads, groups = fields["num_attention_heads"], fields["num_query_groups"]
@@ -115,6 +158,7 @@ class Architecture:
         flags = ModelFlags(
             **fields,
             seq_length=fields["max_position_embeddings"],
+            family=self.family,
             untie_embeddings_and_output_weights=not tied,
             hf_architecture=self.model_type,
         )
@@ -132,7 +176,7 @@ class Architecture:
         ]
         if self.gated and not model.mlp.gated:
             wanted.append("--swiglu or --glu-activation")
-        if model.mlp.gated and not self.gated:
+        if model.mlp.gated and self.gated is False:
             wanted.append("no --swiglu and no --glu-activation")
         wanted += [need.wanted for need in self.requirements if not need.holds(model)]
         allowed = self.features | set(self.keys.values()) | set(self.fixed)
@@ -142,16 +186,18 @@ class Architecture:
     def parameters(self, model: ModelConfig) -> Iterator[Parameter]:
         """The table for one model: blocks in order, between what comes before and after them."""
         present = [entry for entry in self.entries if entry.when(model)]
-        places = [place for place, entry in enumerate(present) if "{n}" in entry.ours]
-        first, end = places[0], places[-1] + 1
-        for entry in present[:first]:
-            yield Parameter(entry.ours, entry.theirs, entry, model)
-        for n in range(model.num_layers):
-            for entry in present[first:end]:
-                names = tuple(name.format(n=n) for name in entry.theirs)
-                yield Parameter(entry.ours.format(n=n), names, entry, model)
-        for entry in present[end:]:
-            yield Parameter(entry.ours, entry.theirs, entry, model)
+        for stack, entries in groupby(present, lambda entry: entry.stack):
+            if stack is None:
+                for entry in entries:
+                    names = tuple(name.format(last=model.num_layers - 1) for name in entry.theirs)
+                    yield Parameter(entry.ours, names, entry, model)
+                continue
+            repeated = list(entries)
+            for n in range(self.stacks[stack](model)):
+                for entry in repeated:
+                    theirs = entry.first if entry.first and n == 0 else entry.theirs
+                    names = tuple(name.format(n=n, before=n - 1) for name in theirs)
+                    yield Parameter(entry.ours.format(n=n), names, entry, model)
 
     def to_hf(
         self, model: ModelConfig, source: Callable[[str], Tensor]
@@ -159,6 +205,11 @@ class Architecture:
         """(name, tensor) in their form, from whole parameters by canonical name."""
         for parameter in self.parameters(model):
             yield from parameter.to_hf(source(parameter.ours)).items()
+
+
+def _tied_heads(model: ModelConfig) -> dict[str, str]:
+    heads = ("lm_head.weight", "embed_out.weight") if model.embedding.tied else ()
+    return dict.fromkeys(heads, "embedding.word_embeddings.weight")
 
 
 def _derive_sizes(given: HFConfigReader, fields: dict[str, Any]) -> None:

@@ -27,7 +27,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 BLOOM = Architecture(
     title="BLOOM",
     model_type="bloom",
-    causal_lm="BloomForCausalLM",
+    model_class="BloomForCausalLM",
     entries=(
         *weight("embedding.word_embeddings", "transformer.word_embeddings"),
         *norm("embedding.norm", "transformer.word_embeddings_layernorm"),

@@ -9,14 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.config import ModelConfig
-from megatron.model.layer_list import LayerStack, LayerState
+from megatron.formats.huggingface.registry import architecture_named
+from megatron.formats.huggingface.tasks import Inputs
+from megatron.model.layer_list import LayerStack
 
 RTOL, ATOL = 1.3e-6, 1e-5
 """Largest relative and absolute difference of logits, those of torch.testing for float32."""
-_LONGEST_WINDOW = 1024
-"""Sequences are longer than sliding windows of up to this many tokens."""
 
 
 @dataclass(frozen=True)
@@ -42,26 +42,31 @@ class Comparison:
 def compare_logits(
     ours: LayerStack, folder: Path, model: ModelConfig, strict: bool = True, seed: int = 1234
 ) -> Comparison:
-    """Compares logits of ``ours`` (float32, on the CPU) and ``folder`` on random tokens at the
-    first and at the last positions of the model, in float64 where rounding to float32 exceeds what
-    is allowed. With ``strict`` `transformers` must find all weights and no other in the folder.
-    Raises CheckpointError if `transformers` finds weights missing or superfluous in the folder."""
-    theirs = _load(folder, model, strict)
-    # Without absolute positions their code accepts none.
-    relative = model.positions.position_embedding_type in ("alibi", "none")
-    tokens_BS, positions_BS = _inputs(model, relative, seed)
+    """Compares the logits of all heads of ``ours`` (float32, on the CPU) and ``folder`` on random
+    tokens at the first and at the last positions of the model, in float64 where rounding to float32
+    exceeds what is allowed. With ``strict`` `transformers` must find all weights and no other in
+    the folder. Raises CheckpointError if `transformers` finds weights missing or superfluous in the
+    folder."""
+    form = architecture_named(read_json(folder / "config.json"), folder / "config.json")
+    theirs = _load(folder, model, form.class_of(model), strict)
+    inputs = form.task.inputs(model, seed)
 
     def compared(dtype: torch.dtype) -> Comparison:
-        begin = LayerState(tokens_BS, position_ids=positions_BS)
-        ours_BSV = ours.to(dtype)(begin).hidden[..., : model.vocabulary.size]
-        further = {} if relative else {"position_ids": positions_BS}
-        theirs_BSV = theirs.to(dtype)(input_ids=tokens_BS, **further).logits
+        state = ours.to(dtype)(inputs.ours)
+        output = theirs.to(dtype)(**inputs.theirs)
+        pairs = [
+            (_counted(values, inputs), _counted(getattr(output, name), inputs))
+            for name, values in form.task.outputs(state, model).items()
+        ]
         return Comparison(
-            largest=float((ours_BSV - theirs_BSV).abs().max()),
-            magnitude=float(ours_BSV.abs().max()),
-            tokens=tokens_BS.numel(),
+            largest=max(float((found - wanted).abs().max()) for found, wanted in pairs),
+            magnitude=max(float(found.abs().max()) for found, _ in pairs),
+            tokens=pairs[0][0].shape[:-1].numel(),
             dtype=dtype,
-            agree=bool(torch.isclose(theirs_BSV, ours_BSV, rtol=RTOL, atol=ATOL).all()),
+            agree=all(
+                bool(torch.isclose(wanted, found, rtol=RTOL, atol=ATOL).all())
+                for found, wanted in pairs
+            ),
         )
 
     result = compared(torch.float32)
@@ -71,12 +76,17 @@ def compare_logits(
     return result
 
 
-def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
-    from transformers import AutoModelForCausalLM
+def _counted(values: Tensor, inputs: Inputs) -> Tensor:
+    """The logits that are compared: of positions that are not padding, where they have one."""
+    return values if inputs.counted is None or values.ndim < 3 else values[inputs.counted]
+
+
+def _load(folder: Path, model: ModelConfig, class_name: str, strict: bool) -> Any:
+    import transformers  # takes seconds
 
     # torch's fused kernel has no softcap.
     softcap = model.attention.attn_logit_softcapping is not None
-    loaded: Any = AutoModelForCausalLM.from_pretrained(
+    loaded: Any = getattr(transformers, class_name).from_pretrained(
         folder,
         dtype=torch.float32,
         local_files_only=True,
@@ -89,18 +99,3 @@ def _load(folder: Path, model: ModelConfig, strict: bool) -> Any:
             names = ", ".join(map(str, sorted(report[problem])[:5]))
             raise CheckpointError(f"transformers reports {problem} in {folder}: {names}")
     return theirs.eval()
-
-
-def _inputs(model: ModelConfig, relative: bool, seed: int) -> tuple[Tensor, Tensor]:
-    length, last = 128, model.positions.max_position_embeddings
-    window = model.attention.sliding_window
-    if window is not None and window <= _LONGEST_WINDOW:
-        length = max(length, window + 64)
-    length = min(length, last)
-    # Longrope's angles depend on the length of the sequence in our code, and on the last position
-    # in theirs.
-    longrope = model.positions.rope_scaling.rope_type == "longrope"
-    random = torch.Generator().manual_seed(seed)
-    tokens_BS = torch.randint(model.vocabulary.size, (2, length), generator=random)
-    second = 0 if longrope or relative else last - length
-    return tokens_BS, torch.tensor([[0], [second]]) + torch.arange(length)

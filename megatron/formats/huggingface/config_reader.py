@@ -97,7 +97,7 @@ class HFConfigReader:
         self._defaults = dict(defaults or {})
         self._understood: set[str] = set()
 
-    def fields(self, keys: Keys, activations: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def fields(self, keys: Keys, activations: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """The values of keys that mean the same as a flag, by field of :class:`ModelFlags`. Raises
         CheckpointError if a value has the wrong type."""
         hints, found = typing.get_type_hints(ModelFlags), dict[str, Any]()
@@ -138,7 +138,7 @@ class HFConfigReader:
             self.refuse(names, value, "expected true or false")
         return value
 
-    def choice(self, names: Names, known: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    def choice(self, names: Names, known: Mapping[str, dict[str, Any]]) -> dict[str, Any]:
         """The flags that one of several names stands for."""
         value = self._value(names)
         if not isinstance(value, str) or value not in known:

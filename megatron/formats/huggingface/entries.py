@@ -72,6 +72,9 @@ SEPARATE_QKV = Reordering(
 )
 """A tensor each for queries, keys and values."""
 
+SEPARATE_KV = Reordering("separate k, v", 2, lambda values, _: values.chunk(2), _from_rows)
+"""A tensor each for the keys and values of attention to another sequence."""
+
 GATE_AND_UP = Reordering("separate gate, up", 2, lambda values, _: values.chunk(2), _from_rows)
 """A tensor each for gate and up projection, which are [2F, H] here."""
 
@@ -108,15 +111,24 @@ def untied(model: ModelConfig) -> bool:
 @dataclass(frozen=True)
 class Entry:
     """One kind of parameter in both forms: ``ours`` is the canonical name, with ``{n}`` for the
-    number of the block; ``when`` says whether a model has it."""
+    number of the block; ``when`` says whether a model has it.
+
+    Their names have ``{n}`` too, or ``{before}`` for the number of the block before it, where
+    ``first`` are the names in the first block; outside of blocks ``{last}`` is the last block's."""
 
     ours: str
     theirs: tuple[str, ...]
     form: Reordering = SAME
     when: Condition = always
+    first: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         assert len(self.theirs) == self.form.tensors, self.ours
+
+    @property
+    def stack(self) -> str | None:
+        """Name of the stack of blocks that it belongs to; None outside of blocks."""
+        return self.ours.partition(".{n}.")[0] if "{n}" in self.ours else None
 
 
 def weight(ours: str, theirs: str, when: Condition = always) -> tuple[Entry, ...]:
@@ -147,12 +159,13 @@ def linear(
     )
 
 
-def block(prefix: str, *parts: Sequence[Entry]) -> tuple[Entry, ...]:
-    """The entries of a block, given without ``layers.{n}.`` and ``prefix`` in their names."""
+def block(prefix: str, *parts: Sequence[Entry], stack: str = "layers") -> tuple[Entry, ...]:
+    """The entries of a block of a stack, given without ``layers.{n}.`` and ``prefix`` in their
+    names."""
     return tuple(
         dataclasses.replace(
             entry,
-            ours=f"layers.{{n}}.{entry.ours}",
+            ours=f"{stack}.{{n}}.{entry.ours}",
             theirs=tuple(f"{prefix}.{name}" for name in entry.theirs),
         )
         for part in parts

@@ -18,6 +18,7 @@ from megatron.checkpoint.files import CheckpointError, read_json, write_json
 from megatron.checkpoint.source import DTYPES, Source
 from megatron.formats.huggingface.architecture import Parameter
 from megatron.formats.huggingface.registry import architecture_of, departure
+from megatron.formats.huggingface.tasks import Task
 from megatron.util.files import sync_path
 from megatron.util.progress import progress_bar
 
@@ -48,11 +49,16 @@ def write_model(
             f"{source.folder} differs from its configuration: "
             f"missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(foreign) or 'none'}"
         )
-    tokens, sample = _copy_tokenizer(source, folder, progress)
-    _write_weights(source, folder, parameters, DTYPES[dtype], max_shard_bytes, progress)
-    content = form.config(model) | {"torch_dtype": dtype, "use_cache": True} | tokens
+    tokens, sample = _copy_tokenizer(source, folder, form.task, progress)
+    constants = {
+        name: values.to(DTYPES[dtype]) for name, values in form.constants(model).items()
+    }  # fmt: skip
+    _write_weights(
+        source, folder, parameters, DTYPES[dtype], max_shard_bytes, progress, constants
+    )  # fmt: skip
+    content = form.config(model) | {"torch_dtype": dtype, **form.task.settings} | tokens
     write_json(folder / "config.json", content)
-    if not (folder / "generation_config.json").exists():
+    if form.task.generates and not (folder / "generation_config.json").exists():
         write_json(folder / "generation_config.json", tokens)
     sync_path(folder)
     if sample is not None:
@@ -63,7 +69,7 @@ def write_model(
                 f"{type(loaded).__name__} of the tokenizer's files, which gives other tokens; load "
                 "them by transformers.PreTrainedTokenizerFast, or name another --architecture"
             )
-    progress(f"{form.causal_lm}, {len(parameters)} parameters, {dtype}")
+    progress(f"{form.class_of(model)}, {len(parameters)} parameters, {dtype}")
 
 
 def _write_weights(
@@ -73,6 +79,7 @@ def _write_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
     progress: Callable[[str], None],
+    constants: dict[str, Tensor],
 ) -> None:
     sizes = {
         parameter.ours: math.prod(source.shape(parameter.ours)) * dtype.itemsize
@@ -84,7 +91,7 @@ def _write_weights(
         path = folder / "model.safetensors"
         if len(shards) > 1:
             path = folder / f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors: dict[str, Tensor] = {}
+        tensors: dict[str, Tensor] = dict(constants) if number == 1 else {}
         for parameter in progress_bar(f"writing {path.name}", members, unit=" parameters"):
             tensors |= parameter.to_hf(source.tensor(parameter.ours).to(dtype))
         try:
@@ -95,7 +102,8 @@ def _write_weights(
         weight_map |= dict.fromkeys(tensors, path.name)
         progress(f"{path.name}: {sum(sizes[member.ours] for member in members) / 1e6:,.1f} MB")
     if len(shards) > 1:
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
+        total = sum(sizes.values()) + sum(values.nbytes for values in constants.values())
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_json(folder / "model.safetensors.index.json", index)
 
 
@@ -120,15 +128,14 @@ _SAMPLE = "The 3 7 59 naïve: def f(x):\n\treturn 東京  1024\n"
 
 
 def _copy_tokenizer(
-    source: Source, folder: Path, progress: Callable[[str], None]
+    source: Source, folder: Path, task: Task, progress: Callable[[str], None]
 ) -> tuple[dict[str, Any], list[int] | None]:
     """Copies the files; returns the ids of the special tokens for config.json, and the tokens of
     :data:`_SAMPLE`, None without a tokenizer."""
     copied = folder / "tokenizer"
     if not source.copy_tokenizer(copied):
         progress(f"no tokenizer: {source.folder} has none, so there are no tokenizer files to copy")
-        end = source.end_of_text
-        return {"bos_token_id": end, "eos_token_id": end}, None
+        return task.end_only(source.end_of_text), None
     names = sorted(path.name for path in copied.iterdir() if path.is_file())
     for name in names:
         os.replace(copied / name, folder / name)
@@ -136,9 +143,9 @@ def _copy_tokenizer(
     shutil.rmtree(copied)
     progress(f"tokenizer: {', '.join(names)}")
     loaded = _tokenizer(folder)
-    # Documents begin where the last one ended, so the end stands in for a missing beginning.
-    begin = loaded.eos_token_id if loaded.bos_token_id is None else loaded.bos_token_id
-    tokens: dict[str, Any] = {"bos_token_id": begin, "eos_token_id": loaded.eos_token_id}
+    if task.fit_tokenizer(folder, loaded):
+        loaded = _tokenizer(folder)
+    tokens = task.special_tokens(loaded, source)
     generation = folder / "generation_config.json"
     if generation.is_file():
         # It may list several end tokens, as that of Llama 3 does.

@@ -89,7 +89,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 FALCON = Architecture(
     title="Falcon",
     model_type="falcon",
-    causal_lm="FalconForCausalLM",
+    model_class="FalconForCausalLM",
     entries=(
         *weight("embedding.word_embeddings", "transformer.word_embeddings"),
         *block(

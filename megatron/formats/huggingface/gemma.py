@@ -83,7 +83,7 @@ def _read_gemma2(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any
 GEMMA2 = Architecture(
     title="Gemma 2",
     model_type="gemma2",
-    causal_lm="Gemma2ForCausalLM",
+    model_class="Gemma2ForCausalLM",
     entries=llama_entries(_POST_NORMS, mlp_norm=_MLP_NORM),
     keys=_KEYS,
     fixed=_FIXED,
@@ -144,7 +144,7 @@ def _read_gemma3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any
 GEMMA3 = Architecture(
     title="Gemma 3",
     model_type="gemma3_text",
-    causal_lm="Gemma3ForCausalLM",
+    model_class="Gemma3ForCausalLM",
     entries=llama_entries((*QK_NORMS, *_POST_NORMS), mlp_norm=_MLP_NORM),
     keys={key: field for key, field in _KEYS.items() if key != "attn_logit_softcapping"},
     fixed=_FIXED | {"qk_layernorm": True},

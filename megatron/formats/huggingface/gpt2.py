@@ -35,7 +35,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 GPT2 = Architecture(
     title="GPT-2",
     model_type="gpt2",
-    causal_lm="GPT2LMHeadModel",
+    model_class="GPT2LMHeadModel",
     entries=(
         *weight("embedding.word_embeddings", "transformer.wte"),
         *weight("embedding.position_embeddings", "transformer.wpe"),

@@ -27,7 +27,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 GPT_NEOX = Architecture(
     title="GPT-NeoX",
     model_type="gpt_neox",
-    causal_lm="GPTNeoXForCausalLM",
+    model_class="GPTNeoXForCausalLM",
     entries=(
         *weight("embedding.word_embeddings", "gpt_neox.embed_in"),
         *block(
@@ -65,4 +65,5 @@ GPT_NEOX = Architecture(
     write=_write,
     read=_read,
     base_prefix="gpt_neox.",
+    endings={"embed_out.weight": "lm_head.weight"},
 )

@@ -76,7 +76,7 @@ def _read_llama(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]
 LLAMA = Architecture(
     title="Llama",
     model_type="llama",
-    causal_lm="LlamaForCausalLM",
+    model_class="LlamaForCausalLM",
     entries=llama_entries(qkv_bias=attention_biased, proj_bias=attention_biased),
     keys=KEYS | HEAD_DIM | ACTIVATION,
     fixed=FIXED,
@@ -97,7 +97,7 @@ def _read_mistral(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, An
 MISTRAL = Architecture(
     title="Mistral",
     model_type="mistral",
-    causal_lm="MistralForCausalLM",
+    model_class="MistralForCausalLM",
     entries=llama_entries(),
     keys=KEYS | HEAD_DIM | ACTIVATION | {"sliding_window": "sliding_window"},
     fixed=FIXED | NO_BIASES,
@@ -140,7 +140,7 @@ def _read_qwen(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 QWEN2 = Architecture(
     title="Qwen2",
     model_type="qwen2",
-    causal_lm="Qwen2ForCausalLM",
+    model_class="Qwen2ForCausalLM",
     entries=llama_entries(qkv_bias=qkv_biased),
     keys=KEYS | ACTIVATION,
     only_read=HEAD_DIM,
@@ -165,7 +165,7 @@ def _read_qwen3(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]
 QWEN3 = Architecture(
     title="Qwen3",
     model_type="qwen3",
-    causal_lm="Qwen3ForCausalLM",
+    model_class="Qwen3ForCausalLM",
     entries=llama_entries(QK_NORMS),
     keys=KEYS | ACTIVATION | HEAD_DIM,
     fixed=FIXED | NO_BIASES | {"qk_layernorm": True},

@@ -35,7 +35,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 OPT = Architecture(
     title="OPT",
     model_type="opt",
-    causal_lm="OPTForCausalLM",
+    model_class="OPTForCausalLM",
     entries=(
         *weight("embedding.word_embeddings", "model.decoder.embed_tokens"),
         *weight("embedding.position_embeddings", "model.decoder.embed_positions"),

@@ -64,7 +64,7 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 PHI3 = Architecture(
     title="Phi-3",
     model_type="phi3",
-    causal_lm="Phi3ForCausalLM",
+    model_class="Phi3ForCausalLM",
     entries=llama_entries(fused=True),
     keys=KEYS | ACTIVATION | {"resid_pdrop": "hidden_dropout", "sliding_window": "sliding_window"},
     only_read=HEAD_DIM,

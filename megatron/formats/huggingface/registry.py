@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import ModelConfig
 from megatron.config.flags import flag_of
 from megatron.formats.huggingface.architecture import Architecture
+from megatron.formats.huggingface.bert import BERT, MEGATRON_BERT
 from megatron.formats.huggingface.bloom import BLOOM
 from megatron.formats.huggingface.falcon import FALCON
 from megatron.formats.huggingface.gemma import GEMMA2, GEMMA3
@@ -18,9 +20,11 @@ from megatron.formats.huggingface.gpt_neox import GPT_NEOX
 from megatron.formats.huggingface.llama import LLAMA, MISTRAL, QWEN2, QWEN3
 from megatron.formats.huggingface.opt import OPT
 from megatron.formats.huggingface.phi3 import PHI3
+from megatron.formats.huggingface.t5 import T5
 
 ARCHITECTURES: tuple[Architecture, ...] = (
     GPT2, LLAMA, MISTRAL, QWEN2, QWEN3, PHI3, GEMMA2, GEMMA3, GPT_NEOX, OPT, FALCON, BLOOM,
+    MEGATRON_BERT, BERT, T5,
 )  # fmt: skip
 """The known architectures, the plainer ones first: a model that fits several is the first."""
 
@@ -41,7 +45,7 @@ def architecture_of(model: ModelConfig, wanted: str | None = None) -> Architectu
     origin = _find(model.hf_architecture)
     if wanted is None and origin is not None and not origin.misfits(model):
         return origin
-    known = ARCHITECTURES if wanted is None else (_named(wanted),)
+    known: Sequence[Architecture] = (_named(wanted),) if wanted else _of_family(model.family)
     misfits = {architecture.title: architecture.misfits(model) for architecture in known}
     for architecture in known:
         if not misfits[architecture.title]:
@@ -84,6 +88,11 @@ def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
         f"{path}: model_type is {name!r}{reason}; expected one of "
         f"{', '.join(known.model_type for known in ARCHITECTURES)}"
     )
+
+
+def _of_family(family: str) -> Sequence[Architecture]:
+    """The architectures of models of a family; all where there is none."""
+    return [known for known in ARCHITECTURES if known.family == family] or ARCHITECTURES
 
 
 def _find(model_type: str | None) -> Architecture | None:

@@ -39,7 +39,7 @@ _BESIDE_TOKENIZER = (
     "chat_template.json", "chat_template.jinja", "generation_config.json",
 )  # fmt: skip
 _BUFFERS = re.compile(
-    r"(.*\.)?(rotary_emb\.inv_freq|(attn|attention|self_attn|self_attention)\.(bias|masked_bias))"
+    r"(.*\.)?(rotary_emb\.inv_freq|position_ids|(attn|attention|self_attn|self_attention)\.(bias|masked_bias))"
 )
 """Tensors of older files that follow from the configuration."""
 
@@ -66,6 +66,9 @@ class WeightFiles:
                     f"{file} lacks {_some(sorted(missing))}, which {path.name} says it has"
                 )
             self.files = dict.fromkeys(stored, file) | self.files
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of a tensor, which is not read."""
@@ -142,8 +145,9 @@ class HuggingFaceFolder(Source):
         if not isinstance(content, dict):
             raise CheckpointError(f"{config} is not a JSON object")
         self.architecture: Architecture = architecture_named(content, config)
-        self.model: ModelConfig = self.architecture.model(content, config)
         self._weights = WeightFiles(folder)
+        content = self.architecture.seen(content, self._weights)
+        self.model: ModelConfig = self.architecture.model(content, config)
         parameters = list(self.architecture.parameters(self.model))
         self._parameters: dict[str, Parameter] = {each.ours: each for each in parameters}
         self._stored = self._match(parameters)
@@ -166,6 +170,14 @@ class HuggingFaceFolder(Source):
         if wanted is not None:
             raise CheckpointError(f"{path} is a model of Hugging Face, and has no {wanted}")
         return path
+
+    @classmethod
+    def family(cls, folder: Path) -> str:
+        config = folder / "config.json"
+        content = read_json(config)
+        if not isinstance(content, dict):
+            raise CheckpointError(f"{config} is not a JSON object")
+        return architecture_named(content, config).family
 
     def names(self) -> Sequence[str]:
         return list(self._parameters)
@@ -211,13 +223,17 @@ class HuggingFaceFolder(Source):
     def _match(self, parameters: Sequence[Parameter]) -> dict[str, str]:
         """Name in the files of each tensor of the table. Files that were saved without a head lack
         the first part of the names."""
-        files, prefix = self._weights.files, self.architecture.base_prefix
-        bare = not any(name.startswith(prefix) for name in files)
+        form, files = self.architecture, self._weights.files
+        bare = not any(name.startswith(form.base_prefix) for name in files)
         stored, missing = {}, []
-        for theirs in (name for parameter in parameters for name in parameter.theirs):
-            spellings = [theirs.removeprefix(prefix) if bare else theirs]
-            if theirs == "embed_out.weight":
-                spellings.append("lm_head.weight")
+        wanted = [name for parameter in parameters for name in parameter.theirs]
+        for theirs in [*wanted, *form.constants(self.model)]:
+            name = theirs.removeprefix(form.base_prefix) if bare else theirs
+            spellings = [name] + [
+                name.removesuffix(ours) + other
+                for ours, other in form.endings.items()
+                if name.endswith(ours)
+            ]
             found = next((name for name in spellings if name in files), None)
             if found is None:
                 missing.append(theirs)
@@ -232,8 +248,8 @@ class HuggingFaceFolder(Source):
             )
         foreign = [
             name
-            for name in sorted(set(files) - set(stored.values()))
-            if not _BUFFERS.fullmatch(name) and not self._is_tied_head(name, stored)
+            for name in sorted(set(files) - set(stored.values()) - form.ignored)
+            if not _BUFFERS.fullmatch(name) and not self._is_copy(name, stored)
         ]
         if foreign:
             raise CheckpointError(
@@ -241,15 +257,16 @@ class HuggingFaceFolder(Source):
             )
         return stored
 
-    def _is_tied_head(self, name: str, stored: dict[str, str]) -> bool:
-        """Whether it is the head of a model that uses the token embedding for it: a copy."""
-        if name not in ("lm_head.weight", "embed_out.weight") or not self.model.embedding.tied:
+    def _is_copy(self, name: str, stored: dict[str, str]) -> bool:
+        """Whether it repeats another tensor, as that of a head that uses the token embedding."""
+        copies = self.architecture.copies(self.model)
+        if name not in copies:
             return False
-        (table,) = self._parameters["embedding.word_embeddings.weight"].theirs
-        if torch.equal(self._weights.tensor(name), self._weights.tensor(stored[table])):
+        (first,) = self._parameters[copies[name]].theirs
+        if torch.equal(self._weights.tensor(name), self._weights.tensor(stored[first])):
             return True
         raise CheckpointError(
-            f"{self._weights.files[name]}: {name} differs from {stored[table]}, but "
+            f"{self._weights.files[name]}: {name} differs from {stored[first]}, but "
             f"{self.folder}/config.json says that they are tied (tie_word_embeddings)"
         )
 

@@ -18,6 +18,7 @@ from megatron.config import ModelConfig, ModelFlags
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, features_of, without
+from megatron.formats.legacy_megatron.names import FAMILIES
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], (1,)),
@@ -54,7 +55,9 @@ def _same() -> Iterator[tuple[str, type, tuple[str, ...]]]:
             yield field.name, value_type(hints[field.name]), names
 
 
-def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig:
+def model_of_arguments(
+    arguments: Mapping[str, Any], where: Path, family: str = ModelConfig.family
+) -> ModelConfig:
     """The network that the arguments in a file describe, without the size of its vocabulary. Raises
     CheckpointError if an argument is missing, malformed, or cannot be represented."""
     for name, harmless in _REFUSED.items():
@@ -92,7 +95,7 @@ def model_of_arguments(arguments: Mapping[str, Any], where: Path) -> ModelConfig
     values["num_query_groups"] = groups
     if values.get("swiglu") or values.get("squared_relu"):
         values.pop("bias_gelu_fusion", None)  # concerns another activation
-    return complete(ModelFlags(**values), where)
+    return complete(ModelFlags(family=family, **values), where)
 
 
 def complete(flags: ModelFlags, where: Path) -> ModelConfig:
@@ -116,8 +119,9 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
     usual = scaling.is_default or linear or (
         scaling.factor is not None and scaling == llama3_scaling(scaling.factor)
     )  # fmt: skip
+    families = [known.family for known in FAMILIES]
     conditions = {
-        f"--model-family {ModelConfig.family}": model.family == ModelConfig.family,
+        f"--model-family {' or '.join(families)}": model.family in families,
         "--position-embedding-type learned_absolute or rope": kind in ("learned_absolute", "rope"),
         "no --rope-scaling other than linear and that of --use-rope-scaling": usual,
         f"GELU, --swiglu or --squared-relu (not {activation})": activation in _ACTIVATIONS,

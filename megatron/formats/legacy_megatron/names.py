@@ -8,31 +8,40 @@ and writes some levels with dots instead; names here have all levels joined by d
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+from megatron.config import ModelConfig
 
 OUTER = {
     "embedding.word_embeddings": "embedding.word_embeddings",
     "embedding.position_embeddings": "embedding.position_embeddings",
     "embedding.tokentype_embeddings": "embedding.tokentype_embeddings",
     "embedding.word_embeddings.norm": "embedding.norm",
-    "encoder.final_layernorm": "final_norm.norm",
-    "encoder.final_norm": "final_norm.norm",
     "output_layer": "output_layer",
     "pooler.dense": "pooler.dense",
 }
-"""Modules of ``language_model`` outside the blocks: Megatron's name, canonical name. Of several
-spellings the first is written. ``embedding.word_embeddings.norm`` is BLOOM's."""
+"""Modules of ``language_model`` outside the stacks of blocks: Megatron's name, canonical name. Of
+several spellings the first is written. ``embedding.word_embeddings.norm`` is BLOOM's."""
 
 HEADS = {
-    "lm_head": "lm_head",
     "lm_head.dense": "lm_head.dense",
-    "lm_head.layernorm": "lm_head.layernorm",
-    "lm_head.norm": "lm_head.layernorm",
+    "lm_head.layernorm": "lm_head.norm",
+    "lm_head.norm": "lm_head.norm",
     "binary_head": "binary_head",
 }
-"""Modules beside ``language_model``: BERT's heads."""
+"""Modules beside ``language_model``."""
+
+BIASES = {
+    "embedding.word_embeddings.bias": "lm_head.bias",
+    "output_layer.bias": "lm_head.bias",
+}
+"""The bias of the output head by canonical name, with a tied table or without, of the families that
+have one."""
 
 BLOCK = {
     "input_layernorm": "attention_norm",
@@ -50,12 +59,65 @@ BLOCK = {
 }
 """Modules of a block: Megatron's name, canonical name."""
 
+_LAST = {"final_layernorm": "final_norm.norm", "final_norm": "final_norm.norm"}
+"""Modules of a stack after its blocks."""
+
+
+class Stack(NamedTuple):
+    """A stack of blocks: the first part of our names, and the argument with its length."""
+
+    prefix: str
+    argument: str
+    length: Callable[[ModelConfig], int]
+
+
+@dataclass(frozen=True)
+class FamilyNames:
+    """How the parameters of a family's models are called.
+
+    Attributes:
+        mark: start of the name of a parameter that only its files have, on the last pipeline rank;
+            None for the family of all others.
+        stacks: by Megatron's name.
+        seen: fields of :class:`ModelFlags` that follow from which parameters there are.
+    """
+
+    family: str
+    mark: str | None
+    stacks: Mapping[str, Stack]
+    seen: Callable[[Collection[str]], dict[str, Any]] = lambda names: {}
+
+
+_ONE_STACK = {"encoder": Stack("", "num_layers", lambda model: model.num_layers)}
+
+GPT = FamilyNames("gpt", None, _ONE_STACK)
+BERT = FamilyNames(
+    "bert",
+    "lm_head.dense.",
+    _ONE_STACK,
+    lambda names: {"bert_binary_head": "binary_head.weight" in names},
+)
+
+FAMILIES = (BERT, GPT)
+"""The families, the one without a mark last."""
+
 HEAD_COPY = "word_embeddings_for_head.weight"
 """The last pipeline stage's copy of a token embedding that is also the head."""
 
 _LAYER = re.compile(r"layers\.(\d+)\.(.+)")
+_STACK = re.compile(r"language_model\.(?:(?P<stack>encoder|decoder)|transformer)\.(?P<rest>.+)")
 _BUFFER = re.compile(r"(?:.*\.)?(?:inv_freq|_extra_state|masked_bias)")
 """State that modules save besides their parameters."""
+
+
+def family_of_names(names: Iterable[str]) -> FamilyNames:
+    """The family of the parameters of a last pipeline rank, levels joined by dots."""
+    names = list(names)
+    return next(
+        known
+        for known in FAMILIES
+        if known.mark is None or any(name.startswith(known.mark) for name in names)
+    )
 
 
 def is_buffer(name: str) -> bool:
@@ -71,32 +133,50 @@ def rename_block(name: str) -> str | None:
     return f"{BLOCK[module]}.{kind}" if module in BLOCK and kind in ("weight", "bias") else None
 
 
-def rename(name: str, first_layer: int = 0) -> str | None:
+def stack_of(name: str) -> tuple[str, int] | None:
+    """Megatron's name of the stack and number of the block of a parameter; None outside."""
+    place = _STACK.fullmatch(name)
+    layer = place and _LAYER.fullmatch(place["rest"])
+    return None if not place or not layer else (place["stack"] or "encoder", int(layer[1]))
+
+
+def rename(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> str | None:
     """Canonical name of one of Megatron's, levels joined by dots; None for an unknown name.
     ``first_layer`` is the number of the block that is ``layers.0`` in a pipeline stage."""
+    if names is not GPT and name == "lm_head.bias":
+        return next(iter(BIASES))
     module, _, kind = name.rpartition(".")
     if module in HEADS:
         return f"{HEADS[module]}.{kind}" if kind in ("weight", "bias") else None
-    if not name.startswith("language_model."):
-        return None
-    name = re.sub(r"^transformer\.", "encoder.", name.removeprefix("language_model."))
-    layer = _LAYER.fullmatch(name.removeprefix("encoder."))
-    if layer is not None and name.startswith("encoder."):
-        inner = rename_block(layer[2])
-        return None if inner is None else f"layers.{first_layer + int(layer[1])}.{inner}"
-    module, _, kind = name.rpartition(".")
-    return f"{OUTER[module]}.{kind}" if module in OUTER and kind in ("weight", "bias") else None
+    if (place := _STACK.fullmatch(name)) and (place["stack"] or "encoder") in names.stacks:
+        prefix, rest = names.stacks[place["stack"] or "encoder"].prefix, place["rest"]
+        if layer := _LAYER.fullmatch(rest):
+            inner = rename_block(layer[2])
+            return inner and f"{prefix}layers.{first_layer + int(layer[1])}.{inner}"
+        module, _, kind = rest.rpartition(".")
+        known = module in _LAST and kind in ("weight", "bias")
+        return f"{prefix}{_LAST[module]}.{kind}" if known else None
+    module, _, kind = name.removeprefix("language_model.").rpartition(".")
+    known = name.startswith("language_model.") and module in OUTER and kind in ("weight", "bias")
+    return f"{OUTER[module]}.{kind}" if known else None
 
 
-def to_megatron(name: str, first_layer: int = 0) -> str | None:
+def to_megatron(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> str | None:
     """Inverse of :func:`rename`, in the spelling of Megatron-LM 3; None for a parameter that it
     lacks."""
+    if names is not GPT and name in BIASES:
+        return BIASES[name]
+    for stack, (prefix, *_) in names.stacks.items():
+        module, _, kind = name.removeprefix(prefix).rpartition(".")
+        if not name.startswith(prefix):
+            continue
+        if layer := _LAYER.fullmatch(module):
+            found = _inverse(BLOCK).get(layer[2])
+            number = int(layer[1]) - first_layer
+            return found and f"language_model.{stack}.layers.{number}.{found}.{kind}"
+        if found := _inverse(_LAST).get(module):
+            return f"language_model.{stack}.{found}.{kind}"
     module, _, kind = name.rpartition(".")
-    layer = _LAYER.fullmatch(module)
-    if layer is not None:
-        found = _inverse(BLOCK).get(layer[2])
-        number = int(layer[1]) - first_layer
-        return found and f"language_model.encoder.layers.{number}.{found}.{kind}"
     if module in _inverse(HEADS):
         return f"{_inverse(HEADS)[module]}.{kind}"
     found = _inverse(OUTER).get(module)
@@ -120,33 +200,65 @@ def qkv_from_megatron(
     own numbers of heads. Raises ValueError if the number of rows is wrong, or the version has no
     grouped queries.
     """
-    rest = values.shape[1:]
     _check_rows(values, version, heads, groups, head_dim)
-    if version < 1:
-        return values.clone()
-    if version < 2:
-        per_head = values.reshape(heads, head_dim, 3, *rest)
-        return per_head.movedim(2, 0).reshape(values.shape)
-    queries = heads // groups
-    per_group = values.reshape(groups, queries + 2, head_dim, *rest)
-    q, k, v = per_group.split([queries, 1, 1], dim=1)
-    return torch.cat([part.reshape(-1, *rest) for part in (q, k, v)])
+    return _from_megatron(values, version, groups, head_dim, (heads // groups, 1, 1))
 
 
 def qkv_to_megatron(
     values: Tensor, version: float, heads: int, groups: int, head_dim: int
 ) -> Tensor:
     """Inverse of :func:`qkv_from_megatron`."""
-    rest = values.shape[1:]
     _check_rows(values, version, heads, groups, head_dim)
+    return _to_megatron(values, version, groups, head_dim, (heads // groups, 1, 1))
+
+
+def kv_from_megatron(values: Tensor, version: float, heads: int, head_dim: int) -> Tensor:
+    """The same of the key-value matrix or bias of a decoder's attention to its encoder, whose rows
+    are ordered alike, without queries."""
+    _check_kv_rows(values, heads, head_dim)
+    return _from_megatron(values, version, heads, head_dim, (1, 1))
+
+
+def kv_to_megatron(values: Tensor, version: float, heads: int, head_dim: int) -> Tensor:
+    """Inverse of :func:`kv_from_megatron`."""
+    _check_kv_rows(values, heads, head_dim)
+    return _to_megatron(values, version, heads, head_dim, (1, 1))
+
+
+def _from_megatron(
+    values: Tensor, version: float, groups: int, head_dim: int, parts: tuple[int, ...]
+) -> Tensor:
+    """``parts`` are the heads of queries, keys and values in each group."""
+    rest = values.shape[1:]
     if version < 1:
         return values.clone()
     if version < 2:
-        parts = values.reshape(3, heads, head_dim, *rest)
-        return parts.movedim(0, 2).reshape(values.shape)
-    q, k, v = values.split([heads * head_dim, groups * head_dim, groups * head_dim])
-    per_group = [part.reshape(groups, -1, head_dim, *rest) for part in (q, k, v)]
+        per_head = values.reshape(groups, head_dim, len(parts), *rest)
+        return per_head.movedim(2, 0).reshape(values.shape)
+    per_group = values.reshape(groups, sum(parts), head_dim, *rest)
+    return torch.cat([part.reshape(-1, *rest) for part in per_group.split(parts, dim=1)])
+
+
+def _to_megatron(
+    values: Tensor, version: float, groups: int, head_dim: int, parts: tuple[int, ...]
+) -> Tensor:
+    rest = values.shape[1:]
+    if version < 1:
+        return values.clone()
+    if version < 2:
+        by_part = values.reshape(len(parts), groups, head_dim, *rest)
+        return by_part.movedim(0, 2).reshape(values.shape)
+    split = values.split([groups * part * head_dim for part in parts])
+    per_group = [part.reshape(groups, -1, head_dim, *rest) for part in split]
     return torch.cat(per_group, dim=1).reshape(values.shape)
+
+
+def _check_kv_rows(values: Tensor, heads: int, head_dim: int) -> None:
+    if values.shape[0] != 2 * heads * head_dim:
+        raise ValueError(
+            f"the key-value rows are {values.shape[0]}; {heads} heads of {head_dim} have "
+            f"{2 * heads * head_dim}"
+        )
 
 
 def _check_rows(values: Tensor, version: float, heads: int, groups: int, head_dim: int) -> None:

@@ -20,7 +20,15 @@ from megatron.formats.legacy_megatron.arguments import (
     divided_sizes,
     model_of_arguments,
 )
-from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_from_megatron, rename
+from megatron.formats.legacy_megatron.names import (
+    BIASES,
+    HEAD_COPY,
+    FamilyNames,
+    family_of_names,
+    qkv_from_megatron,
+    rename,
+    stack_of,
+)
 from megatron.formats.legacy_megatron.optimizer import MOMENTS, Key, UnusableError, adam_state
 from megatron.formats.legacy_megatron.rank_files import (
     Rank,
@@ -35,10 +43,9 @@ from megatron.formats.legacy_megatron.vocabulary import (
     unpadded_vocabulary,
     write_tokenizer,
 )
-from megatron.parallel.shard import Cut, Shard
+from megatron.parallel.shard import Shard
 
 _EMBEDDING = "embedding.word_embeddings.weight"
-_LAYER = re.compile(r"\.layers\.(\d+)\.")
 _PUBLISHED_HEAD_DIM = 64
 """Width of a head in every model that NVIDIA published in this form without arguments."""
 
@@ -81,9 +88,11 @@ class MegatronCheckpoint(Source):
         self.version, self._arguments = first.version, first.arguments
         self.iteration = first.iteration or None
         self._sizes(first.path)
-        self._locations, self._layers = _survey(self._stage, self.pipeline_size)
+        last = self._stage(self.pipeline_size - 1)[0].chunks[-1]
+        self._names = family_of_names(last)
+        self._locations, self._layers = _survey(self._stage, self.pipeline_size, self._names)
         self.model = self._model(first.path)
-        self._shards = _shards(self.model, self._locations)
+        self._shards = whole_shards(self.model)
         self._check_parameters(first.path)
         self.tokenizer = tokenizer_of_arguments(self._arguments)
         self.end_of_text = end_of_text(self._arguments, self.model.vocabulary.size)
@@ -92,6 +101,11 @@ class MegatronCheckpoint(Source):
     @classmethod
     def locate(cls, path: Path, wanted: str | None) -> Path | None:
         return find_megatron(path, wanted)
+
+    @classmethod
+    def family(cls, folder: Path) -> str:
+        last = list(rank_files(folder).values())[-1]
+        return family_of_names(RankFile.open(last).chunks[-1]).family
 
     def names(self) -> Sequence[str]:
         return list(self._shards)
@@ -135,7 +149,7 @@ class MegatronCheckpoint(Source):
         self.model = dataclasses.replace(
             self.model, vocabulary=Vocabulary(size, self.model.vocabulary.padded)
         )
-        self._shards = _shards(self.model, self._locations)
+        self._shards = whole_shards(self.model)
 
     def _shard(self, name: str) -> Shard:
         if name not in self._shards:
@@ -178,17 +192,24 @@ class MegatronCheckpoint(Source):
         if embedding is None or len(embedding.shape) != 2:
             raise CheckpointError(f"{path} has no language_model.embedding.word_embeddings.weight")
         rows = embedding.shape[0] * self.tensor_size
+        family = self._names.family
         if self._arguments:
-            model = model_of_arguments(self._arguments, path)
+            model = model_of_arguments(self._arguments, path, family)
         elif self._described is not None:
             model = self._described
         else:
             model = self._published(path, embedding.shape[1])
-        if model.num_layers != self._layers:
-            raise CheckpointError(
-                f"{path}: the argument num_layers is {model.num_layers}, but the files have "
-                f"{self._layers} blocks"
-            )
+        if model.family != family:
+            raise CheckpointError(f"{path} has a model of the family {family}, not {model.family}")
+        for stack, (_, argument, length) in self._names.stacks.items():
+            if length(model) != self._layers[stack]:
+                raise CheckpointError(
+                    f"{path}: the argument {argument} is {length(model)}, but the files have "
+                    f"{self._layers[stack]} blocks"
+                )
+        types = self._locations.get("embedding.tokentype_embeddings.weight")
+        if types is not None and types.shape[0] != model.token_types:
+            model = dataclasses.replace(model, num_tokentypes=types.shape[0])
         size = unpadded_vocabulary(self._arguments, rows)
         if self._described is not None and not self._arguments:
             size = min(self._described.vocabulary.size, rows)
@@ -212,12 +233,14 @@ class MegatronCheckpoint(Source):
             "tanh, as NVIDIA's published models have"
         )
         flags = ModelFlags(
-            num_layers=self._layers,
+            family=self._names.family,
+            num_layers=self._layers["encoder"],
             hidden_size=hidden,
             ffn_hidden_size=up.shape[0] * self.tensor_size,
             num_attention_heads=heads,
             max_position_embeddings=positions.shape[0],
             untie_embeddings_and_output_weights="output_layer.weight" in self._locations,
+            **self._names.seen(self._locations),
         )
         return complete(flags, path)
 
@@ -247,8 +270,6 @@ class MegatronCheckpoint(Source):
                     f"{self._files[Rank(location.pipeline, 0)]}: {location.key[1]} is not part of "
                     "the network that the arguments describe"
                 )
-        if "lm_head.bias" in self._locations:
-            self.refusal = "it is a BERT, which can be inspected, but not trained or converted"
 
     def _find_optimizer(self) -> None:
         """Decides whether there is optimizer state to continue from, and fills the counters."""
@@ -273,8 +294,6 @@ class MegatronCheckpoint(Source):
         }
 
     def _all_steps(self) -> Iterator[int]:
-        if "lm_head.bias" in self._locations:
-            raise UnusableError("optimizer state of BERT is not read")
         for pipeline in range(self.pipeline_size):
             for file in self._stage(pipeline):
                 yield adam_state(file.optimizer, file.chunks)[1]
@@ -301,29 +320,6 @@ class MegatronCheckpoint(Source):
             raise CheckpointError(f"{path}: {error}") from None
 
 
-def _shards(model: ModelConfig, present: Mapping[str, ParameterLocation]) -> dict[str, Shard]:
-    """How each parameter is cut over tensor-parallel ranks, by canonical name, in the order of the
-    layers: as ours are, and those that BERT has in addition."""
-    hidden, rows = model.hidden_size, model.vocabulary.padded
-    square, vector = Shard((hidden, hidden)), Shard((hidden,))
-    bert = {
-        "embedding.tokentype_embeddings.weight": Shard((2, hidden)),
-        "pooler.dense.weight": square,
-        "pooler.dense.bias": vector,
-        "lm_head.dense.weight": square,
-        "lm_head.dense.bias": vector,
-        "lm_head.layernorm.weight": vector,
-        "lm_head.layernorm.bias": vector,
-        "lm_head.bias": Shard((rows,), (Cut(0, unpadded=model.vocabulary.size),)),
-        "binary_head.weight": Shard((2, hidden)),
-        "binary_head.bias": Shard((2,)),
-    }
-    kinds = present.get("embedding.tokentype_embeddings.weight")
-    if kinds is not None:
-        bert["embedding.tokentype_embeddings.weight"] = Shard((kinds.shape[0], hidden))
-    return whole_shards(model) | {name: s for name, s in bert.items() if name in present}
-
-
 class _Stage(NamedTuple):
     """What the tensor ranks of a pipeline rank have in common: ``path`` is the first one's file,
     ``chunks`` has the shape and dtype of each parameter, by Megatron's name."""
@@ -335,37 +331,43 @@ class _Stage(NamedTuple):
 
 
 def _survey(
-    stage: Callable[[int], Sequence[RankFile]], pipeline_size: int
-) -> tuple[dict[str, ParameterLocation], int]:
-    """Locations of the parameters by canonical name, and the number of blocks; ``stage`` gives the
-    files of a pipeline rank by tensor rank. Raises CheckpointError if files are not of one
-    checkpoint, blocks are missing, or a parameter is unknown; the message names the file."""
+    stage: Callable[[int], Sequence[RankFile]], pipeline_size: int, names: FamilyNames
+) -> tuple[dict[str, ParameterLocation], Mapping[str, int]]:
+    """Locations of the parameters by canonical name, and the number of blocks by stack; ``stage``
+    gives the files of a pipeline rank by tensor rank. Raises CheckpointError if files are not of
+    one checkpoint, blocks are missing, or a parameter is unknown; the message names the file."""
     stages: list[_Stage] = []
     for pipeline in range(pipeline_size):
         stages.append(_common(stage(pipeline)))
         _check_together(stages[0], stages[-1])
     found: dict[str, ParameterLocation] = {}
-    layer = 0
+    done = dict.fromkeys(names.stacks, 0)
     # Stages are in order of chunks: rank 0's first, rank 1's first, ..., rank 0's second, ...
     for chunk in range(len(stages[0].chunks)):
         for pipeline, each in enumerate(stages):
-            path, layers = each.path, set()
+            path, layers = each.path, {stack: set[int]() for stack in names.stacks}
             for theirs, (shape, dtype) in each.chunks[chunk].items():
-                numbered = _LAYER.search(theirs)
-                layers |= {int(numbered[1])} if numbered else set()
                 if theirs == HEAD_COPY:
                     continue
-                ours = rename(theirs, layer)
+                numbered = stack_of(theirs)
+                stack, number = numbered or ("", 0)
+                ours = rename(theirs, done.get(stack, 0), names)
                 if ours is None:
                     why = f"{theirs} is not a known parameter{_hint(theirs)}"
                     raise CheckpointError(f"{path}: {why}")
                 if ours in found:
                     raise CheckpointError(f"{path}: {theirs} is there twice, as {ours}")
                 found[ours] = ParameterLocation(pipeline, (chunk, theirs), shape, dtype)
-            if layers != set(range(len(layers))):
-                raise CheckpointError(f"{path} has blocks {sorted(layers)}, some are missing")
-            layer += len(layers)
-    return found, layer
+                if numbered:
+                    layers[stack].add(number)
+            for stack, numbers in layers.items():
+                if numbers != set(range(len(numbers))):
+                    raise CheckpointError(f"{path} has blocks {sorted(numbers)}, some are missing")
+                done[stack] += len(numbers)
+    tied_bias, own_bias = BIASES
+    if "output_layer.weight" in found and tied_bias in found:
+        found[own_bias] = found.pop(tied_bias)
+    return found, done
 
 
 def _common(files: Sequence[RankFile]) -> _Stage:

@@ -17,7 +17,13 @@ from megatron.checkpoint.source import DTYPES, TOKENIZER, Source
 from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.deepspeed_folders.naming import whole_shards
 from megatron.formats.legacy_megatron.arguments import arguments_of_model, divided_sizes
-from megatron.formats.legacy_megatron.names import HEAD_COPY, qkv_to_megatron, to_megatron
+from megatron.formats.legacy_megatron.names import (
+    FAMILIES,
+    HEAD_COPY,
+    qkv_to_megatron,
+    stack_of,
+    to_megatron,
+)
 from megatron.formats.legacy_megatron.rank_files import (
     MODEL_FILES,
     Rank,
@@ -111,14 +117,14 @@ def _rank(
     source: Source, model: ModelConfig, rank: Rank, sizes: Rank, dtype: torch.dtype
 ) -> dict[str, Tensor]:
     shards = whole_shards(model)
+    names = next(known for known in FAMILIES if known.family == model.family)
     layers = model.num_layers // sizes.pipeline
     last = sizes.pipeline - 1
 
-    def stage_of(name: str) -> int:
-        first, second, *_ = name.split(".")
-        if first == "layers":
-            return int(second) // layers
-        return 0 if first == "embedding" else last
+    def stage_of(theirs: str) -> int:
+        if numbered := stack_of(theirs):
+            return numbered[1] // layers
+        return 0 if theirs.startswith("language_model.embedding.") else last
 
     def share(name: str) -> Tensor:
         coordinates = {"tensor": (rank.tensor, sizes.tensor)}
@@ -127,10 +133,12 @@ def _rank(
 
     found = {}
     for name in shards:
-        if stage_of(name) == rank.pipeline:
-            theirs = to_megatron(name, rank.pipeline * layers)
-            assert theirs is not None, name
-            found[theirs] = share(name)
+        theirs = to_megatron(name, names=names)
+        assert theirs is not None, name
+        if stage_of(theirs) == rank.pipeline:
+            placed = to_megatron(name, rank.pipeline * layers, names)
+            assert placed is not None
+            found[placed] = share(name)
     if model.embedding.tied and 0 < rank.pipeline == last:
         found[HEAD_COPY] = share("embedding.word_embeddings.weight")
     return found

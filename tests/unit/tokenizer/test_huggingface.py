@@ -1,9 +1,13 @@
 """HFTokenizer against transformers' own call over the same folder."""
 
+import dataclasses
 import json
 
+import numpy as np
 import pytest
 
+from megatron.config import TokenizerConfig
+from megatron.data.text_encoder import TextEncoder, TextSettings
 from megatron.tokenizer.huggingface import HFTokenizer
 
 
@@ -44,6 +48,17 @@ def test_against_auto_tokenizer(llama_like, fuzzed_strings):
     assert wanted[0][0] == reference.bos_token_id
     assert ours.eod == reference.eos_token_id == 2001
     assert ours.vocab_size == 2002, "added tokens count"
+
+
+def test_sentences_have_no_tokens_around_them(llama_like):
+    """Of texts that become documents they are part; within a sample of BERT or T5 they are not."""
+    settings = TextSettings(TokenizerConfig("HFTokenizer", tokenizer_model=str(llama_like)))
+    text = "One sentence here. Another one there."
+    (document,) = TextEncoder(settings)([text])
+    (sentences,) = TextEncoder(dataclasses.replace(settings, splitter="rules"))([text])
+    bos, *rest = document[0].tolist()
+    assert bos == HFTokenizer(llama_like).bos and len(sentences) == 2
+    assert bos not in np.concatenate(sentences) and bos not in rest
 
 
 def test_saved_folder_gives_the_same_ids(llama_like, tmp_path):

@@ -49,7 +49,8 @@ class T5Recipe(SegmentRecipe[T5Sample]):
     end: int
     """Token after the encoder's input and the labels."""
     pad: int
-    """Also the first token of the decoder's input, as in T5."""
+    start: int
+    """First token of the decoder's input."""
     sentinels: tuple[int, ...]
 
     @classmethod
@@ -100,6 +101,7 @@ class T5Recipe(SegmentRecipe[T5Sample]):
             corruption,
             tokenizer.eos,
             tokenizer.pad,
+            tokenizer.bos if config.decoder_start_token == "bos" else tokenizer.pad,
             sentinels,
         )
 
@@ -125,7 +127,7 @@ class T5Recipe(SegmentRecipe[T5Sample]):
         encoder_tokens_E = np.full(self.encoder_length, self.pad, np.int64)
         encoder_tokens_E[: len(encoder)] = encoder
         decoder_tokens_D = np.full(self.decoder_length, self.pad, np.int64)
-        decoder_tokens_D[1 : len(labels)] = labels[:-1]
+        decoder_tokens_D[: len(labels)] = [self.start, *labels[:-1]]
         labels_D = np.full(self.decoder_length, NO_LABEL, np.int64)
         labels_D[: len(labels)] = labels
         is_label_D = np.arange(self.decoder_length) < len(labels)

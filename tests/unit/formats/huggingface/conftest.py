@@ -3,13 +3,23 @@
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+import transformers
+from transformers import AutoConfig, PreTrainedModel
+
+from megatron.formats.huggingface.registry import architecture_named
 
 # Modules that the tests of this folder share.
 sys.path.insert(0, str(Path(__file__).parent))
+
+
+def model_class(model_type: str, architectures: list[str] | None = None, **_: Any) -> Any:
+    """The class of `transformers` of a case."""
+    named = architecture_named({"model_type": model_type}, Path(model_type)).model_class
+    return getattr(transformers, architectures[0] if architectures else named)
 
 
 @pytest.fixture(scope="session")
@@ -20,8 +30,13 @@ def hf_model() -> Callable[..., PreTrainedModel]:
     def make(model_type: str, seed: int = 3, scale: float = 0.15, **settings) -> PreTrainedModel:
         tokens = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
         config = AutoConfig.for_model(model_type, **(tokens | settings))
-        attention = "eager" if settings.get("attn_logit_softcapping") else None
-        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        if settings.get("attn_logit_softcapping"):
+            config._attn_implementation = "eager"
+        model = model_class(model_type, **settings)(config)
+        # transformers 5 ties the head of every T5.
+        head = model.get_output_embeddings()
+        if settings.get("tie_word_embeddings") is False:
+            head.weight = torch.nn.Parameter(head.weight.detach().clone())
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():
             for param in model.parameters():

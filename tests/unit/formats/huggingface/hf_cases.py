@@ -58,6 +58,12 @@ _FALCON = {
 _BLOOM = {"vocab_size": 61, "hidden_size": 32, "n_layer": 2, "n_head": 4}
 _GEMMA2 = _SIZES | {"head_dim": 8, "num_hidden_layers": 3, "query_pre_attn_scalar": 12}
 _GEMMA3 = _SIZES | {"head_dim": 8, "num_hidden_layers": 3, "query_pre_attn_scalar": 12}
+_T5 = {
+    "vocab_size": 61, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4,
+    "relative_attention_num_buckets": 8, "relative_attention_max_distance": 20,
+    "dropout_rate": 0.0, "pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0,
+}  # fmt: skip
+_T5_11 = _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 _WINDOW = {"sliding_window": 7}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 
@@ -163,6 +169,14 @@ CASES: dict[str, dict[str, Case]] = {
         "tied": _BLOOM,
         "untied": _BLOOM | {"tie_word_embeddings": False},
         "six_heads": _BLOOM | {"n_head": 6, "hidden_size": 48},
+    },
+    "t5": {
+        "1.0": _T5 | {"num_decoder_layers": 3},
+        "1.1": _T5_11 | {"num_layers": 3, "num_decoder_layers": 1},
+        "odd": _T5_11 | {"num_heads": 3, "d_kv": 5, "d_ff": 21, "feed_forward_proj": "gated-silu",
+                         "relative_attention_num_buckets": 7},
+        "wide": _T5 | {"num_heads": 7, "d_kv": 16, "feed_forward_proj": "gelu",
+                       "relative_attention_max_distance": 128},
     },
 }  # fmt: skip
 """Cases by architecture and name."""

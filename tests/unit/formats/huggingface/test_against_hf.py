@@ -5,11 +5,10 @@ import dataclasses
 
 import pytest
 import torch
-import torch.nn.functional as F
-from gpt_forward import forward
 from hf_cases import CASES
+from hf_inputs import VOCABULARY, pair
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig
 
 from megatron.families import build_model
 from megatron.formats.huggingface import ARCHITECTURES, write_model
@@ -17,12 +16,12 @@ from megatron.formats.huggingface.entries import (
     GATE_AND_UP,
     GROUPED_QKV,
     SAME,
+    SEPARATE_KV,
     SEPARATE_QKV,
     Reordering,
 )
 from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.huggingface.source import HuggingFaceFolder
-from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.shard import shard_of
 
 CLOSE = {"rtol": 1.3e-6, "atol": 1e-5}
@@ -31,16 +30,10 @@ LENGTH = 40
 """Longer than the sliding windows and than the length before a stretching in the cases."""
 SHORT = 12
 """Shorter than the length before a stretching."""
-VOCABULARY = 61
 
 
 def close(model_type):
     return GEMMA_CLOSE if model_type.startswith("gemma") else CLOSE
-
-
-def random_tokens(seed=1):
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randint(VOCABULARY, (3, LENGTH), generator=generator)
 
 
 def ours_of(source):
@@ -53,18 +46,25 @@ def ours_of(source):
 
 
 @torch.no_grad()
-def assert_same_logits(ours, theirs, model_type):
+def assert_same_logits(source, theirs, model_type):
+    """Of all outputs, at all positions that are not padding."""
+    ours, task = ours_of(source), source.architecture.task
     for length in (LENGTH, SHORT):
-        tokens = random_tokens()[:, :length]
-        found, expected = forward(ours, tokens)[..., :VOCABULARY], theirs(tokens).logits
-        torch.testing.assert_close(found, expected, **close(model_type))
+        inputs = pair(source.model, length)
+        state, output = ours(inputs.ours.changed(targets=None)), theirs(**inputs.theirs)
+        for name, found in task.outputs(state, source.model).items():
+            expected, counted = output[name], inputs.theirs.get("labels")
+            if counted is not None and found.ndim > 2:
+                found, expected = found[counted >= 0], expected[counted >= 0]
+            torch.testing.assert_close(found, expected, **close(model_type))
 
 
 # What the two versions of transformers spell differently or derive, or what says nothing.
 NOISE = {"_name_or_path", "transformers_version", "architectures", "dtype", "use_cache",
          "original_max_position_embeddings", "sliding_window_pattern", "rope_local_base_freq",
          "rotary_emb_base", "rotary_pct", "partial_rotary_factor", "rope_theta", "rope_scaling",
-         "head_dim", "seq_length", "max_window_layers", "_sliding_window_pattern"}  # fmt: skip
+         "head_dim", "seq_length", "max_window_layers", "_sliding_window_pattern",
+         "n_positions"}  # fmt: skip
 SAME_ACTIVATION = {"gelu_fast": "gelu_new", "gelu_pytorch_tanh": "gelu_new"}
 
 
@@ -72,6 +72,8 @@ def meaning(folder):
     """What a config.json means to transformers."""
     content = AutoConfig.from_pretrained(folder).to_dict()
     content = {key: value for key, value in content.items() if key not in NOISE}
+    if content.get("bos_token_id") is None:
+        content.pop("bos_token_id", None)  # a T5 has none
     if "sliding_attention" not in content.get("layer_types", ["sliding_attention"]):
         content.pop("sliding_window")
     (content.get("rope_parameters") or {}).pop("type", None)
@@ -92,7 +94,7 @@ def test_against_hf(model_type, case, hf_model, tmp_path):
     theirs.save_pretrained(folder)
     source = HuggingFaceFolder(folder)
     assert source.model.vocabulary.size == VOCABULARY
-    assert_same_logits(ours_of(source), theirs, model_type)
+    assert_same_logits(source, theirs, model_type)
 
     back.mkdir()
     write_model(source, back, "float32", 10**9)
@@ -102,11 +104,11 @@ def test_against_hf(model_type, case, hf_model, tmp_path):
     assert meaning(back) == meaning(folder)
     assert HuggingFaceFolder(back).model == source.model
     attention = "eager" if source.model.attention.attn_logit_softcapping else None
-    again, report = AutoModelForCausalLM.from_pretrained(
+    again, report = type(theirs).from_pretrained(
         back, attn_implementation=attention, output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"]
-    assert_same_logits(ours_of(source), again.eval(), model_type)
+    assert_same_logits(source, again.eval(), model_type)
 
 
 GRADIENTS = [
@@ -115,6 +117,7 @@ GRADIENTS = [
     ("qwen3", "kv_heads=2,untied"), ("phi3", "partial_longrope"), ("gemma2", "caps"),
     ("gemma3_text", "scaled"), ("gpt_neox", "untied"), ("gpt_neox", "sequential"),
     ("opt", "tied"), ("falcon", "7b"), ("falcon", "40b"), ("bloom", "tied"),
+    ("t5", "1.0"), ("t5", "1.1"),
 ]  # fmt: skip
 
 
@@ -129,9 +132,9 @@ def test_gradients_against_hf(model_type, case, hf_model, tmp_path):
     theirs = hf_model(model_type, **CASES[model_type][case])
     theirs.save_pretrained(tmp_path)
     source = HuggingFaceFolder(tmp_path)
-    model, tokens, labels = ours_of(source), random_tokens(), random_tokens(2)
-    forward(model, tokens, targets=Targets(labels, torch.ones(labels.shape))).backward()
-    F.cross_entropy(theirs(tokens).logits.flatten(0, 1), labels.flatten()).backward()
+    model, inputs = ours_of(source), pair(source.model, LENGTH)
+    sum(model(inputs.ours).losses.values()).backward()
+    inputs.loss(theirs(**inputs.theirs)).backward()
     ours = {
         name: shard_of(param).join([param.grad]) for name, param in model.canonical_parameters()
     }
@@ -188,6 +191,13 @@ MISTAKES = {
         "layers.{n}.attention.k_norm.weight"),
     "opt: norms exchanged": (
         "opt", "tied", "layers.{n}.attention_norm.weight", "layers.{n}.mlp_norm.weight"),
+    "t5: cross-attention's key and value exchanged": (
+        "t5", "1.0", "decoder.layers.{n}.cross_attention.kv.weight", exchanged(SEPARATE_KV, 1, 0)),
+    "t5: biases of encoder and decoder exchanged": (
+        "t5", "1.0", "encoder.relative_bias.weight", "decoder.relative_bias.weight"),
+    "t5: norms exchanged": (
+        "t5", "1.1", "decoder.layers.{n}.cross_attention_norm.weight",
+        "decoder.layers.{n}.mlp_norm.weight"),
 }  # fmt: skip
 
 
@@ -209,4 +219,4 @@ def test_a_wrong_table_is_noticed(mistake, hf_model, tmp_path, monkeypatch):
     theirs.save_pretrained(tmp_path)
     source = HuggingFaceFolder(tmp_path)
     with pytest.raises(AssertionError, match="not close"):
-        assert_same_logits(ours_of(source), theirs, model_type)
+        assert_same_logits(source, theirs, model_type)

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpt_forward import forward
 from hf_cases import CASES
+from hf_inputs import pair
 
 from megatron.formats.huggingface import write_model
 from megatron.formats.huggingface.source import HuggingFaceFolder
@@ -26,26 +26,25 @@ import sys
 from pathlib import Path
 import torch
 import transformers
-from transformers import AutoModelForCausalLM
 
 assert transformers.__version__.startswith("4.")
 root = Path(sys.argv[1])
-tokens = torch.load(root / "tokens.pt")
 for folder in sorted((root / "written").iterdir()):
-    model, report = AutoModelForCausalLM.from_pretrained(
+    (name,) = transformers.AutoConfig.from_pretrained(folder).architectures
+    model, report = getattr(transformers, name).from_pretrained(
         folder, torch_dtype=torch.float32, attn_implementation="eager", output_loading_info=True
     )
     assert not report["missing_keys"] and not report["unexpected_keys"], folder
     with torch.no_grad():
-        torch.save(model.eval()(tokens).logits, folder / "logits.pt")
+        output = model.eval()(**torch.load(folder / "inputs.pt"))
+        torch.save({key: output[key] for key in torch.load(folder / "keys.pt")}, folder / "outputs.pt")
     model.save_pretrained(root / "saved" / folder.name)
 """
 
 
 @pytest.mark.skipif(not FOLDER, reason="MEGATRON_TEST_TRANSFORMERS4 names no transformers 4")
 def test_transformers_4_reads_and_writes_the_same(hf_model, tmp_path):
-    tokens = torch.randint(61, (3, 40), generator=torch.Generator().manual_seed(1))
-    torch.save(tokens, tmp_path / "tokens.pt")
+    inputs = {}
     for model_type, cases in CASES.items():
         for case, settings in cases.items():
             hf_model(model_type, **settings).save_pretrained(tmp_path / "theirs")
@@ -53,15 +52,25 @@ def test_transformers_4_reads_and_writes_the_same(hf_model, tmp_path):
             written.mkdir(parents=True)
             source = HuggingFaceFolder(tmp_path / "theirs")
             write_model(source, written, "float32", 10**9, architecture=model_type)
+            inputs[written] = pair(source.model, 40)
+            torch.save(inputs[written].theirs, written / "inputs.pt")
+            begin = inputs[written].ours.changed(targets=None)
+            state = model_of(source, torch.float32, torch.device("cpu"))(begin)
+            keys = list(source.architecture.task.outputs(state, source.model))
+            torch.save(keys, written / "keys.pt")
     environment = os.environ | {"PYTHONPATH": str(Path(FOLDER).resolve())}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
-    for written in sorted((tmp_path / "written").iterdir()):
-        expected = torch.load(written / "logits.pt")
+    for written, (begin, theirs, _) in inputs.items():
+        expected = torch.load(written / "outputs.pt")
         for folder in (written, tmp_path / "saved" / written.name):
-            ours = model_of(HuggingFaceFolder(folder), torch.float32, torch.device("cpu"))
-            torch.testing.assert_close(
-                forward(ours, tokens)[..., :61], expected, rtol=1.3e-6, atol=3e-5,
-                msg=lambda m, n=folder: f"{n}: {m}",
-            )  # fmt: skip
+            source = HuggingFaceFolder(folder)
+            ours = model_of(source, torch.float32, torch.device("cpu"))
+            state = ours(begin.changed(targets=None))
+            for name, found in source.architecture.task.outputs(state, source.model).items():
+                counted = theirs.get("labels", torch.zeros(found.shape[:2])) >= 0
+                torch.testing.assert_close(
+                    found[counted], expected[name][counted], rtol=1.3e-6, atol=3e-5,
+                    msg=lambda m, n=folder: f"{n}: {m}",
+                )  # fmt: skip

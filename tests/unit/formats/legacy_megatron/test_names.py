@@ -5,6 +5,8 @@ import torch
 
 from megatron.formats.legacy_megatron.names import (
     is_buffer,
+    kv_from_megatron,
+    kv_to_megatron,
     qkv_from_megatron,
     qkv_to_megatron,
     rename,
@@ -83,6 +85,25 @@ def test_rows_by_version(version, order, width):
     theirs = values[[ours.index(row) for row in order.split()]]
     assert torch.equal(qkv_from_megatron(theirs, version, 2, 2, 2), values)
     assert torch.equal(qkv_to_megatron(values, version, 2, 2, 2), theirs)
+
+
+@pytest.mark.parametrize(
+    ("version", "order"),
+    [
+        (0, "k00 k01 k10 k11 v00 v01 v10 v11"),
+        (1, "k00 v00 k01 v01 k10 v10 k11 v11"),
+        (2, "k00 k01 v00 v01 k10 k11 v10 v11"),
+        (3, "k00 k01 v00 v01 k10 k11 v10 v11"),
+    ],
+)
+def test_rows_of_cross_attention(version, order):
+    ours = "k00 k01 k10 k11 v00 v01 v10 v11".split()
+    values = torch.randn(8, 3)
+    theirs = values[[ours.index(row) for row in order.split()]]
+    assert torch.equal(kv_from_megatron(theirs, version, 2, 2), values)
+    assert torch.equal(kv_to_megatron(values, version, 2, 2), theirs)
+    with pytest.raises(ValueError, match="key-value rows are 8; 2 heads of 3 have 12"):
+        kv_from_megatron(theirs, version, 2, 3)
 
 
 def test_grouped_rows():

@@ -56,6 +56,7 @@ class CountingTokenizer:
     pad: int = PAD
     mask: int = MASK
     eos: int = EOS
+    bos: int = 5
     vocab_size: int = VOCAB_SIZE
     sentinels: list[int] = field(default_factory=lambda: list(SENTINELS))
 

@@ -75,6 +75,14 @@ def test_spans_put_back_give_the_source(changes, prose, tokenizer):
         assert all(1 <= size <= 10 for size in sizes)
 
 
+def test_the_decoder_starts_with_another_token(prose, tokenizer):
+    plain = build(prose, tokenizer)[3]
+    sample = build(prose, tokenizer, decoder_start_token="bos")[3]
+    assert (plain.decoder_tokens_D[0], sample.decoder_tokens_D[0]) == (PAD, tokenizer.bos)
+    assert (sample.decoder_tokens_D[1:] == plain.decoder_tokens_D[1:]).all()
+    assert (sample.labels_D == plain.labels_D).all()
+
+
 def test_counts_of_t5():
     """Raffel et al.: 512 tokens of input, 568 of text, 114 of targets; and short ones."""
     rule = SpanCorruption(0.15, 3.0, 10)

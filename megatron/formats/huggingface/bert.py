@@ -1,0 +1,234 @@
+"""BERT: an encoder with learned positions, LayerNorm and biases everywhere, whose tokens are
+predicted from both sides; the original, whose norms follow the residual sums, and Megatron's, whose
+norms precede attention and MLP.
+
+With ``--apply-residual-connection-post-layernorm`` a block here normalises the sum before it, so
+that the first block's norm is that of the original's embeddings, the norm of each further block
+that of the output of the block before it, and the final norm that of the last block's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from megatron.config import ModelConfig
+from megatron.formats.huggingface.architecture import Architecture, Tensors
+from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
+from megatron.formats.huggingface.entries import (
+    SAME,
+    SEPARATE_QKV,
+    Condition,
+    Entry,
+    Reordering,
+    block,
+    linear,
+    norm,
+    untied,
+    weight,
+)
+from megatron.formats.huggingface.masked_lm import MASKED_LM
+
+_TYPES = "bert.embeddings.token_type_embeddings.weight"
+_SECOND_HEAD = "cls.seq_relationship.weight"
+_TWICE = Reordering(
+    "twice", 2, lambda values, _: (values, values.clone()), lambda tensors, _: tensors[0]
+)
+"""Two tensors of the same values, of which the first counts."""
+
+
+def _typed(model: ModelConfig) -> bool:
+    return model.token_types > 0
+
+
+def _paired(model: ModelConfig) -> bool:
+    return model.bert_binary_head
+
+
+def _tied(model: ModelConfig) -> bool:
+    return model.embedding.tied
+
+
+def _dense(ours: str, theirs: str, when: Condition) -> tuple[Entry, ...]:
+    """A linear layer of a head."""
+    return tuple(
+        dataclasses.replace(entry, when=when) for entry in linear(ours, theirs)
+    )  # fmt: skip
+
+
+def _sum_norm(ours: str, first: str, theirs: str) -> tuple[Entry, ...]:
+    """A norm in a block that is another one's in theirs, and in the first block ``first``."""
+    return tuple(
+        dataclasses.replace(entry, first=(f"{first}.{entry.ours.rpartition('.')[2]}",))
+        for entry in norm(ours, theirs)
+    )
+
+
+_BEFORE = (
+    *weight("embedding.word_embeddings", "bert.embeddings.word_embeddings"),
+    *weight("embedding.position_embeddings", "bert.embeddings.position_embeddings"),
+    *weight("embedding.tokentype_embeddings", "bert.embeddings.token_type_embeddings", _typed),
+)
+_QKV = linear(
+    "attention.qkv", "attention.self.query", "attention.self.key", "attention.self.value",
+    form=SEPARATE_QKV,
+)  # fmt: skip
+_PROJ = linear("attention.proj", "attention.output.dense")
+_MLP = (*linear("mlp.up", "intermediate.dense"), *linear("mlp.down", "output.dense"))
+_HEADS = (
+    *_dense("pooler.dense", "bert.pooler.dense", _paired),
+    *_dense("binary_head", "cls.seq_relationship", _paired),
+    *linear("lm_head.dense", "cls.predictions.transform.dense"),
+    *norm("lm_head.norm", "cls.predictions.transform.LayerNorm"),
+    Entry("embedding.word_embeddings.bias", ("cls.predictions.bias",), SAME, _tied),
+    *weight("output_layer", "cls.predictions.decoder", when=untied),
+    # transformers 5 uses the first then, transformers 4 makes the first of the second.
+    Entry(
+        "output_layer.bias", ("cls.predictions.decoder.bias", "cls.predictions.bias"), _TWICE,
+        untied,
+    ),
+)  # fmt: skip
+
+
+def _copies(model: ModelConfig) -> dict[str, str]:
+    if not model.embedding.tied:
+        return {}
+    return {
+        "cls.predictions.decoder.weight": "embedding.word_embeddings.weight",
+        "cls.predictions.decoder.bias": "embedding.word_embeddings.bias",
+    }
+
+
+def _constants(model: ModelConfig) -> dict[str, Tensor]:
+    """A model there has at least one token type."""
+    return {} if _typed(model) else {_TYPES: torch.zeros(1, model.hidden_size)}
+
+
+def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """The second head may be in files whose config.json names the class without it (the published
+    bert-base-uncased); a single token type of zeros is that of a model without."""
+    typed = _TYPES not in tensors
+    if not typed:
+        types_TH = tensors.tensor(_TYPES)
+        typed = types_TH.ndim != 2 or types_TH.shape[0] != 1 or bool(types_TH.any())
+    return content | {"_second_head": _SECOND_HEAD in tensors, "_token_types": typed}
+
+
+def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    given.only("position_embedding_type", ("absolute", None), "positions must be learned")
+    given.only("is_decoder", (False,), "a decoder that BERT has become cannot be represented")
+    given.only("add_cross_attention", (False,), "cross-attention cannot be represented")
+    # Of the pooler of other tasks, in Google's multilingual models.
+    given.unused(
+        "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
+        "pooler_size_per_head", "pooler_type", "_second_head", "_token_types",
+    )  # fmt: skip
+    classes = given.names("architectures") or []
+    types = given.whole("type_vocab_size") if given.content.get("_token_types", True) else 0
+    second = given.content.get("_second_head", any("ForPreTraining" in name for name in classes))
+    usual = 2 if second else 0
+    return {"bert_binary_head": second, "num_tokentypes": None if types == usual else types}
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return {"type_vocab_size": max(model.token_types, 1), "position_embedding_type": "absolute"}
+
+
+def _named(prefix: str, model: ModelConfig) -> str:
+    return prefix + ("ForPreTraining" if model.bert_binary_head else "ForMaskedLM")
+
+
+def _bert(
+    title: str, model_type: str, prefix: str, post_norm: bool, *entries: Entry
+) -> Architecture:
+    return Architecture(
+        title=title,
+        model_type=model_type,
+        model_class=lambda model: _named(prefix, model),
+        entries=(*_BEFORE, *entries, *_HEADS),
+        keys={
+            "max_position_embeddings": "max_position_embeddings",
+            "hidden_size": "hidden_size",
+            "intermediate_size": "ffn_hidden_size",
+            "num_hidden_layers": "num_layers",
+            "num_attention_heads": "num_attention_heads",
+            "hidden_act": "activation",
+            "attention_probs_dropout_prob": "attention_dropout",
+            "hidden_dropout_prob": "hidden_dropout",
+            "layer_norm_eps": "norm_epsilon",
+            "initializer_range": "init_method_std",
+        },
+        fixed={
+            "position_embedding_type": "learned_absolute",
+            "normalization": "LayerNorm",
+            "add_bias_linear": True,
+            "apply_residual_connection_post_layernorm": post_norm,
+        },
+        write=_write,
+        read=_read,
+        activations={
+            name: flags | _HEAD_ACTIVATIONS.get(name, {"openai_gelu": True})
+            for name, flags in ACTIVATIONS.items()
+        },
+        base_prefix="bert.",
+        endings={
+            "LayerNorm.weight": "LayerNorm.gamma",
+            "LayerNorm.bias": "LayerNorm.beta",
+            "cls.predictions.bias": "cls.predictions.decoder.bias",
+            "cls.predictions.decoder.bias": "cls.predictions.bias",
+        },
+        copies=_copies,
+        constants=_constants,
+        seen=_seen,
+        family="bert",
+        task=MASKED_LM,
+    )
+
+
+_HEAD_ACTIVATIONS: dict[str, dict[str, Any]] = {
+    "gelu": {},
+    "gelu_python": {},
+    "relu": {"lm_head_activation": "relu"},
+    "relu2": {"lm_head_activation": "squared_relu"},
+}
+"""What gives the masked-LM head the activation of the MLP; for the others it is the tanh
+approximation of GELU."""
+
+BERT = _bert(
+    "BERT",
+    "bert",
+    "Bert",
+    True,
+    *block(
+        "bert.encoder.layer.{n}",
+        _QKV,
+        _PROJ,
+        norm("mlp_norm", "attention.output.LayerNorm"),
+        _MLP,
+    ),
+    *block(
+        "bert",
+        _sum_norm(
+            "attention_norm", "bert.embeddings.LayerNorm", "encoder.layer.{before}.output.LayerNorm"
+        ),
+    ),
+    *norm("final_norm.norm", "bert.encoder.layer.{last}.output.LayerNorm"),
+)
+MEGATRON_BERT = _bert(
+    "MegatronBERT",
+    "megatron-bert",
+    "MegatronBert",
+    False,
+    *block(
+        "bert.encoder.layer.{n}",
+        norm("attention_norm", "attention.ln"),
+        _QKV,
+        _PROJ,
+        norm("mlp_norm", "ln"),
+        _MLP,
+    ),
+    *norm("final_norm.norm", "bert.encoder.ln"),
+)

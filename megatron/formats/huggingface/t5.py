@@ -1,0 +1,218 @@
+"""T5: 1.0 (ReLU, one table for everything) and 1.1 (a gated GELU and a head of its own), Flan-T5.
+
+Both have relative positions whose biases all blocks of a stack share, RMSNorm, no biases, and
+attention scores that are not scaled. With a tied head its input is scaled instead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from megatron.config import ModelConfig
+from megatron.formats.features import Requirement
+from megatron.formats.huggingface.architecture import Architecture, Tensors
+from megatron.formats.huggingface.config_reader import ACTIVATION_NAMES, HFConfigReader
+from megatron.formats.huggingface.entries import (
+    GATE_AND_UP,
+    SEPARATE_KV,
+    SEPARATE_QKV,
+    Entry,
+    Reordering,
+    block,
+    linear,
+    norm,
+    untied,
+    weight,
+)
+from megatron.formats.huggingface.text_to_text import TEXT_TO_TEXT
+
+_TABLE = "embedding.word_embeddings.weight"
+_HEAD = "lm_head.weight"
+_FORMS: dict[str, dict[str, Any]] = {
+    "relu": {"relu": True},
+    "gelu": {"bias_gelu_fusion": False},
+    "gelu_new": {},
+    "gelu_pytorch_tanh": {},
+    "relu2": {"squared_relu": True},
+    "gated-gelu": {"glu_activation": "geglu"},
+    "gated-gelu_new": {"glu_activation": "geglu"},
+    "gated-gelu_pytorch_tanh": {"glu_activation": "geglu"},
+    "gated-silu": {"glu_activation": "swiglu"},
+    "gated-swish": {"glu_activation": "swiglu"},
+}
+"""Our flags by feed_forward_proj; the GELU of a gate is always that by tanh."""
+
+_NAMES = ACTIVATION_NAMES | {"geglu": "gated-gelu", "swiglu": "gated-silu"}
+
+_COPIED = Reordering(
+    "for embedding and head", 2,
+    lambda values, _: (values, values.clone()), lambda tensors, _: tensors[0],
+)  # fmt: skip
+
+
+def _gated(model: ModelConfig) -> bool:
+    return model.mlp.gated
+
+
+def _ungated(model: ModelConfig) -> bool:
+    return not model.mlp.gated
+
+
+def _copied(model: ModelConfig) -> bool:
+    """Whether a tied head is written as another, because transformers 4 scales its input."""
+    return model.embedding.tied and not model.embedding.scale_head_input
+
+
+def _shared(model: ModelConfig) -> bool:
+    return not _copied(model)
+
+
+def _mlp(layer: int) -> tuple[Entry, ...]:
+    theirs = f"layer.{layer}.DenseReluDense"
+    gate_and_up = (f"{theirs}.wi_0.weight", f"{theirs}.wi_1.weight")
+    return (
+        *norm("mlp_norm", f"layer.{layer}.layer_norm"),
+        *weight("mlp.up", f"{theirs}.wi", when=_ungated),
+        Entry("mlp.up.weight", gate_and_up, GATE_AND_UP, when=_gated),
+        *linear("mlp.down", f"{theirs}.wo"),
+    )
+
+
+def _stack(name: str, *parts: tuple[Entry, ...]) -> tuple[Entry, ...]:
+    """A stack of blocks, with what all blocks share: in their files the first one has it."""
+    attention = "layer.0.SelfAttention"
+    bias = f"{name}.block.0.{attention}.relative_attention_bias"
+    return (
+        *weight(f"{name}.relative_bias", bias),
+        *block(
+            f"{name}.block.{{n}}",
+            norm("attention_norm", "layer.0.layer_norm"),
+            linear("attention.qkv", *(f"{attention}.{part}" for part in "qkv"), form=SEPARATE_QKV),
+            linear("attention.proj", f"{attention}.o"),
+            *parts,
+            stack=f"{name}.layers",
+        ),
+        *norm(f"{name}.final_norm.norm", f"{name}.final_layer_norm"),
+    )
+
+
+_CROSS = (
+    *norm("cross_attention_norm", "layer.1.layer_norm"),
+    *linear("cross_attention.q", "layer.1.EncDecAttention.q"),
+    *linear(
+        "cross_attention.kv", "layer.1.EncDecAttention.k", "layer.1.EncDecAttention.v",
+        form=SEPARATE_KV,
+    ),
+    *linear("cross_attention.proj", "layer.1.EncDecAttention.o"),
+)  # fmt: skip
+
+
+def _copies(model: ModelConfig) -> Mapping[str, str]:
+    tables = ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"]
+    return dict.fromkeys([*tables, _HEAD] if model.embedding.tied else tables, _TABLE)
+
+
+def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
+    """transformers 4 says by tie_word_embeddings whether the head is tied and its input scaled;
+    transformers 5 writes true for all, and scale_decoder_outputs."""
+    tied = content.get("tie_word_embeddings") is not False
+    scaled = content.get("scale_decoder_outputs", tied)
+    if (
+        tied
+        and "scale_decoder_outputs" in content
+        and _HEAD in tensors
+        and "shared.weight" in tensors
+    ):
+        tied = torch.equal(tensors.tensor(_HEAD), tensors.tensor("shared.weight"))
+    return content | {"tie_word_embeddings": tied, "scale_decoder_outputs": scaled}
+
+
+def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
+    form = given.content.get("feed_forward_proj", "relu")
+    *gate, activation = form.split("-")
+    activation = "gelu_new" if form == "gated-gelu" else activation
+    given.only("is_gated_act", (bool(gate),), f"feed_forward_proj is {form}")
+    given.only("dense_act_fn", (activation,), f"feed_forward_proj is {form}")
+    given.only("is_encoder_decoder", (True,), "the model has an encoder and a decoder")
+    given.unused("initializer_factor")
+    # Absent where only config.json is read.
+    tied = given.flag("tie_word_embeddings")
+    scaled = (
+        given.flag("scale_decoder_outputs") if "scale_decoder_outputs" in given.content else tied
+    )
+    return {
+        "encoder_decoder": True,
+        "scale_head_input": scaled,
+        "attention_dropout": fields["hidden_dropout"],
+    }
+
+
+def _write(model: ModelConfig) -> dict[str, Any]:
+    return {
+        "is_encoder_decoder": True,
+        "tie_word_embeddings": model.embedding.tied and not _copied(model),
+        "scale_decoder_outputs": model.embedding.scale_head_input,
+        "initializer_factor": 1.0,
+    }
+
+
+T5 = Architecture(
+    title="T5",
+    model_type="t5",
+    model_class="T5ForConditionalGeneration",
+    family="t5",
+    task=TEXT_TO_TEXT,
+    entries=(
+        *weight("embedding.word_embeddings", "shared", when=_shared),
+        Entry(_TABLE, ("shared.weight", _HEAD), _COPIED, when=_copied),
+        *_stack("encoder", _mlp(1)),
+        *_stack("decoder", _CROSS, _mlp(2)),
+        *weight("output_layer", "lm_head", when=untied),
+    ),
+    stacks={
+        "encoder.layers": lambda model: model.num_layers,
+        "decoder.layers": lambda model: model.decoder_num_layers or 0,
+    },
+    keys={
+        # Nothing limits the length; it is what the model was trained with, if the file says so.
+        "n_positions": "max_position_embeddings",
+        ("d_model", "hidden_size"): "hidden_size",
+        ("d_kv", "head_dim"): "kv_channels",
+        "d_ff": "ffn_hidden_size",
+        ("num_layers", "num_hidden_layers"): "num_layers",
+        "num_decoder_layers": "decoder_num_layers",
+        ("num_heads", "num_attention_heads"): "num_attention_heads",
+        "relative_attention_num_buckets": "relative_attention_num_buckets",
+        "relative_attention_max_distance": "relative_attention_max_distance",
+        "dropout_rate": "hidden_dropout",
+        "layer_norm_epsilon": "norm_epsilon",
+        "feed_forward_proj": "activation",
+    },
+    defaults={"n_positions": 512},
+    gated=None,
+    activations=_FORMS,
+    activation_names=_NAMES,
+    fixed={
+        "position_embedding_type": "relative",
+        "normalization": "RMSNorm",
+        "add_bias_linear": False,
+        "query_pre_attn_scalar": 1.0,
+    },
+    features=frozenset({"kv_channels", "scale_head_input"}),
+    requirements=(
+        Requirement(
+            lambda m: m.embedding.tied or not m.embedding.scale_head_input,
+            "no --scale-head-input with --untie-embeddings-and-output-weights",
+        ),
+    ),
+    read=_read,
+    write=_write,
+    seen=_seen,
+    copies=_copies,
+    # transformers does not read it: there is one in old files of version 1.0.
+    ignored=frozenset({"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}),
+    base_prefix="",
+)

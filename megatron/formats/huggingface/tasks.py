@@ -1,0 +1,104 @@
+"""What models of one kind do in `transformers`: what a folder says about it, and how the outputs
+are compared with ours."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from megatron.checkpoint.source import Source
+from megatron.config import ModelConfig
+from megatron.model.layer_list import LayerState
+
+_LONGEST_WINDOW = 1024
+"""Sequences are longer than sliding windows of up to this many tokens."""
+
+
+class Inputs(NamedTuple):
+    """The same micro batch for both: the state to begin with, and arguments of `forward`.
+
+    ``counted`` [B, S] says which positions are compared; None for all."""
+
+    ours: LayerState
+    theirs: Mapping[str, Tensor]
+    counted: Tensor | None = None
+
+
+class Task(ABC):
+    """How models of one kind are run and described; an architecture has one."""
+
+    settings: ClassVar[Mapping[str, Any]] = {}
+    """Keys that config.json has in addition."""
+    generates: ClassVar[bool] = False
+    """Whether a folder has a generation_config.json."""
+
+    @abstractmethod
+    def inputs(self, model: ModelConfig, seed: int) -> Inputs:
+        """Random tokens, at the first and at the last positions of the model."""
+
+    @abstractmethod
+    def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
+        """Our logits after the last layer, without padding of the vocabulary, by the name that
+        they have in the output of `transformers`."""
+
+    @abstractmethod
+    def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
+        """Keys of config.json about tokens; ``tokenizer`` is that of `transformers`, ``source`` the
+        checkpoint."""
+
+    @abstractmethod
+    def end_only(self, end_of_text: int | None) -> dict[str, Any]:
+        """The same keys where there is no tokenizer, and at most one token is known."""
+
+    def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
+        """Changes a tokenizer's files so that it makes of a text what such a model was trained
+        with; whether anything was changed. ``tokenizer`` is what `transformers` makes of them."""
+        return False
+
+
+class CausalLM(Task):
+    """A decoder that predicts the next token."""
+
+    settings: ClassVar[Mapping[str, Any]] = {"use_cache": True}
+    generates = True
+
+    def inputs(self, model: ModelConfig, seed: int) -> Inputs:
+        # Without absolute positions their code accepts none.
+        relative = model.positions.position_embedding_type in ("alibi", "none")
+        # Longrope's angles depend on the length of the sequence in our code, and on the last
+        # position in theirs.
+        longrope = model.positions.rope_scaling.rope_type == "longrope"
+        length, last = compared_length(model), model.positions.max_position_embeddings
+        random = torch.Generator().manual_seed(seed)
+        tokens_BS = torch.randint(model.vocabulary.size, (2, length), generator=random)
+        second = 0 if longrope or relative else last - length
+        positions_BS = torch.tensor([[0], [second]]) + torch.arange(length)
+        theirs = {"input_ids": tokens_BS} | ({} if relative else {"position_ids": positions_BS})
+        return Inputs(LayerState(tokens_BS, position_ids=positions_BS), theirs)
+
+    def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
+        return {"logits": state.hidden[..., : model.vocabulary.size]}
+
+    def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
+        begin, end = tokenizer.bos_token_id, tokenizer.eos_token_id
+        # Documents begin where the last one ended, so the end stands in for a missing beginning.
+        return {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
+
+    def end_only(self, end_of_text: int | None) -> dict[str, Any]:
+        return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+
+
+def compared_length(model: ModelConfig) -> int:
+    """Tokens of a sequence that is compared: more than a sliding window, if the model has them."""
+    length, window = 128, model.attention.sliding_window
+    if window is not None and window <= _LONGEST_WINDOW:
+        length = max(length, window + 64)
+    return min(length, model.positions.max_position_embeddings)
+
+
+CAUSAL_LM = CausalLM()
