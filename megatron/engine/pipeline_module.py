@@ -79,13 +79,9 @@ class _PlainSpec(DeepSpeedLayerSpec):
 
 class _TiedSpec(TiedLayerSpec):
     def __init__(self, layer: LayerSpec) -> None:
-<<<<<<< HEAD
-        super().__init__(layer.tied_key, nn.Module)
-=======
         with torch.device("meta"):
             names = [name for name, _ in layer.build().named_parameters()]
         super().__init__(layer.tied_key, nn.Module, tied_weight_attr=names)
->>>>>>> x-hfbert
         self.layer = layer
 
     def build(self, log: bool = False) -> nn.Module:
