@@ -44,7 +44,7 @@ EXTRA_IDS = 20
 FLAGS = (
     "--use-checkpoint-args --attention-dropout 0 --hidden-dropout 0 --seq-length 64 "
     "--micro-batch-size 8 --tokenizer-type BertWordPieceLowerCase --split 100,0,0 --lr 1e-3 "
-    "--lr-decay-style linear --lr-warmup-iters 10 --weight-decay 0.01 --clip-grad 1 "
+    "--lr-decay-style linear --lr-warmup-fraction 0.1 --weight-decay 0.01 --clip-grad 1 "
     "--eval-iters 0 --num-workers 0 --log-interval 100000 --peak-tflops 1 --zero-stage 0"
 ).split()
 
@@ -85,6 +85,7 @@ class Peer:
         config: its configuration of a number of tokens.
         losses: what it trains on.
         flags: of training here.
+        untied: whether the head has weights of its own.
     """
 
     family: str
@@ -92,6 +93,16 @@ class Peer:
     config: Callable[[int], PretrainedConfig]
     losses: Callable[[PreTrainedModel, Any], Tensor]
     flags: Sequence[str] = ()
+    untied: bool = False
+
+    def build(self, rows: int) -> PreTrainedModel:
+        """The model, with the same weights every time."""
+        torch.manual_seed(1)
+        model = self.model(self.config(rows))
+        if self.untied:  # transformers 5 ties the head of every T5
+            head, width = model.get_output_embeddings(), model.config.hidden_size
+            head.weight = nn.Parameter(torch.randn(rows, width) * width**-0.5)
+        return model
 
 
 def bert_config(kind: type[PretrainedConfig], layers: int, width: int) -> Callable[[int], Any]:
@@ -124,13 +135,13 @@ def t5_config(layers: int, width: int) -> Callable[[int], Any]:
 
 def peers(layers: int = 2, width: int = 64) -> dict[str, Peer]:
     """The models that are compared, by name."""
-    bert = bert_config(BertConfig, layers, width)
+    bert, t5 = bert_config(BertConfig, layers, width), t5_config(layers, width)
     megatron = bert_config(MegatronBertConfig, layers, width)
     extra = ["--vocab-extra-ids", str(EXTRA_IDS)]
     return {
         "bert": Peer("bert", BertForPreTraining, bert, bert_losses),
         "megatron-bert": Peer("bert", MegatronBertForPreTraining, megatron, bert_losses),
-        "t5": Peer("t5", T5ForConditionalGeneration, t5_config(layers, width), t5_losses, extra),
+        "t5": Peer("t5", T5ForConditionalGeneration, t5, t5_losses, extra, True),
     }
 
 
@@ -156,8 +167,7 @@ def compare(peer: Peer, argv: Sequence[str], rows: int) -> Curves:
         argv: flags of the data and of the length of the training.
         rows: of the token embedding.
     """
-    torch.manual_seed(1)
-    theirs = peer.model(peer.config(rows))
+    theirs = peer.build(rows)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         flags = [*FLAGS, *peer.flags, "--pretrained-checkpoint", folder, *argv]
