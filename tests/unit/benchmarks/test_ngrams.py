@@ -2,8 +2,8 @@
 
 from itertools import product
 
-import numpy as np
 import ngrams
+import numpy as np
 import pytest
 import torch
 
