@@ -2,16 +2,18 @@
 
 What a step cannot be faster than, short of leaving products out. Nothing is between them: no norms,
 no softmax, no loss, no optimizer, and no new memory but for the scores, which are never there as a
-whole. The attention's two products are made causally, in :data:`PIECES` pieces of the queries, each
-against the keys up to its end: (1 + 1 / PIECES) / 2 of the whole products.
+whole. Causal attention's two products are made in :data:`PIECES` pieces of the queries, each
+against the keys up to its end: (1 + 1 / PIECES) / 2 of the whole products. Logits are those of the
+tokens that are to be predicted.
 
-Shapes: T tokens, I inputs, O outputs, G batch x heads, S sequence, D head width.
+Shapes: T tokens, I inputs, O outputs, G batch x heads, S queries, K keys, D head width.
 """
 
 from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -38,21 +40,30 @@ class Linear:
 
 
 class Attention:
-    """Scores and the mix of values, causally, and the two products of each in the backward pass."""
+    """Scores and the mix of values, and the two products of each in the backward pass; causally, or
+    with all keys."""
 
-    def __init__(self, groups: int, length: int, width: int, **how: object) -> None:
-        self.q, self.k, self.v, self.y = (
-            torch.randn(groups, length, width, **how)  # type: ignore[call-overload]
-            for _ in range(4)
+    def __init__(
+        self, groups: int, queries: int, keys: int, width: int, causal: bool, **how: object
+    ) -> None:
+        self.q, self.y = (
+            torch.randn(groups, queries, width, **how)  # type: ignore[call-overload]
+            for _ in range(2)
         )
-        self.length, self.piece = length, -(-length // PIECES)
+        self.k, self.v = (
+            torch.randn(groups, keys, width, **how)  # type: ignore[call-overload]
+            for _ in range(2)
+        )
+        self.queries, self.keys, self.causal = queries, keys, causal
+        self.piece = -(-queries // PIECES) if causal else queries
 
     def __call__(self) -> None:
         """All pieces."""
-        for begin in range(0, self.length, self.piece):
-            end = min(begin + self.piece, self.length)
+        for begin in range(0, self.queries, self.piece):
+            end = min(begin + self.piece, self.queries)
             q, y = self.q[:, begin:end], self.y[:, begin:end]
-            k, v = self.k[:, :end], self.v[:, :end]
+            seen = end if self.causal else self.keys
+            k, v = self.k[:, :seen], self.v[:, :seen]
             scores = torch.bmm(q, k.transpose(1, 2))
             torch.bmm(scores, v)
             torch.bmm(y, v.transpose(1, 2))
@@ -77,6 +88,11 @@ class StepShape:
     gated: bool
     """Whether the MLP's first map makes twice as much."""
     vocabulary: int
+    causal: bool = True
+    predictions: int | None = None
+    """Tokens of a sample that are predicted, through a dense layer; None for all, without one."""
+    decoder_length: int = 0
+    """Tokens of a sample in a decoder of as many blocks, which attend to these too."""
 
     @classmethod
     def of(cls, model: ModelConfig, samples: int) -> StepShape:
@@ -97,31 +113,64 @@ class StepShape:
     def block(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
         """The products of a block, with buffers of their own."""
         how = {"dtype": dtype, "device": device}
-        tokens, mixed = self.samples * self.length, self.heads * self.head_width
+        return [*self._attention(self.length, self.causal, how), *self._mlp(self.length, how)]
+
+    def decoder_block(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
+        """The same of a block of the decoder."""
+        how = {"dtype": dtype, "device": device}
+        own = self._attention(self.decoder_length, True, how)
+        return [*own, *self._cross_attention(how), *self._mlp(self.decoder_length, how)]
+
+    def _attention(
+        self, length: int, causal: bool, how: dict[str, Any]
+    ) -> list[Linear | Attention]:
+        tokens, mixed = self.samples * length, self.heads * self.head_width
+        groups = self.samples * self.heads
         return [
             Linear(tokens, self.hidden, mixed + 2 * self.kv_heads * self.head_width, **how),
-            Attention(self.samples * self.heads, self.length, self.head_width, **how),
+            Attention(groups, length, length, self.head_width, causal, **how),
             Linear(tokens, mixed, self.hidden, **how),
+        ]
+
+    def _cross_attention(self, how: dict[str, Any]) -> list[Linear | Attention]:
+        mixed, kv = self.heads * self.head_width, self.kv_heads * self.head_width
+        tokens, encoded = self.samples * self.decoder_length, self.samples * self.length
+        groups = self.samples * self.heads
+        return [
+            Linear(tokens, self.hidden, mixed, **how),
+            Linear(encoded, self.hidden, 2 * kv, **how),
+            Attention(groups, self.decoder_length, self.length, self.head_width, False, **how),
+            Linear(tokens, mixed, self.hidden, **how),
+        ]
+
+    def _mlp(self, length: int, how: dict[str, Any]) -> list[Linear | Attention]:
+        tokens = self.samples * length
+        return [
             Linear(tokens, self.hidden, self.inner * (2 if self.gated else 1), **how),
             Linear(tokens, self.inner, self.hidden, **how),
         ]
 
-    def head(self, dtype: torch.dtype, device: torch.device) -> Linear:
+    def head(self, dtype: torch.dtype, device: torch.device) -> list[Linear]:
         """The products of the head, with buffers of their own."""
-        tokens = self.samples * self.length
-        return Linear(tokens, self.hidden, self.vocabulary, dtype=dtype, device=device)
+        how = {"dtype": dtype, "device": device}
+        tokens = self.samples * (self.predictions or self.decoder_length or self.length)
+        dense = [Linear(tokens, self.hidden, self.hidden, **how)] if self.predictions else []
+        return [*dense, Linear(tokens, self.hidden, self.vocabulary, **how)]
 
     def products(self, dtype: torch.dtype, device: torch.device) -> list[Linear | Attention]:
         """The products of a micro batch, layer by layer."""
-        blocks = [self.block(dtype, device) for _ in range(self.layers)]
-        return [*(product for block in blocks for product in block), self.head(dtype, device)]
+        kinds = [self.block, self.decoder_block] if self.decoder_length else [self.block]
+        blocks = [kind(dtype, device) for kind in kinds for _ in range(self.layers)]
+        return [*(product for block in blocks for product in block), *self.head(dtype, device)]
 
     def seconds(self, dtype: torch.dtype) -> float:
         """CPU seconds that they take for one micro batch, on this process's threads: each kind is
         timed once and counted as often as there are layers."""
         cpu = torch.device("cpu")
         block = sum(map(cpu_seconds, self.block(dtype, cpu)))
-        return self.layers * block + cpu_seconds(self.head(dtype, cpu))
+        if self.decoder_length:
+            block += sum(map(cpu_seconds, self.decoder_block(dtype, cpu)))
+        return self.layers * block + sum(map(cpu_seconds, self.head(dtype, cpu)))
 
 
 def cpu_seconds(product: Linear | Attention) -> float:

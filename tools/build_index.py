@@ -34,7 +34,7 @@ class BuildConfig:
     """Number of processes that build, each one dataset at a time."""
     world_size: int = option(1)
     """Number of processes of the run."""
-    samples: str = option("gpt", choices=family_names())
+    samples: str | None = option(None, derived="--model-family", choices=family_names())
     """Model family of the samples."""
 
 
@@ -79,7 +79,7 @@ def build_all(config: BuildConfig, run: Run) -> None:
     """Builds all indices and prints the number of samples."""
     began = time.perf_counter()
     plan = TrainingPlan(run.config)
-    data = family_of(config.samples).data(run.config, run.tokenizer)
+    data = family_of(config.samples or run.config.model.family).data(run.config, run.tokenizer)
     data.prebuild(plan.sample_counts, config.workers or usable_processors())
     # The order of a curriculum is built here.
     datasets = data.datasets(plan.sample_counts, plan.batch_sizes)

@@ -24,6 +24,7 @@ import math
 import os
 import signal
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,6 +34,7 @@ from megatron.checkpoint.files import write_json
 from megatron.config import ConfigError
 from megatron.config.flags import option
 from megatron.config.layouts import Layout, parse_layout
+from megatron.families import family_of
 from megatron.parity.check import (
     FACTOR,
     FIRST_STEP,
@@ -45,10 +47,11 @@ from megatron.parity.check import (
 )
 from megatron.training.run import RunToolParser
 
-EPILOG = """All flags of pretrain_gpt.py (see its --help) describe model, data, optimizer and batch;
-layouts are named by --layouts instead. The default data are synthetic tokens, the default
---global-batch-size is the smallest that all layouts accept. A small model of the same kind finds
-the same differences as a large one: a few layers, a few heads, short sequences.
+EPILOG = """All flags of pretrain_gpt.py (see its --help), with --model-family those of that
+family's program, describe model, data, optimizer and batch; layouts are named by --layouts instead.
+The default data are synthetic tokens, the default --global-batch-size is the smallest that all
+layouts accept. A small model of the same kind finds the same differences as a large one: a few
+layers, a few heads, short sequences.
 
 Layouts are made of tpN (tensor parallel over N processes), sp (sequence parallel), ppN (pipeline),
 1f1b, interleaved or dualpipev (its schedule), vN (stages per process), dpN (replicas), zero0 to
@@ -95,9 +98,13 @@ def parse(argv: Sequence[str] | None) -> tuple[ParityConfig, dict[str, Layout], 
 def introduction(checker: Checker, flags: CheckFlags) -> str:
     """The model and the bounds."""
     model, training = checker.config.model, checker.config.training
+    # Of an encoder and a decoder both numbers are shown.
+    stacks = Counter(family_of(model.family).lengths(model))
+    layers = " + ".join(map(str, stacks.values()))
+    tokens = " + ".join(str(lengths.own) for lengths in stacks)
     lines = [
-        f"Model: {model.num_layers} layers of width {model.hidden_size}, {model.vocabulary.padded} "
-        f"rows of vocabulary; sequences of {model.seq_length} tokens, {training.global_batch_size} "
+        f"Model: {layers} layers of width {model.hidden_size}, {model.vocabulary.padded} "
+        f"rows of vocabulary; sequences of {tokens} tokens, {training.global_batch_size} "
         f"per step, {training.micro_batch_size} per micro batch.",
         "Bounds:\n  float64: 1e-12 x the largest value.",
         f"  fp32: {FIRST_STEP:g} x loss and gradient norm at the first step, then {FACTOR} x "

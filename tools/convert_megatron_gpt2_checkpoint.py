@@ -63,9 +63,9 @@ def parser() -> CommandParser:
 
 def convert(path: Path, config_file: Path | None, structure: bool, overwrite: bool) -> None:
     """Writes the model and its tokenizer beside the checkpoint ``path``. Raises ConfigError if the
-    file or that of the configuration is not one. Raises CheckpointError if the checkpoint is
-    damaged or does not generate text, or the folder has a model. Raises ValueError if no
-    architecture of Hugging Face fits."""
+    file or that of the configuration is not one of a GPT-2. Raises CheckpointError if the
+    checkpoint is damaged, or the folder has a model. Raises ValueError if no architecture of
+    Hugging Face fits."""
     need(NAME, "transformers")
     if not path.is_file():
         why = "is a folder" if path.is_dir() else "does not exist"
@@ -74,6 +74,11 @@ def convert(path: Path, config_file: Path | None, structure: bool, overwrite: bo
     folder = path.parent
     with published_into(folder, overwrite) as written:
         source = MegatronCheckpoint(located(path), described)
+        if source.model.family != GPT2.family:
+            raise ConfigError(
+                f"{path} has a model of the family {source.model.family}, not a GPT-2; "
+                "tools/convert_checkpoint.py to-hf converts it"
+            )
         if described is not None:
             require_agreement(source, described, f"--config_file {config_file}")
         for note in source.notes:

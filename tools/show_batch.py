@@ -42,7 +42,7 @@ class ShowConfig:
     """Print only the samples of this rank."""
     max_characters: int = option(400)
     """Maximum number of characters of a sample's text to print; 0 prints all."""
-    samples: str = option("gpt", choices=family_names())
+    samples: str | None = option(None, derived="--model-family", choices=family_names())
     """Model family of the samples."""
     json: bool = option(False)
     """Print one JSON object per sample, with all tokens, loss mask and text."""
@@ -102,7 +102,7 @@ def show(config: ShowConfig, run: Run) -> Iterator[str]:
         raise ConfigError(
             f"--iteration {config.iteration}: the run has steps 1 to {plan.train_iters}"
         )
-    data = family_of(config.samples).data(run.config, run.tokenizer)
+    data = family_of(config.samples or run.config.model.family).data(run.config, run.tokenizer)
     train = data.datasets(plan.sample_counts, plan.batch_sizes).train
     if train is None:
         raise ConfigError("the flags give no training data")

@@ -78,13 +78,15 @@ def setting_of(options: argparse.Namespace, folder: str | Path) -> Setting:
     Raises:
         ValueError: a shape that no contestant can have.
     """
-    llama = options.architecture == "llama"
+    llama, t5 = options.architecture == "llama", options.architecture == "t5"
     if options.hidden_size % options.heads:
         raise ValueError(
             f"--hidden-size {options.hidden_size} / --heads {options.heads}: not whole"
         )
     if options.kv_heads and not llama:
         raise ValueError("--kv-heads: GPT-2 has as many as query heads; use --architecture llama")
+    if options.decoder_length and not t5:
+        raise ValueError("--decoder-length: only --architecture t5 has a decoder of its own")
     kv_heads = options.kv_heads or options.heads
     if options.heads % kv_heads:
         raise ValueError(f"--heads {options.heads} / --kv-heads {kv_heads}: not whole")
@@ -107,6 +109,7 @@ def setting_of(options: argparse.Namespace, folder: str | Path) -> Setting:
         folder=str(folder),
         shared_weights=not options.own_weights,
         hf_activation=options.hf_activation,
+        decoder_length=options.decoder_length or (options.seq_length // 4 if t5 else 0),
     )
 
 

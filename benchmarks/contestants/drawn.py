@@ -95,4 +95,4 @@ def _run(setting: Setting) -> Any:
     from contestants.ours import flags_of
     from megatron.training.run import parse_run
 
-    return parse_run(None, flags_of(setting, 0))
+    return parse_run(None, flags_of(setting, 0), setting.family)

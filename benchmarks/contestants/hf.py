@@ -11,40 +11,64 @@ from contestants import drawn
 from contestants.inputs import weights
 from contestants.setting import WEIGHT_DECAY, Setting
 
+AUTO = {
+    "gpt": "AutoModelForCausalLM",
+    "bert": "AutoModelForPreTraining",
+    "t5": "AutoModelForSeq2SeqLM",
+}
+ARGUMENTS = {
+    "gpt": ("input_ids", "labels"),
+    "bert": ("input_ids", "token_type_ids", "attention_mask", "labels", "next_sentence_label"),
+    "t5": ("input_ids", "attention_mask", "decoder_input_ids", "labels"),
+}
+"""Names in the order of :func:`inputs.parts`."""
+TIED = {
+    "lm_head.weight",
+    "encoder.embed_tokens.weight",
+    "decoder.embed_tokens.weight",
+    "cls.predictions.decoder.weight",
+    "cls.predictions.decoder.bias",
+}
+"""What models have a second name for."""
+NO_LABEL = -100
+
 
 def load_model(setting: Setting, dtype: torch.dtype, device: torch.device) -> Any:
     """The model with the weights that all start from, torch's attention, no dropout, no cache."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
+    auto = getattr(transformers, AUTO[setting.family])
     if setting.folder:
-        config = AutoConfig.from_pretrained(setting.weights)
+        config = transformers.AutoConfig.from_pretrained(setting.weights)
     else:
         content = drawn.huggingface_config(setting)
-        config = AutoConfig.for_model(content.pop("model_type"), **content)
+        config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
     config.use_cache = False
     if setting.architecture == "gpt2":
         config.activation_function = setting.hf_activation
     how: dict[str, Any] = {"attn_implementation": "sdpa"}
     model: Any
     if setting.shared_weights and setting.folder:
-        model = AutoModelForCausalLM.from_pretrained(
-            setting.weights, config=config, dtype=dtype, **how
-        )
+        model = auto.from_pretrained(setting.weights, config=config, dtype=dtype, **how)
     else:
         with torch.device(device):
-            model = AutoModelForCausalLM.from_config(config, dtype=dtype, **how)
+            model = auto.from_config(config, dtype=dtype, **how)
         if setting.shared_weights:
             # A tied head is in the model twice, and in the weights once.
             found = model.load_state_dict(weights(setting, device), strict=False)
             assert not found.unexpected_keys, found
-            assert set(found.missing_keys) <= {"lm_head.weight"}, found
+            assert set(found.missing_keys) <= TIED, found
     return model.to(device).train()
 
 
-def inputs(tokens_BS: Tensor, labels_BS: Tensor) -> dict[str, Tensor]:
-    """Arguments of the model: `shift_labels` has its own loss count all S labels, as the others do;
-    with `labels` alone it would shift them itself and have S - 1."""
-    return {"input_ids": tokens_BS, "labels": labels_BS, "shift_labels": labels_BS}
+def inputs(family: str, *batch: Tensor) -> dict[str, Tensor]:
+    """Arguments of the model. Of a GPT, `shift_labels` has its own loss count all S labels, as the
+    others do; with `labels` alone it would shift them itself and have S - 1."""
+    names = ARGUMENTS[family]
+    found = dict(zip(names, batch, strict=True))
+    if family == "gpt":
+        return found | {"shift_labels": found["labels"]}
+    return found | {"labels": found["labels"].masked_fill(found["labels"] < 0, NO_LABEL)}
 
 
 def parameter_groups(model: nn.Module) -> list[dict[str, Any]]:

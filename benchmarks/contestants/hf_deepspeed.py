@@ -47,7 +47,7 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
     while True:
         total = 0.0
         for _ in range(setting.micro_batches):
-            loss = engine(**hf.inputs(*next(data))).loss
+            loss = engine(**hf.inputs(setting.family, *next(data))).loss
             engine.backward(loss)
             engine.step()
             total = total + loss.detach()

@@ -12,23 +12,24 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from contestants import hf
-from contestants.inputs import samples
+from contestants.inputs import Samples
 from contestants.registry import AfterStep, Contestant
 from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, WEIGHT_DECAY, Setting
 
 
-class Samples(Dataset):
-    """The file's samples, over and over."""
+class Repeated(Dataset):
+    """The samples, over and over."""
 
     def __init__(self, setting: Setting) -> None:
-        self.samples = samples(setting)
+        self.family, self.samples = setting.family, Samples(setting)
 
     def __len__(self) -> int:
         return 10**9
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        sample = torch.from_numpy(self.samples[index % len(self.samples)].astype(np.int64))
-        return hf.inputs(sample[:-1], sample[1:])
+        sample = self.samples[index % len(self.samples)]
+        tensors = (torch.from_numpy(np.asarray(each, dtype=np.int64)) for each in sample)
+        return hf.inputs(self.family, *tensors)
 
 
 class InOrder(Trainer):
@@ -37,7 +38,7 @@ class InOrder(Trainer):
     total: Any = 0.0
 
     def _get_train_sampler(self, *args: Any, **kwargs: Any) -> Any:
-        assert isinstance(self.train_dataset, Samples)
+        assert isinstance(self.train_dataset, Repeated)
         return range(len(self.train_dataset))
 
     def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
@@ -76,7 +77,7 @@ def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None
     )
     device = torch.device("cuda" if cuda else "cpu")
     model = hf.load_model(setting, torch.float32, device)
-    trainer = InOrder(model=model, args=arguments, train_dataset=Samples(setting))
+    trainer = InOrder(model=model, args=arguments, train_dataset=Repeated(setting))
 
     class Told(TrainerCallback):
         """Tells of each optimizer step."""

@@ -22,6 +22,9 @@ def shape_of(setting: Setting) -> StepShape:
         inner=setting.ffn_hidden_size,
         gated=setting.gated,
         vocabulary=setting.vocab_size,
+        causal=setting.family == "gpt",
+        predictions=setting.predictions,
+        decoder_length=setting.decoder_length,
     )
 
 

@@ -18,6 +18,12 @@ LLAMA = "--position-embedding-type rope --normalization RMSNorm --swiglu --disab
 UNTIED = "--untie-embeddings-and-output-weights"
 QWEN2 = f"{LLAMA} --add-qkv-bias --rotary-base 1000000 --norm-epsilon 1e-6"
 
+BERT = "--apply-residual-connection-post-layernorm --no-bias-gelu-fusion"
+T5 = (
+    "--position-embedding-type relative --normalization RMSNorm --norm-epsilon 1e-6 --relu "
+    "--disable-bias-linear --query-pre-attn-scalar 1 --scale-head-input"
+)
+
 
 def flags_of(setting: Setting, stage: int, extra: tuple[str, ...] = ()) -> list[str]:
     """The command line of the setting."""
@@ -43,6 +49,10 @@ def flags_of(setting: Setting, stage: int, extra: tuple[str, ...] = ()) -> list[
 def _architecture(setting: Setting) -> str:
     if setting.architecture == "gpt2":
         return ""
+    if setting.architecture == "bert":
+        return BERT
+    if setting.architecture == "t5":
+        return f"{T5} --decoder-seq-length {setting.decoder_length}"
     untied = "" if setting.tied else UNTIED
     return f"{QWEN2 if setting.architecture == 'qwen2' else LLAMA} {untied}"
 
@@ -67,7 +77,8 @@ class Steps(Callback):
 
 def run(contestant: Contestant, setting: Setting, after_step: AfterStep) -> None:
     """Trains by ``Trainer.fit``."""
-    asked = parse_run(None, flags_of(setting, contestant.stage, contestant.flags))
+    flags = flags_of(setting, contestant.stage, contestant.flags)
+    asked = parse_run(None, flags, setting.family)
     weights = nullcontext() if setting.folder else drawn_on_device()
     with distributed(asked.config.parallel) as mesh:
         with weights:

@@ -8,22 +8,27 @@ from torch import Tensor
 
 from contestants.hf import parameter_groups
 from contestants.inputs import batches
+from contestants.plain_bert import BERT
 from contestants.plain_model import GPT
+from contestants.plain_t5 import T5
 from contestants.plain_weights import plain_weights
 from contestants.registry import AfterStep, Contestant
 from contestants.setting import BETAS, CLIP, EPS, LEARNING_RATE, SEED, Setting
 
+MODELS = {"gpt": GPT, "bert": BERT, "t5": T5}
 
-def build(setting: Setting, device: torch.device) -> GPT:
+
+def build(setting: Setting, device: torch.device) -> GPT | BERT | T5:
     """The model on ``device`` in the setting's dtype."""
+    kind = MODELS[setting.family]
     if setting.shared_weights:
         with torch.device("cpu" if setting.folder else device):
-            model = GPT(setting)
+            model = kind(setting)
         model.load_state_dict(plain_weights(setting, device))
     else:
         torch.manual_seed(SEED)
         with torch.device(device):
-            model = GPT(setting)
+            model = kind(setting)
         model.initialise()
     return model.to(device, torch.bfloat16 if setting.dtype == "bf16" else torch.float32)
 

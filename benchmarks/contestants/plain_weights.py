@@ -26,15 +26,47 @@ LLAMA = {
     "up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
 }
+BERT = {
+    "norm": "bert.embeddings.LayerNorm",
+    "pooler": "bert.pooler.dense",
+    "pair": "cls.seq_relationship",
+    "dense": "cls.predictions.transform.dense",
+    "dense_norm": "cls.predictions.transform.LayerNorm",
+}
+BERT_BLOCK = {
+    "qkv": ("attention.self.query", "attention.self.key", "attention.self.value"),
+    "proj": ("attention.output.dense",),
+    "attention_norm": ("attention.output.LayerNorm",),
+    "up": ("intermediate.dense",),
+    "down": ("output.dense",),
+    "mlp_norm": ("output.LayerNorm",),
+}
+_MLP = {
+    "norm": ("layer_norm",),
+    "up": ("DenseReluDense.wi",),
+    "down": ("DenseReluDense.wo",),
+}
+_SELF = {
+    "norm": ("layer_norm",),
+    "qkv": tuple(f"SelfAttention.{name}" for name in "qkv"),
+    "proj": ("SelfAttention.o",),
+}
+_CROSS = {
+    "norm": ("layer_norm",),
+    "q": ("EncDecAttention.q",),
+    "kv": ("EncDecAttention.k", "EncDecAttention.v"),
+    "proj": ("EncDecAttention.o",),
+}
+ENCODER_BLOCK, DECODER_BLOCK = (_SELF, _MLP), (_SELF, _CROSS, _MLP)
 
 
 def plain_weights(setting: Setting, device: torch.device) -> dict[str, Tensor]:
-    """The state dictionary of :class:`contestants.plain_model.GPT`."""
+    """The state dictionary of the plain model of the setting's family."""
     found = weights(setting, device)
-    return _from_gpt2(found) if setting.architecture == "gpt2" else _from_llama(found, setting)
+    return READERS.get(setting.architecture, _from_llama)(found, setting)
 
 
-def _from_gpt2(found: dict[str, Tensor]) -> dict[str, Tensor]:
+def _from_gpt2(found: dict[str, Tensor], setting: Setting) -> dict[str, Tensor]:
     named = {name.removeprefix("transformer."): tensor for name, tensor in found.items()}
     result = {
         "tokens.weight": named["wte.weight"],
@@ -63,3 +95,42 @@ def _from_llama(found: dict[str, Tensor], setting: Setting) -> dict[str, Tensor]
             parts = [found[f"model.layers.{layer}.{name}.weight"] for name in theirs]
             result[f"blocks.{layer}.{ours}.weight"] = torch.cat(parts)
     return result
+
+
+def _from_bert(found: dict[str, Tensor], setting: Setting) -> dict[str, Tensor]:
+    words = found["bert.embeddings.word_embeddings.weight"]
+    result = {
+        "tokens.weight": words,
+        "head.weight": words,
+        "head.bias": found["cls.predictions.bias"],
+        "positions.weight": found["bert.embeddings.position_embeddings.weight"],
+        "types.weight": found["bert.embeddings.token_type_embeddings.weight"],
+    }
+    for kind in ("weight", "bias"):
+        for ours, theirs in BERT.items():
+            result[f"{ours}.{kind}"] = found[f"{theirs}.{kind}"]
+        for layer in range(setting.layers):
+            for ours, names in BERT_BLOCK.items():
+                parts = [found[f"bert.encoder.layer.{layer}.{name}.{kind}"] for name in names]
+                result[f"blocks.{layer}.{ours}.{kind}"] = torch.cat(parts)
+    return result
+
+
+def _from_t5(found: dict[str, Tensor], setting: Setting) -> dict[str, Tensor]:
+    result = {"tokens.weight": found["shared.weight"]}
+    for stack, sublayers in (("encoder", ENCODER_BLOCK), ("decoder", DECODER_BLOCK)):
+        relative = f"{stack}.block.0.layer.0.SelfAttention.relative_attention_bias.weight"
+        result[f"{stack}.relative.weight"] = found[relative]
+        result[f"{stack}.norm.weight"] = found[f"{stack}.final_layer_norm.weight"]
+        for layer in range(setting.layers):
+            for place, parts in enumerate(sublayers):
+                for ours, names in parts.items():
+                    tensors = [
+                        found[f"{stack}.block.{layer}.layer.{place}.{name}.weight"]
+                        for name in names
+                    ]
+                    result[f"{stack}.blocks.{layer}.{place}.{ours}.weight"] = torch.cat(tensors)
+    return result
+
+
+READERS = {"gpt2": _from_gpt2, "bert": _from_bert, "t5": _from_t5}

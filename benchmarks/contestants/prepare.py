@@ -12,6 +12,7 @@ import torch
 from machine import machine
 from torch import Tensor
 
+from contestants.inputs import parts
 from contestants.ours import flags_of
 from contestants.setting import Setting
 from megatron.checkpoint.files import write_json
@@ -38,18 +39,19 @@ def prepare(setting: Setting, steps: int, given_peak: float | None) -> dict[str,
         given_peak: what the device can do, FLOP/s; looked up or measured without it.
     """
     torch.set_num_threads(setting.threads)
-    run = parse_run(None, flags_of(setting, 0))
+    run = parse_run(None, flags_of(setting, 0), setting.family)
     samples = min(MOST_SAMPLES, steps * setting.micro_batch * setting.micro_batches)
-    write_tokens(setting, run_data(run)[0], samples)
+    write_samples(setting, run_data(run)[0], samples)
     write_weights(setting, run)
     return machine() | peak(setting, given_peak)
 
 
-def write_tokens(setting: Setting, datasets: Datasets, count: int) -> None:
+def write_samples(setting: Setting, datasets: Datasets, count: int) -> None:
     """The trainer's first samples, in its order."""
     assert datasets.train is not None
-    rows = [np.asarray(datasets.train[n], dtype=np.int32) for n in range(count)]
-    np.save(setting.tokens, np.stack(rows))
+    rows = [parts(setting.family, datasets.train[n]) for n in range(count)]
+    columns = (np.stack(column).astype(np.int32) for column in zip(*rows, strict=True))
+    np.savez(setting.samples, *columns)
 
 
 def write_weights(setting: Setting, run: Run) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,7 +16,9 @@ from megatron.model.flops import TransformerShape
 
 def shape_of(setting: Setting) -> TransformerShape:
     """The model as its FLOPs are counted."""
-    return TransformerShape(
+    decoder, causal = setting.decoder_length, setting.family == "gpt"
+    predictions, hidden = setting.predictions, setting.hidden_size
+    shape = TransformerShape(
         num_layers=setting.layers,
         hidden_size=setting.hidden_size,
         ffn_hidden_size=setting.ffn_hidden_size,
@@ -25,7 +28,14 @@ def shape_of(setting: Setting) -> TransformerShape:
         seq_length=setting.seq_length,
         padded_vocab_size=setting.vocab_size,
         gated=setting.gated,
+        sees_later=not causal,
+        predictions=predictions,
+        other=2.0 * hidden**2 * predictions if predictions else 0.0,
     )
+    if not decoder:
+        return shape
+    own = dataclasses.replace(shape, seq_length=decoder, sees_later=False)
+    return dataclasses.replace(shape, decoder=own)
 
 
 def step_seconds(result: Result, setting: Setting, clock: str | None = None) -> list[float]:

@@ -11,6 +11,7 @@ WEIGHT_DECAY = 0.01  # of matrices; biases and norms have none
 BETAS = (0.9, 0.999)
 EPS = 1e-8
 CLIP = 1.0
+MASKED = 0.15  # of the tokens of a bert's sample
 SEED = 1234
 
 
@@ -32,8 +33,10 @@ class Setting:
     """Micro batches of an optimizer step."""
     architecture: str
     """gpt2 (learned positions, LayerNorm, GELU, biases, tied head), llama (rotary positions,
-    RMSNorm, SwiGLU, no biases, a head of its own) or qwen2 (as llama, with biases on queries, keys
-    and values; for this trainer and the matrix products only)."""
+    RMSNorm, SwiGLU, no biases, a head of its own), qwen2 (as llama, with biases on queries, keys
+    and values; for this trainer and the matrix products only), bert (post-norm, pairs of segments)
+    or t5 (1.0: relative positions, RMSNorm, ReLU, no biases, tied head; as many blocks in the
+    decoder as in the encoder)."""
     dtype: str
     """bf16 or fp32."""
     threads: int
@@ -43,7 +46,7 @@ class Setting:
     steps: int
     """Steps of a round."""
     folder: str = ""
-    """Where `weights` (a model of Hugging Face) and `tokens.npy` are; empty if every contestant
+    """Where `weights` (a model of Hugging Face) and `samples.npz` are; empty if every contestant
     draws both itself, the weights on its device (:mod:`contestants.drawn`)."""
     shared_weights: bool = True
     """Whether all start from the weights in the folder; else each draws its own."""
@@ -52,16 +55,31 @@ class Setting:
     gelu_pytorch_tanh, one operator."""
     tied: bool = False
     """Whether the head of qwen2 is the embedding."""
+    decoder_length: int = 0
+    """Tokens of a sample in the decoder of a t5; ``seq_length`` is then the encoder's."""
+
+    @property
+    def family(self) -> str:
+        """The model's family, as this trainer names it."""
+        return self.architecture if self.architecture in ("bert", "t5") else "gpt"
+
+    @property
+    def predictions(self) -> int | None:
+        """Tokens of a bert's sample that are predicted, as many as a batch has room for; None for
+        all."""
+        if self.family != "bert":
+            return None
+        return -(-round(MASKED * self.seq_length) // 8) * 8
 
     @property
     def gated(self) -> bool:
         """Whether the MLP is SwiGLU."""
-        return self.architecture != "gpt2"
+        return self.architecture in ("llama", "qwen2")
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens of an optimizer step."""
-        return self.micro_batches * self.micro_batch * self.seq_length
+        return self.micro_batches * self.micro_batch * (self.seq_length + self.decoder_length)
 
     @property
     def weights(self) -> Path:
@@ -69,9 +87,9 @@ class Setting:
         return Path(self.folder, "weights")
 
     @property
-    def tokens(self) -> Path:
-        """File of the samples, int32 [samples, S + 1]."""
-        return Path(self.folder, "tokens.npy")
+    def samples(self) -> Path:
+        """File of the samples: arrays [samples, ...] of what :func:`inputs.parts` returns."""
+        return Path(self.folder, "samples.npz")
 
     def to_json(self) -> str:
         """As a contestant's process is given it."""

@@ -104,14 +104,19 @@ def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatc
     for row, sample in packed.items():
         batch.loss_mask_BS[row] = torch.from_numpy(sample.loss_mask_S)
         document_ids_BS[row] = torch.from_numpy(sample.document_ids_S)
-        is_last_BS = document_ids_BS[row : row + 1].diff(append=torch.tensor([[-1]])) != 0
-        positions_BS[row] = _restarting_positions(is_last_BS)[0]
+        positions_BS[row] = positions_within(document_ids_BS[row : row + 1])[0]
     return batch._replace(position_ids_BS=positions_BS, document_ids_BS=document_ids_BS)
 
 
 def _document_ids(is_eod_BS: Tensor) -> Tensor:
     """Number of end-of-document tokens strictly before each position."""
     return is_eod_BS.cumsum(dim=1) - is_eod_BS.long()
+
+
+def positions_within(document_ids_BS: Tensor) -> Tensor:
+    """int64 [B, S]: positions that restart where the id changes."""
+    last_B1 = document_ids_BS[:, -1:]
+    return _restarting_positions(document_ids_BS.diff(append=last_B1 + 1) != 0)
 
 
 def _restarting_positions(is_last_BS: Tensor) -> Tensor:

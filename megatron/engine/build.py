@@ -29,6 +29,7 @@ from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import can_defer
 from megatron.engine.update.optimizer import build_optimizer
 from megatron.engine.update.stored_states import StoredStates
+from megatron.model.attention_masks import AttentionKind
 from megatron.model.block import Block
 from megatron.model.layer_list import canonical_parameters
 from megatron.model.spec import ModelSpec
@@ -61,7 +62,7 @@ def build_engine(
         backend.initialise(name, param)
     blocks = [block for sequence in backend.sequences for block in sequence.blocks]
     if device.type == "cuda":
-        _say(attention_line(config, device))
+        _say(attention_line(config, device, spec.attention))
     if config.precision.states is not None:
         _say(states_line(config.precision.states, device))
     use_float8(blocks, config)
@@ -94,15 +95,18 @@ def build_engine(
     )
 
 
-def attention_line(config: RunConfig, device: torch.device) -> str:
-    """What computes attention in a run."""
-    documents = config.data.reset_attention_mask or any(
-        kind.samples == "packed" and kind.reads_all for kind in config.kinds
+def attention_line(config: RunConfig, device: torch.device, kind: AttentionKind = "causal") -> str:
+    """What computes attention in a run, in blocks of a kind."""
+    # Samples of other kinds are padded.
+    documents = (
+        kind != "causal"
+        or config.data.reset_attention_mask
+        or any(kind.samples == "packed" and kind.reads_all for kind in config.kinds)
     )
     half = torch.float16 if config.precision.fp16 else torch.bfloat16
     dtype = half if config.precision.fp16 or config.precision.bf16 else torch.float32
     tensor = config.parallel.tensor_model_parallel_size
-    return describe_attention(config.model, dtype, device, tensor, documents)
+    return describe_attention(config.model, dtype, device, tensor, documents, kind)
 
 
 def _adapt_settings(

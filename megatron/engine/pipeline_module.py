@@ -79,9 +79,7 @@ class _PlainSpec(DeepSpeedLayerSpec):
 
 class _TiedSpec(TiedLayerSpec):
     def __init__(self, layer: LayerSpec) -> None:
-        with torch.device("meta"):
-            names = [name for name, _ in layer.build().named_parameters()]
-        super().__init__(layer.tied_key, nn.Module, tied_weight_attr=names)
+        super().__init__(layer.tied_key, nn.Module)
         self.layer = layer
 
     def build(self, log: bool = False) -> nn.Module:

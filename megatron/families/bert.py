@@ -6,16 +6,19 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 
+import numpy as np
+
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
-from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.samples import SampleDataset
 from megatron.families.family import Family
-from megatron.model.attention_masks import AttentionMasks
+from megatron.model.attention_flex import block_masks
+from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerState
@@ -29,10 +32,25 @@ def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
     return LayerState(
         hidden=batch.tokens_BS,
         token_types=batch.types_BS,
-        masks=AttentionMasks(padding_BT=batch.padding_mask_BS == 0),
+        position_ids=batch.position_ids_BS,
+        masks=masks(model, batch),
         targets=Targets(batch.labels_BS, batch.loss_mask_BS),
         batch=batch,
     )
+
+
+def masks(model: ModelConfig, batch: BertBatch) -> AttentionMasks:
+    """Attention to all tokens but padding, or within packed samples. Kernels run without a mask
+    where a micro batch has no padding, which its collator knows: no device is asked."""
+    tokens_BS, documents_BS = batch.tokens_BS, batch.document_ids_BS
+    if documents_BS is None and batch.padded:
+        documents_BS = batch.padding_mask_BS
+    blocks = block_masks(model, tokens_BS, documents_BS, causal=False)
+    windows = any(narrows(window, tokens_BS.shape[1], causal=False) for window in model.windows)
+    if documents_BS is batch.padding_mask_BS and not (blocks or windows):
+        # One mask of keys for all queries, instead of one for each.
+        return AttentionMasks(padding_BT=documents_BS == 0, causal=False)
+    return AttentionMasks(documents_BS, blocks=blocks, causal=False)
 
 
 class BertData(DataPipeline):
@@ -50,13 +68,14 @@ class BertData(DataPipeline):
     def collator(self) -> Callable[[Sequence[BertSample]], BertBatch]:
         return collate_bert
 
-    def mock(self, num_samples: int, part: int) -> SegmentDataset[BertSample]:
+    def mock(self, num_samples: int, part: int) -> SampleDataset[BertSample]:
         tokenizer = MockTokenizer(self.tokenizer)
         recipe = type(self)(self.config, tokenizer).recipe()
         return mock_samples(recipe, tokenizer, num_samples, part)
 
     def view(self, sample: BertSample, length: int) -> SampleView:
-        """See `DataPipeline.view`; each input comes before the text to predict for it."""
+        """See `DataPipeline.view`; each input comes before the text to predict for it, and packed
+        samples are on lines of their own."""
         batch = self.collator()([sample])
         tokens_S, labels_S, loss_mask_S, padding_mask_S = (
             values[0, :length].numpy()
@@ -64,16 +83,22 @@ class BertData(DataPipeline):
                 batch.tokens_BS, batch.labels_BS, batch.loss_mask_BS, batch.padding_mask_BS
             )
         )  # fmt: skip
-        words = []
-        for predicted, group in groupby(
-            range(int(padding_mask_S.sum())), key=lambda place: bool(loss_mask_S[place])
+        document_ids_S = np.zeros(length, np.int64)
+        if batch.document_ids_BS is not None:
+            document_ids_S = batch.document_ids_BS[0, :length].numpy()
+        parts: dict[int, list[str]] = {}
+        for (document, predicted), group in groupby(
+            range(int(padding_mask_S.sum())),
+            key=lambda place: (int(document_ids_S[place]), bool(loss_mask_S[place])),
         ):
             places = list(group)
             text = self.tokenizer.detokenize(tokens_S[places].tolist())
             label = self.tokenizer.detokenize(labels_S[places].tolist()) if predicted else ""
-            words.append(f"{text} -> {label}" if predicted else f"[[{text}]]")
+            words = f"{text} -> {label}" if predicted else f"[[{text}]]"
+            parts.setdefault(document, []).append(words)
         kind = "random" if int(batch.is_random_B[0]) else "in order"
-        return SampleView(tokens_S, loss_mask_S, f"({kind}) " + " ".join(words))
+        text = "\n".join(" ".join(words) for words in parts.values())
+        return SampleView(tokens_S, loss_mask_S, f"({kind}) {text}")
 
 
 class BERT(Family):
@@ -86,6 +111,7 @@ class BERT(Family):
             partial(begin, model),
             partial(only_hidden_travels, model.hidden_size),
             dict.fromkeys(losses, 1.0),
+            attention="full",
         )
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -13,11 +14,12 @@ from megatron.config.flags import build
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
-from megatron.data.kinds.masked_data.segments import SegmentDataset
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
+from megatron.data.samples import SampleDataset
 from megatron.families.family import BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
+from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec
 from megatron.model.t5 import decoder_start, t5_layers
@@ -68,7 +70,7 @@ class T5Data(DataPipeline):
     def collator(self) -> Callable[[Sequence[T5Sample]], T5Batch]:
         return collate_t5
 
-    def mock(self, num_samples: int, part: int) -> SegmentDataset[T5Sample]:
+    def mock(self, num_samples: int, part: int) -> SampleDataset[T5Sample]:
         tokenizer = MockTokenizer(self.tokenizer)
         recipe = type(self)(self.config, tokenizer).recipe()
         return mock_samples(recipe, tokenizer, num_samples, part)
@@ -105,6 +107,17 @@ class T5(Family):
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(t5_layers, model, parallel)
         return ModelSpec(layers, begin, partial(travels, model))
+
+    def shape(self, model: ModelConfig) -> TransformerShape:
+        assert model.decoder_num_layers is not None and model.decoder_seq_length is not None
+        encoder = super().shape(model)
+        decoder = dataclasses.replace(
+            encoder,
+            num_layers=model.decoder_num_layers,
+            seq_length=model.decoder_seq_length,
+            windows=tuple(map(model.attention.window, range(model.decoder_num_layers))),
+        )
+        return dataclasses.replace(encoder, sees_later=True, decoder=decoder)
 
     def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         encoded, decoded = model.seq_length, model.decoder_seq_length

@@ -48,15 +48,16 @@ def sdpa(
     short sequences use our own kernel. With block masks it is FlexAttention; without them
     softcapped scores need :func:`eager`. ``order`` is that of torch's kernels."""
     queries, causal = q_BNSD.shape[2], scores.causal
-    if causal and not dropout and queries == k_BKTD.shape[2]:
+    if causal == masks.causal and not dropout and queries == k_BKTD.shape[2]:
         block_mask = masks.blocks.get(scores.window)
         if block_mask is not None:
             return flex(q_BNSD, k_BKTD, v_BKTD, scores, block_mask)
     if scores.softcap is not None:
         return eager(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias)
-    if bias is None and scores.window is not None and k_BKTD.shape[2] > scores.window + queries - 1:
+    window = scores.window if bias is None and causal else None
+    if window is not None and k_BKTD.shape[2] > window + queries - 1:
         # No query sees earlier keys.
-        seen = scores.window + queries - 1
+        seen = window + queries - 1
         k_BKTD, v_BKTD = k_BKTD[:, :, -seen:], v_BKTD[:, :, -seen:]
     keys, mask = k_BKTD.shape[2], bias
     if mask is None:
@@ -65,9 +66,12 @@ def sdpa(
             # Made once in the dtype that the kernels need; they would convert a boolean mask, and
             # keep the result, in every layer.
             mask = masks.bias(queries, keys, scores.window, scores.slopes, q_BNSD, causal)
-    if mask is None and causal and not dropout and cpu_kernels.suits(q_BNSD, k_BKTD):
+    # A bias has minus infinity for later keys.
+    triangle = causal and bias is None
+    masked = triangle and mask is not None
+    if not (dropout or masked) and cpu_kernels.suits(q_BNSD, k_BKTD, triangle):
         scale = 1 / math.sqrt(q_BNSD.shape[-1]) if scores.scale is None else scores.scale
-        return cpu_kernels.causal_attention(q_BNSD, k_BKTD, v_BKTD, scale)
+        return cpu_kernels.attention(q_BNSD, k_BKTD, v_BKTD, scale, triangle, mask)
     groups = q_BNSD.shape[1] // k_BKTD.shape[1]
     if mask is not None and groups > 1 and q_BNSD.device.type != "cpu":
         # Of torch's kernels for GPUs only cuDNN's supports a mask with groups of heads; the others
@@ -130,14 +134,18 @@ def flash(
 ) -> Tensor:
     """The flash-attn package, version 2; documents, padding, ALiBi, other biases and softcapped
     scores use :func:`sdpa`."""
-    unseen = masks.document_ids if scores.causal else masks.tokens
+    unseen = masks.document_ids if scores.causal == masks.causal else None
+    if not scores.causal and unseen is None:
+        unseen = masks.tokens
     plain = bias is None and unseen is None and not scores.slopes and scores.softcap is None
     if not plain:
         return sdpa(q_BNSD, k_BKTD, v_BKTD, scores, masks, dropout, bias)
     from flash_attn import flash_attn_func
 
-    # flash-attn counts the keys before a query's own.
-    left = -1 if scores.window is None else scores.window - 1
+    # flash-attn counts the keys before a query's own, and those after it.
+    left = right = -1
+    if scores.window is not None:
+        left, right = (scores.window - 1, 0) if scores.causal else (scores.window // 2,) * 2
     q, k, v = (x.transpose(1, 2) for x in (q_BNSD, k_BKTD, v_BKTD))
     y = flash_attn_func(
         q,
@@ -146,7 +154,7 @@ def flash(
         dropout_p=dropout,
         softmax_scale=scores.scale,
         causal=scores.causal,
-        window_size=(left, 0 if left >= 0 else -1),
+        window_size=(left, right),
     )
     return y.transpose(1, 2)
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.model.attention_masks import AttentionScoring, slopes_on
+from megatron.model.attention_masks import AttentionScoring, narrows, slopes_on
 from megatron.parallel.compiler import allow_graphs, missing_compiler
 
 if TYPE_CHECKING:
@@ -36,22 +36,27 @@ SMALLEST_HEAD = 16
 
 
 def block_masks(
-    config: ModelConfig, tokens_BS: Tensor, document_ids_BS: Tensor | None
+    config: ModelConfig, tokens_BS: Tensor, document_ids_BS: Tensor | None, causal: bool = True
 ) -> dict[int | None, BlockMask]:
-    """For a micro batch, the block mask of every window that a block of the model has and whose
-    keys torch's other kernels would need a dense mask, or dense scores, for. Empty if FlexAttention
-    cannot be used, see :func:`why_not_flex`."""
+    """For a micro batch of a model whose blocks are all causal, or none, the block mask of every
+    window that a block of the model has and whose keys torch's other kernels would need a dense
+    mask, or dense scores, for. Empty if FlexAttention cannot be used, see :func:`why_not_flex`."""
     device, length = tokens_BS.device, tokens_BS.shape[1]
     if device.type not in DEVICES:
         return {}
-    windows = flex_windows(config, length, document_ids_BS is not None)
+    windows = flex_windows(config, length, document_ids_BS is not None, causal)
     if not windows or why_not_flex(config, device.type) is not None:
         return {}
-    return {window: block_mask(length, window, document_ids_BS, device) for window in windows}
+    return {
+        window: block_mask(length, window, document_ids_BS, device, causal) for window in windows
+    }
 
 
-def flex_windows(config: ModelConfig, length: int, documents: bool) -> set[int | None]:
-    """The windows of the blocks whose attention is more than causal; None stands for no window."""
+def flex_windows(
+    config: ModelConfig, length: int, documents: bool, causal: bool = True
+) -> set[int | None]:
+    """The windows of the blocks whose attention is more than causal, or than whole; None stands for
+    no window."""
     attention = config.attention
     everywhere = (
         documents
@@ -61,7 +66,7 @@ def flex_windows(config: ModelConfig, length: int, documents: bool) -> set[int |
     windows = {attention.window(layer) for layer in range(config.num_layers)}
     if everywhere:
         return windows
-    return {window for window in windows if window is not None and window < length}
+    return {window for window in windows if narrows(window, length, causal)}
 
 
 def why_not_flex(config: ModelConfig, device_type: str) -> str | None:
@@ -80,23 +85,29 @@ def why_not_flex(config: ModelConfig, device_type: str) -> str | None:
 
 
 def block_mask(
-    length: int, window: int | None, document_ids_BS: Tensor | None, device: torch.device
+    length: int,
+    window: int | None,
+    document_ids_BS: Tensor | None,
+    device: torch.device,
+    causal: bool = True,
 ) -> BlockMask:
-    """Causal attention to the last ``window`` keys within documents, without a tensor of S x S:
-    which blocks are seen follows from the first and last positions and the smallest and largest ids
-    of each. The host reads nothing."""
+    """Attention to the keys of a ``window`` (see :class:`AttentionScoring`) within documents,
+    without a tensor of S x S: which blocks are seen follows from the first and last positions and
+    the smallest and largest ids of each. The host reads nothing."""
     from torch.nn.attention.flex_attention import BlockMask
 
     count = -(-length // BLOCK)
     first_Q = torch.arange(count, device=device) * BLOCK
     last_Q = first_Q + (BLOCK - 1)
     first, last = first_Q[:, None], last_Q[:, None]  # of queries
-    some = first_Q <= last
-    # Not the last block if it is not full: its other positions are none.
-    whole = (last_Q <= first) & (last < length)
+    # Queries see keys at most so many places before and after themselves.
+    before, after = length, 0 if causal else length
     if window is not None:
-        some = some & (first - last_Q < window)
-        whole = whole & (last - first_Q < window)
+        before, after = (window - 1, 0) if causal else (window // 2, window // 2)
+    some = (first_Q - last <= after) & (first - last_Q <= before)
+    # Not the last block if it is not full: its other positions are none.
+    whole = (last_Q < length) & (last < length)
+    whole = whole & (last_Q - first <= after) & (last - first_Q <= before)
     some, whole = some[None, None], whole[None, None]
     ids_BS = None if document_ids_BS is None else document_ids_BS.to(torch.int32)
     if ids_BS is not None:
@@ -109,9 +120,9 @@ def block_mask(
     some = some & ~whole
 
     def visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        seen = key <= query
+        seen = key - query <= after
         if window is not None:
-            seen = seen & (query - key < window)
+            seen = seen & (query - key <= before)
         if ids_BS is not None:
             seen = seen & (ids_BS[batch, query] == ids_BS[batch, key])
         return seen
@@ -175,7 +186,8 @@ def _score(scores: AttentionScoring, device: torch.device) -> Callable[..., Tens
     def biased(score: Tensor, batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         if softcap is not None:
             score = softcap * torch.tanh(score / softcap)
-        return score - slopes_N[head] * (query - key)
+        distance = query - key
+        return score - slopes_N[head] * (distance if scores.causal else distance.abs())
 
     return biased
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from megatron.config import ConfigError, ModelConfig
+from megatron.config import ModelConfig
 from megatron.parallel.mesh import SINGLE, Group
 
 if TYPE_CHECKING:
@@ -35,7 +35,8 @@ class AttentionScoring:
 
     Attributes:
         scale: None for 1 / sqrt(D).
-        window: keys that a query sees, its own included; None for all before it.
+        window: keys that a query sees, its own included; in attention that is not causal those at
+            most half as many places away; None for all.
         slopes: ALiBi's slope of each of N heads; empty without ALiBi.
     """
 
@@ -54,15 +55,9 @@ class AttentionScoring:
         kind: AttentionKind = "causal",
     ) -> AttentionScoring:
         """Those of block ``layer``, for the heads of a tensor-parallel rank. Cross-attention has
-        neither a window nor ALiBi: positions of two sequences have no distance. Raises ConfigError
-        for a window of earlier tokens where a token sees later ones too."""
+        neither a window nor ALiBi: positions of two sequences have no distance."""
         attention = config.attention
         scalar, window = attention.query_pre_attn_scalar, attention.window(layer)
-        if kind == "full" and window is not None:
-            raise ConfigError(
-                f"--sliding-window {window} limits attention to earlier tokens, but in the blocks "
-                "of this model a token also attends to later ones: leave the flag out"
-            )
         slopes: tuple[float, ...] = ()
         if config.positions.position_embedding_type == "alibi" and kind != "cross":
             heads = attention.num_attention_heads // group.size
@@ -107,12 +102,14 @@ class AttentionMasks:
     """The masks of one micro batch, made when a layer first needs them.
 
     Args:
-        document_ids_BS: in causal attention a token sees those with its own id only; None for one
-            document.
+        document_ids_BS: in the model's attention to its own sequence a token sees those with its
+            own id only; None for one document.
         padding_BT: bool, the keys that no query sees in attention that is not causal; None for no
-            padding.
-        blocks: by window, what :mod:`attention_flex` needs instead of dense masks; causal attention
-            without dropout uses it where it is there.
+            padding. Not with windows and without documents: a window of padding has no key. Padding
+            that is a document of its own sees itself.
+        blocks: by window, what :mod:`attention_flex` needs instead of dense masks; attention within
+            documents, without dropout, uses it where it is there.
+        causal: whether attention within documents is causal.
     """
 
     def __init__(
@@ -120,29 +117,30 @@ class AttentionMasks:
         document_ids_BS: Tensor | None = None,
         padding_BT: Tensor | None = None,
         blocks: Mapping[int | None, BlockMask] | None = None,
+        causal: bool = True,
     ) -> None:
-        self.document_ids = document_ids_BS
+        self.document_ids, self.causal = document_ids_BS, causal
         self.tokens = None if padding_BT is None else ~padding_BT[:, None, None, :]
         self.blocks = blocks or {}
         self._documents: Tensor | None = None
         if document_ids_BS is not None and not self.blocks:
             # Here and not in a layer: code compiled for layers finds it.
-            self._documents = document_mask(document_ids_BS)
+            self._documents = document_mask(document_ids_BS, causal)
         self._made: dict[tuple, Tensor] = {}
 
     @property
     def documents(self) -> Tensor | None:
-        """bool [B, 1, S, S], causal attention within documents; None for one document."""
+        """bool [B, 1, S, S], attention within documents; None for one document."""
         if self._documents is not None or self.document_ids is None:
             return self._documents
-        ids_BS = self.document_ids
-        return self._once(("documents",), lambda: document_mask(ids_BS))
+        ids_BS, causal = self.document_ids, self.causal
+        return self._once(("documents",), lambda: document_mask(ids_BS, causal))
 
     def unmade(self) -> AttentionMasks:
         """The same without what layers made."""
         other = AttentionMasks()
         other.document_ids, other._documents = self.document_ids, self._documents
-        other.tokens, other.blocks = self.tokens, self.blocks
+        other.tokens, other.blocks, other.causal = self.tokens, self.blocks, self.causal
         return other
 
     def visible(
@@ -156,18 +154,22 @@ class AttentionMasks:
         """bool, broadcastable to [B, 1, S, T], True where a query sees a key; None for plain causal
         attention with the last query at the last key, or where a query sees all keys. ``queries``
         and ``keys`` are S and T."""
-        if not causal:
-            assert window is None
-            return self.tokens
-        assert self.document_ids is None or queries == keys
-        if window is None or keys <= window:
-            return self.documents
+        seen = self.documents if causal == self.causal else None
+        assert seen is None or queries == keys
+        if not causal and seen is None:
+            seen = self.tokens
+            assert seen is None or not narrows(window, keys, causal)
+        if not narrows(window, keys, causal):
+            return seen
 
         def make() -> Tensor:
-            mask = window_mask(queries, keys, window, device)
-            return mask if self.documents is None else mask & self.documents
+            assert window is not None
+            mask = window_mask(queries, keys, window, device, causal)
+            # Our kernel on the CPU, for attention that is not causal, needs four dimensions.
+            mask = mask if causal else mask[None, None]
+            return mask if seen is None else mask & seen
 
-        return self._once(("window", queries, keys, window, device), make)
+        return self._once(("window", queries, keys, window, device, causal), make)
 
     def bias(
         self,
@@ -181,7 +183,6 @@ class AttentionMasks:
         """Addend of the scores: -slope x distance with ALiBi, in both directions where attention is
         not causal, else 0; -infinity where a query does not see a key. Broadcastable to
         [B, N, S, T], with dtype and device of ``like``; the rest as for :meth:`visible`."""
-        narrow = window is not None and keys > window
 
         def make() -> Tensor:
             visible = self.visible(queries, keys, window, like.device, causal)
@@ -196,7 +197,7 @@ class AttentionMasks:
                 biases = biases.masked_fill(~visible, -torch.inf)
             return biases.to(like.dtype)
 
-        width = window if narrow else None
+        width = window if narrows(window, keys, causal) else None
         key = ("bias", queries, keys, width, slopes, like.dtype, like.device, causal)
         return self._once(key, make)
 
@@ -206,19 +207,32 @@ class AttentionMasks:
         return self._made[key]
 
 
+def narrows(window: int | None, keys: int, causal: bool = True) -> bool:
+    """Whether a window hides any of so many keys."""
+    return window is not None and keys > (window if causal else window // 2 + 1)
+
+
 def causal_mask(queries: int, keys: int, device: torch.device) -> Tensor:
     """bool [S, T]: the last query sees all keys, each earlier one a key fewer."""
     return torch.ones(queries, keys, dtype=torch.bool, device=device).tril(keys - queries)
 
 
-def window_mask(queries: int, keys: int, window: int, device: torch.device) -> Tensor:
-    """bool [S, T]: causal, and only the last ``window`` keys of each query."""
+def window_mask(
+    queries: int, keys: int, window: int, device: torch.device, causal: bool = True
+) -> Tensor:
+    """bool [S, T]: causal, and only the last ``window`` keys of each query; or the keys that are
+    at most half as many places away, as flash-attention and ModernBERT count."""
+    if not causal:
+        ones = torch.ones(queries, keys, dtype=torch.bool, device=device)
+        return ones.tril(window // 2).triu(-(window // 2))
     return causal_mask(queries, keys, device).triu(keys - queries - window + 1)
 
 
-def document_mask(document_ids_BS: Tensor) -> Tensor:
-    """bool [B, 1, S, S]: causal attention within equal document ids."""
+def document_mask(document_ids_BS: Tensor, causal: bool = True) -> Tensor:
+    """bool [B, 1, S, S]: attention within equal document ids."""
     same_BSS = document_ids_BS[:, :, None] == document_ids_BS[:, None, :]
+    if not causal:
+        return same_BSS.unsqueeze(1)
     length = document_ids_BS.shape[1]
     return (same_BSS & causal_mask(length, length, same_BSS.device)).unsqueeze(1)
 

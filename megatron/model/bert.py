@@ -71,17 +71,26 @@ def order_loss(logits_B2: Tensor, labels_B: Tensor) -> Tensor:
 
 
 class LMTransform(nn.Module):
-    """What hidden states pass before the output head: a dense layer, its activation and a norm."""
+    """What hidden states pass before the output head: a dense layer, its activation and a norm.
+    Where there are targets, only those of tokens that are to be predicted go on: they are a seventh
+    of all, and nothing is computed for the others."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
         width, init = model.hidden_size, Init(model.init_method_std)
+        self.tp = tp
         self.activation = ACTIVATIONS[model.head_activation]
         self.dense = WholeLinear(width, width, bias=model.mlp.bias, init=init, tp=tp)
         self.norm = build_norm(model, tp)
 
     def forward(self, state: LayerState) -> LayerState:
-        """Hidden states [B, S, H] to [B, S, H]."""
+        """Hidden states [B, S, H] to [B, S, H] or, with their targets, [B, P, H]."""
+        if state.targets is not None:
+            positions_BP = state.batch.positions_BP
+            missing = -positions_BP.shape[1] % self.tp.slices
+            targets = state.targets.at(positions_BP).padded(missing)
+            hidden = self.tp.take(state.hidden, F.pad(positions_BP, (0, missing)))
+            state = state.changed(hidden=hidden, targets=targets)
         return state.with_hidden(self.norm(self.activation(self.dense(state.hidden))))
 
 

@@ -1,16 +1,16 @@
 """Kernels for CPUs, which :mod:`attention_backends` and :mod:`norm` choose there; GPUs use torch's.
 
-- Causal attention in bfloat16, as GEMMs over blocks of queries. torch's fused kernel multiplies
-  small tiles, which takes up to twice the time (benchmarks/RESULTS.md). A block of queries meets
-  all keys up to its own end at once. Scores and softmax are in float32, as in the fused kernel, the
-  other GEMMs in bfloat16. The probabilities are kept for the backward pass, so this is for short
-  sequences.
+- Attention in bfloat16, as GEMMs over blocks of queries. torch's fused kernel multiplies small
+  tiles, which takes up to twice the time (benchmarks/RESULTS.md). A block of queries meets all keys
+  at once, in causal attention all up to its own end. Scores and softmax are in float32, as in the
+  fused kernel, the other GEMMs in bfloat16. The probabilities are kept for the backward pass, so
+  this is for short sequences.
 - RMSNorm, of which torch needs a dozen passes over memory, in chunks of rows that stay in a core's
   caches.
 
 Shapes: B batch, N query heads, K key and value heads, G = N / K query heads that share one, S
-sequence, D head width; X = B x K; Q queries of a block, T keys that they see. Of RMSNorm: T rows, C
-rows of a chunk, H width.
+queries, T keys, D head width; X = B x K; Q queries of a block, P keys that they see. Of RMSNorm: T
+rows, C rows of a chunk, H width.
 """
 
 from __future__ import annotations
@@ -23,39 +23,58 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 BLOCK = 128
-"""Queries of a block."""
+"""Queries of a block in causal attention, where a larger one would meet more keys in vain."""
+
+WHOLE_BLOCK = 256
+"""Queries of a block that sees all keys."""
 
 _CHUNK = 1 << 16
 """Elements of a chunk of rows: 256 KiB in float32."""
 
 
-def suits(q_BNSD: Tensor, k_BKTD: Tensor) -> bool:
-    """Whether :func:`causal_attention` is for these: on a CPU, in bfloat16, whole sequences whose
-    probabilities are at most twice as large as queries, keys, values and output together."""
-    length, width = q_BNSD.shape[2:]
-    on_cpu = q_BNSD.device.type == "cpu" and q_BNSD.dtype == torch.bfloat16
-    return on_cpu and k_BKTD.shape[2] == length <= 16 * width
+def suits(q_BNSD: Tensor, k_BKTD: Tensor, causal: bool = True) -> bool:
+    """Whether :func:`attention` is for these: on a CPU, in bfloat16, probabilities at most twice as
+    large as queries, keys, values and output together; causally, as many keys as queries."""
+    queries, width = q_BNSD.shape[2:]
+    keys = k_BKTD.shape[2]
+    if q_BNSD.device.type != "cpu" or q_BNSD.dtype != torch.bfloat16:
+        return False
+    if causal:
+        return keys == queries <= 16 * width
+    return queries * keys <= 4 * width * (queries + keys)
 
 
-def causal_attention(q_BNSD: Tensor, k_BKSD: Tensor, v_BKSD: Tensor, scale: float) -> Tensor:
-    """softmax(scale q k^T) v over the keys up to each query's own, [B, N, S, D]."""
-    return _CausalAttention.apply(q_BNSD, k_BKSD, v_BKSD, scale)
+def attention(
+    q_BNSD: Tensor,
+    k_BKTD: Tensor,
+    v_BKTD: Tensor,
+    scale: float,
+    causal: bool = True,
+    bias: Tensor | None = None,
+) -> Tensor:
+    """softmax(scale q k^T + bias) v over all keys or, causally, those up to each query's own,
+    [B, N, S, D]. The bias has four dimensions, broadcastable to [B, N, S, T], and may need a
+    gradient."""
+    return _Attention.apply(q_BNSD, k_BKTD, v_BKTD, bias, scale, causal)
 
 
-class _CausalAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
-        ctx.scale, ctx.shape = scale, q.shape
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float, causal: bool
+    ) -> Tensor:
+        ctx.scale, ctx.causal = scale, causal
+        ctx.bias = None if bias is None else (bias.shape, bias.dtype)
         batch, heads, length, width = q.shape
-        values_XSD, kept = _flat(v), []
+        values_XTD, kept = _flat(v), []
         # In the layout that the projection reads.
         y_BSND = q.new_empty(batch, length, heads, width)
         y_XGSD = y_BSND.permute(0, 2, 1, 3).unflatten(1, (k.shape[1], -1))
-        for (first, end), weights_XQT in _softmax(q, k, scale):
-            y_XQD = torch.bmm(weights_XQT, values_XSD[:, :end])
+        for (first, end, seen), weights_XQP in _softmax(q, k, bias, scale, causal):
+            y_XQD = torch.bmm(weights_XQP, values_XTD[:, :seen])
             block = y_XGSD[..., first:end, :]
             block.copy_(y_XQD.view(block.shape))
-            kept.append(weights_XQT)
+            kept.append(weights_XQP)
         ctx.save_for_backward(q, k, v, *kept)
         return y_BSND.transpose(1, 2)
 
@@ -65,43 +84,79 @@ class _CausalAttention(torch.autograd.Function):
         q, k, v, *kept = ctx.saved_tensors
         groups = k.shape[1]
         grads_XGSD, queries_XGSD = _grouped(grad, groups), _grouped(q, groups)
-        keys_XSD, values_XSD = _flat(k), _flat(v)
+        keys_XTD, values_XTD = _flat(k), _flat(v)
         q_grad_XGSD = torch.empty_like(queries_XGSD)
-        # Sums over blocks.
-        sums = torch.float32 if q.shape[2] > BLOCK else q.dtype
-        k_grad_XSD, v_grad_XSD = (torch.zeros_like(keys_XSD, dtype=sums) for _ in range(2))
-        for (first, end), weights_XQT in zip(_blocks(q.shape[2]), kept, strict=True):
+        blocks = _blocks(q.shape[2], k.shape[2], ctx.causal)
+        k_grad_XTD, v_grad_XTD = (
+            None if len(blocks) == 1 else torch.zeros_like(x, dtype=torch.float32)
+            for x in (keys_XTD, values_XTD)
+        )
+        bias_grad = None
+        if ctx.needs_input_grad[3]:
+            shape, dtype = ctx.bias
+            bias_grad = torch.zeros(shape, dtype=dtype, device=q.device)
+        for (first, end, seen), weights_XQP in zip(blocks, kept, strict=True):
             at = slice(first, end)
             grads_XQD, queries_XQD = (x[:, :, at].flatten(1, 2) for x in (grads_XGSD, queries_XGSD))
-            v_grad_XSD[:, :end] += torch.bmm(weights_XQT.transpose(1, 2), grads_XQD)
-            dots_XQT = torch.bmm(grads_XQD, values_XSD[:, :end].transpose(1, 2))
-            scores_XQT = torch._softmax_backward_data(dots_XQT, weights_XQT, -1, q.dtype)
-            k_grad_XSD[:, :end] += torch.bmm(scores_XQT.transpose(1, 2), queries_XQD)
-            q_grad_XQD = torch.bmm(scores_XQT, keys_XSD[:, :end])
+            v_grad_XTD = _plus(v_grad_XTD, torch.bmm(weights_XQP.transpose(1, 2), grads_XQD))
+            dots_XQP = torch.bmm(grads_XQD, values_XTD[:, :seen].transpose(1, 2))
+            scores_XQP = torch._softmax_backward_data(dots_XQP, weights_XQP, -1, q.dtype)
+            k_grad_XTD = _plus(k_grad_XTD, torch.bmm(scores_XQP.transpose(1, 2), queries_XQD))
+            q_grad_XQD = torch.bmm(scores_XQP, keys_XTD[:, :seen])
             q_grad_XGSD[:, :, at] = q_grad_XQD.unflatten(1, (-1, end - first))
+            if bias_grad is not None:
+                part = _part(bias_grad, first, end, seen)
+                part += _by_head(scores_XQP, q, end - first).sum_to_size(part.shape)
         q_grad = q_grad_XGSD.mul_(ctx.scale).view(q.shape)
-        k_grad = k_grad_XSD.mul_(ctx.scale).to(k.dtype).view(k.shape)
-        return q_grad, k_grad, v_grad_XSD.to(v.dtype).view(v.shape), None
+        assert k_grad_XTD is not None and v_grad_XTD is not None
+        k_grad = k_grad_XTD.mul_(ctx.scale).to(k.dtype).view(k.shape)
+        return q_grad, k_grad, v_grad_XTD.to(v.dtype).view(v.shape), bias_grad, None, None
+
+
+def _plus(sum_XTD: Tensor | None, addend_XPD: Tensor) -> Tensor:
+    """The sum of blocks' gradients for the first keys, in place; without a sum that of a single
+    block."""
+    if sum_XTD is None:
+        return addend_XPD
+    sum_XTD[:, : addend_XPD.shape[1]] += addend_XPD
+    return sum_XTD
 
 
 def _softmax(
-    q_BNSD: Tensor, k_BKSD: Tensor, scale: float
-) -> Iterator[tuple[tuple[int, int], Tensor]]:
-    queries_XGSD = _grouped(q_BNSD, k_BKSD.shape[1]).float() * scale
-    keys_XSD = _flat(k_BKSD).float()
-    later_QQ = torch.full((BLOCK, BLOCK), -torch.inf).triu(1)
-    for first, end in _blocks(q_BNSD.shape[2]):
+    q_BNSD: Tensor, k_BKTD: Tensor, bias: Tensor | None, scale: float, causal: bool
+) -> Iterator[tuple[tuple[int, int, int], Tensor]]:
+    queries_XGSD = _grouped(q_BNSD, k_BKTD.shape[1]).float() * scale
+    keys_XTD = _flat(k_BKTD).float()
+    later_QQ = torch.full((BLOCK, BLOCK), -torch.inf).triu(1) if causal else None
+    for first, end, seen in _blocks(q_BNSD.shape[2], k_BKTD.shape[2], causal):
         count = end - first
         queries_XQD = queries_XGSD[:, :, first:end].flatten(1, 2)
-        scores_XQT = torch.bmm(queries_XQD, keys_XSD[:, :end].transpose(1, 2))
-        own = scores_XQT.unflatten(1, (-1, count))[..., first:]
-        own += later_QQ[:count, :count]
-        weights_XQT = torch.softmax(scores_XQT, -1, out=scores_XQT)
-        yield (first, end), weights_XQT.to(q_BNSD.dtype)
+        scores_XQP = torch.bmm(queries_XQD, keys_XTD[:, :seen].transpose(1, 2))
+        if later_QQ is not None:
+            own = scores_XQP.unflatten(1, (-1, count))[..., first:]
+            own += later_QQ[:count, :count]
+        if bias is not None:
+            _by_head(scores_XQP, q_BNSD, count).add_(_part(bias, first, end, seen))
+        weights_XQP = torch.softmax(scores_XQP, -1, out=scores_XQP)
+        yield (first, end, seen), weights_XQP.to(q_BNSD.dtype)
 
 
-def _blocks(length: int) -> list[tuple[int, int]]:
-    return [(first, min(first + BLOCK, length)) for first in range(0, length, BLOCK)]
+def _by_head(scores_XQP: Tensor, q_BNSD: Tensor, count: int) -> Tensor:
+    """The scores of a block of ``count`` queries as [B, N, Q, P]; a view."""
+    return scores_XQP.view(*q_BNSD.shape[:2], count, -1)
+
+
+def _part(bias: Tensor, first: int, end: int, seen: int) -> Tensor:
+    """What a bias adds to the scores of a block; a view."""
+    queries = slice(None) if bias.shape[2] == 1 else slice(first, end)
+    return bias[:, :, queries, :seen]
+
+
+def _blocks(queries: int, keys: int, causal: bool) -> list[tuple[int, int, int]]:
+    """(first query, end, keys that they see) of each block."""
+    size = BLOCK if causal else WHOLE_BLOCK
+    ends = [(first, min(first + size, queries)) for first in range(0, queries, size)]
+    return [(first, end, end if causal else keys) for first, end in ends]
 
 
 def _flat(x_BKSD: Tensor) -> Tensor:

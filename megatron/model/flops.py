@@ -15,7 +15,10 @@ from megatron.config import ModelConfig
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """The numbers of a transformer that its FLOPs depend on, under the names of the flags."""
+    """The numbers of a transformer that its FLOPs depend on, under the names of the flags.
+
+    Tokens are those of ``seq_length``; a decoder that attends to this stack's output has a shape,
+    and a sequence, of its own, and the head is the decoder's."""
 
     num_layers: int
     hidden_size: int
@@ -28,6 +31,13 @@ class TransformerShape:
     gated: bool = False
     windows: tuple[int | None, ...] = ()
     """Keys that a query of each block sees, None for all; empty where all blocks see all."""
+    sees_later: bool = False
+    """Whether a token sees later ones too."""
+    predictions: int | None = None
+    """Tokens of a sample whose logits are computed, None for all."""
+    other: float = 0.0
+    """Forward FLOPs of a sample in layers beside blocks and vocabulary."""
+    decoder: TransformerShape | None = None
 
     @classmethod
     def of(cls, model: ModelConfig) -> TransformerShape:
@@ -53,10 +63,10 @@ class TransformerShape:
         recomputation, which Megatron-LM extends to grouped queries and gated MLPs. With
         ``causal=True`` a query counts half of the sequence, the mean of what it attends to, as in
         Dao 2023 (FlashAttention-2, arXiv:2307.08691, section 4.1). A block with a window counts the
-        window instead of the sequence, causally w - w^2 / 2s keys of it.
+        window instead of the sequence, causally w - w^2 / 2s keys of it. Tokens that see later ones
+        count the whole sequence in either case.
         """
-        head = 2 * self.hidden_size * self.padded_vocab_size
-        return 3.0 * (self._matrices() + self._attention(causal) + head)
+        return 3.0 * (self._matrices() + self._attention(causal) + self._beside_blocks(causal))
 
     def recomputed_flops_per_token(
         self, recompute: str | None, *, causal: bool, blocks: int | None = None
@@ -70,10 +80,48 @@ class TransformerShape:
         """
         if recompute is None:
             return 0.0
+        attention, layers = self._attention(causal), self.num_layers
+        matrices = self._matrices()
+        if self.decoder is not None:
+            layers += self.decoder.num_layers
+            attention += self._per_token(self.decoder._attention(causal) + self._cross_attention())
+            matrices += self._per_token(self.decoder._matrices()) + self._cross_matrices()
         if recompute == "selective":
-            return self._attention(causal)
-        share = 1.0 if blocks is None else min(1.0, blocks / self.num_layers)
-        return share * (self._matrices() + self._attention(causal))
+            return attention
+        share = 1.0 if blocks is None else min(1.0, blocks / layers)
+        return share * (matrices + attention)
+
+    def _beside_blocks(self, causal: bool) -> float:
+        """Forward FLOPs of one token in everything but this stack's blocks."""
+        decoder = self.decoder
+        if decoder is not None:
+            blocks = decoder._matrices() + decoder._attention(causal) + self._cross_attention()
+            rest = self._per_token(blocks + decoder._beside_blocks(causal))
+            return rest + self._cross_matrices()
+        head = 2.0 * self.hidden_size * self.padded_vocab_size
+        share = 1.0 if self.predictions is None else self.predictions / self.seq_length
+        return share * head + self.other / self.seq_length
+
+    def _per_token(self, of_decoder: float) -> float:
+        """FLOPs of one token of the decoder as those of one token here."""
+        assert self.decoder is not None
+        return of_decoder * self.decoder.seq_length / self.seq_length
+
+    def _cross_matrices(self) -> float:
+        """Forward FLOPs of one token in the linear layers of the decoder's cross-attention: queries
+        and output of its own tokens, keys and values of this stack's."""
+        assert self.decoder is not None
+        query_size = self.num_attention_heads * self.kv_channels
+        kv_size = self.num_query_groups * self.kv_channels
+        queries = self._per_token(2 * self.hidden_size * 2 * query_size)
+        return self.decoder.num_layers * (queries + 2 * self.hidden_size * 2 * kv_size)
+
+    def _cross_attention(self) -> float:
+        """Forward FLOPs of one token of the decoder in the scores against this stack's tokens, and
+        the mix of values."""
+        assert self.decoder is not None
+        keys = self.decoder.num_layers * self.seq_length
+        return 2 * (2 * self.num_attention_heads * self.kv_channels * keys)
 
     def _matrices(self) -> float:
         """Forward FLOPs of one token in the linear layers of all blocks."""
@@ -92,7 +140,8 @@ class TransformerShape:
         length = self.seq_length
         seen = [min(w or length, length) for w in self.windows or (None,) * self.num_layers]
         # The first queries of a causal window have fewer keys before them.
-        return sum(w - w**2 / (2 * length) if causal else w for w in seen)
+        halved = causal and not self.sees_later
+        return sum(w - w**2 / (2 * length) if halved else w for w in seen)
 
     def flops_per_step(self, samples: int, *, causal: bool) -> float:
         """Model FLOPs of an optimizer step on ``samples`` sequences, over all devices."""

@@ -11,6 +11,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron.model.attention_masks import AttentionKind
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -73,12 +74,14 @@ class ModelSpec:
             shapes by name of the tensors that a pipeline stage starting there receives (``hidden``,
             ``encoder``, or the name of a loss that was added before).
         losses: weight of each loss in the number that is minimised, in the order of logging.
+        attention: the kind of most blocks, for what a run says about its kernels.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
     begin: Callable[[Any], LayerState]
     travels: Callable[[LayerState, TensorParallel, int], Mapping[str, Sequence[int]]]
     losses: Mapping[str, float] = field(default_factory=lambda: {LM_LOSS: 1.0})
+    attention: AttentionKind = "causal"
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from torch import nn
@@ -10,7 +11,7 @@ from torch import nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.block import Block
-from megatron.model.embedding import InputEmbedding, TokenEmbedding
+from megatron.model.embedding import InputEmbedding, vocabulary_layers
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import FinalNorm
 from megatron.model.relative_bias import RelativeBias
@@ -20,10 +21,6 @@ from megatron.parallel.tensor_parallel import TensorParallel
 def _enter_decoder(table: nn.Module, state: LayerState) -> LayerState:
     tokens = state.batch.decoder_tokens_BD
     return table(state.changed(hidden=tokens, encoder=state.hidden, bias=None))
-
-
-def _project(table: nn.Module, state: LayerState) -> LayerState:
-    return table(state, project=True)
 
 
 def decoder_start(model: ModelConfig) -> int:
@@ -41,18 +38,18 @@ def t5_layers(
     tp = tp or TensorParallel()
     assert model.decoder_num_layers is not None
     selective = parallel.recompute_granularity == "selective"
-    chunk = parallel.logits_chunk_mib
-    tied = model.embedding.tied
-    table = partial(TokenEmbedding, model, tp, None if chunk is None else chunk * 2**20)
-    positions = partial(InputEmbedding, model, tp)
     learned = model.positions.position_embedding_type == "learned_absolute"
-    shares_positions = "positions" if learned or model.norm.embed_layernorm else None
-    words = "embedding.word_embeddings"
+    relative = model.positions.position_embedding_type == "relative"
+    # As in Megatron; the original T5, whose positions are relative, has no biases.
+    head_bias = learned and model.mlp.bias
+    words, head = vocabulary_layers(model, parallel, tp, head_bias)
+    words = replace(words, tied_key="embed")
+    shared = "positions" if learned or model.norm.embed_layernorm else None
+    positions = LayerSpec("embedding", partial(InputEmbedding, model, tp), shared)
 
     def stack(
         name: str, blocks: int, cost: int, kind: AttentionKind, cross: bool
     ) -> list[LayerSpec]:
-        relative = model.positions.position_embedding_type == "relative"
         bias = LayerSpec(
             f"{name}.relative_bias",
             partial(RelativeBias, model, tp, causal=kind == "causal"),
@@ -69,13 +66,13 @@ def t5_layers(
 
     of_encoder, of_decoder = block_costs(model)
     return [
-        LayerSpec(words, table, "embed"),
-        LayerSpec("embedding", positions, shares_positions),
+        words,
+        positions,
         *stack("encoder", model.num_layers, of_encoder, "full", cross=False),
-        LayerSpec(words, table, "embed", _enter_decoder, leads=True),
-        LayerSpec("embedding", positions, shares_positions, leads=True),
+        replace(words, forward=_enter_decoder, leads=True),
+        replace(positions, leads=True),
         *stack("decoder", model.decoder_num_layers, of_decoder, "causal", cross=True),
-        LayerSpec(words if tied else "output_layer", table, "embed" if tied else None, _project),
+        head,
     ]
 
 

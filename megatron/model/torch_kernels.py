@@ -26,7 +26,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from megatron.config import ConfigError, ModelConfig
 from megatron.model.attention_flex import flex_windows, why_not_flex
-from megatron.model.attention_masks import AttentionScoring
+from megatron.model.attention_masks import AttentionKind, AttentionScoring
 
 FAST_CUDNN = 90900
 """The first cuDNN whose attention is faster than flash-attention 2 on Hopper and Blackwell."""
@@ -204,13 +204,21 @@ def _capability() -> tuple[int, int]:
 
 
 def describe_attention(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device, tensor: int, documents: bool
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device,
+    tensor: int,
+    documents: bool,
+    kind: AttentionKind = "causal",
 ) -> str:
     """The line about the attention kernels of a run, as torch chooses them for queries and keys of
     its shapes, without computing anything; ``tensor`` is the tensor-parallel size, ``documents``
-    whether attention stays within documents. Raises ConfigError as :func:`kernel_order`."""
+    whether attention stays within documents, or leaves out padding. Raises ConfigError as
+    :func:`kernel_order`."""
     chosen: Counter[str] = Counter()
-    scorings = Counter(AttentionScoring.of(config, layer) for layer in range(config.num_layers))
+    scorings = Counter(
+        AttentionScoring.of(config, layer, kind=kind) for layer in range(config.num_layers)
+    )
     for scores, count in scorings.items():
         chosen[_kernel(config, scores, dtype, device, tensor, documents)] += count
     kernels = list(chosen)
@@ -240,7 +248,7 @@ def _kernel(
     plain = not (documents or scores.slopes or scores.softcap)
     if name == "flash2" and plain:
         return "flash-attention 2 of the package flash-attn"
-    masked = scores.window in flex_windows(config, length, documents)
+    masked = scores.window in flex_windows(config, length, documents, scores.causal)
     why = why_not_flex(config, device.type)
     if masked and why is None:
         return "FlexAttention"

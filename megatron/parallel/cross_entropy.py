@@ -17,6 +17,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -45,6 +46,14 @@ class Targets(NamedTuple):
 
     labels_BS: Tensor
     mask_BS: Tensor
+
+    def at(self, positions_BP: Tensor) -> Targets:
+        """Those of some positions."""
+        return Targets(*(each.gather(1, positions_BP) for each in self))
+
+    def padded(self, count: int) -> Targets:
+        """With further ones that do not count."""
+        return Targets(*(F.pad(each, (0, count)) for each in self)) if count else self
 
 
 @dataclass(frozen=True)

@@ -181,6 +181,17 @@ class TensorParallel:
         with it, and the gradient goes to the rank that has it."""
         return _FirstToken.apply(x_BSH, self.group) if self.split else x_BSH[:, 0]
 
+    def take(self, x_BSH: Tensor, positions_BP: Tensor) -> Tensor:
+        """The tokens [B, P, H] at positions of the whole sequence; with sequence parallelism this
+        rank's slice [B, P/t, H] of them, wherever in the sequence they are."""
+        if not self.split:
+            return _rows(x_BSH, positions_BP)
+        length = x_BSH.shape[1]
+        own_BP = positions_BP - self.group.rank * length
+        elsewhere_BP = (own_BP < 0) | (own_BP >= length)
+        found_BPH = _rows(x_BSH, own_BP.masked_fill(elsewhere_BP, 0))
+        return self.leave(found_BPH.masked_fill(elsewhere_BP.unsqueeze(-1), 0.0))
+
     def leave(self, x_BSO: Tensor) -> Tensor:
         """Sums the addends that cut layers compute on each rank; with sequence parallelism this
         rank's slice [B, S/t, O] of the sum. The inverse of entering by ``column_linear``. ``x_BSO``
@@ -208,3 +219,10 @@ class TensorParallel:
     def random(self) -> contextlib.AbstractContextManager[None]:
         """Random numbers for activations outside: they differ between ranks that have slices."""
         return tensor_parallel_random(self.group) if self.split else contextlib.nullcontext()
+
+
+def _rows(x_BSH: Tensor, positions_BP: Tensor) -> Tensor:
+    samples, length = x_BSH.shape[:2]
+    first_B = torch.arange(0, samples * length, length, device=positions_BP.device)
+    rows = (positions_BP + first_B[:, None]).flatten()
+    return x_BSH.flatten(0, 1).index_select(0, rows).unflatten(0, (samples, -1))

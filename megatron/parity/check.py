@@ -52,9 +52,10 @@ from megatron.training.run import parse_run
 
 _FIELDS = {f.name: f for part in FLAG_CLASSES for f in dataclasses.fields(part)}
 
-OF_LAYOUTS = frozenset(names_of("layout", *FLAG_CLASSES))
+_IN_PIPELINES = {"pipeline_model_parallel_split_rank"}
+OF_LAYOUTS = frozenset(names_of("layout", *FLAG_CLASSES)) - _IN_PIPELINES
 """Config fields that a layout's name sets. (Recomputation can be part of a name or a flag: one
-process recomputes as well.)"""
+process recomputes as well. Where a decoder starts is a flag: it has no name.)"""
 LEFT_OUT = frozenset(
     {
         f.name
@@ -68,7 +69,11 @@ LEFT_OUT = frozenset(
 does not use fp8, in which layouts differ; and a warm-up would leave the weights of its few steps
 almost unchanged."""
 _LENGTHS = {"train_iters", "train_samples", "train_tokens"}
-_OF_ENGINE = OF_LAYOUTS | {"deepspeed_config", "accumulate_allreduce_grads_in_fp32", "loss_scale"}
+_OF_ENGINE = (
+    OF_LAYOUTS
+    | _IN_PIPELINES
+    | {"deepspeed_config", "accumulate_allreduce_grads_in_fp32", "loss_scale"}
+)
 
 
 @dataclass(frozen=True)

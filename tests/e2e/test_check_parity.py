@@ -29,7 +29,7 @@ TensorParallel.shared = lambda self, *params: params
 """,
     "tied gradients": """
 from megatron.engine.pipeline_module import StageModule
-StageModule.get_tied_weights_and_groups = lambda self: []
+StageModule.tied_parameters = lambda self: []
 """,
     "mean over replicas": """
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer

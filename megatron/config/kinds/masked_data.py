@@ -38,6 +38,9 @@ class MaskedDataConfig(KindConfig):
     """BERT: task of the second head: whether the two segments of a document are swapped (as in
     Megatron and ALBERT), or whether the second one is from another document (as in
     BERT)."""
+    bert_packing: bool = option(False)
+    """BERT: pack several samples into a sequence instead of padding, which needs
+    --bert-no-binary-head; attention does not cross samples, and position ids restart with each."""
     mean_noise_span_length: float = option(3.0)
     """T5: mean number of tokens per masked span."""
     max_noise_span_length: int = option(10)

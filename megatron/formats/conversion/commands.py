@@ -27,8 +27,15 @@ from megatron.config.flags import option
 from megatron.formats.conversion.output import check_hub, need, published, push
 from megatron.formats.deepspeed_folders.folder import UNIVERSAL_TRACKER, is_universal
 from megatron.formats.deepspeed_folders.universal import write_universal
-from megatron.formats.huggingface.compare import ATOL, RTOL, Comparison, compare_logits
+from megatron.formats.huggingface.compare import (
+    ATOL,
+    RTOL,
+    Comparison,
+    compare_logits,
+    largest_difference,
+)
 from megatron.formats.huggingface.export import write_model
+from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
@@ -104,14 +111,23 @@ def export_hf(
     name: str = "the model",
 ) -> str:
     """Writes a checkpoint as a model of Hugging Face into an empty folder, and compares its logits
-    with the checkpoint's; returns a summary. ``name`` is what messages call the result. Raises
+    with the checkpoint's; returns a summary. What `transformers` can only approximate is said, and
+    the rest is compared. ``name`` is what messages call the result. Raises
     ValueError if the model fits no architecture. Raises CheckpointError if the checkpoint is
-    damaged, is not of a model that generates text, or the logits differ."""
+    damaged, cannot be used as a model, or the logits differ."""
     source.require_model()
     dtype = dtype or _dtype_of(source)
+    form, exact = architecture_of(source.model, architecture), None
+    near, why = form.nearest(source.model)
+    if why:
+        exact = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
+        source.model = near
     write_model(source, folder, dtype, shard_bytes, architecture, progress=say)
     # Our weights are rounded like theirs.
     ours = model_of(source, DTYPES[dtype], torch.device("cpu")).float()
+    if exact is not None:
+        largest = largest_difference(ours, exact, form, near)
+        say(f"approximated: {why}; logits differ from the checkpoint's by up to {largest:.2g}")
     result = compare_logits(ours, folder, source.model)
     what = f"transformers computes other logits than the checkpoint {source.folder}"
     _require_agreement(result, what, name)

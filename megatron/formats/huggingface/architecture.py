@@ -84,6 +84,8 @@ class Architecture:
         constants: tensors of such a model that one of ours lacks, with values by which they have no
             effect.
         seen: completes the content of config.json by what the tensors of the files show.
+        nearest: the model that is written for one that `transformers` can only approximate, with
+            the same parameters, and why it is another; the model itself and "" for all others.
         stacks: number of blocks by the first part of their canonical names.
         family: family of our models.
         task: what its models do.
@@ -110,6 +112,7 @@ class Architecture:
     ignored: frozenset[str] = frozenset()
     constants: Callable[[ModelConfig], Mapping[str, Tensor]] = lambda model: {}
     seen: Callable[[dict[str, Any], Tensors], dict[str, Any]] = lambda content, tensors: content
+    nearest: Callable[[ModelConfig], tuple[ModelConfig, str]] = lambda model: (model, "")
     stacks: Mapping[str, Callable[[ModelConfig], int]] = field(default_factory=lambda: _STACKS)
     family: str = ModelConfig.family
     task: Task = CAUSAL_LM

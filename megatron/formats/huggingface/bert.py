@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
+from megatron.formats.features import Requirement
 from megatron.formats.huggingface.architecture import Architecture, Tensors
 from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigReader
 from megatron.formats.huggingface.entries import (
@@ -134,7 +135,24 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {"type_vocab_size": max(model.token_types, 1), "position_embedding_type": "absolute"}
+    return {"type_vocab_size": max(model.token_types, 1)}
+
+
+def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
+    """Megatron's head computes GELU exactly, whatever the MLP does."""
+    head, inner = model.head_activation, model.mlp.activation
+    if head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
+        return model, ""
+    why = (
+        f"hidden_act is the activation of MLP and output head, and here they differ: {inner} is "
+        f"written for both, and --lm-head-activation {inner} trains such a model"
+    )
+    return dataclasses.replace(model, lm_head_activation=inner), why
+
+
+def _one_activation(model: ModelConfig) -> bool:
+    near, _ = _nearest(model)
+    return near.head_activation == near.mlp.activation
 
 
 def _named(prefix: str, model: ModelConfig) -> str:
@@ -180,6 +198,11 @@ def _bert(
             "cls.predictions.bias": "cls.predictions.decoder.bias",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
+        features=frozenset({"num_tokentypes", "lm_head_activation"}),
+        requirements=(
+            Requirement(_one_activation, "--lm-head-activation with the activation of the MLP"),
+        ),
+        nearest=_nearest,
         copies=_copies,
         constants=_constants,
         seen=_seen,

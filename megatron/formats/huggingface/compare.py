@@ -11,6 +11,7 @@ from torch import Tensor
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.config import ModelConfig
+from megatron.formats.huggingface.architecture import Architecture
 from megatron.formats.huggingface.registry import architecture_named
 from megatron.formats.huggingface.tasks import Inputs
 from megatron.model.layer_list import LayerStack
@@ -74,6 +75,20 @@ def compare_logits(
         result = compared(torch.float64)
         ours.float()
     return result
+
+
+@torch.no_grad()
+def largest_difference(
+    first: LayerStack, second: LayerStack, form: Architecture, model: ModelConfig, seed: int = 1234
+) -> float:
+    """The largest absolute difference of the logits of two models of ours (float32, on the CPU), on
+    the tokens of :func:`compare_logits`."""
+    inputs = form.task.inputs(model, seed)
+    found, wanted = (form.task.outputs(ours(inputs.ours), model) for ours in (first, second))
+    return max(
+        float((_counted(found[name], inputs) - _counted(wanted[name], inputs)).abs().max())
+        for name in found
+    )
 
 
 def _counted(values: Tensor, inputs: Inputs) -> Tensor:

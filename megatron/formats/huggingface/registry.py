@@ -33,6 +33,8 @@ _REASONS = {
     "gemma3": "it sees images too; the text model alone is gemma3_text (Gemma3ForCausalLM)",
     "RefinedWeb": "the name of Falcon before transformers knew it; write falcon",
     "RefinedWebModel": "the name of Falcon before transformers knew it; write falcon",
+    "mt5": "write t5: it differs in name alone; its class is MT5ForConditionalGeneration",
+    "umt5": "each block has relative positions of its own; those of a T5 are shared",
     "mixtral": "experts cannot be represented",
 }
 """Explanations for some that look as if they were known."""

@@ -18,7 +18,7 @@ from megatron.config import ModelConfig, ModelFlags
 from megatron.config.flags import value_type
 from megatron.config.positions import llama3_scaling
 from megatron.formats.features import FEATURES, features_of, without
-from megatron.formats.legacy_megatron.names import FAMILIES
+from megatron.formats.legacy_megatron.names import FAMILIES, names_of_family
 
 _REFUSED: dict[str, tuple[Any, ...]] = {
     "num_experts": (None, 0, 1, [1], (1,)),
@@ -34,7 +34,7 @@ _REFUSED: dict[str, tuple[Any, ...]] = {
 
 _FEATURES = {
     "num_query_groups", "kv_channels", "add_qkv_bias", "rotary_percent", "rope_scaling",
-    "apply_layernorm_1p", "apply_residual_connection_post_layernorm",
+    "apply_layernorm_1p", "apply_residual_connection_post_layernorm", "num_tokentypes",
 }  # fmt: skip
 """Features that are written."""
 
@@ -95,7 +95,8 @@ def model_of_arguments(
     values["num_query_groups"] = groups
     if values.get("swiglu") or values.get("squared_relu"):
         values.pop("bias_gelu_fusion", None)  # concerns another activation
-    return complete(ModelFlags(family=family, **values), where)
+    fixed = names_of_family(family).flags
+    return complete(ModelFlags(family=family, **fixed, **values), where)
 
 
 def complete(flags: ModelFlags, where: Path) -> ModelConfig:
@@ -130,6 +131,11 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
         ),
     }
     wanted = [flag for flag, fits in conditions.items() if not fits]
+    if model.family in families:
+        names = names_of_family(model.family)
+        if model.encoder_decoder != names.flags.get("encoder_decoder", False):
+            wanted.append("a decoder behind an encoder in the families that have one, and no other")
+        wanted += [need.wanted for need in names.requirements if not need.holds(model)]
     surplus = features_of(model) - _FEATURES
     wanted += [without(feature) for feature in FEATURES if feature in surplus]
     if wanted:

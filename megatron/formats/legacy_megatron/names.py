@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
+from megatron.formats.features import Requirement
 
 OUTER = {
     "embedding.word_embeddings": "embedding.word_embeddings",
@@ -59,16 +60,29 @@ BLOCK = {
 }
 """Modules of a block: Megatron's name, canonical name."""
 
+DECODER_BLOCK = BLOCK | {
+    "post_attention_layernorm": "cross_attention_norm",
+    "post_attention_norm": "cross_attention_norm",
+    "inter_attention.query": "cross_attention.q",
+    "inter_attention.key_value": "cross_attention.kv",
+    "inter_attention.dense": "cross_attention.proj",
+    "post_inter_attention_layernorm": "mlp_norm",
+    "post_inter_attention_norm": "mlp_norm",
+}
+"""The same of a block that attends to an encoder, whose norms have other places."""
+
 _LAST = {"final_layernorm": "final_norm.norm", "final_norm": "final_norm.norm"}
 """Modules of a stack after its blocks."""
 
 
 class Stack(NamedTuple):
-    """A stack of blocks: the first part of our names, and the argument with its length."""
+    """A stack of blocks: the first part of our names, the argument with its length, and the modules
+    of a block."""
 
     prefix: str
     argument: str
     length: Callable[[ModelConfig], int]
+    block: Mapping[str, str] = BLOCK
 
 
 @dataclass(frozen=True)
@@ -78,13 +92,17 @@ class FamilyNames:
     Attributes:
         mark: start of the name of a parameter that only its files have, on the last pipeline rank;
             None for the family of all others.
-        stacks: by Megatron's name.
+        stacks: by Megatron's name, in the order of the pipeline.
+        flags: fields of :class:`ModelFlags` that all its models have.
+        requirements: conditions on a network that is written, besides those of all families.
         seen: fields of :class:`ModelFlags` that follow from which parameters there are.
     """
 
     family: str
     mark: str | None
     stacks: Mapping[str, Stack]
+    flags: Mapping[str, Any] = field(default_factory=dict)
+    requirements: tuple[Requirement, ...] = ()
     seen: Callable[[Collection[str]], dict[str, Any]] = lambda names: {}
 
 
@@ -95,11 +113,37 @@ BERT = FamilyNames(
     "bert",
     "lm_head.dense.",
     _ONE_STACK,
-    lambda names: {"bert_binary_head": "binary_head.weight" in names},
+    requirements=(
+        Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear"),
+        Requirement(
+            lambda model: model.token_types == (2 if model.bert_binary_head else 0),
+            "--num-tokentypes 2, or 0 with --bert-no-binary-head",
+        ),
+    ),
+    seen=lambda names: {"bert_binary_head": "binary_head.weight" in names},
 )
 
-FAMILIES = (BERT, GPT)
+T5 = FamilyNames(
+    "t5",
+    "language_model.decoder.",
+    {
+        "encoder": Stack("encoder.", "num_layers", lambda model: model.num_layers),
+        "decoder": Stack(
+            "decoder.",
+            "decoder_num_layers",
+            lambda model: model.decoder_num_layers or 0,
+            DECODER_BLOCK,
+        ),
+    },
+    flags={"encoder_decoder": True},
+    requirements=(Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear"),),
+)
+
+FAMILIES = (BERT, T5, GPT)
 """The families, the one without a mark last."""
+
+EMBEDDING = "language_model.embedding."
+"""Start of the names of embeddings."""
 
 HEAD_COPY = "word_embeddings_for_head.weight"
 """The last pipeline stage's copy of a token embedding that is also the head."""
@@ -120,17 +164,34 @@ def family_of_names(names: Iterable[str]) -> FamilyNames:
     )
 
 
+def names_of_family(family: str) -> FamilyNames:
+    """The names of one of :data:`FAMILIES`."""
+    return next(known for known in FAMILIES if known.family == family)
+
+
 def is_buffer(name: str) -> bool:
     """Whether a name is that of rotary frequencies or of a library's own state, not of a
     parameter."""
     return _BUFFER.fullmatch(name) is not None
 
 
-def rename_block(name: str) -> str | None:
+def rename_block(name: str, block: Mapping[str, str] = BLOCK) -> str | None:
     """Canonical name within a block (``attention.qkv.weight``) of Megatron's
     (``self_attention.query_key_value.weight``); None for an unknown name."""
     module, _, kind = name.rpartition(".")
-    return f"{BLOCK[module]}.{kind}" if module in BLOCK and kind in ("weight", "bias") else None
+    return f"{block[module]}.{kind}" if module in block and kind in ("weight", "bias") else None
+
+
+def is_embedding_copy(name: str, names: FamilyNames) -> bool:
+    """Whether a parameter of a pipeline rank after the first is a copy of the first one's: of the
+    embeddings, where a second stack begins."""
+    return len(names.stacks) > 1 and name.startswith(EMBEDDING)
+
+
+def stack_name(name: str) -> str | None:
+    """Megatron's name of the stack that a parameter belongs to; None outside."""
+    place = _STACK.fullmatch(name)
+    return place and (place["stack"] or "encoder")
 
 
 def stack_of(name: str) -> tuple[str, int] | None:
@@ -149,9 +210,10 @@ def rename(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> str | N
     if module in HEADS:
         return f"{HEADS[module]}.{kind}" if kind in ("weight", "bias") else None
     if (place := _STACK.fullmatch(name)) and (place["stack"] or "encoder") in names.stacks:
-        prefix, rest = names.stacks[place["stack"] or "encoder"].prefix, place["rest"]
+        stack, rest = names.stacks[place["stack"] or "encoder"], place["rest"]
+        prefix = stack.prefix
         if layer := _LAYER.fullmatch(rest):
-            inner = rename_block(layer[2])
+            inner = rename_block(layer[2], stack.block)
             return inner and f"{prefix}layers.{first_layer + int(layer[1])}.{inner}"
         module, _, kind = rest.rpartition(".")
         known = module in _LAST and kind in ("weight", "bias")
@@ -166,12 +228,12 @@ def to_megatron(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> st
     lacks."""
     if names is not GPT and name in BIASES:
         return BIASES[name]
-    for stack, (prefix, *_) in names.stacks.items():
+    for stack, (prefix, _, _, block) in names.stacks.items():
         module, _, kind = name.removeprefix(prefix).rpartition(".")
         if not name.startswith(prefix):
             continue
         if layer := _LAYER.fullmatch(module):
-            found = _inverse(BLOCK).get(layer[2])
+            found = _inverse(block).get(layer[2])
             number = int(layer[1]) - first_layer
             return found and f"language_model.{stack}.layers.{number}.{found}.{kind}"
         if found := _inverse(_LAST).get(module):
@@ -183,9 +245,9 @@ def to_megatron(name: str, first_layer: int = 0, names: FamilyNames = GPT) -> st
     return found and f"language_model.{found}.{kind}"
 
 
-def _inverse(table: dict[str, str]) -> dict[str, str]:
+def _inverse(table: Mapping[str, str]) -> dict[str, str]:
     """Canonical name to the first of Megatron's spellings."""
-    return {canonical: theirs for theirs, canonical in reversed(table.items())}
+    return {canonical: theirs for theirs, canonical in reversed(list(table.items()))}
 
 
 def qkv_from_megatron(

@@ -25,6 +25,8 @@ from megatron.formats.legacy_megatron.names import (
     HEAD_COPY,
     FamilyNames,
     family_of_names,
+    is_embedding_copy,
+    kv_from_megatron,
     qkv_from_megatron,
     rename,
     stack_of,
@@ -201,7 +203,7 @@ class MegatronCheckpoint(Source):
             model = self._published(path, embedding.shape[1])
         if model.family != family:
             raise CheckpointError(f"{path} has a model of the family {family}, not {model.family}")
-        for stack, (_, argument, length) in self._names.stacks.items():
+        for stack, (_, argument, length, _) in self._names.stacks.items():
             if length(model) != self._layers[stack]:
                 raise CheckpointError(
                     f"{path}: the argument {argument} is {length(model)}, but the files have "
@@ -307,15 +309,15 @@ class MegatronCheckpoint(Source):
 
     def _canonical(self, name: str, share: Tensor, path: Path) -> Tensor:
         """A rank's share with its rows in our order."""
-        if ".attention.qkv." not in name:
-            return share
-        attention = self.model.attention
-        heads, groups = attention.num_attention_heads, attention.num_query_groups
-        size = self.tensor_size
+        attention, size = self.model.attention, self.tensor_size
+        heads, groups = attention.num_attention_heads // size, attention.num_query_groups // size
+        width = attention.kv_channels
         try:
-            return qkv_from_megatron(
-                share, self.version, heads // size, groups // size, attention.kv_channels
-            )
+            if ".attention.qkv." in name:
+                return qkv_from_megatron(share, self.version, heads, groups, width)
+            if ".cross_attention.kv." in name:
+                return kv_from_megatron(share, self.version, groups, width)
+            return share
         except ValueError as error:
             raise CheckpointError(f"{path}: {error}") from None
 
@@ -347,7 +349,7 @@ def _survey(
         for pipeline, each in enumerate(stages):
             path, layers = each.path, {stack: set[int]() for stack in names.stacks}
             for theirs, (shape, dtype) in each.chunks[chunk].items():
-                if theirs == HEAD_COPY:
+                if theirs == HEAD_COPY or (pipeline and is_embedding_copy(theirs, names)):
                     continue
                 numbered = stack_of(theirs)
                 stack, number = numbered or ("", 0)
@@ -412,6 +414,4 @@ def _check_together(here: _Stage, there: _Stage) -> None:
 def _hint(theirs: str) -> str:
     if re.match(r"(decoder|embedding|output_layer)\.", theirs):
         return " (it is of Megatron's core library, whose checkpoints have another form)"
-    if theirs.startswith("language_model.decoder."):
-        return " (the model is an encoder and a decoder)"
     return ""

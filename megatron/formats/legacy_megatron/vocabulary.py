@@ -61,7 +61,9 @@ def unpadded_vocabulary(arguments: Mapping[str, Any], rows: int) -> int | None:
         if kind == "NullTokenizer" and isinstance(size, int):
             known = size + 1
         elif isinstance(kind, str) and kind in VOCABULARIES and isinstance(extra, int):
-            known = VOCABULARIES[kind] + extra
+            # Before the extra ids WordPiece has [BOS] and [EOS], as ours.
+            further = extra + 2 if extra and kind.startswith("BertWordPiece") else extra
+            known = VOCABULARIES[kind] + further
             if not _pads(known, rows, arguments):
                 known = None  # the user's own files
     return known if isinstance(known, int) and 0 < known <= rows else None

@@ -18,10 +18,10 @@ from megatron.config import ModelConfig, TokenizerConfig
 from megatron.formats.deepspeed_folders.naming import whole_shards
 from megatron.formats.legacy_megatron.arguments import arguments_of_model, divided_sizes
 from megatron.formats.legacy_megatron.names import (
-    FAMILIES,
     HEAD_COPY,
+    kv_to_megatron,
+    names_of_family,
     qkv_to_megatron,
-    stack_of,
     to_megatron,
 )
 from megatron.formats.legacy_megatron.rank_files import (
@@ -30,6 +30,7 @@ from megatron.formats.legacy_megatron.rank_files import (
     iteration_folder,
     rank_folder,
 )
+from megatron.formats.legacy_megatron.stages import stages_of
 from megatron.util.files import sync, sync_path
 from megatron.util.progress import progress_bar
 
@@ -68,6 +69,7 @@ def write_megatron(
         arguments |= {
             "tensor_model_parallel_size": tensor_size,
             "pipeline_model_parallel_size": pipeline_size,
+            "pipeline_model_parallel_split_rank": stages_of(model, pipeline_size).split,
             "virtual_pipeline_model_parallel_size": None,
             "padded_vocab_size": model.vocabulary.padded,
             "params_dtype": DTYPES[dtype],
@@ -106,25 +108,14 @@ def check_sizes(model: ModelConfig, tensor_size: int, pipeline_size: int) -> Non
                 f"--target-tensor-parallel-size {tensor_size} must divide {name} {value}"
                 f"{why if name == 'num_query_groups' else ''}"
             )
-    if pipeline_size < 1 or model.num_layers % pipeline_size:
-        raise ValueError(
-            f"--target-pipeline-parallel-size {pipeline_size} must divide the {model.num_layers} "
-            "layers"
-        )
+    stages_of(model, pipeline_size)
 
 
 def _rank(
     source: Source, model: ModelConfig, rank: Rank, sizes: Rank, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    shards = whole_shards(model)
-    names = next(known for known in FAMILIES if known.family == model.family)
-    layers = model.num_layers // sizes.pipeline
-    last = sizes.pipeline - 1
-
-    def stage_of(theirs: str) -> int:
-        if numbered := stack_of(theirs):
-            return numbered[1] // layers
-        return 0 if theirs.startswith("language_model.embedding.") else last
+    shards, names = whole_shards(model), names_of_family(model.family)
+    stages = stages_of(model, sizes.pipeline)
 
     def share(name: str) -> Tensor:
         coordinates = {"tensor": (rank.tensor, sizes.tensor)}
@@ -135,21 +126,23 @@ def _rank(
     for name in shards:
         theirs = to_megatron(name, names=names)
         assert theirs is not None, name
-        if stage_of(theirs) == rank.pipeline:
-            placed = to_megatron(name, rank.pipeline * layers, names)
+        if rank.pipeline in stages.of(theirs):
+            placed = to_megatron(name, stages.first_block(theirs, rank.pipeline), names)
             assert placed is not None
             found[placed] = share(name)
-    if model.embedding.tied and 0 < rank.pipeline == last:
+    if model.embedding.tied and 0 < rank.pipeline == sizes.pipeline - 1:
         found[HEAD_COPY] = share("embedding.word_embeddings.weight")
     return found
 
 
 def _megatron_order(name: str, share: Tensor, model: ModelConfig, size: int) -> Tensor:
-    if ".attention.qkv." not in name:
-        return share
     attention = model.attention
-    heads, groups = attention.num_attention_heads, attention.num_query_groups
-    return qkv_to_megatron(share, VERSION, heads // size, groups // size, attention.kv_channels)
+    heads, groups = attention.num_attention_heads // size, attention.num_query_groups // size
+    if ".attention.qkv." in name:
+        return qkv_to_megatron(share, VERSION, heads, groups, attention.kv_channels)
+    if ".cross_attention.kv." in name:
+        return kv_to_megatron(share, VERSION, groups, attention.kv_channels)
+    return share
 
 
 def _nested(weights: dict[str, Tensor]) -> dict[str, Any]:

@@ -56,7 +56,7 @@ def batch(setting):
 
 def test_against_transformers(setting, run, batch):
     plain, theirs = build(setting, CPU), hf.load_model(setting, torch.float32, CPU)
-    loss, expected = plain(*batch), theirs(**hf.inputs(*batch)).loss
+    loss, expected = plain(*batch), theirs(**hf.inputs("gpt", *batch)).loss
     torch.testing.assert_close(loss, expected)
     loss.backward()
     expected.backward()

@@ -3,7 +3,10 @@
 import products
 import pytest
 import torch
+import train
 from configs import model_config
+from contestants import matmuls, report
+from contestants.command import setting_of
 from products import PIECES, Attention, Linear, StepShape
 
 from megatron.config import ModelConfig
@@ -82,9 +85,29 @@ def test_a_linear_layer_has_its_three_products():
     torch.testing.assert_close(linear.grad_OI, weight.grad)
 
 
-def test_half_of_the_attention_is_multiplied(monkeypatch):
-    attention = Attention(3, 64, 8)
+@pytest.mark.parametrize(
+    ("keys", "causal", "share"), [(64, True, (1 + 1 / PIECES) / 2), (64, False, 1), (96, False, 1)]
+)
+def test_half_of_causal_attention_is_multiplied(keys, causal, share, monkeypatch):
+    attention = Attention(3, 64, keys, 8, causal)
     counted = Counted(monkeypatch)
     attention()
-    whole = 6 * 2 * 3 * 64 * 64 * 8
-    assert sum(counted.bmm) == whole * (1 + 1 / PIECES) / 2
+    assert sum(counted.bmm) == 6 * 2 * 3 * 64 * keys * 8 * share
+
+
+@pytest.mark.parametrize("architecture", ["bert", "t5"])
+def test_flops_of_encoders_and_decoders_against_the_trainers(architecture, monkeypatch):
+    options = train.parser().parse_args(
+        f"--architecture {architecture} --layers 3 --hidden-size 64 --heads 4 --seq-length 64 "
+        "--vocab-size 256 --micro-batch 5".split()
+    )
+    setting = setting_of(options, "")
+    work = matmuls.shape_of(setting).products(torch.float32, torch.device("cpu"))
+    counted = Counted(monkeypatch)
+    for product in work:
+        product()
+    flops = report.shape_of(setting).flops_per_step(5, causal=False)
+    if architecture == "t5":  # the decoder's own attention is made causally
+        own = 3 * 6 * 2 * 5 * 64 * 16 * 16
+        flops -= own * (1 - (1 + 1 / PIECES) / 2)
+    assert sum(counted.mm) + sum(counted.bmm) == flops

@@ -4,8 +4,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron.model import cpu_kernels
-from megatron.model.cpu_kernels import causal_attention, suits
+from megatron.model import attention_backends, cpu_kernels
+from megatron.model.attention_backends import sdpa
+from megatron.model.attention_masks import AttentionMasks, AttentionScoring
+from megatron.model.cpu_kernels import attention, suits
 
 BATCH, WIDTH = 2, 16
 
@@ -31,7 +33,7 @@ def torchs(q, k, v):
 
 
 def ours(q, k, v):
-    return causal_attention(q, k, v, 0.3)
+    return attention(q, k, v, 0.3)
 
 
 @pytest.mark.parametrize("heads, kv_heads", [(4, 4), (4, 2), (6, 1)])
@@ -61,6 +63,57 @@ def test_bfloat16_is_as_close_as_torchs_kernel(monkeypatch, kv_heads):
         assert error <= 1.3 * allowed + 1e-4, (error, allowed)
 
 
+BIASES = [None, (2, 1, 1, 30), (1, 4, 20, 30), (2, 4, 20, 30), (1, 1, 20, 1)]
+
+
+@pytest.mark.parametrize("shape", BIASES, ids=str)
+@pytest.mark.parametrize("kv_heads", [4, 2])
+@pytest.mark.parametrize("block", [8, 256])
+def test_all_keys_and_a_bias_against_torch(monkeypatch, block, kv_heads, shape):
+    """The gradient of the bias too, and of other numbers of keys than of queries."""
+    monkeypatch.setattr(cpu_kernels, "WHOLE_BLOCK", block)
+    q, _, _, grad = case(4, kv_heads, 20)
+    _, k, v, _ = case(4, kv_heads, 30)
+    draw = torch.Generator().manual_seed(1)
+    bias = None if shape is None else torch.randn(shape, generator=draw, dtype=torch.float64)
+
+    def found(attend, dtype):
+        inputs = [x.to(dtype, copy=True).requires_grad_() for x in (q, k, v)]
+        addend = None if bias is None else bias.to(dtype, copy=True).requires_grad_()
+        y = attend(*inputs, addend)
+        wanted = inputs if addend is None else [*inputs, addend]
+        return [y.detach(), *torch.autograd.grad(y, wanted, grad.to(dtype))]
+
+    def ours(q, k, v, bias):
+        return attention(q, k, v, 0.3, causal=False, bias=bias)
+
+    def torchs(q, k, v, bias):
+        k, v = (x.repeat_interleave(4 // kv_heads, dim=1) for x in (k, v))
+        scores = q @ k.transpose(2, 3) * 0.3
+        return (scores if bias is None else scores + bias).softmax(-1) @ v
+
+    expected = found(torchs, torch.float64)
+    largest = max(x.abs().max() for x in expected)
+    for mine, wanted in zip(found(ours, torch.float32), expected, strict=True):
+        assert mine.shape == wanted.shape
+        assert (mine - wanted).abs().max() <= 1e-6 * largest
+
+
+def test_padding_takes_it_in_bfloat16_and_changes_nothing(monkeypatch):
+    """The kernel is chosen for padded samples, and padding leaves the others' output alone."""
+    q, k, v, grad = case(4, 2, 30, torch.bfloat16)
+    padding = torch.zeros(BATCH, 30, dtype=torch.bool)
+    padding[1, 21:] = True
+    masks, scores = AttentionMasks(padding_BT=padding), AttentionScoring(causal=False)
+    monkeypatch.setattr(attention_backends.F, "scaled_dot_product_attention", None)
+    found = results(lambda *x: sdpa(*x, scores, masks, 0.0), q, k, v, grad)
+    for sample, end in ((0, 30), (1, 21)):
+        some = [x[sample : sample + 1, :, :end].detach() for x in (q, k, v)]
+        alone = sdpa(*some, scores, AttentionMasks(), 0.0)
+        assert (found[0][sample, :, :end] - alone[0]).abs().max() < 2e-2
+    assert not found[2][1, :, 21:].any() and not found[3][1, :, 21:].any()
+
+
 def test_output_lies_as_the_projection_takes_it():
     y = ours(*case(4, 2, 9, torch.bfloat16)[:3])
     assert y.transpose(1, 2).is_contiguous()
@@ -73,3 +126,7 @@ def test_what_it_suits():
     assert not suits(q.float(), k.float())
     longer = case(4, 2, 16 * WIDTH + 1, torch.bfloat16)
     assert not suits(*longer[:2])
+    q, k, *_ = case(4, 2, 8 * WIDTH, torch.bfloat16)
+    assert suits(q, k, causal=False) and suits(q[:, :, 1:], k, causal=False)
+    longer = case(4, 2, 8 * WIDTH + 1, torch.bfloat16)
+    assert not suits(*longer[:2], causal=False)

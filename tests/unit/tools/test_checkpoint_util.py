@@ -95,7 +95,7 @@ def test_true_vocab_size(util, saved, tmp_path, capsys):
     ("flags", "message"),
     [
         ([], "--model-type is missing"),
-        (["--model-type", "BERT"], "--model-type BERT: only GPT can be reshaped"),
+        (["--model-type", "BERT"], "--load-dir is missing"),
         (["--model-type", "GPT"], "--load-dir is missing"),
         (["--model-type", "GPT", "--load-dir", "nowhere", "--save-dir", "x"],
          "nowhere: no complete checkpoint found"),

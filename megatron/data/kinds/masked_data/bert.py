@@ -42,6 +42,7 @@ class BertRecipe(SegmentRecipe[BertSample]):
     sep: int
     pad: int
     masking: WordMasking
+    packs: bool = False
 
     @classmethod
     def from_config(
@@ -58,6 +59,11 @@ class BertRecipe(SegmentRecipe[BertSample]):
         pairs = cast(Pairs, config.bert_pair_task if binary_head else "none")
         if config.max_ngrams < 1:
             raise ConfigError(f"--max-ngrams {config.max_ngrams} must be at least 1")
+        if config.bert_packing and binary_head:
+            raise ConfigError(
+                "--bert-packing puts several samples into a sequence, whose second head predicts "
+                "for one: add --bert-no-binary-head"
+            )
         shortest = 5 if binary_head else 4
         if seq_length < shortest:
             raise ConfigError(
@@ -74,12 +80,20 @@ class BertRecipe(SegmentRecipe[BertSample]):
             tokenizer.word_starts if config.whole_word_masking else None,
         )
         special = tokenizer.cls, tokenizer.sep, tokenizer.pad
-        return cls(seq_length, seed, pairs, config.short_seq_prob, *special, masking)
+        chance = config.short_seq_prob
+        return cls(seq_length, seed, pairs, chance, *special, masking, config.bert_packing)
 
     @property
     def rules(self) -> SegmentRules:
         special = 2 if self.pairs == "none" else 3
         return SegmentRules(self.seq_length - special, self.short_seq_prob, self.pairs)
+
+    @property
+    def capacity(self) -> int | None:
+        return self.seq_length if self.packs else None
+
+    def packed(self, samples: Sequence[BertSample]) -> BertSample:
+        return BertSample.packed(samples, pad=self.pad)
 
     def sample(
         self, texts: Sequence[npt.NDArray[np.int64]], is_random: bool, rng: np.random.Generator

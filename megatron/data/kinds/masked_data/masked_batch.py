@@ -14,8 +14,15 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from megatron.data.gpt_batch import positions_within
+from megatron.data.loader import mapped
+
 NO_LABEL = -1
 """The label of tokens that are not to be predicted, as in Megatron."""
+
+_PREDICTIONS_MULTIPLE = 8
+"""Of the number of positions in a batch: samples of full length then have the same number, which
+suits the GEMMs of the head."""
 
 
 class BertSample(NamedTuple):
@@ -27,6 +34,24 @@ class BertSample(NamedTuple):
     is_random: int
     loss_mask_S: npt.NDArray[np.float32]
     padding_mask_S: npt.NDArray[np.int64]
+    document_ids_S: npt.NDArray[np.int64] | None = None
+
+    @classmethod
+    def packed(cls, samples: Sequence[BertSample], *, pad: int) -> BertSample:
+        """Samples without pairs as one, one after the other; they must have space there."""
+        sizes = [int(sample.padding_mask_S.sum()) for sample in samples]
+
+        def joined(name: str) -> npt.NDArray[np.int64]:
+            pairs = zip(samples, sizes, strict=True)
+            return np.concatenate([getattr(sample, name)[:size] for sample, size in pairs])
+
+        tokens, types, labels = map(joined, ("tokens_S", "types_S", "labels_S"))
+        positions_P, seq_length = np.flatnonzero(labels != NO_LABEL), len(samples[0].tokens_S)
+        labels_P = labels[positions_P]
+        whole = cls.padded(tokens, types, positions_P, labels_P, 0, seq_length=seq_length, pad=pad)
+        document_ids_S = np.full(seq_length, len(samples), np.int64)
+        document_ids_S[: sum(sizes)] = np.repeat(np.arange(len(samples)), sizes)
+        return whole._replace(document_ids_S=document_ids_S)
 
     @classmethod
     def padded(
@@ -71,9 +96,19 @@ class BertBatch(NamedTuple):
     """1.0 where a token is to be predicted; float32."""
     padding_mask_BS: Tensor
     """1 for tokens, 0 for padding, which is not attended to; int64."""
+    positions_BP: Tensor
+    """Where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head needs no
+    others."""
+    padded: bool = True
+    """Whether there is padding."""
+    position_ids_BS: Tensor | None = None
+    """int64; None if they are 0 to S - 1."""
+    document_ids_BS: Tensor | None = None
+    """int64; tokens see equal ids only, and padding has one of its own. None if samples are not
+    packed."""
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
-        return BertBatch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)
+        return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
 
 class T5Sample(NamedTuple):
@@ -115,7 +150,27 @@ class T5Batch(NamedTuple):
 
 def collate_bert(samples: Sequence[BertSample]) -> BertBatch:
     """Stacks samples of equal length."""
-    return BertBatch._make(map(_stack, zip(*samples, strict=True)))
+    *fields, documents = zip(*samples, strict=True)
+    tokens, types, labels, is_random, loss_mask, padding_mask = map(_stack, fields)
+    positions = predicted_positions(loss_mask)
+    batch = BertBatch(tokens, types, labels, is_random, loss_mask, padding_mask, positions)
+    batch = batch._replace(padded=not bool(padding_mask.all()))
+    if documents[0] is None:
+        return batch
+    document_ids_BS = _stack(documents)
+    return batch._replace(
+        document_ids_BS=document_ids_BS, position_ids_BS=positions_within(document_ids_BS)
+    )
+
+
+def predicted_positions(loss_mask_BS: Tensor) -> Tensor:
+    """int64 [B, P]: for each sample the positions whose loss counts, ascending, then others, up to
+    a number that is the same for all samples."""
+    counts_B = loss_mask_BS.count_nonzero(1)
+    multiple = _PREDICTIONS_MULTIPLE
+    most = max(1, -(-int(counts_B.max()) // multiple)) * multiple
+    order_BS = torch.argsort(loss_mask_BS, dim=1, descending=True, stable=True)
+    return order_BS[:, :most].contiguous()
 
 
 def collate_t5(samples: Sequence[T5Sample]) -> T5Batch:

@@ -13,8 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.masked_data.segments import SegmentDataset, SegmentRecipe
-from megatron.data.samples import checked_range
+from megatron.data.kinds.masked_data.segments import SegmentRecipe
+from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index, checked_range
 from megatron.data.sources import PARTS
 from megatron.tokenizer.base import SpecialIds, TokenIds, Tokenizer, WordStarts
 from megatron.util.digests import digest
@@ -23,6 +23,7 @@ DOCUMENTS = 256
 SENTENCES = 4
 """Most of a document; it has at least two, which make a pair."""
 MOST_SENTINELS = 100
+SAMPLES = 2**16
 
 
 class MockTokenizer(Tokenizer):
@@ -91,11 +92,28 @@ class MockDocuments:
         """Nothing can be damaged."""
 
 
+class RepeatedSamples(RenumberedSamples[Any]):
+    """The samples of a dataset over and over, ``num_samples`` in all."""
+
+    def __init__(self, dataset: SampleDataset[Any], num_samples: int) -> None:
+        super().__init__(dataset)
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def number(self, index: int) -> int:
+        return checked_index(index, len(self)) % len(self.dataset)
+
+
 def mock_samples(
     recipe: SegmentRecipe[Any], tokenizer: MockTokenizer, num_samples: int, part: int
-) -> SegmentDataset[Any]:
-    """Samples of a recipe with this tokenizer; ``part`` is 0 for training, 1 validation, 2 test."""
+) -> SampleDataset[Any]:
+    """Samples of a recipe with this tokenizer; ``part`` is 0 for training, 1 validation, 2 test.
+    After :data:`SAMPLES` they come again, however many a run asks for."""
     length = recipe.rules.max_tokens
     documents = MockDocuments(tokenizer.plain_ids, length, recipe.seed, part)
     units = range(recipe.units(documents))
-    return recipe.build(documents, units, num_samples, PARTS[part], IndexCache(None))
+    count = min(num_samples, SAMPLES)
+    samples = recipe.build(documents, units, count, PARTS[part], IndexCache(None))
+    return samples if count == num_samples else RepeatedSamples(samples, num_samples)

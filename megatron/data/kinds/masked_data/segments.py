@@ -34,7 +34,8 @@ from megatron.data.kinds.masked_data.sentence_numbers import (
     token_count,
     trimmed,
 )
-from megatron.data.samples import Documents, Piece, checked_index
+from megatron.data.packing import best_fit
+from megatron.data.samples import Documents, Piece, SampleDataset, checked_index
 from megatron.util.digests import digest
 
 logger = logging.getLogger(__name__)
@@ -94,15 +95,24 @@ class SegmentRecipe(ABC, Generic[Sample]):
     ) -> Sample:
         """The sample of one or two segments, the second of which may not follow the first."""
 
+    @property
+    def capacity(self) -> int | None:
+        """Tokens of a row, special tokens included, where several samples are packed into each."""
+        return None
+
+    def packed(self, samples: Sequence[Sample]) -> Sample:
+        """The samples of one row as one."""
+        raise AssertionError(f"{self} packs no samples")
+
     def units(self, documents: Documents) -> int:
         return len(documents.document_indices) - 1
 
     def build(
         self, documents: Documents, units: range, num_samples: int, name: str, cache: IndexCache
-    ) -> SegmentDataset[Sample]:
-        """`num_samples` samples of the documents `units`; see `SampleRecipe.build`. Raises
-        ValueError if no sample can be made from the documents."""
-        rules = self.rules
+    ) -> SampleDataset[Sample]:
+        """`num_samples` samples of the documents `units`, or packed rows of them; see
+        `SampleRecipe.build`. Raises ValueError if no sample can be made from the documents."""
+        rules, capacity = self.rules, self.capacity
         boundaries = documents.document_indices[units.start : units.stop + 1]
         depends_on = {
             "version": INDEX_VERSION,
@@ -116,16 +126,23 @@ class SegmentRecipe(ABC, Generic[Sample]):
             "seed": self.seed,
             "part": name,
         }
+        if capacity is not None:
+            depends_on["packed"] = capacity
 
         def arrays() -> dict[str, np.ndarray]:
             documents.verify()
             sentences = Sentences.of(documents, units, rules.max_tokens)
-            source = documents.prefix
-            segments = build_segments(sentences, rules, num_samples, self.seed, name, source)
-            return {"segments": segments, **sentences.numbers.arrays()}
+            order = sentences, rules, num_samples, self.seed, name, documents.prefix
+            if capacity is None:
+                found = {"segments": build_segments(*order)}
+            else:
+                segments, bounds = build_packed_segments(*order, capacity)
+                found = {"segments": segments, "bounds": bounds}
+            return {**found, **sentences.numbers.arrays()}
 
         index = cache.arrays(f"{self.cache_name}-{name}", depends_on, arrays)
-        return SegmentDataset(documents, self, int(boundaries[0]), name, index)
+        samples = SegmentDataset(documents, self, int(boundaries[0]), name, index)
+        return samples if capacity is None else PackedRows(samples, index["bounds"])
 
 
 class SegmentDataset(Generic[Sample]):
@@ -181,6 +198,27 @@ class SegmentDataset(Generic[Sample]):
         return segments, is_random, rng
 
 
+class PackedRows(Generic[Sample]):
+    """Rows of several samples; `bounds` are the first samples of the rows, and their number."""
+
+    def __init__(self, samples: SegmentDataset[Sample], bounds: npt.NDArray[np.int64]) -> None:
+        self.samples, self._bounds = samples, bounds
+
+    def __len__(self) -> int:
+        return len(self._bounds) - 1
+
+    def __getitem__(self, index: int, /) -> Sample:
+        return self.samples.recipe.packed([self.samples[i] for i in self._numbers(index)])
+
+    def origin(self, index: int, /) -> list[Piece]:
+        """See `SegmentDataset.origin`."""
+        return [piece for i in self._numbers(index) for piece in self.samples.origin(i)]
+
+    def _numbers(self, index: int) -> range:
+        index = checked_index(index, len(self))
+        return range(*self._bounds[index : index + 2].tolist())
+
+
 def surplus(lengths: list[int], limit: int) -> list[int]:
     """Tokens to cut off one or two segments, so that they have `limit` tokens together. As in
     google-research/bert one token at a time is cut off the longer one, and off the second if they
@@ -204,33 +242,88 @@ def build_segments(
     int32[num_samples, columns] (int64 from 2**31 sentences): first and stop sentence of segment A,
     then those of B. Raises ValueError if no sample can be made from the documents.
     """
-    counts = np.diff(sentences.document_starts_D)
-    usable = np.flatnonzero(counts >= rules.min_sentences)
-    _check(sentences, rules, counts, len(usable), part, source)
-    total = len(sentences.starts_N) - 1
-    dtype = np.int32 if total <= np.iinfo(np.int32).max else np.int64
-    index = np.empty((num_samples, rules.columns), dtype)
-    filled, epoch = 0, 0
+    epochs = _Epochs(sentences, rules, seed, part, source)
+    index: np.ndarray = np.empty((num_samples, rules.columns), epochs.dtype)
+    filled = 0
     while filled < num_samples:
-        rng = epoch_rng(seed, part, epoch)
-        rows = _epoch(sentences, rules, usable, rng, dtype)
+        rows, rng = epochs.next()
         order = rng.permutation(len(rows))[: num_samples - filled]
         index[filled : filled + len(order)] = rows[order]
         filled += len(order)
-        epoch += 1
-    skipped = len(counts) - len(usable)
-    logger.info(
-        "%s: %d samples for %s of %d documents in %d epochs%s",
-        source,
-        num_samples,
-        part,
-        len(usable),
-        epoch,
-        f"; {skipped} documents of fewer than {rules.min_sentences} sentences are left out"
-        if skipped
-        else "",
-    )
+    epochs.report(num_samples)
     return index
+
+
+def build_packed_segments(
+    sentences: Sentences,
+    rules: SegmentRules,
+    num_rows: int,
+    seed: int,
+    part: str,
+    source: str,
+    capacity: int,
+) -> tuple[npt.NDArray[np.integer], npt.NDArray[np.int64]]:
+    """The same where whole samples are packed into rows of `capacity` tokens, epoch by epoch, for
+    at least `num_rows` rows; also the first sample of each row, and of the end: int64[rows + 1]."""
+    epochs = _Epochs(sentences, rules, seed, part, source)
+    special = capacity - rules.max_tokens
+    samples: list[np.ndarray] = []
+    sizes: list[np.ndarray] = []
+    filled = tokens = 0
+    while filled < num_rows:
+        rows, rng = epochs.next()
+        starts = sentences.starts_N[rows]
+        lengths = np.minimum(starts[:, 1] - starts[:, 0], rules.max_tokens) + special
+        order = rng.permutation(len(rows))
+        packed = best_fit(lengths, order, capacity)
+        # Rows that are filled last have the most padding: they must not come last.
+        packed = rng.permutation(packed.max() + 1)[packed]
+        samples.append(rows[order[np.argsort(packed, kind="stable")]])
+        sizes.append(np.bincount(packed))
+        filled += len(sizes[-1])
+        tokens += int(lengths.sum())
+    bounds = np.cumsum(np.concatenate([np.zeros(1, np.int64), *sizes]))
+    epochs.report(int(bounds[-1]))
+    share = 100 * (1 - tokens / (filled * capacity))
+    logger.info("%s: packed into %d rows, %.1f %% of their tokens padding", source, filled, share)
+    return np.concatenate(samples), bounds
+
+
+class _Epochs:
+    """The samples of one epoch after another."""
+
+    def __init__(
+        self, sentences: Sentences, rules: SegmentRules, seed: int, part: str, source: str
+    ) -> None:
+        self.sentences, self.rules, self.seed = sentences, rules, seed
+        self.part, self.source, self.count = part, source, 0
+        counts = np.diff(sentences.document_starts_D)
+        self.usable = np.flatnonzero(counts >= rules.min_sentences)
+        _check(sentences, rules, counts, len(self.usable), part, source)
+        self.skipped = len(counts) - len(self.usable)
+        total = len(sentences.starts_N) - 1
+        self.dtype: type = np.int32 if total <= np.iinfo(np.int32).max else np.int64
+
+    def next(self) -> tuple[np.ndarray, np.random.Generator]:
+        """The samples of the next epoch, not in order, and the random numbers for their order."""
+        rng = epoch_rng(self.seed, self.part, self.count)
+        self.count += 1
+        return _epoch(self.sentences, self.rules, self.usable, rng, self.dtype), rng
+
+    def report(self, samples: int) -> None:
+        left_out = (
+            f"; {self.skipped} documents of fewer than {self.rules.min_sentences} sentences are "
+            "left out"
+        )
+        logger.info(
+            "%s: %d samples for %s of %d documents in %d epochs%s",
+            self.source,
+            samples,
+            self.part,
+            len(self.usable),
+            self.count,
+            left_out if self.skipped else "",
+        )
 
 
 def _epoch(

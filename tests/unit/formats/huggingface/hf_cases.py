@@ -67,6 +67,32 @@ _T5_11 = _T5 | {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
 _WINDOW = {"sliding_window": 7}
 _QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 7}
 
+_BERT = {
+    "vocab_size": 61, "hidden_size": 36, "intermediate_size": 50, "num_hidden_layers": 3,
+    "num_attention_heads": 3, "max_position_embeddings": 40, "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+
+def _berts(name: str) -> dict[str, Case]:
+    """With the second head and without, and what a BERT has besides."""
+    both, one = (
+        {"architectures": [f"{name}ForPreTraining"]},
+        {"architectures": [f"{name}ForMaskedLM"]},
+    )
+    return {
+        case: _BERT | changes
+        for case, changes in {
+            "pretraining": both,
+            "pretraining,gelu_new": both | {"hidden_act": "gelu_new", "type_vocab_size": 3},
+            "pretraining,untied": both | {"tie_word_embeddings": False},
+            "masked_lm": one,
+            "masked_lm,relu": one | {"hidden_act": "relu", "type_vocab_size": 1},
+            "masked_lm,untied": one | {"tie_word_embeddings": False, "layer_norm_eps": 1e-2},
+        }.items()
+    }
+
+
 CASES: dict[str, dict[str, Case]] = {
     "gpt2": {
         "tied": _GPT2,
@@ -170,6 +196,8 @@ CASES: dict[str, dict[str, Case]] = {
         "untied": _BLOOM | {"tie_word_embeddings": False},
         "six_heads": _BLOOM | {"n_head": 6, "hidden_size": 48},
     },
+    "bert": _berts("Bert"),
+    "megatron-bert": _berts("MegatronBert"),
     "t5": {
         "1.0": _T5 | {"num_decoder_layers": 3},
         "1.1": _T5_11 | {"num_layers": 3, "num_decoder_layers": 1},

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, T5Batch
+from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, BertBatch, T5Batch
 from megatron.families import spec_of
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
@@ -19,11 +19,13 @@ SAMPLES = 3
 
 
 class Pair(NamedTuple):
-    """A micro batch with targets; ``loss`` is that of the output of `transformers`."""
+    """A micro batch with targets; ``loss`` is that of the output of `transformers`. ``counted``
+    [B, S] says which positions of the logits are not padding; None for all."""
 
     ours: LayerState
     theirs: dict[str, Tensor]
     loss: Callable[[Any], Tensor]
+    counted: Tensor | None = None
 
 
 def pair(model: ModelConfig, length: int) -> Pair:
@@ -63,7 +65,23 @@ def _t5(model: ModelConfig, length: int) -> Pair:
         "input_ids": encoder_BE, "attention_mask": mask_BE, "decoder_input_ids": decoder_BD,
         "decoder_attention_mask": mask_BD, "labels": labels_BD.where(mask_BD > 0, -100),
     }  # fmt: skip
-    return Pair(spec_of(model).begin(batch), theirs, lambda output: output.loss)
+    return Pair(spec_of(model).begin(batch), theirs, lambda output: output.loss, mask_BD > 0)
 
 
-_PAIRS = {"gpt": _gpt, "t5": _t5}
+def _bert(model: ModelConfig, length: int) -> Pair:
+    tokens_BS, mask_BS = random_tokens(length), _padded(length, 3)
+    types_BS = random_tokens(length, 2) % max(model.token_types, 1)
+    predicted_BS = (random_tokens(length, 3) % 4 == 0) & (mask_BS > 0)
+    labels_BS = random_tokens(length, 4).where(predicted_BS, NO_LABEL)
+    order_B = torch.tensor([1, 0, 1])
+    batch = BertBatch(tokens_BS, types_BS, labels_BS, order_B, predicted_BS.float(), mask_BS)
+    theirs = {
+        "input_ids": tokens_BS, "token_type_ids": types_BS, "attention_mask": mask_BS,
+        "labels": labels_BS.where(predicted_BS, -100),
+    }  # fmt: skip
+    if model.bert_binary_head:
+        theirs["next_sentence_label"] = order_B
+    return Pair(spec_of(model).begin(batch), theirs, lambda output: output.loss, mask_BS > 0)
+
+
+_PAIRS = {"gpt": _gpt, "bert": _bert, "t5": _t5}

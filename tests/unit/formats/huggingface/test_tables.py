@@ -21,6 +21,15 @@ GEMMA2 = {
     "glu_activation": "geglu", "swiglu": False, "apply_layernorm_1p": True, "post_norm": True,
     "scale_embeddings": True,
 }  # fmt: skip
+T5 = {
+    "family": "t5", "encoder_decoder": True, "position_embedding_type": "relative",
+    "normalization": "RMSNorm", "add_bias_linear": False, "query_pre_attn_scalar": 1.0,
+    "relu": True, "scale_head_input": True,
+}  # fmt: skip
+T5_11 = T5 | {
+    "relu": False, "glu_activation": "geglu", "scale_head_input": False,
+    "untie_embeddings_and_output_weights": True,
+}  # fmt: skip
 NEOX = {"position_embedding_type": "rope", "parallel_residual": True}
 
 
@@ -47,6 +56,9 @@ NEOX = {"position_embedding_type": "rope", "parallel_residual": True}
         (NEOX | {"add_bias_linear": False}, "falcon"),
         ({"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": 128},
          "bloom"),
+        (T5, "t5"),
+        (T5_11 | {"kv_channels": 12, "decoder_num_layers": 1}, "t5"),
+        (T5 | {"scale_head_input": False}, "t5"),
     ],
 )  # fmt: skip
 def test_the_plainest_that_fits(changes, expected, gpt_config):
@@ -80,6 +92,11 @@ def test_one_can_be_forced(gpt_config):
         ({"llama": True, "post_norm": True}, "Llama needs no --post-norm$"),
         ({"llama": True, **GEMMA2, "query_pre_attn_scalar": 1.5}, "that is an integer"),
         ({"llama": True, "parallel_residual": True}, "Llama needs no --parallel-residual$"),
+        ({"family": "t5", "encoder_decoder": True},  # Megatron's of 2023
+         "T5 needs --position-embedding-type relative, --normalization RMSNorm, "
+         "--disable-bias-linear, --query-pre-attn-scalar 1.0$"),
+        (T5 | {"num_query_groups": 2}, "T5 needs --num-query-groups equal to"),
+        (T5_11 | {"scale_head_input": True}, "T5 needs no --scale-head-input with --untie"),
     ],
 )
 def test_what_fits_nothing_says_what_would(changes, message, gpt_config):
@@ -105,14 +122,15 @@ FREE = {
 """What any architecture can have at any value."""
 TRAINING = {
     "seq_length", "attention_dropout", "hidden_dropout", "init_method_std", "padded_vocab_size",
-    "make_vocab_size_divisible_by", "attention_backend", "hf_architecture",
+    "make_vocab_size_divisible_by", "attention_backend", "hf_architecture", "decoder_seq_length",
 }  # fmt: skip
 """What makes no difference to logits."""
-OTHER_FAMILIES = {"bert_binary_head", "num_tokentypes"}
+OTHER_FAMILIES = {"bert_binary_head", "num_tokentypes", "encoder_decoder"}
 """What these models do not have."""
 OTHER_SPELLINGS = {
     "group_query_attention", "use_rotary_position_embeddings", "use_rope_scaling",
     "rope_scaling_factor", "swiglu", "openai_gelu", "no_position_embedding",
+    "encoder_num_layers", "encoder_seq_length",
 }  # fmt: skip
 UNUSUAL = {
     "family": "bert", "position_embedding_type": "none", "normalization": "LayerNorm",
@@ -126,6 +144,8 @@ UNUSUAL = {
     "parallel_residual": True, "shared_parallel_norm": True,
     "glu_activation": "geglu", "relu": True, "squared_relu": True, "bias_gelu_fusion": False,
     "add_bias_linear": False, "add_qkv_bias": True, "add_attention_bias": True,
+    "decoder_num_layers": 3, "scale_head_input": True,
+    "relative_attention_num_buckets": 16, "relative_attention_max_distance": 64,
 }  # fmt: skip
 """Another value of each field that changes the network."""
 BASES = {
@@ -138,6 +158,7 @@ BASES = {
     "gpt_neox": NEOX, "opt": {"position_embedding_offset": 2},
     "falcon": NEOX | {"shared_parallel_norm": True},
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": 128},
+    "t5": T5,
 }  # fmt: skip
 
 
@@ -197,6 +218,7 @@ NO_EFFECT = {
     "llama": _GATED | _WINDOWS, "mistral": _GATED | {"rotary_base_local"},
     "qwen2": _GATED | _WINDOWS, "qwen3": _GATED | _WINDOWS, "phi3": _GATED | _WINDOWS,
     "gemma2": _GATED | {"rotary_base_local"}, "gemma3_text": _GATED,
+    "t5": _ROTARY | _WINDOWS | {"bias_gelu_fusion"},
 }  # fmt: skip
 """Fields that do nothing beside the others of such a model."""
 
@@ -254,6 +276,10 @@ REFUSED = [
      "parallel_attn is False .*always parallel"),
     ("bloom", {"apply_residual_connection_post_layernorm": True}, "residual cannot be normalised"),
     ("bloom", {"n_inner": 100}, "n_inner is 100 .*four times"),
+    ("t5", {"is_encoder_decoder": False}, "is_encoder_decoder is False .*encoder and a decoder"),
+    ("t5", {"feed_forward_proj": "gated-relu"}, "feed_forward_proj is 'gated-relu' .*gated-silu"),
+    ("t5", {"feed_forward_proj": "gated-gelu", "dense_act_fn": "gelu"}, "dense_act_fn is 'gelu'"),
+    ("umt5", {}, "model_type is 'umt5' .*each block"),
     ("gemma3", {}, "model_type is 'gemma3' .*images"),
     ("mixtral", {}, "model_type is 'mixtral' .*experts.*expected one of gpt2, llama"),
 ]  # fmt: skip

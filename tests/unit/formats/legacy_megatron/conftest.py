@@ -11,9 +11,10 @@ import zipfile
 
 import pytest
 import torch
-from configs import model_config
+from configs import model_config, run_config
 
 from megatron.checkpoint.reader import CheckpointReader
+from megatron.families import build_model
 
 GPT2 = {
     "num_layers": 4,
@@ -92,6 +93,39 @@ def random_weights():
         for values in found.values():
             values[1000:-1000] = 0  # of large vocabularies the ends are enough, and faster
         return found
+
+    return make
+
+
+@pytest.fixture(scope="session")
+def bert_weights(random_weights):
+    """Makes whole parameters of a BERT by canonical name, but for its output head, whose names are
+    Megatron's."""
+
+    def make(model, seed=0, dtype=torch.float32):
+        hidden = model.hidden_size
+        heads = {
+            "lm_head.dense.weight": (hidden, hidden), "lm_head.dense.bias": (hidden,),
+            "lm_head.layernorm.weight": (hidden,), "lm_head.layernorm.bias": (hidden,),
+            "lm_head.bias": (model.vocabulary.size,),
+        }  # fmt: skip
+        if model.bert_binary_head:
+            heads |= {
+                "embedding.tokentype_embeddings.weight": (2, hidden),
+                "pooler.dense.weight": (hidden, hidden), "pooler.dense.bias": (hidden,),
+                "binary_head.weight": (2, hidden), "binary_head.bias": (2,),
+            }  # fmt: skip
+        generator = torch.Generator().manual_seed(seed + 100)
+        found = random_weights(model, seed, dtype)
+        for name, shape in heads.items():
+            found[name] = torch.randn(shape, generator=generator).to(dtype)
+        order = ("embedding", "layers", "final_norm", "output_layer", "pooler", "lm_head.bias",
+                 "lm_head", "binary_head")  # fmt: skip
+        return dict(
+            sorted(found.items(), key=lambda item: next(
+                place for place, start in enumerate(order) if item[0].startswith(start)
+            ))
+        )  # fmt: skip
 
     return make
 
@@ -376,14 +410,28 @@ class WordTokenizer:
         (folder / "tokenizer_config.json").write_text(json.dumps(kind))
 
 
-@pytest.fixture
-def ours(gpt_config, random_gpt, write_checkpoint, tmp_path):
-    """A GPT-2 whose weights are exact fractions, the same on every machine."""
-    config = gpt_config()
-    model = random_gpt(config)
+def exact_fractions(model):
+    """Gives a model weights that are the same on every machine."""
     with torch.no_grad():
         for number, (_, param) in enumerate(model.canonical_parameters()):
             places = torch.arange(param.numel()) * 7919 + 31 * number
             values = (places % 251 - 125) / 512
             param.copy_(values.view_as(param) + (0.75 if param.ndim == 1 and number % 2 else 0))
+    return model
+
+
+@pytest.fixture
+def ours(gpt_config, random_gpt, write_checkpoint, tmp_path):
+    """A GPT-2 whose weights are exact fractions."""
+    config = gpt_config()
+    model = exact_fractions(random_gpt(config))
     return CheckpointReader(write_checkpoint(tmp_path / "ours", config, model, WordTokenizer()))
+
+
+@pytest.fixture
+def our_bert(legacy_model, write_checkpoint, tmp_path):
+    """The same of a BERT, as transformers' converter assumes them."""
+    network = legacy_model(family="bert", norm_epsilon=1e-12, bias_gelu_fusion=False)
+    config = run_config(network)
+    model = exact_fractions(build_model(network))
+    return CheckpointReader(write_checkpoint(tmp_path / "ours", config, model))

@@ -121,12 +121,13 @@ def choices():
 
 OTHERS = {"position_embedding_type": "rope", "add_bias_linear": False, "parallel_residual": True}
 """What some choices need."""
+DECODER = {"family": "t5", "encoder_decoder": True}
 
 
 @pytest.mark.parametrize(("field", "value"), list(choices()))
 def test_every_choice_is_written_or_refused(field, value):
     resolved = 0
-    for changes in ({}, OTHERS):
+    for changes in ({}, OTHERS, DECODER):
         try:
             model = complete(ModelFlags(**(BASE | changes | {field: value})), WHERE)
         except ValueError:
@@ -137,7 +138,7 @@ def test_every_choice_is_written_or_refused(field, value):
         except ValueError as error:
             assert "Megatron's old layout requires" in str(error)
         else:
-            assert model_of_arguments(written, WHERE) == model
+            assert model_of_arguments(written, WHERE, model.family) == model
     assert resolved
 
 
@@ -187,6 +188,7 @@ def test_scaling_that_megatron_does_not_have(scaling):
         ),
         ({"tokenizer_type": "NullTokenizer", "vocab_size": 100}, 128, 101),
         ({"tokenizer_type": "SentencePieceTokenizer"}, 128, None),
+        ({"tokenizer_type": "BertWordPieceCase", "vocab_extra_ids": 100}, 29184, 29098),
         ({"tokenizer_type": torch.zeros(1), "vocab_size": "x"}, 128, None),
         ({"unpadded_vocab_size": 61}, 128, 61),
         ({"unpadded_vocab_size": 200}, 128, None),

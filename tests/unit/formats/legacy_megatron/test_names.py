@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from megatron.formats.legacy_megatron.names import (
+    BERT,
+    T5,
     is_buffer,
     kv_from_megatron,
     kv_to_megatron,
@@ -35,8 +37,9 @@ LAYER = "language_model.encoder.layers.3"
         ("language_model.embedding.word_embeddings.norm.bias", "embedding.norm.bias"),
         ("language_model.output_layer.weight", "output_layer.weight"),
         ("language_model.pooler.dense.bias", "pooler.dense.bias"),
-        ("lm_head.bias", "lm_head.bias"),
-        ("lm_head.layernorm.weight", "lm_head.layernorm.weight"),
+        ("lm_head.layernorm.weight", "lm_head.norm.weight"),
+        ("lm_head.norm.weight", "lm_head.norm.weight"),
+        ("lm_head.bias", None),
         ("binary_head.weight", "binary_head.weight"),
         (f"{LAYER}.mlp.dense_h_to_4h.scale", None),
         (f"{LAYER}.cross_attention.dense.weight", None),
@@ -52,6 +55,14 @@ def test_rename(theirs, ours):
     assert rename(theirs) == ours
     if ours is not None:
         assert rename(to_megatron(ours)) == ours
+
+
+@pytest.mark.parametrize("names", [BERT, T5])
+def test_the_bias_of_the_output_head(names):
+    tied = "embedding.word_embeddings.bias"
+    assert rename("lm_head.bias", names=names) == tied
+    for ours in (tied, "output_layer.bias"):
+        assert to_megatron(ours, names=names) == "lm_head.bias"
 
 
 def test_a_pipeline_rank_counts_its_own_blocks():

@@ -207,7 +207,7 @@ def test_config_file(arguments, tool, tmp_path, legacy_model, random_weights, wr
     assert stored["transformer.wte.weight"].shape == (61, 16)
 
 
-def test_what_is_not_one(tool, tmp_path, legacy_model, random_weights, write_legacy):
+def test_what_is_not_one(tool, tmp_path, legacy_model, random_weights, bert_weights, write_legacy):
     def refused(path, message):
         before = contents(tmp_path)
         with pytest.raises(SystemExit, match=message):
@@ -229,9 +229,9 @@ def test_what_is_not_one(tool, tmp_path, legacy_model, random_weights, write_leg
     written = write_legacy(tmp_path / "save", weights, model, 3, 2)
     shutil.copy(written / "mp_rank_00" / FILE, tmp_path / FILE)
     refused(tmp_path / FILE, "is the file of one of 2 ranks: leave it in its folder")
-    weights["lm_head.bias"] = torch.zeros(61)
-    written = write_legacy(tmp_path / "bert", weights, model, 3)
-    refused(written / "mp_rank_00" / FILE, "it is a BERT, which can be inspected, but not trained")
+    bert = legacy_model(family="bert")
+    written = write_legacy(tmp_path / "bert", bert_weights(bert), bert, 3)
+    refused(written / "mp_rank_00" / FILE, "a model of the family bert, not a GPT-2; tools/convert")
     assert contents(written / "mp_rank_00") == [FILE]
 
 

@@ -142,41 +142,6 @@ def test_nvidia_345m_zip_layout(tmp_path, legacy_model, random_weights, write_le
     assert any("2 heads of 64" in note for note in source.notes)
 
 
-BERT_EXTRAS = {
-    "embedding.tokentype_embeddings.weight": (2, 128),
-    "pooler.dense.weight": (128, 128),
-    "pooler.dense.bias": (128,),
-    "lm_head.dense.weight": (128, 128),
-    "lm_head.dense.bias": (128,),
-    "lm_head.layernorm.weight": (128,),
-    "lm_head.layernorm.bias": (128,),
-    "lm_head.bias": (30522,),
-    "binary_head.weight": (2, 128),
-    "binary_head.bias": (2,),
-}
-
-
-@pytest.mark.parametrize("tensor", [1, 2])
-def test_nvidia_bert_zip_layout(
-    tensor, tmp_path, legacy_model, random_weights, write_legacy, archived
-):
-    model = legacy_model(
-        num_layers=2, hidden_size=128, num_attention_heads=2, num_query_groups=2, kv_channels=64,
-        ffn_hidden_size=512, unpadded_vocab_size=30522, padded_vocab_size=30592,
-    )  # fmt: skip
-    weights = random_weights(model)
-    weights |= {name: torch.randn(shape) for name, shape in BERT_EXTRAS.items()}
-    write_legacy(
-        tmp_path / "save", weights, model, None, tensor, iteration=None, arguments=None,
-        spelling=("transformer", "attention"), zipped=False,
-    )  # fmt: skip
-    source = opened(archived(tmp_path / "save", tmp_path / "bert.zip"))
-    assert_holds(source, weights)
-    assert source.refusal.startswith("it is a BERT, which can be inspected, but not trained")
-    with pytest.raises(CheckpointError, match=r"bert.zip/release: it is a BERT"):
-        source.require_model()
-
-
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("tensor", "pipeline", "virtual"), [(1, 1, 1), (2, 2, 2)])
 def test_optimizer_against_torch_adamw(

@@ -229,7 +229,7 @@ def assert_same_tree(here, there, place=""):
 
 def test_sizes_that_do_not_divide_the_stacks(tmp_path):
     write_t5(tmp_path / "first", t5_weights())
-    with pytest.raises(ValueError, match="--target-pipeline-parallel-size 7 .* 4 .*encoder.* 2"):
+    with pytest.raises(ValueError, match="--target-pipeline-parallel-size 7: .* 4 layers of the encoder .* 2 of"):
         write_megatron(opened(tmp_path / "first"), tmp_path / "found", 1, 7)
     with pytest.raises(ValueError, match="--target-tensor-parallel-size 3 must divide"):
         write_megatron(opened(tmp_path / "first"), tmp_path / "found", 3, 1)

@@ -188,14 +188,6 @@ def test_nothing_is_left_of_a_failed_export(ours, tmp_path, monkeypatch):
         write_megatron(source, save, iteration=1)
 
 
-def test_bert_is_not_exported(tmp_path, legacy_model, random_weights, write_legacy):
-    model = legacy_model()
-    weights = random_weights(model) | {"lm_head.bias": torch.randn(61)}
-    write_legacy(tmp_path, weights, model)
-    with pytest.raises(ValueError, match=r"lm_head.bias, which this export does not write"):
-        write_megatron(opened(tmp_path), tmp_path / "legacy")
-
-
 def test_an_unknown_tokenizer_stays_unknown(ours, tmp_path):
     """Megatron has no type for ids whose tokenizer nobody named."""
     source = ours()

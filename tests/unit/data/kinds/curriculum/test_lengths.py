@@ -136,4 +136,4 @@ def test_cut_batches_against_batches_of_cut_samples():
 
 def test_batches_of_other_models_are_refused():
     with pytest.raises(ValueError, match="cuts samples of GPTs; a BertBatch is made of parts"):
-        truncated(BertBatch(*[torch.zeros(1, 16)] * 6), 8)
+        truncated(BertBatch(*[torch.zeros(1, 16)] * 7), 8)

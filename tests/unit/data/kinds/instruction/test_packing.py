@@ -19,7 +19,8 @@ from megatron.data.gpt_dataset import GPTRecipe
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.instruction.example_encoder import EncodedExample, ExampleEncoder
 from megatron.data.kinds.instruction.examples import InstructionExamples
-from megatron.data.kinds.instruction.packing import InstructionRecipe, best_fit
+from megatron.data.kinds.instruction.packing import InstructionRecipe
+from megatron.data.packing import best_fit
 from megatron.data.samples import PackedSample
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import build_tokenizer

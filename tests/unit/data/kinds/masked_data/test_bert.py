@@ -4,12 +4,13 @@ import pickle
 
 import numpy as np
 import pytest
+import torch
 
 from megatron.config import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.masked_data.bert import BertRecipe
-from megatron.data.kinds.masked_data.masked_batch import collate_bert
+from megatron.data.kinds.masked_data.masked_batch import collate_bert, predicted_positions
 from megatron.data.kinds.masked_data.segments import surplus
 from megatron.data.loader import MicroBatches
 
@@ -179,13 +180,28 @@ def test_through_the_loader(workers, prose, tokenizer):
     batches.close()
     assert found[0].tokens_BS.shape == (4, 128) and found[0].is_random_B.shape == (4,)
     dtypes = [str(tensor.dtype).removeprefix("torch.") for tensor in found[0].to("cpu")]
-    assert dtypes == ["int64", "int64", "int64", "int64", "float32", "int64"]
+    assert dtypes == ["int64", "int64", "int64", "int64", "float32", "int64", "int64"]
     for i in range(40):
         for name, value in dataset[i]._asdict().items():
             column = found[i // 4]._asdict()[
                 name.replace("_S", "_BS").replace("random", "random_B")
             ]
             assert np.array_equal(column[i % 4].numpy(), value)
+
+
+def test_positions_of_a_batch_are_those_of_its_predictions(prose, tokenizer):
+    dataset = build(prose, tokenizer, samples=40)
+    for first in range(0, 40, 4):
+        batch = collate_bert([dataset[first + n] for n in range(4)])
+        most = int(batch.loss_mask_BS.sum(1).max())
+        assert batch.positions_BP.shape == (4, -(-most // 8) * 8)
+        for positions_P, mask_S in zip(batch.positions_BP, batch.loss_mask_BS, strict=True):
+            predicted = mask_S.nonzero().flatten().tolist()
+            assert positions_P[: len(predicted)].tolist() == predicted
+            assert len(set(positions_P.tolist())) == len(positions_P)
+            assert not mask_S[positions_P[len(predicted) :]].any()
+    unpredicted = predicted_positions(torch.zeros(2, 5))
+    assert unpredicted.tolist() == [[0, 1, 2, 3, 4]] * 2
 
 
 def test_against_truncation_one_by_one():

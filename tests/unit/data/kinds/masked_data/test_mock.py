@@ -5,6 +5,7 @@ import pytest
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.config.kinds.masked_data import MaskedDataConfig
+from megatron.data.kinds.masked_data import mock
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.kinds.masked_data.t5 import T5Recipe
@@ -82,3 +83,16 @@ def test_a_vocabulary_keeps_its_own_special_tokens():
 def test_a_tiny_vocabulary_has_too_few_sentinels():
     with pytest.raises(ConfigError, match="the vocabulary has 4 sentinels"):
         T5Recipe.from_config(MaskedDataConfig(), tokenizer(15), 512, 1)
+
+
+def test_a_long_run_has_the_same_samples_again(monkeypatch):
+    monkeypatch.setattr(mock, "SAMPLES", 8)
+    tokens = tokenizer()
+    recipe = BertRecipe.from_config(MaskedDataConfig(), tokens, LENGTH, 1)
+    found = mock_samples(recipe, tokens, 10**12, 0)
+    assert len(found) == 10**12
+    first = [found[i] for i in range(8)]
+    assert not equal(first[:4], first[4:])
+    assert equal(first, [found[8 * 10**9 + i] for i in range(8)])
+    with pytest.raises(IndexError):
+        found[10**12]
