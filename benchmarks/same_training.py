@@ -5,7 +5,9 @@
     python benchmarks/same_training.py --data ... --vocab-file ... --steps 300 --plot losses.png
 
 transformers makes the initial weights, which are read here from its folder. Both sides train in
-float32 on one thread with torch's AdamW and gradients clipped to norm 1, without dropout.
+float32 on one thread with torch's AdamW and gradients clipped to norm 1, without dropout. Printed
+are the largest relative difference of a step's losses, and that of transformers from itself with
+the samples of every batch in the opposite order: rounding alone.
 """
 
 from __future__ import annotations
@@ -36,7 +38,7 @@ from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, BertBatch, T5
 from megatron.engine.environment import distributed
 from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.plan import TrainingPlan
-from megatron.training.run import parse_run, run_data
+from megatron.training.run import Run, parse_run, run_data
 
 ROWS = 128
 """The vocabulary is padded to a multiple of it."""
@@ -147,20 +149,31 @@ def peers(layers: int = 2, width: int = 64) -> dict[str, Peer]:
 
 @dataclass(frozen=True)
 class Curves:
-    """Losses of both sides by step."""
+    """Losses by step: here, in transformers, and there again with the samples of each batch in the
+    opposite order, which changes nothing but rounding."""
 
     here: list[float]
     transformers: list[float]
+    reordered: list[float]
 
     @property
     def difference(self) -> float:
-        """The largest relative one."""
-        here, there = np.array(self.here), np.array(self.transformers)
-        return float((np.abs(here - there) / there).max())
+        """The largest relative one between here and there."""
+        return float(relative(self.here, self.transformers).max())
+
+    @property
+    def rounding(self) -> float:
+        """The largest relative one that the order of samples makes."""
+        return float(relative(self.reordered, self.transformers).max())
+
+
+def relative(losses: Sequence[float], reference: Sequence[float]) -> np.ndarray[Any, Any]:
+    """Relative differences by step."""
+    return np.abs(np.subtract(losses, reference)) / np.array(reference)
 
 
 def compare(peer: Peer, argv: Sequence[str], rows: int) -> Curves:
-    """Trains both.
+    """Trains all three.
 
     Args:
         peer: the model.
@@ -175,28 +188,31 @@ def compare(peer: Peer, argv: Sequence[str], rows: int) -> Curves:
         run = parse_run(None, flags, peer.family)
         with distributed(run.config.parallel) as mesh:
             watched_trainer(run, mesh, record.add).fit()
-    return Curves(record.losses, train_theirs(theirs, peer, run))
+    forward = train_theirs(theirs, peer, run)
+    return Curves(record.losses, forward, train_theirs(peer.build(rows), peer, run, -1))
 
 
-def train_theirs(model: PreTrainedModel, peer: Peer, run: Any) -> list[float]:
-    """Losses of a plain training loop over the batches of a run."""
+def train_theirs(model: PreTrainedModel, peer: Peer, run: Run, order: int = 1) -> list[float]:
+    """Losses of a plain training loop over the batches of a run; ``order`` -1 reverses each."""
     plan, options = TrainingPlan(run.config), run.config.optimizer
     params = [[p for p in model.parameters() if (p.ndim > 1) == decays] for decays in (True, False)]
     groups = [{"params": group} for group in params if group]
     betas = (options.adam_beta1, options.adam_beta2)
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=options.adam_eps)
-    data = run_data(run)
-    assert data.datasets.train is not None
-    batches = data.batches(data.datasets.train, micro_batch_size=plan.micro_batch_size)
+    data, size = run_data(run), plan.micro_batch_size
+    samples = data.datasets.train
+    assert samples is not None
     model.train()
     losses = []
     for iteration in range(plan.train_iters):
-        progress = plan.progress(iteration, iteration * plan.micro_batch_size)
+        first = iteration * size
+        batch = data.collate([samples[i] for i in range(first, first + size)][::order])
+        progress = plan.progress(iteration, first)
         for group in optimizer.param_groups:
             group["lr"] = plan.learning_rate(progress)
             decays = group["params"][0].ndim > 1
             group["weight_decay"] = plan.weight_decay(progress) if decays else 0.0
-        loss = peer.losses(model, next(batches))
+        loss = peer.losses(model, batch)
         optimizer.zero_grad()
         loss.backward()
         nn.utils.clip_grad_norm_(model.parameters(), options.clip_grad)
@@ -211,20 +227,25 @@ def plot(curves: dict[str, Curves], path: Path) -> None:
     from matplotlib.figure import Figure
 
     matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False})
-    figure = Figure(figsize=(9, 4.2), layout="constrained")
-    panels = figure.subplots(2, len(curves), sharex=True, height_ratios=[3, 1], squeeze=False)
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    panels = figure.subplots(2, len(curves), sharex=True, height_ratios=[3, 2], squeeze=False)
     for (name, each), upper, lower in zip(curves.items(), *panels, strict=True):
         steps = np.arange(1, len(each.here) + 1)
         upper.plot(steps, each.transformers, color="#e0a030", linewidth=4, label="transformers")
         upper.plot(steps, each.here, color="#1f5fa8", linewidth=1.2, label="here")
         upper.set_title(name, loc="left")
-        difference = np.abs(np.subtract(each.here, each.transformers)) / each.transformers
-        lower.semilogy(steps, np.maximum(difference, 1e-9), ".", color="#1f5fa8", markersize=2)
+        for other, color, label in (
+            (each.reordered, "#e0a030", "samples reversed"),
+            (each.here, "#1f5fa8", "here"),
+        ):
+            differences = np.maximum(relative(other, each.transformers), 1e-9)
+            lower.semilogy(steps, differences, ".", color=color, markersize=2.5, label=label)
         lower.set_xlabel("step")
         for axes in (upper, lower):
             axes.grid(axis="y", alpha=0.3)
     panels[0, 0].set_ylabel("loss, nats")
-    panels[1, 0].set_ylabel("relative\ndifference")
+    panels[1, 0].set_ylabel("difference from\ntransformers")
+    panels[1, 0].legend(frameon=False, markerscale=3, fontsize=7)
     panels[0, 0].legend(frameon=False)
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=110, format="png")
@@ -239,11 +260,12 @@ def main() -> int:
     argv = ["--data-path", options.data, "--vocab-file", options.vocab_file]
     argv += ["--train-iters", str(options.steps), *options.flags]
     known, found = peers(options.layers, options.hidden_size), {}
-    print("| model | first loss | last | largest relative difference |\n|---|---|---|---|")
+    print("| model | first loss | last | difference | samples reversed |\n|---|---|---|---|---|")
     for name in options.models or known:
         found[name] = curves = compare(known[name], argv, rows)
         first, last = curves.here[0], curves.here[-1]
-        print(f"| {name} | {first:.4f} | {last:.4f} | {curves.difference:.1e} |", flush=True)
+        shown = f"{first:.4f} | {last:.4f} | {curves.difference:.1e} | {curves.rounding:.1e}"
+        print(f"| {name} | {shown} |", flush=True)
     if options.plot:
         plot(found, Path(options.plot))
     if options.json:

@@ -37,4 +37,4 @@ def test_another_weight_decay_is_noticed(flags):
     peer = same_training.peers(layers=1, width=16)["bert"]
     here = same_training.compare(peer, [*flags, "--weight-decay", "1"], ROWS).here
     there = same_training.compare(peer, flags, ROWS).transformers
-    assert same_training.Curves(here, there).difference > 1e-6
+    assert same_training.relative(here, there).max() > 1e-6
