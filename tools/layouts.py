@@ -71,8 +71,13 @@ processes they are replicated), gradient accumulation and `--torch-compile`. Wit
 collectives break the graph, so that every block is compiled in pieces and gains less; modes with
 CUDA graphs need a layout without a pipeline at ZeRO 0 to 2.
 
+Every model family trains in all of them. The decoder of a T5 starts where the blocks of encoder and
+decoder together are divided most evenly, which may be within a stage; with `1f1b`
+`--pipeline-model-parallel-split-rank` starts it at a process. Tensor parallelism and sequence
+parallelism cut the sequences of both.
+
 Sizes must also fit: the tensor-parallel size divides attention heads, feed-forward size and, with
-sequence parallelism, the sequence length; every stage of a pipeline has at least one block.
+sequence parallelism, the sequence lengths; every stage of a pipeline has at least one block.
 Accumulating gradients in fp32 has an effect only if they are bf16 or fp16.
 """
 

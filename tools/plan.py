@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from megatron.config import (
     ConfigError,
     FlagParser,
+    ModelConfig,
     ModelFlags,
     PrecisionConfig,
     Setting,
@@ -32,6 +33,7 @@ from megatron.config import (
 )
 from megatron.config.engine import FastPathsConfig
 from megatron.config.flags import build, option
+from megatron.families import family_of
 from megatron.planning.parameters import model_parameters
 from megatron.planning.published import published_tables
 from megatron.planning.search import Plan, Workload, estimate, fewest_gpus, fitting, search
@@ -108,7 +110,8 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
     stand_ins = {"micro_batch_size": 1, "zero_stage": 1, "train_iters": 1, "lr": 1.0}
     known = {name: s for name, s in settings.items() if name not in PlanConfig.__annotations__}
     known |= {name: Setting(value, "planner") for name, value in stand_ins.items()}
-    run = resolve(known, world_size=1).config
+    family = known["family"].value if "family" in known else ModelConfig.family
+    run = resolve(family_of(family).complete(known), world_size=1).config
     precision = "fp16" if run.precision.fp16 else "bf16" if run.precision.bf16 else "fp32"
     assert config.vocab_size and config.global_batch_size
     return Workload(

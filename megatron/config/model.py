@@ -262,6 +262,11 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         f"{resolver.show('position_embedding_type')} is for models with an encoder and a decoder "
         "(T5); give rope, alibi, learned_absolute or none",
     )
+    resolver.check(
+        flags.sliding_window is None or positions.position_embedding_type != "relative",
+        f"{resolver.show('sliding_window')}: the blocks of a stack share one bias of relative "
+        "positions, for all keys; leave the window out, or give other positions",
+    )
     if flags.sliding_window is None:
         resolver.check_unused("rotary_base_local", "--sliding-window")
     resolver.check(
@@ -295,6 +300,8 @@ def _same(flags: ModelFlags, name: str, resolver: ConfigResolver) -> int | None:
     given, again = getattr(flags, name), getattr(flags, f"encoder_{name}")
     if again is None:
         return given
+    if resolver.origins[name].startswith("checkpoint"):
+        given = None
     resolver.check(
         given in (None, again),
         f"{resolver.show(f'encoder_{name}')} contradicts {resolver.show(name)}, which is the same; "

@@ -140,7 +140,7 @@ def resolve_positions(
     )
     for name in ("relative_attention_num_buckets", "relative_attention_max_distance"):
         resolver.check(
-            kind == "relative" or not resolver.given(name),
+            kind == "relative" or getattr(flags, name) == getattr(PositionsFlags, name),
             f"{resolver.show(name)} needs --position-embedding-type relative; it is {kind}",
         )
     resolver.check(

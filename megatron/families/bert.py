@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
@@ -21,6 +22,7 @@ from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
 from megatron.model.embedding import LM_LOSS
+from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
@@ -103,6 +105,7 @@ class BertData(DataPipeline):
 
 class BERT(Family):
     name = "bert"
+    head_states = 3
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)
@@ -112,6 +115,16 @@ class BERT(Family):
             partial(only_hidden_travels, model.hidden_size),
             dict.fromkeys(losses, 1.0),
             attention="full",
+        )
+
+    def shape(self, model: ModelConfig) -> TransformerShape:
+        """See `Family.shape`; the share of predicted tokens is that of --mask-prob by default."""
+        size, predictions = model.hidden_size, round(model.seq_length * MaskedDataConfig.mask_prob)
+        other = 2.0 * size * size * predictions
+        if model.bert_binary_head:
+            other += 2.0 * size * (size + 2)
+        return dataclasses.replace(
+            TransformerShape.of(model), sees_later=True, predictions=predictions, other=other
         )
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:

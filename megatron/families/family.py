@@ -38,6 +38,9 @@ class Family(ABC):
         """The settings of a run with what they leave to the family."""
         return settings
 
+    head_states: ClassVar[int] = 0
+    """Hidden states that a predicted token keeps between the final norm and the output head."""
+
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         """Layer list, inputs and losses of a model with the vocabulary sizes filled in."""

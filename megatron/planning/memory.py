@@ -24,6 +24,7 @@ from megatron.engine.update.state_formats import state_formats
 from megatron.families import BlockLengths, family_of
 from megatron.planning.parameters import (
     RankShare,
+    head_shape,
     linear_parameters,
     local_widths,
     norms_of_block,
@@ -190,7 +191,8 @@ def activation_bytes(
         copied = source if source > size else 0
         heads = (share.query + share.kv) / model.attention.kv_channels
         whole += tokens * heads * (copied * model.attention.kv_channels + statistics)
-    logits = tokens * size * share.vocab
+    outputs = micro_batch * min(lengths.own, head_shape(model)[0])
+    logits = outputs * size * share.vocab
     most, _ = logits_chunk("cuda", size * share.vocab, None, compiled=True)
     assert most is not None
     chunk = min(logits, most * size * share.vocab)
@@ -206,10 +208,10 @@ def activation_bytes(
         float8=0.0 if full else float8,
         recomputed=whole if full else 0.0,
         embedding=outside * (mask + norm * model.norm.embed_layernorm) + 8 * (tokens + positions),
-        masks=_masks(model, layout.tensor, size, lengths.own) + read,
+        masks=_masks(model, layout.tensor, size, micro_batch, lengths) + read,
         # Gradients of several chunks are added up in float32.
         head=outside * norm
-        + tokens * size * hidden
+        + outputs * size * hidden * (1 + family_of(model.family).head_states)
         + share.vocab * hidden * (size if chunk == logits else 4),
         loss=chunk,
         hidden=between + read,
@@ -255,10 +257,16 @@ def _attention_kernel(
     return weights + 2.0 * size * micro_batch * keys * (share.query - share.kv)
 
 
-def _masks(model: ModelConfig, tensor: int, size: int, length: int) -> float:
-    """Bytes of ALiBi's biases, or of the mask of a window shorter than the sequence. Eager
-    attention keeps a mask in every block instead, which is counted there."""
-    windows = set(model.windows)
+def _masks(
+    model: ModelConfig, tensor: int, size: int, micro_batch: int, lengths: BlockLengths
+) -> float:
+    """Bytes of ALiBi's or of relative biases, or of the mask of a window shorter than the sequence.
+    Eager attention keeps a mask in every block instead, which is counted there."""
+    windows, length = set(model.windows), lengths.own
+    if model.positions.position_embedding_type == "relative":
+        # With each sample's padding in them; that of a decoder follows its tokens.
+        heads = model.attention.num_attention_heads // tensor
+        return float((1 if lengths.other else micro_batch) * heads * length**2 * size)
     narrow = {w for w in windows if w is not None and w < length}
     kinds, heads = (0 if _all_scores(model) else len(narrow)), 1
     if model.positions.position_embedding_type == "alibi":

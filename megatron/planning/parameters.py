@@ -159,6 +159,14 @@ def rank_shares(
     ]
 
 
+def head_shape(model: ModelConfig) -> tuple[int, float]:
+    """Tokens of a sample whose logits are computed, and forward FLOPs of a sample in what is
+    neither a block nor the vocabulary's matrix."""
+    shape = family_of(model.family).shape(model)
+    shape = shape.decoder or shape
+    return shape.predictions or shape.seq_length, shape.other
+
+
 def stages_of(layout: Layout, rank: int) -> list[int]:
     """The stages of a pipeline rank, in layer order."""
     if layout.schedule == "dualpipev":

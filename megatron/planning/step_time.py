@@ -18,7 +18,7 @@ from megatron.config import ConfigError, ModelConfig
 from megatron.config.flags import option
 from megatron.config.layouts import Layout
 from megatron.families import BlockLengths, family_of
-from megatron.planning.parameters import RankShare, local_widths
+from megatron.planning.parameters import RankShare, head_shape, local_widths
 
 _UNITS = {"GiB": 2**30, "GB": 10**9, "MiB": 2**20, "MB": 10**6}
 
@@ -245,7 +245,8 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
         again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
         total += 3 * (matrices + scores) + again
     if share.last:
-        total += 3 * 2 * hidden * width.vocab * share.stages[-1][-1].own
+        outputs, other = head_shape(model)
+        total += 3 * (2 * hidden * width.vocab * outputs + other)
     return micro_batch * total
 
 

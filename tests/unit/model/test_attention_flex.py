@@ -35,13 +35,15 @@ def documents(length: int, kind: str) -> Tensor | None:
 @pytest.mark.parametrize("kind", ["none", "many", "blocks", "mixed"])
 @pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 260])
 @pytest.mark.parametrize("length", [1, 100, 256, 400])
-def test_block_masks_against_masks(length, window, kind):
+@pytest.mark.parametrize("causal", [True, False], ids=["causal", "full"])
+def test_block_masks_against_masks(causal, length, window, kind):
     """A block that is not looked at has no key that is seen, and one taken whole only such."""
     ids = documents(length, kind)
-    found = block_mask(length, window, ids, CPU)
-    expected = AttentionMasks(ids).visible(length, length, window, CPU)
+    found = block_mask(length, window, ids, CPU, causal)
+    expected = AttentionMasks(ids, causal=causal).visible(length, length, window, CPU, causal)
     if expected is None:
-        expected = torch.ones(length, length, dtype=torch.bool).tril()
+        expected = torch.ones(length, length, dtype=torch.bool)
+        expected = expected.tril() if causal else expected
     expected = expected.expand(1 if ids is None else 2, 1, length, length)
     count = -(-length // BLOCK)
     padded = torch.zeros(*expected.shape[:2], count * BLOCK, count * BLOCK, dtype=torch.bool)
@@ -116,13 +118,14 @@ SCORES = [
     ("none", {"window": 100}, 4), ("many", {}, 2), ("many", {"window": 100}, 1),
     ("many", SOFTCAP, 4), ("many", {"window": 100} | SOFTCAP | SLOPES, 2), ("none", SLOPES, 2),
     ("none", SOFTCAP, 1), ("mixed", {"window": 30} | SOFTCAP, 2),
+    ("many", {"window": 30, "causal": False} | SLOPES, 2),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
     ("kind", "more", "kv_heads"),
     [
-        pytest.param(*scores, marks=() if n in (2, 4) else pytest.mark.proof)
+        pytest.param(*scores, marks=() if n in (2, 4, 8) else pytest.mark.proof)
         for n, scores in enumerate(SCORES)
     ],
 )
@@ -135,9 +138,9 @@ def test_against_plain_products(kind, more, kv_heads):
         x = torch.randn(2, heads, length, WIDTH, generator=draw, dtype=torch.float64)
         inputs.append(x.requires_grad_())
         reference.append(x.detach().clone().requires_grad_())
-    blocks = {scores.window: block_mask(length, scores.window, ids, CPU)}
-    found = sdpa(*inputs, scores, AttentionMasks(ids, blocks=blocks), 0.0)
-    expected = eager(*reference, scores, AttentionMasks(ids), 0.0)
+    blocks = {scores.window: block_mask(length, scores.window, ids, CPU, scores.causal)}
+    found = sdpa(*inputs, scores, AttentionMasks(ids, blocks=blocks, causal=scores.causal), 0.0)
+    expected = eager(*reference, scores, AttentionMasks(ids, causal=scores.causal), 0.0)
     # ALiBi's slopes are float32; FlexAttention's statistics on a CPU as well.
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     weights = torch.randn(found.shape, generator=draw, dtype=torch.float64)
@@ -157,7 +160,7 @@ def test_generated_code_against_plain_products(kind, more, kv_heads):
         torch.randn(2, heads, length, WIDTH, generator=draw)
         for heads in (HEADS, kv_heads, kv_heads)
     ]
-    blocks = {scores.window: block_mask(length, scores.window, ids, CPU)}
+    blocks = {scores.window: block_mask(length, scores.window, ids, CPU, scores.causal)}
     found = sdpa(*inputs, scores, AttentionMasks(ids, blocks=blocks), 0.0)
     expected = eager(*inputs, scores, AttentionMasks(ids), 0.0)
     torch.testing.assert_close(found, expected, rtol=2e-5, atol=2e-6)
@@ -188,6 +191,11 @@ def test_dropout_and_a_cache_do_without(monkeypatch):
 )  # fmt: skip
 def test_windows_that_need_more_than_causal_attention(kind, ids, length, expected):
     assert flex_windows(small_config(**KINDS[kind]), length, ids) == expected
+
+
+def test_windows_in_both_directions_have_half_on_either_side():
+    model = small_config(**KINDS["window"])
+    assert [flex_windows(model, length, False, causal=False) for length in (5, 6)] == [set(), {8}]
 
 
 @pytest.mark.parametrize(

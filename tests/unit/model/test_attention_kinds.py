@@ -35,9 +35,11 @@ def flash_attn(monkeypatch):
     """A module in the place of the flash-attn package."""
 
     def flash_attn_func(q, k, v, dropout_p, softmax_scale, causal, window_size):
-        assert not causal and dropout_p == 0 and window_size == (-1, -1)
+        assert not causal and dropout_p == 0
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        return F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2)
+        left, right = (q.shape[2] + k.shape[2] if size < 0 else size for size in window_size)
+        mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril(right).triu(-left)
+        return F.scaled_dot_product_attention(q, k, v, mask, enable_gqa=True).transpose(1, 2)
 
     module = types.ModuleType("flash_attn")
     module.flash_attn_func = flash_attn_func
@@ -187,8 +189,24 @@ def test_cross_attention_with_grouped_heads_norms_and_positions_elsewhere():
     torch.testing.assert_close(found, attend.proj(y.transpose(1, 2).flatten(2)))
 
 
+@pytest.mark.parametrize("documents", [False, True], ids=["", "documents"])
+@pytest.mark.parametrize("window", [1, 2, 5, 20])
+@pytest.mark.parametrize("backend", [sdpa, eager, cudnn, flash])
+@pytest.mark.usefixtures("flash_attn")
+def test_windows_in_both_directions(backend, window, documents):
+    """A query sees the keys that are at most half a window away, within its document."""
+    inputs, places = tensors(7, 7, 2), torch.arange(7)
+    seen = ((places[:, None] - places).abs() <= window // 2).expand(BATCH, 1, 7, 7)
+    ids = None
+    if documents:
+        ids = torch.tensor([[0, 0, 0, 1, 1, 1, 1], [0, 1, 2, 2, 2, 2, 0], [0] * 7])
+        seen = seen & (ids[:, None, :, None] == ids[:, None, None, :])
+    masks = AttentionMasks(ids, causal=False)
+    found = backend(*inputs, AttentionScoring(causal=False, window=window), masks, 0.0)
+    expected = F.scaled_dot_product_attention(*inputs, attn_mask=seen, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-12)
+
+
 def test_what_makes_no_sense_is_refused_by_its_flag():
-    with pytest.raises(ConfigError, match="--sliding-window 2 limits attention to earlier tokens"):
-        Block(config(sliding_window=2), 0, TensorParallel(), False, "full")
     with pytest.raises(ConfigError, match="--parallel-residual"):
         Block(config(parallel_residual=True), 0, TensorParallel(), False, cross=True)

@@ -7,9 +7,10 @@ import pytest
 import torch
 from configs import model_config
 from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from megatron.data.kinds.masked_data.masked_batch import BertSample, collate_bert
-from megatron.families import build_model, spec_of
+from megatron.families import build_model, family_of, spec_of
 from megatron.model.bert import order_loss
 from megatron.model.layer_list import initialise
 from megatron.parallel.shard import Init
@@ -104,9 +105,7 @@ def ours_and_theirs(config, theirs, table):
         whole = param.shard.join([param.detach()])
         found = [weights[other] for other in names_in(table, name)]
         seen.update(names_in(table, name))
-        for weight, part in zip(
-            found, whole.split([len(weight) for weight in found]), strict=True
-        ):
+        for weight, part in zip(found, whole.split([len(weight) for weight in found]), strict=True):
             weight.data.copy_(part)
     assert seen == weights.keys()
     return ours, theirs
@@ -207,6 +206,23 @@ def test_windows_and_packed_samples_against_modern_bert(packed):
         (other,) = names_in(MODERN, name)
         close = {"rtol": 1e-4, "atol": 1e-7, "msg": name}
         torch.testing.assert_close(param.shard.join([param.grad]), weights[other].grad, **close)
+
+
+@pytest.mark.parametrize("binary_head", [True, False], ids=["both", "lm-only"])
+def test_flops_against_torchs_counter(binary_head):
+    """Of a length whose usual share of predicted tokens is a multiple of 8."""
+    model = model_config(
+        family="bert", seq_length=56, attention_backend="eager", bert_binary_head=binary_head,
+        hidden_dropout=0.0, attention_dropout=0.0,
+    ).with_vocabulary(VOCAB)  # fmt: skip
+    sizes = {"seq_length": 56, "pad": PAD}
+    places, tokens = np.arange(2, 10), np.full(56, 5)
+    row = BertSample.padded(tokens, np.zeros(56, np.int64), places, tokens[:8], 0, **sizes)
+    begin = spec_of(model).begin(collate_bert([row, row]))
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        build_model(model)(begin)
+    expected = 2 * 56 * family_of("bert").shape(model).flops_per_token(causal=True) / 3
+    assert counter.get_total_flops() == pytest.approx(expected, rel=1e-12)
 
 
 def test_rows_without_padding_need_no_mask():

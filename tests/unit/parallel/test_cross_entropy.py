@@ -91,6 +91,31 @@ def test_against_torch_cross_entropy(way, dtype, chunk_bytes, softcap):
     assert torch.count_nonzero(found[2][VOCAB:]) == 0
 
 
+@pytest.mark.parametrize("way", WAYS, indirect=True)
+@pytest.mark.parametrize("chunk_bytes", [0, 3 * CHUNK])
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_bias_of_the_logits(way, dtype, chunk_bytes):
+    """As another column of the weight, whose input is 1."""
+    x, weight, labels, mask = case(dtype)
+    bias = torch.randn(PADDED, generator=torch.Generator().manual_seed(1)).to(dtype)
+    parameters = [tensor.clone().requires_grad_() for tensor in (x, weight, bias)]
+    inputs, weights, biases = parameters
+    how = head(chunk_bytes, 2.0)
+    loss = linear_cross_entropy(inputs, weights, Targets(labels, mask), how, biases)
+    (3.0 * loss).backward()
+    expected, of_x, of_weight = torchs(
+        F.pad(x, (0, 1), value=1.0), torch.cat([weight, bias[:, None]], 1), labels, mask, 2.0, 3.0
+    )
+    found = [loss.detach(), *(tensor.grad for tensor in parameters)]
+    exact = [expected, of_x[..., :-1], of_weight[:, :-1], of_weight[:, -1]]
+    assert max(differences(found, exact)) <= TOLERANCE[dtype]
+    assert all(tensor.grad.dtype == dtype for tensor in parameters)
+    assert not weights.grad[VOCAB:].any() and not biases.grad[VOCAB:].any()
+    alone = linear_cross_entropy(x, weight, Targets(labels, mask), how, biases)
+    (of_bias,) = torch.autograd.grad(3.0 * alone, biases)
+    assert of_bias.equal(biases.grad)
+
+
 @pytest.mark.parametrize("way", ["compiled"], indirect=True)
 @pytest.mark.parametrize("tokens", [7, pytest.param(3, marks=pytest.mark.proof)])
 def test_generated_code_against_torch_cross_entropy(monkeypatch, way, tokens):

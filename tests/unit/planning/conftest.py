@@ -36,7 +36,25 @@ NEOX = {
     "position_embedding_type": "rope", "rotary_percent": 0.25, "parallel_residual": True,
     "shared_parallel_norm": True, "qk_layernorm": True, "num_query_groups": 1,
 }  # fmt: skip
+BERT = {"family": "bert", "bert_binary_head": True}
+T5 = {
+    "family": "t5", "encoder_decoder": True, "decoder_num_layers": 2, "decoder_seq_length": 48,
+}  # fmt: skip
+RELATIVE = {
+    "position_embedding_type": "relative", "normalization": "RMSNorm", "add_bias_linear": False,
+}  # fmt: skip
 KINDS = {
+    "bert": BERT,
+    "bert post-norm": BERT | {"apply_residual_connection_post_layernorm": True},
+    "bert lm only": {"family": "bert", "bert_binary_head": False, "relu": True},
+    "t5": T5,
+    "t5 relative": T5 | RELATIVE | {"relu": True},
+    "t5 untied": T5
+    | RELATIVE
+    | {
+        "glu_activation": "geglu",
+        "untie_embeddings_and_output_weights": True,
+    },
     "gpt2": {},
     "gpt2 untied": {"untie_embeddings_and_output_weights": True},
     "llama": LLAMA,

@@ -4,6 +4,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from configs import model_config, run_config
@@ -11,7 +12,15 @@ from gpt_forward import forward
 
 from megatron.config import ModelConfig, ModelFlags, ParallelConfig
 from megatron.config.layouts import Layout, StateDtypes
-from megatron.families import build_model
+from megatron.data.kinds.masked_data.masked_batch import (
+    BertBatch,
+    BertSample,
+    T5Batch,
+    T5Sample,
+    collate_bert,
+    collate_t5,
+)
+from megatron.families import build_model, family_of, spec_of
 from megatron.model import cpu_kernels
 from megatron.model.norm import build_norm
 from megatron.parallel.cross_entropy import Targets
@@ -83,11 +92,34 @@ def model_bytes(
         # What a recomputed function is called with is held by the function, which no hook sees.
         for block in stack.blocks():
             block.register_forward_pre_hook(add_input)
+    if model.family != "gpt":
+        state = spec_of(model).begin(padded_batch(model))
+        with kept.hooks():
+            stack(state)
+        return kept.bytes
     ids_BS = torch.randint(61, (BATCH, model.seq_length + 1))
     with kept.hooks():
         targets = Targets(ids_BS[:, 1:], torch.ones(BATCH, model.seq_length))
         forward(stack, ids_BS[:, :-1], targets=targets)
     return kept.bytes
+
+
+def padded_batch(model: ModelConfig) -> BertBatch | T5Batch:
+    """A micro batch of BERT or T5 whose last tokens are padding; every token is predicted."""
+    length, used = model.seq_length, model.seq_length - 8
+    ids_S = np.random.default_rng(1).integers(61, size=length)
+    is_token_S = (np.arange(length) < used).astype(np.int64)
+    if model.family == "bert":
+        labels_S = np.where(is_token_S, ids_S, -1)
+        loss_mask_S = is_token_S.astype(np.float32)
+        return collate_bert(
+            [BertSample(ids_S, is_token_S, labels_S, 1, loss_mask_S, is_token_S)] * BATCH
+        )
+    decoded = model.decoder_seq_length
+    assert decoded is not None
+    ids_D, ones_D = ids_S[:decoded], np.ones(decoded, np.int64)
+    sample = T5Sample(ids_S, ids_D, ids_D, ones_D.astype(np.float32), is_token_S, ones_D)
+    return collate_t5([sample] * BATCH)
 
 
 def extra_bytes(norm, model: ModelConfig, precision: str, *shape: int) -> int:
@@ -136,7 +168,7 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
     measured by itself, is allowed for. All blocks keep the same masks.
     """
     # In bf16 short attention on a CPU keeps its probabilities instead.
-    monkeypatch.setattr(cpu_kernels, "suits", lambda q, k: False)
+    monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
     changes = {"swiglu": {"swiglu": True}, "squared relu": {"squared_relu": True}}
     model = small(**changes[kind]) if kind in changes else small(kind)
     layout = Layout(precision=precision, recompute=recompute, zero=1)
@@ -153,11 +185,25 @@ def test_activations_against_torch(monkeypatch, small, kind, precision, recomput
     assert got == pytest.approx(expected, rel=1e-4 if exact else 1e-2)
 
 
+@pytest.mark.parametrize("recompute", RECOMPUTE)
+@pytest.mark.parametrize("kind", ["bert", "bert post-norm", "t5"])
+def test_activations_of_other_families_against_torch(monkeypatch, small, kind, recompute):
+    """Within 2 percent in float32: every block by its own sequences. Not with relative positions,
+    whose kernel on a CPU keeps all probabilities."""
+    monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
+    model, layout = small(kind), Layout(recompute=recompute)
+    lengths = family_of(model.family).lengths(model)
+    kept = [activation_bytes(model, layout, BATCH, each) for each in lengths]
+    expected = sum(each.block for each in kept) + kept[0].embedding + kept[-1].head
+    expected += sum({each.masks for each in kept})  # the encoder's output
+    assert model_bytes(model, "fp32", recompute) == pytest.approx(expected, rel=2e-2)
+
+
 @pytest.mark.parametrize("kind", ["gpt2", "llama", "squared relu"])
 def test_8_bit_layers_against_torch(monkeypatch, small, kind):
     """The difference that they make to what a block keeps, within 1 percent, scales aside; and
     their weights, twice."""
-    monkeypatch.setattr(cpu_kernels, "suits", lambda q, k: False)
+    monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
     model = small(squared_relu=True) if kind == "squared relu" else small(kind)
     plain = Layout(precision="bf16", zero=1)
     layout = dataclasses.replace(plain, float8=True)

@@ -6,8 +6,10 @@ from configs import model_config
 
 from megatron.config import ParallelConfig
 from megatron.config.layouts import Layout
-from megatron.families import build_model
+from megatron.engine.pipeline_module import layer_bounds
+from megatron.families import build_model, family_of, spec_of
 from megatron.model.gpt import gpt_layers
+from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import Group
 from megatron.parallel.partition import stage_bounds
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -45,6 +47,31 @@ def test_against_built_layers(small, kind, tensor):
     (share,) = rank_shares(model, Layout(tensor=tensor))
     assert share.parameters == whole
     assert share.blocks == (4,) and share.first and share.last
+
+
+OTHERS = ("bert", "bert post-norm", "bert lm only", "t5", "t5 relative", "t5 untied")
+
+
+@pytest.mark.parametrize("pipeline", [1, 2, 4])
+@pytest.mark.parametrize("tensor", [1, 2])
+@pytest.mark.parametrize("kind", OTHERS)
+def test_other_families_against_built_stages(small, kind, tensor, pipeline):
+    """Every parameter of every rank, tied ones once; all together, whole or with copies."""
+    model = small(kind, tensor)
+    layers, layout = spec_of(model).layers(ranks(tensor)), Layout(tensor=tensor, pipeline=pipeline)
+    parallel = ParallelConfig(pipeline_model_parallel_size=pipeline)
+    bounds = layer_bounds(layers, parallel)
+    shares = rank_shares(model, layout)
+    for share, first, end in zip(shares, bounds, bounds[1:], strict=False):
+        with torch.device("meta"):
+            stack = LayerStack(layers[first:end], parallel)
+        assert share.parameters == numel(stack)
+        assert share.blocks == (len(stack.blocks()),)
+    with torch.device("meta"):
+        whole = numel(build_model(model, tp=ranks(tensor)))
+    assert sum(share.parameters for share in shares) >= whole
+    lengths = family_of(model.family).lengths(model)
+    assert sum((share.stages[0] for share in shares), ()) == lengths
 
 
 def test_against_the_formula_of_narayanan():

@@ -29,6 +29,24 @@ def test_lists_the_best(main, capsys):
     assert "--utilisation 0.6 of --peak-tflops 312" in out, "assumptions are printed"
 
 
+LARGE = "--hidden-size 1024 --num-attention-heads 16 --num-layers 24 --seq-length 512 --gpus 4 "
+BERT_LARGE = LARGE + "--model-family bert --vocab-size 30522 "
+T5_LARGE = LARGE + (
+    "--model-family t5 --decoder-num-layers 24 --ffn-hidden-size 4096 --decoder-seq-length 128 "
+    "--vocab-size 32128 "
+)
+
+
+@pytest.mark.parametrize(
+    ("flags", "size"), [(BERT_LARGE, "0.34B parameters"), (T5_LARGE, "0.74B parameters")]
+)
+def test_other_families(main, flags, size, capsys):
+    """The published numbers of parameters; pipelines and all else are planned too."""
+    assert main((flags + "--global-batch-size 8 --micro-batch-size 1 --bf16").split()) == 0
+    out = capsys.readouterr().out
+    assert size in out and "pp2-interleaved" in out
+
+
 def test_assumptions_act(main, capsys):
     def table(flags):
         main((SMALL + "--gpus 8 --top 1 " + flags).split())

@@ -137,6 +137,44 @@ def test_samples_do_not_depend_on_order_or_process(pairs, prose, tokenizer, tmp_
             cached[index]
 
 
+def test_packed_rows_are_the_samples_of_an_epoch(counting, tokenizer):
+    """Each once, whole, in a row with others; padding is little. More rows begin with the same."""
+    documents = counting([[7, 20, 31], [40, 12], [60, 60, 3], [25], [5, 5, 5]] * 8)
+    flags = {"seq_length": 96, "bert_packing": True}
+    rows = build(documents, tokenizer, "none", samples=4, **flags)
+    more = build(documents, tokenizer, "none", samples=2 * len(rows), **flags)
+    assert 4 <= len(rows) < len(more)
+    texts, padding = [], 0
+    for i in range(len(rows)):
+        row = rows[i]
+        assert all(map(np.array_equal, row, more[i]))
+        ids_S, used = row.document_ids_S, int(row.padding_mask_S.sum())
+        padding += 96 - used
+        assert (ids_S[used:] == ids_S[:used].max() + 1).all() and (row.labels_S[used:] == -1).all()
+        whole_S = unmasked(row)
+        for number in range(ids_S[:used].max() + 1):
+            own = ids_S == number
+            text = whole_S[own]
+            assert text[0] == CLS and text[-1] == SEP and CLS not in text[1:]
+            assert 1 <= row.loss_mask_S[own].sum() <= 20
+            texts.append(tuple(text[1:-1]))
+    assert len(texts) == len(set(texts)) and padding < 0.1 * 96 * len(rows)
+    alone = build(documents, tokenizer, "none", samples=len(texts), seq_length=96)
+    first = {tuple(segments_of(alone[i], "none")[0]) for i in range(len(texts))}
+    # Which tokens of a sample that is too long are cut off depends on its number.
+    whole = {text for text in first if len(text) < 94}
+    assert whole and whole == {text for text in texts if len(text) < 94}
+    row = rows[0]
+    words = int(row.padding_mask_S.sum()) - np.isin(unmasked(row), (CLS, SEP)).sum()
+    assert sum(piece.stop - piece.start for piece in rows.origin(0)) == words
+    batch = collate_bert([rows[0], rows[1]])
+    starts = batch.document_ids_BS.diff(dim=1, prepend=torch.tensor([[-1], [-1]])) != 0
+    assert (batch.position_ids_BS == 0).equal(starts)
+    assert ((batch.position_ids_BS.diff(dim=1) == 1) | starts[:, 1:]).all()
+    with pytest.raises(ConfigError, match="--bert-packing .* add --bert-no-binary-head"):
+        build(documents, tokenizer, bert_packing=True)
+
+
 @pytest.mark.parametrize(
     "change", [{"seed": 5}, {"seq_length": 127}, {"short_seq_prob": 0.2}, {"pairs": "none"}]
 )

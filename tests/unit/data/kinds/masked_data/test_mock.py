@@ -21,7 +21,8 @@ def tokenizer(size: int = 99) -> MockTokenizer:
 
 def samples(recipe: type[BertRecipe] | type[T5Recipe], part: int = 0, seed: int = 1) -> list:
     tokens = tokenizer()
-    made = recipe.from_config(MaskedDataConfig(), tokens, LENGTH, seed)
+    length = LENGTH if recipe is BertRecipe else (LENGTH, None)
+    made = recipe.from_config(MaskedDataConfig(), tokens, length, seed)
     found = mock_samples(made, tokens, SAMPLES, part)
     return [found[i] for i in range(SAMPLES)]
 
@@ -82,7 +83,7 @@ def test_a_vocabulary_keeps_its_own_special_tokens():
 
 def test_a_tiny_vocabulary_has_too_few_sentinels():
     with pytest.raises(ConfigError, match="the vocabulary has 4 sentinels"):
-        T5Recipe.from_config(MaskedDataConfig(), tokenizer(15), 512, 1)
+        T5Recipe.from_config(MaskedDataConfig(), tokenizer(15), (512, None), 1)
 
 
 def test_a_long_run_has_the_same_samples_again(monkeypatch):

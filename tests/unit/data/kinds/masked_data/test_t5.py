@@ -16,8 +16,8 @@ PAD, EOS = 0, 4
 SENTINELS = list(range(100, 200))
 
 
-def build(documents, tokenizer, samples=300, seq_length=128, **changes):
-    recipe = T5Recipe.from_config(MaskedDataConfig(**changes), tokenizer, seq_length, seed=1234)
+def build(documents, tokenizer, samples=300, lengths=(128, None), **changes):
+    recipe = T5Recipe.from_config(MaskedDataConfig(**changes), tokenizer, lengths, seed=1234)
     units = range(recipe.units(documents))
     return recipe.build(documents, units, samples, "train", IndexCache(None))
 
@@ -133,7 +133,7 @@ def test_mean_and_longest_span():
 
 
 def test_samples_do_not_depend_on_order_or_process(prose, tokenizer, tmp_path):
-    recipe = T5Recipe.from_config(MaskedDataConfig(), tokenizer, 128, seed=1)
+    recipe = T5Recipe.from_config(MaskedDataConfig(), tokenizer, (128, None), seed=1)
     whole = recipe.build(prose, range(300), 500, "train", IndexCache(None))
     cached = recipe.build(prose, range(300), 200, "train", IndexCache(tmp_path))
     copy = pickle.loads(pickle.dumps(cached))
@@ -171,18 +171,20 @@ def test_text_that_is_not_split_into_sentences(counting, tokenizer):
     [
         ({"mean_noise_span_length": 0.5}, "--mean-noise-span-length 0.5"),
         ({"max_noise_span_length": 2}, "--max-noise-span-length 2 is below"),
-        ({"decoder_seq_length": 2}, "--decoder-seq-length 2 are too short"),
-        ({"encoder_seq_length": 2}, "--encoder-seq-length 2"),
+        ({"lengths": (512, 2)}, "--decoder-seq-length 2 are too short"),
+        ({"lengths": (2, None)}, "--encoder-seq-length 2"),
         ({"mask_prob": 2.0}, "--mask-prob 2.0"),
-        ({"encoder_seq_length": 2000}, "100 sentinels .* --vocab-extra-ids 111"),
+        ({"lengths": (2000, None)}, "100 sentinels .* --vocab-extra-ids 111"),
     ],
 )
 def test_flags_are_checked(changes, message, tokenizer):
+    lengths = changes.get("lengths", (512, None))
+    config = {name: value for name, value in changes.items() if name != "lengths"}
     with pytest.raises(ConfigError, match=message):
-        T5Recipe.from_config(MaskedDataConfig(**changes), tokenizer, 512, 1)
+        T5Recipe.from_config(MaskedDataConfig(**config), tokenizer, lengths, 1)
 
 
 def test_a_short_decoder_shortens_the_encoder(tokenizer, caplog):
-    recipe = T5Recipe.from_config(MaskedDataConfig(decoder_seq_length=50), tokenizer, 512, 1)
+    recipe = T5Recipe.from_config(MaskedDataConfig(), tokenizer, (512, 50), 1)
     assert recipe.rules.max_tokens == 249 and recipe.encoder_length == 512
     assert "--decoder-seq-length 50 is less than the 114" in caplog.text
