@@ -125,7 +125,8 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     # Of the pooler of other tasks, in Google's multilingual models.
     given.unused(
         "directionality", "pooler_fc_size", "pooler_num_attention_heads", "pooler_num_fc_layers",
-        "pooler_size_per_head", "pooler_type", "_second_head", "_token_types",
+        "pooler_size_per_head", "pooler_type", "type_vocab_size", "_second_head",
+        "_token_types",
     )  # fmt: skip
     classes = given.names("architectures") or []
     types = given.whole("type_vocab_size") if given.content.get("_token_types", True) else 0

@@ -121,9 +121,12 @@ def unbroken(pool, tmp_path_factory):
 
 
 def evaluations(save):
+    """Iteration, and losses by name, of each evaluation."""
     rows = [json.loads(line) for line in (save / "metrics.jsonl").read_text().splitlines()]
     return [
-        (row["iteration"], row["loss"]) for row in rows if row["kind"] in ("validation", "test")
+        (row["iteration"], {name: value for name, value in row.items() if "loss" in name})
+        for row in rows
+        if row["kind"] in ("validation", "test")
     ]
 
 
