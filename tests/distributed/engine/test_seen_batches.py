@@ -1,9 +1,11 @@
 """tools/show_batch.py prints what the ranks of a run really get."""
 
 import json
+from importlib import import_module
 
 import numpy as np
 import pytest
+from family_models import FAMILIES, NO_DROPOUT, blocks
 from training_jobs import TINY, train
 
 from megatron.data.indexed import IndexedDatasetWriter
@@ -13,22 +15,20 @@ STEPS = 4
 EOD = 99
 
 
-def tokens_used(argv):
-    """The tokens of every micro batch that the model saw, and the loss mask; for the pool."""
-    from megatron.families import gpt
+def tokens_used(argv, family="gpt", field="tokens_BS"):
+    """The tokens of every micro batch that the model saw; for the pool."""
+    module, tokens = import_module(f"megatron.families.{family}"), []
+    begin = module.begin
 
-    tokens = []
-    begin = gpt.begin
+    def noted(*args):
+        tokens.append(getattr(args[-1], field).tolist())
+        return begin(*args)
 
-    def noted(model, batch):
-        tokens.append(batch.tokens_BS.tolist())
-        return begin(model, batch)
-
-    gpt.begin = noted
+    module.begin = noted
     try:
         train(argv)
     finally:
-        gpt.begin = begin
+        module.begin = begin
     return tokens
 
 
@@ -70,6 +70,20 @@ def test_what_is_shown_is_what_the_model_gets(pool, data, capsys, processes, lay
     for sample in shown:
         assert sum(p["stop"] - p["start"] for p in sample["pieces"]) == len(sample["tokens"]) + 1
         assert {p["source"] for p in sample["pieces"]} <= set(data)
+
+
+@pytest.mark.parametrize(("family", "field"), [("bert", "tokens_BS"), ("t5", "decoder_tokens_BD")])
+def test_other_families(pool, capsys, family, field):
+    flags = [*FAMILIES[family], *f"--global-batch-size 8 --train-iters {STEPS}".split()]
+    flags += [*blocks(family, 2), *NO_DROPOUT]
+    used = pool.run(2, tokens_used, flags, family, field)
+    for rank in range(2):
+        shown = []
+        for iteration in range(1, STEPS + 1):
+            which = f"--iteration {iteration} --world-size 2 --rank {rank} --json"
+            main([*which.split(), *flags])
+            shown += [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+        assert [s["tokens"] for s in shown] == [s for batch in used[rank] for s in batch]
 
 
 def test_text_for_people(data, capsys):

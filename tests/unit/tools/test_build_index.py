@@ -122,3 +122,26 @@ def test_jobs_in_processes(tmp_path: Path) -> None:
         in_processes(jobs, 2)
     with pytest.raises(OSError, match="was killed.*fewer --workers"):
         in_processes([lambda: os.kill(os.getpid(), signal.SIGKILL), lambda: None], 2)
+
+
+@pytest.mark.parametrize("family", ["bert", "t5"])
+def test_other_families(family: str, tmp_path: Path, capsys) -> None:
+    """Of sentences, for the family of the run's model."""
+    words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"word{n}" for n in range(60))]
+    (tmp_path / "vocab.txt").write_text("\n".join(words) + "\n")
+    rng = np.random.default_rng(1)
+    lengths = rng.integers(2, 9, 120)
+    with IndexedDatasetWriter(tmp_path / "sentences", "int32") as writer:
+        writer.add_documents(rng.integers(5, 65, size=lengths.sum()), lengths, [4] * 30)
+    flags = [
+        *FLAGS[:-4],
+        *("--model-family", family, "--data-path", str(tmp_path / "sentences")),
+        *("--vocab-file", str(tmp_path / "vocab.txt"), "--vocab-extra-ids", "20"),
+        *("--split", "80,10,10"),
+    ]
+    ahead, alone = (["--data-cache-path", str(tmp_path / name)] for name in ("ahead", "alone"))
+    build_index.main(["--workers", "1", *flags, *ahead])
+    assert "train: 96 samples" in capsys.readouterr().out
+    run_data(parse_run(None, [*flags, *alone]))
+    assert entries(tmp_path / "ahead") == entries(tmp_path / "alone")
+    assert all(name.startswith(family) for name in entries(tmp_path / "ahead") if "train" in name)
