@@ -113,11 +113,11 @@ class Tokenizer(ABC):
         """Ids of each text; the fast way for many."""
         return [self._encode(text) for text in texts]
 
-    def tokenize_sentences(self, sentences: Sequence[str]) -> list[TokenIds]:
+    def tokenize_sentences(self, texts: Sequence[str]) -> list[TokenIds]:
         """Ids of sentences, several of which make a sample: as `tokenize_batch`, without the tokens
         that BERT's and T5's files in Hugging Face's form put around a text, because the samples
         have their own."""
-        return self.tokenize_batch(sentences)
+        return self.tokenize_batch(texts)
 
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:

@@ -79,8 +79,8 @@ class HFTokenizer(Tokenizer):
         """Ids of each text; fast tokenizers use all cores unless TOKENIZERS_PARALLELISM=false."""
         return [np.array(ids, np.int32) for ids in self._ids(texts)]
 
-    def tokenize_sentences(self, sentences: Sequence[str]) -> list[TokenIds]:
-        return [np.array(ids, np.int32) for ids in self._ids(sentences, template=False)]
+    def tokenize_sentences(self, texts: Sequence[str]) -> list[TokenIds]:
+        return [np.array(ids, np.int32) for ids in self._ids(texts, template=False)]
 
     def detokenize(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)

@@ -151,9 +151,9 @@ def test_export_with_wordpiece(start, trained, wordpiece, tmp_path):
     assert found["input_ids"][1].tolist()[:4] == [
         *wordpiece.tokenize("the dog"), wordpiece.eos, wordpiece.pad,
     ]  # fmt: skip
-    assert tokenizer.convert_tokens_to_ids(["<extra_id_0>", "<extra_id_4>"]) == [
-        wordpiece.sentinels[0], wordpiece.sentinels[4],
-    ]  # fmt: skip
+    # After the vocabulary's own, as Megatron has them.
+    names = ["[BOS]", "[EOS]", "<extra_id_0>", "<extra_id_4>"]
+    assert tokenizer.convert_tokens_to_ids(names) == [len(WORDS) + n for n in (0, 1, 2, 6)]
     model = T5ForConditionalGeneration.from_pretrained(folder)
     first = {"pad": wordpiece.pad, "bos": wordpiece.bos}[start]
     config = model.config
