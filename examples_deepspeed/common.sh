@@ -3,14 +3,15 @@
 #
 #     source "$(dirname "$0")/common.sh"
 #     pretrain NAME --flag value ... "$@"        trains; everything goes to $RUNS/NAME
-#     megatron_lm --flag value ... "$@"          as Megatron-LM's scripts of 2023 do
+#     megatron_lm PROGRAM --flag value ... "$@"  as Megatron-LM's scripts of 2023 do
 #     oneflow_gpt NAME --flag value ... "$@"     as OneFlow GPT's scripts do
 #
 # Settings, from the environment:
 #
 #     DATA_PATH    prefix of the .bin/.idx pair, or "WEIGHT PREFIX WEIGHT PREFIX ..."
-#     VOCAB_FILE, MERGE_FILE    a GPT-2 vocabulary (vocab.json, merges.txt), or
-#     TOKENIZER    the folder of a Hugging Face tokenizer, which comes first
+#     VOCAB_FILE, MERGE_FILE    a GPT-2 vocabulary (vocab.json, merges.txt); BERT and T5 have
+#                  VOCAB_FILE alone (vocab.txt)
+#     TOKENIZER    the folder of a Hugging Face tokenizer, which comes before those two
 #     RUNS         folder of all runs (default: runs)
 #     CHECKPOINT_PATH    Megatron-LM's scripts: folder of the checkpoints
 #     ONEFLOW_GPT_NODE_IPS, ONEFLOW_GPT_DATASET    OneFlow GPT's: the nodes; as DATA_PATH
@@ -35,6 +36,11 @@ declare -A MODEL=(
     [gpt2-1.5b]="$GPT2 --num-layers 48 --hidden-size 1600 --num-attention-heads 25"
     [gpt3-175b]="--max-position-embeddings 2048 --seq-length 2048 --num-layers 96
         --hidden-size 12288 --num-attention-heads 96 --init-method-std 0.006"
+    [bert-345m]="--num-layers 24 --hidden-size 1024 --num-attention-heads 16 --seq-length 512
+        --max-position-embeddings 512"
+    [t5-220m]="--num-layers 12 --hidden-size 768 --num-attention-heads 12 --kv-channels 64
+        --ffn-hidden-size 3072 --encoder-seq-length 512 --decoder-seq-length 128
+        --max-position-embeddings 512"
     [llama-1b]="$LLAMA --num-layers 22 --hidden-size 2048 --ffn-hidden-size 5632
         --num-attention-heads 32 --num-query-groups 4 --seq-length 2048"
     [llama-8b]="$LLAMA --num-layers 32 --hidden-size 4096 --ffn-hidden-size 14336
@@ -51,15 +57,21 @@ tokenizer() {
         FLAGS+=(--tokenizer-type HFTokenizer --tokenizer-model "$TOKENIZER")
     elif [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]]; then
         FLAGS+=(--tokenizer-type GPT2BPETokenizer)
-        vocabulary
+        vocabulary pretrain_gpt.py
     else
         fail "set TOKENIZER, or VOCAB_FILE and MERGE_FILE"
     fi
 }
 
+# The files of the program's usual tokenizer.
 vocabulary() {
-    [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] || fail "set VOCAB_FILE and MERGE_FILE"
-    FLAGS+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+    if [[ $1 == pretrain_gpt.py ]]; then
+        [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] || fail "set VOCAB_FILE and MERGE_FILE"
+        FLAGS+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
+    else
+        [[ -n ${VOCAB_FILE:-} ]] || fail "set VOCAB_FILE to BERT's vocab.txt"
+        FLAGS+=(--vocab-file "$VOCAB_FILE")
+    fi
 }
 
 data() {
@@ -86,10 +98,11 @@ launcher() {
     esac
 }
 
+# start PROGRAM --flag value ...
 start() {
     local LAUNCH=()
     launcher
-    run "${LAUNCH[@]}" pretrain_gpt.py "$@"
+    run "${LAUNCH[@]}" "$@"
 }
 
 run() {
@@ -106,29 +119,46 @@ pretrain() {
     local folder=${RUNS:-runs}/$1 FLAGS=()
     data
     tokenizer
-    start "${FLAGS[@]}" --save "$folder" --load "$folder" --save-interval 1000 \
+    start pretrain_gpt.py "${FLAGS[@]}" --save "$folder" --load "$folder" --save-interval 1000 \
         --tensorboard-dir "$folder/tensorboard" --log-interval 10 --eval-interval 1000 \
         --eval-iters 20 "${@:2}"
 }
 
 # Megatron-LM's scripts name no type of tokenizer and start torchrun.
 megatron_lm() {
-    local FLAGS=() LAUNCHER=${LAUNCHER:-torchrun}
+    local FLAGS=() LAUNCHER=${LAUNCHER:-torchrun} program=$1
     [[ -n ${CHECKPOINT_PATH:-} ]] || fail "set CHECKPOINT_PATH to the folder of the checkpoints"
     data
-    vocabulary
-    start "${FLAGS[@]}" --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \
-        --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --fp16 "$@"
+    vocabulary "$program"
+    start "$program" "${FLAGS[@]}" --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \
+        --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --fp16 "${@:2}"
 }
 
-# The 345M model of those scripts, of GPUS processes (the first argument is how many they have).
-megatron_lm_345m() {
-    local GPUS=${GPUS:-$1}
+# What those of GPT, BERT and T5 share; of GPUS processes (the second argument is how many they have).
+megatron_lm_2023() {
+    local GPUS=${GPUS:-$2}
+    megatron_lm "$1" --data-impl mmap --split 949,50,1 --lr-warmup-fraction .01 \
+        --weight-decay 1e-2 --clip-grad 1.0 --log-interval 100 --save-interval 10000 \
+        --eval-interval 1000 --eval-iters 10 "${@:3}"
+}
+
+megatron_lm_gpt() {
     # shellcheck disable=SC2086
-    megatron_lm ${MODEL[gpt2-345m]} --data-impl mmap --split 949,50,1 --train-iters 500000 \
-        --lr 0.00015 --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 \
-        --lr-warmup-fraction .01 --weight-decay 1e-2 --clip-grad 1.0 --log-interval 100 \
-        --save-interval 10000 --eval-interval 1000 --eval-iters 10 "${@:2}"
+    megatron_lm_2023 pretrain_gpt.py "$1" ${MODEL[gpt2-345m]} --train-iters 500000 --lr 0.00015 \
+        --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 "${@:2}"
+}
+
+megatron_lm_bert() {
+    # shellcheck disable=SC2086
+    megatron_lm_2023 pretrain_bert.py "$1" ${MODEL[bert-345m]} --lr 0.0001 --min-lr 0.00001 \
+        --lr-decay-style linear --lr-decay-iters 990000 "${@:2}"
+}
+
+megatron_lm_t5() {
+    # shellcheck disable=SC2086
+    megatron_lm_2023 pretrain_t5.py "$1" ${MODEL[t5-220m]} --train-iters 1000000 --lr 0.0001 \
+        --min-lr 0.00001 --lr-decay-style linear --lr-decay-iters 1000000 --vocab-extra-ids 100 \
+        "${@:2}"
 }
 
 # OneFlow GPT's scripts: one command starts all processes of a node, and no tokenizer is needed.
@@ -141,7 +171,7 @@ oneflow_gpt() {
         [[ -n ${ONEFLOW_GPT_NODE_IPS:-} ]] || fail "set ONEFLOW_GPT_NODE_IPS to $nodes addresses"
         set -- --node-ips "$ONEFLOW_GPT_NODE_IPS" "$@"
     fi
-    start --dataset "$dataset" --split 949,50,1 --vocab-size 50257 --save "$folder" \
+    start pretrain_gpt.py --dataset "$dataset" --split 949,50,1 --vocab-size 50257 --save "$folder" \
         --load "$folder" --train-iters 500000 --optimizer adamw --learning-rate 0.00015 \
         --min-lr 1.0e-5 --lr-decay-style cosine --lr-decay-iters 320000 \
         --lr-warmup-fraction 0.01 --weight-decay 1e-2 --clip-grad 1.0 --log-interval 100 \

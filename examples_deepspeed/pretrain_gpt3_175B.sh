@@ -18,7 +18,7 @@ fi
 source "$(dirname "$0")/common.sh"
 
 # shellcheck disable=SC2086
-megatron_lm ${MODEL[gpt3-175b]} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 \
+megatron_lm pretrain_gpt.py ${MODEL[gpt3-175b]} --tensor-model-parallel-size 8 --pipeline-model-parallel-size 16 \
     --split 98,2,0 --micro-batch-size 1 --global-batch-size 1536 \
     --rampup-batch-size 16 16 5859375 --train-samples 146484375 --lr-decay-samples 126953125 \
     --lr-warmup-samples 183105 --lr 6.0e-5 --min-lr 6.0e-6 --lr-decay-style cosine \

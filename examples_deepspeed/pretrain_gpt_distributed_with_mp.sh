@@ -3,5 +3,5 @@
 # pipeline of 2 stages, data parallel over 2.
 source "$(dirname "$0")/common.sh"
 
-megatron_lm_345m 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
+megatron_lm_gpt 8 --tensor-model-parallel-size 2 --pipeline-model-parallel-size 2 \
     --sequence-parallel --micro-batch-size 4 --global-batch-size 16 "$@"

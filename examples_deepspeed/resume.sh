@@ -14,5 +14,5 @@ folder=$1
 shift
 FLAGS=()
 data
-start "${FLAGS[@]}" --use-checkpoint-args --load "$folder" --save "$folder" --save-interval 1000 \
+start pretrain_gpt.py "${FLAGS[@]}" --use-checkpoint-args --load "$folder" --save "$folder" --save-interval 1000 \
     --tensorboard-dir "$folder/tensorboard" --log-interval 10 --eval-iters 20 "$@"

@@ -14,8 +14,10 @@ from gpu_suite.shapes import SHAPES, step_flops
 
 MACHINE, TESTS, CEILINGS = "machine", "tests", "ceilings"
 MAIN, LLMQ, ABLATIONS, PEERS = "main", "llmq", "ablations", "peers"
-LARGE, LENGTHS, SMALL = "large", "lengths", "small"
-GROUPS = (MACHINE, TESTS, CEILINGS, MAIN, LLMQ, ABLATIONS, PEERS, LARGE, LENGTHS, SMALL)
+LARGE, LENGTHS, SMALL, FAMILIES = "large", "lengths", "small", "families"
+GROUPS = (
+    MACHINE, TESTS, CEILINGS, MAIN, LLMQ, ABLATIONS, PEERS, LARGE, LENGTHS, SMALL, FAMILIES
+)  # fmt: skip
 
 BASE = "ours-zero1+torch-compile"
 FP8 = "+fp8-format=hybrid"
@@ -205,6 +207,10 @@ def full() -> Iterator[Cell]:
         yield from _both(SMALL, shape)
     graphs = f"{BASE}+torch-compile-mode=reduce-overhead"
     yield Cell(SMALL, "124M", "bf16, CUDA graphs", graphs)
+    for shape in ("BERT-345M", "T5-220M", "T5-770M"):
+        yield Cell(FAMILIES, shape, "bf16", BASE, trace=True)
+        for variant, contestant in PEER_NAMES.items():
+            yield Cell(FAMILIES, shape, variant, contestant)
 
 
 def tiny() -> Iterator[Cell]:
@@ -223,6 +229,11 @@ def tiny() -> Iterator[Cell]:
     yield Cell(PEERS, "tiny", "plain PyTorch", "plain")
     yield Cell(PEERS, "tiny", "transformers + DeepSpeed", "hf-deepspeed")
     yield Cell(LENGTHS, "tiny", "bf16", base, seq_length=64)
+    for shape in ("tiny-bert", "tiny-t5"):
+        yield Cell(FAMILIES, shape, "bf16", base)
+        yield Cell(FAMILIES, shape, "matrix products alone", "matmuls")
+        yield Cell(FAMILIES, shape, "plain PyTorch", "plain")
+        yield Cell(FAMILIES, shape, "transformers + DeepSpeed", "hf-deepspeed")
 
 
 SCALES = {"full": full, "tiny": tiny}

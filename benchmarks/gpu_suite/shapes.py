@@ -1,4 +1,5 @@
-"""The shapes that are measured: this project's own, and those of LLMQ's published benchmarks.
+"""The shapes that are measured: this project's own, those of LLMQ's published benchmarks, and
+Megatron's BERT and T5.
 
 LLMQ (https://github.com/IST-DASLab/llmq, benchmarks/H100x1.md) trains Qwen2.5 at sequence 1024 with
 524,288 tokens in a step. Only rows of these shapes may be set beside its figures. The shapes from
@@ -38,9 +39,12 @@ class Shape(shapes.Shape):
 
     Attributes:
         steps: how many are made; a step of LLMQ's shapes takes 9 to 40 s.
+        decoder_length: tokens of a sample in the decoder of a t5; the other tokens are its
+            encoder's.
     """
 
     steps: Steps
+    decoder_length: int = 0
 
     def setting(self, seq_length: int | None = None, micro_tokens: int | None = None) -> Setting:
         """What the contestants train, at another length or micro batch if one is given."""
@@ -62,6 +66,7 @@ class Shape(shapes.Shape):
             warmup=self.steps.warmup,
             steps=self.steps.each,
             tied=self.tied,
+            decoder_length=self.decoder_length,
         )
 
 
@@ -79,7 +84,7 @@ def recomputed_flops(setting: Setting, recompute: str | None) -> float:
 
 
 def products(setting: Setting) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each linear layer of a block, and of the head."""
+    """(inputs, outputs) of each linear layer of a block without cross-attention, and of the head."""
     mixed = setting.hidden_size
     kv = setting.kv_heads * (setting.hidden_size // setting.heads)
     inner = setting.ffn_hidden_size
@@ -108,6 +113,14 @@ _STEPS = {
     "Qwen2.5-7B": Steps(1, 2, 1),
 }
 
+_BERT: dict[str, Any] = {"architecture": "bert", "seq_length": 512, "vocabulary": 30_592}
+_T5: dict[str, Any] = {
+    "architecture": "t5",
+    "seq_length": 512,
+    "decoder_length": 128,
+    "vocabulary": 32_128,
+}
+
 SHAPES = {
     shape.name: shape
     for shape in (
@@ -120,10 +133,32 @@ SHAPES = {
             name="350M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
             micro_tokens=16_384, steps=Steps(5, 3, 10), **_GPT2,
         ),
+        Shape(
+            name="BERT-345M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
+            micro_tokens=16_384, step_tokens=65_536, steps=Steps(5, 3, 10), **_BERT,
+        ),
+        Shape(
+            name="T5-220M", layers=12, hidden=768, heads=12, kv_heads=12, ffn=3072,
+            micro_tokens=16_384, step_tokens=65_536, steps=Steps(5, 3, 10), **_T5,
+        ),
+        Shape(
+            name="T5-770M", layers=24, hidden=1024, heads=16, kv_heads=16, ffn=4096,
+            micro_tokens=8192, step_tokens=65_536, steps=Steps(4, 3, 5), **_T5,
+        ),
         # For a trial on a CPU.
         Shape(
             name="tiny", architecture="llama", layers=2, hidden=64, heads=2, kv_heads=1, ffn=128,
             vocabulary=512, seq_length=32, micro_tokens=128, step_tokens=256, steps=Steps(2, 2, 2),
+        ),
+        Shape(
+            name="tiny-bert", architecture="bert", layers=1, hidden=64, heads=2, kv_heads=2,
+            ffn=128, vocabulary=512, seq_length=32, micro_tokens=128, step_tokens=256,
+            steps=Steps(1, 2, 1),
+        ),
+        Shape(
+            name="tiny-t5", architecture="t5", layers=1, hidden=64, heads=2, kv_heads=2,
+            ffn=128, vocabulary=512, seq_length=32, decoder_length=16, micro_tokens=128,
+            step_tokens=256, steps=Steps(1, 2, 1),
         ),
         Shape(
             name="tiny-qwen", architecture="qwen2", layers=1, hidden=64, heads=2, kv_heads=1,

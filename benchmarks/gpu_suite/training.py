@@ -62,7 +62,7 @@ def predicted(entrant: Contestant, setting: Setting) -> Memory:
     ValueError if its flags are wrong, and SystemExit if one is unknown."""
     from megatron.training.run import parse_run
 
-    run = parse_run(None, flags_of(setting, entrant.stage, entrant.flags))
+    run = parse_run(None, flags_of(setting, entrant.stage, entrant.flags), setting.family)
     layout = dataclasses.replace(
         run.config.layout(run.content), micro_batches=(setting.micro_batches,)
     )
@@ -143,7 +143,7 @@ def command(cell: Cell, entrant: Contestant, setting: Setting) -> str:
     """What a user would type for the same training, or, of a peer, for the same measurement."""
     if is_ours(cell.contestant):
         flags = flags_of(setting, entrant.stage, entrant.flags)
-        return f"pretrain_gpt.py {shlex.join(flags)}"
+        return f"pretrain_{setting.family}.py {shlex.join(flags)}"
     return f"python benchmarks/gpu.py --cells {cell.name}"
 
 

@@ -59,7 +59,7 @@ train() {
     data
     vocabulary
     # shellcheck disable=SC2086
-    start $shape --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" \
+    start pretrain_gpt.py $shape --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" \
         --micro-batch-size $((batch / processes)) --global-batch-size "$batch" \
         --deepspeed --deepspeed_config "deepspeed_configs/ds_zero$ZERO_STAGE.json" "${FLAGS[@]}" \
         --checkpoint-format deepspeed --save "$save" --save-interval 100 --exit-interval 200 \

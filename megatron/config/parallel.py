@@ -248,6 +248,8 @@ def _replicas(
     )
     if flags.sequence_parallel:
         resolver.check_divides(tensor, "seq_length")
+        if model.decoder_seq_length is not None:
+            resolver.check_divides(tensor, "decoder_seq_length")
     how = "processes / (tensor x pipeline)"
     return resolver.put("data_parallel_size", world_size // model_parallel, how)
 

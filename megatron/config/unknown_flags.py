@@ -38,8 +38,6 @@ REFUSED = {
     "--mtp-*": "there is no multi-token prediction",
     "--heterogeneous-* --spec": "all blocks are alike; a new one is a family in megatron/families",
     "--mup-* --use-mup": "there is no muP; choose --lr and --init-method-std for the size",
-    "--encoder-num-layers": "for a GPT, give --num-layers",
-    "--decoder-num-layers": "a GPT has one stack of blocks, of --num-layers",
     "--quick-geglu --glu-linear-offset --activation-func-clamp-value": (
         "the activations are gelu, --relu, --squared-relu, --swiglu and --glu-activation geglu"
     ),
@@ -53,9 +51,7 @@ REFUSED = {
     "--yarn-* --no-yarn-* --rope-type": (
         'use --rope-scaling \'{"rope_type": "yarn", "factor": N}\' (all its parameters are keys)'
     ),
-    "--relative-attention-* --mrope-section --no-rope-freq": (
-        "positions are those of --position-embedding-type"
-    ),
+    "--mrope-section --no-rope-freq": "positions are those of --position-embedding-type",
     "--window-size": "use --sliding-window N+1 for a window of N tokens before each token",
     "--init-method-xavier-uniform --embedding-init-method-std": (
         "all weights start from the normal distribution of --init-method-std"
@@ -99,7 +95,6 @@ REFUSED = {
     "--decoder-last-pipeline-num-layers --pipeline-model-parallel-layout --mtp-standalone": (
         "--pipeline-partition gives the number of blocks of each stage"
     ),
-    "--pipeline-model-parallel-split-rank": "a GPT has no encoder to split off; leave it out",
     "--pipeline-model-parallel-comm-backend": "--distributed-backend is that of all collectives",
     "--use-tp-pp-dp-mapping": "the order of the ranks is fixed: pipeline, data, tensor",
     "--fake-process-group": "tools/plan.py predicts a layout without its processes",
@@ -230,7 +225,7 @@ REFUSED = {
     "--nccl-all-reduce-for-prefill --mlp-chunks-for-prefill": (
         "tools/generate.py generates text, with flags of its own"
     ),
-    "--output-bert-embeddings --bert-embedder-type": "there are no embeddings by a BERT",
+    "--output-bert-embeddings --bert-embedder-type": "no program writes a BERT's embeddings",
     "--rl-* --no-rl-* --grpo-* --langrl-* --perform-rl-step --refit-method": (
         "there is no reinforcement learning; --sft trains on instructions"
     ),

@@ -101,8 +101,9 @@ def truncated(batch: Any, seq_length: int) -> Any:
     """The first tokens of every sample; ValueError if the samples cannot be cut."""
     if not hasattr(batch, "shortened"):
         raise ValueError(
-            f"a curriculum of sequence lengths cuts samples of GPTs; a {type(batch).__name__} is "
-            "made of parts that belong together: remove curriculum_learning or seqlen_truncate"
+            "a curriculum of sequence lengths cuts samples of GPTs and BERTs; a "
+            f"{type(batch).__name__} is made of parts that belong together: remove "
+            "curriculum_learning or seqlen_truncate"
         )
     return batch.shortened(seq_length)
 
@@ -136,6 +137,12 @@ class DataKind:
     ) -> SampleDataset[Any]:
         """The training samples in the order in which a run may consume `num_samples` of them."""
         return train
+
+    def collator(
+        self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
+    ) -> Callable[[Sequence[Any]], Any]:
+        """The function that makes a batch of samples, made from the family's `collate`."""
+        return collate
 
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
         """The length of the samples of each step, if it is not always ``--seq-length``; ``samples``
@@ -212,7 +219,10 @@ class DataPipeline(ABC):
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes
     ) -> TrainingData:
         """Datasets and collator; see :meth:`datasets`."""
-        return TrainingData(self.datasets(sample_counts, batch_sizes), self.collator())
+        collate = self.collator()
+        for kind in self.acting:
+            collate = kind.collator(self, collate)
+        return TrainingData(self.datasets(sample_counts, batch_sizes), collate)
 
     def datasets(
         self, sample_counts: tuple[int, int, int], batch_sizes: BatchSizes = list

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import groupby
 
@@ -13,11 +13,16 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.bert import BertRecipe
-from megatron.data.kinds.masked_data.masked_batch import BertBatch, BertSample, collate_bert
+from megatron.data.kinds.masked_data.masked_batch import (
+    BertBatch,
+    BertSample,
+    collate_bert,
+    positions_of,
+)
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
-from megatron.families.family import Family
+from megatron.families.family import OF_STREAMS, Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
@@ -106,6 +111,9 @@ class BertData(DataPipeline):
 class BERT(Family):
     name = "bert"
     head_states = 3
+    unused = OF_STREAMS | {
+        *("mean_noise_span_length", "max_noise_span_length", "decoder_start_token"),
+    }
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)
@@ -117,15 +125,16 @@ class BERT(Family):
             attention="full",
         )
 
-    def shape(self, model: ModelConfig) -> TransformerShape:
-        """See `Family.shape`; the share of predicted tokens is that of --mask-prob by default."""
-        size, predictions = model.hidden_size, round(model.seq_length * MaskedDataConfig.mask_prob)
-        other = 2.0 * size * size * predictions
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        masked = MaskedDataConfig() if run is None else run.kind(MaskedDataConfig)
+        chosen = round(masked.mask_prob * model.seq_length)
+        chosen = min(chosen, masked.max_predictions(model.seq_length))
+        predictions, width = positions_of(chosen, model.seq_length), model.hidden_size
+        other = 2.0 * predictions * width**2
         if model.bert_binary_head:
-            other += 2.0 * size * (size + 2)
-        return dataclasses.replace(
-            TransformerShape.of(model), sees_later=True, predictions=predictions, other=other
-        )
+            other += 2.0 * width**2 + 4.0 * width
+        shape = TransformerShape.of(model)
+        return replace(shape, sees_later=True, predictions=predictions, other=other)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:
         return BertData(config, tokenizer)

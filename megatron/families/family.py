@@ -24,6 +24,10 @@ class BlockLengths(NamedTuple):
     other: int = 0
 
 
+OF_STREAMS = frozenset({"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"})
+"""Fields of flags that only samples cut from a stream of documents depend on."""
+
+
 class Family(ABC):
     """Everything that differs between families; the rest of the project names none of them."""
 
@@ -33,6 +37,9 @@ class Family(ABC):
     """Whether its models generate text, token by token."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
+    unused: ClassVar[frozenset[str]] = frozenset()
+    """Fields of flags that its models and samples do not depend on, though those of other families
+    do; a run refuses them."""
 
     def complete(self, settings: Settings) -> Settings:
         """The settings of a run with what they leave to the family."""
@@ -50,8 +57,9 @@ class Family(ABC):
         """The samples and batches of a run. Raises ValueError if flags contradict each other or the
         tokenizer."""
 
-    def shape(self, model: ModelConfig) -> TransformerShape:
-        """The numbers that the model FLOPs of a sample depend on."""
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        """The numbers that the model FLOPs of a sample depend on; without a run, whose data may
+        decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
 
     def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:

@@ -17,7 +17,7 @@ from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
-from megatron.families.family import BlockLengths, Family
+from megatron.families.family import OF_STREAMS, BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerState
@@ -94,6 +94,11 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
+    unused = OF_STREAMS | {
+        *("bert_binary_head", "num_tokentypes", "bert_pair_task", "whole_word_masking"),
+        *("max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams", "favor_longer_ngram"),
+        "bert_packing",
+    }
 
     def complete(self, settings: Settings) -> Settings:
         found = {"encoder_decoder": Setting(True, f"family {self.name}")}
@@ -108,9 +113,9 @@ class T5(Family):
         layers = partial(t5_layers, model, parallel)
         return ModelSpec(layers, begin, partial(travels, model))
 
-    def shape(self, model: ModelConfig) -> TransformerShape:
+    def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
         assert model.decoder_num_layers is not None and model.decoder_seq_length is not None
-        encoder = super().shape(model)
+        encoder = super().shape(model, run)
         decoder = dataclasses.replace(
             encoder,
             num_layers=model.decoder_num_layers,

@@ -138,7 +138,10 @@ class TransformerShape:
     def _keys(self, causal: bool) -> float:
         """Keys that a query attends to, averaged over the sequence and summed over the blocks."""
         length = self.seq_length
-        seen = [min(w or length, length) for w in self.windows or (None,) * self.num_layers]
+        widths = self.windows or (None,) * self.num_layers
+        if self.sees_later:  # a window has as many later keys as earlier ones
+            widths = tuple(w and w // 2 * 2 + 1 for w in widths)
+        seen = [min(w or length, length) for w in widths]
         # The first queries of a causal window have fewer keys before them.
         halved = causal and not self.sees_later
         return sum(w - w**2 / (2 * length) if halved else w for w in seen)

@@ -31,6 +31,10 @@ SPECIAL_TOKENS = {
     "pad": "[PAD]", "unk": UNKNOWN, "cls": "[CLS]", "sep": "[SEP]", "mask": "[MASK]",
 }  # fmt: skip
 _BOS, _EOS = "[BOS]", "[EOS]"
+_MISSING = (
+    "; it must list [PAD], [CLS], [SEP] and [MASK], as BERT's vocab.txt does and "
+    "tools/train_tokenizer.py writes them; [BOS] and [EOS] come with --vocab-extra-ids"
+)
 _BOUNDARIES = str.maketrans("\t\n\r", "   ")
 _ASCII_WORDS = re.compile(r"[A-Za-z0-9]+|[^A-Za-z0-9]")
 _MOST_PARTS, _LONGEST_PART = 1 << 17, 64
@@ -60,7 +64,7 @@ class WordPieceTokenizer(Tokenizer):
         for token in (_BOS, _EOS, *sentinel_names(extra_ids)) if extra_ids else ():
             vocab.setdefault(token, len(vocab))
         self._vocab, self._token_of_id = vocab, list(vocab)
-        super().__init__(source, len(vocab), _special_ids(vocab))
+        super().__init__(source, len(vocab), _special_ids(vocab), _MISSING)
         self._encoding = _encoding(vocab, lower_case)
         self._cached = _CachedWordPiece(self._encoding, vocab, lower_case)
 

@@ -69,7 +69,7 @@ class Reporter(Callback):
         self.log_interval = config.logging.log_interval
         self.meter: IntervalMeter | None = None
         self.main = mesh.world.rank == 0
-        self.shape = family_of(config.model.family).shape(config.model)
+        self.shape = family_of(config.model.family).shape(config.model, config)
         self.flops_per_token = self.shape.flops_per_token(causal=True)
         self.recompute, self.recomputed_blocks = _recomputed(config.parallel)
         self.peak = _peak(config, device)

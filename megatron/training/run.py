@@ -38,7 +38,7 @@ from megatron.engine.deepspeed_json import Json, read_json
 from megatron.engine.environment import training_device
 from megatron.engine.saving import hold_folder
 from megatron.engine.train_engine import TrainEngine
-from megatron.families import family_of, spec_of
+from megatron.families import Family, family_of, spec_of
 from megatron.parallel.mesh import Mesh
 from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabulary_rows
 from megatron.training import resume
@@ -101,8 +101,9 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
     settings = resume.with_checkpoint(with_corpora(settings))
-    family = samples or _family(settings)
-    settings = _with_tokenizer_type(family_of(family).complete(settings), family)
+    family = family_of(samples or _family(settings))
+    _refuse_unused(settings, family)
+    settings = _with_tokenizer_type(family.complete(settings), family)
     resolved = resolve(settings, processes)
     named = resolved.config.tokenizer
     tokenizer = build_tokenizer(named, training_texts(resolved.config))
@@ -123,12 +124,22 @@ def _family(settings: Settings) -> str:
     return settings["family"].value if "family" in settings else ModelConfig.family
 
 
-def _with_tokenizer_type(settings: Settings, family: str) -> Settings:
+def _refuse_unused(settings: Settings, family: Family) -> None:
+    """Raises ConfigError for a flag of other families' models or samples."""
+    for name, setting in settings.items():
+        if name in family.unused and setting.origin.startswith("flag "):
+            flag = setting.origin.removeprefix("flag ")
+            raise ConfigError(
+                f"{flag} would change nothing: no model of the family {family.name} depends on it; "
+                "leave it out"
+            )
+
+
+def _with_tokenizer_type(settings: Settings, family: Family) -> Settings:
     """Adds the tokenizer's type where the other flags imply it."""
     if "tokenizer_type" in settings:
         return settings
-    usual = family_of(family).tokenizer_type
-    implied = implied_type(build(TokenizerConfig, settings), usual)
+    implied = implied_type(build(TokenizerConfig, settings), family.tokenizer_type)
     if implied is None:
         return settings
     value, reason = implied

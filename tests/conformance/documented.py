@@ -220,5 +220,5 @@ def training_flags(text: str) -> list[str] | None:
     return words[places[0] + 1 :] if places else None
 
 
-TRAINING = re.compile(r"(^|/)pretrain_gpt2?\.py$|^oneflow_gpt\.training$")
-"""The programs that train a GPT, as a word of a command."""
+TRAINING = re.compile(r"(^|/)pretrain_(gpt2?|bert|t5)\.py$|^oneflow_gpt\.training$")
+"""The programs that train, as a word of a command."""

@@ -15,6 +15,7 @@ from running import Failed, Runner, check, numbers, training_script
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
+from megatron.families import family_of
 
 ALL = list(all_cases())
 READY = [case for case in ALL if not case.to_come]
@@ -66,6 +67,8 @@ def test_full_size(case, tmp_path):
         runner = Runner(tmp_path, tmp_path)
         text = runner.printed(case, runner.dry_folder(case))
     settings = FlagParser(*FLAG_CLASSES).settings(training_flags(text))
+    trained = re.search(r"pretrain_(bert|t5)\.py", text)
+    settings = family_of(trained[1] if trained else "gpt").complete(settings)
     path = settings["deepspeed_config"].value if "deepspeed_config" in settings else ""
     content = read_json(path) if path else {}
     processes = case.processes or 1

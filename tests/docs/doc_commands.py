@@ -28,11 +28,19 @@ RUN = (
 )
 """Flags of a run that is over in a second."""
 
+RUN_OF_T5 = RUN.replace(
+    "--seq-length 32",
+    "--encoder-seq-length 32 --decoder-seq-length 32 --kv-channels 8 --ffn-hidden-size 64",
+)
+"""The same for a T5, which has two lengths."""
+
 MODEL = "--num-layers --hidden-size --num-attention-heads --seq-length".split()
 """Of these flags, those that a checkpoint says with --use-checkpoint-args."""
 
 SMALLER = {
     "pretrain_gpt.py": RUN,
+    "pretrain_bert.py": RUN,
+    "pretrain_t5.py": RUN_OF_T5,
     "tools/profile_step.py": RUN,
     "tools/build_index.py": f"{RUN} --workers 1",
     "tools/show_batch.py": RUN,
@@ -50,6 +58,8 @@ LINKS = (
     "scripts",
     "benchmarks",
     "pretrain_gpt.py",
+    "pretrain_bert.py",
+    "pretrain_t5.py",
 )
 """What the commands find of the repository in their folder."""
 
@@ -145,7 +155,7 @@ def smaller(command: Command, extra: str) -> list[str]:
     left_out |= set(MODEL) if "--use-checkpoint-args" in command.words else set()
     pairs = zip(added[::2], added[1::2], strict=True)
     added = [word for pair in pairs for word in pair if pair[0] not in left_out]
-    trains = SMALLER.get(command.program, "").startswith(RUN)
+    trains = "--train-iters" in added
     return [*command.words, *added, *(shlex.split(extra) if trains else ())]
 
 

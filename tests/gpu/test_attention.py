@@ -30,6 +30,8 @@ SCORES = {
     "window": AttentionScoring(window=100), "softcap": AttentionScoring(softcap=5.0),
     "alibi": AttentionScoring(slopes=alibi_slopes(HEADS)),
     "all": AttentionScoring(window=100, softcap=5.0, slopes=alibi_slopes(HEADS)),
+    "full": AttentionScoring(causal=False),
+    "full-window": AttentionScoring(causal=False, window=100),
 }  # fmt: skip
 LIMITS = {torch.bfloat16: 0.02, torch.float16: 0.005, torch.float32: 1e-3}
 """Largest error of an output or gradient, as a share of its norm."""
@@ -71,9 +73,11 @@ def documents(length: int) -> Tensor:
 def compare(attend, scores, dtype, length=256, width=64, ids=None, blocks=False) -> None:
     (*inputs, grad), (*reference, grad64) = drawn(length, width, dtype)
     here = None if ids is None else ids.to(DEVICE)
-    made = {scores.window: block_mask(length, scores.window, here, DEVICE)} if blocks else None
-    found = attend(*inputs, scores, AttentionMasks(here, blocks=made), 0.0)
-    expected = eager(*reference, scores, AttentionMasks(ids), 0.0)
+    window, causal, made = scores.window, scores.causal, None
+    if blocks:
+        made = {window: block_mask(length, window, here, DEVICE, causal)}
+    found = attend(*inputs, scores, AttentionMasks(here, blocks=made, causal=causal), 0.0)
+    expected = eager(*reference, scores, AttentionMasks(ids, causal=causal), 0.0)
     gradients = torch.autograd.grad(found, inputs, grad)
     others = torch.autograd.grad(expected, reference, grad64)
     pairs = zip(("y", "q", "k", "v"), (found, *gradients), (expected, *others), strict=True)

@@ -23,7 +23,8 @@ _METRIC_KEYS = (
     "index_to_sample_path", "index_to_metric_path", "difficulty_type", "clustering_type",
     *_SCHEDULE_KEYS,
 )  # fmt: skip
-_TENSOR_CORES = 8
+LENGTH_MULTIPLE = 8
+"""Lengths of sequences are multiples of it, as tensor cores require."""
 
 
 @dataclass(frozen=True)
@@ -208,9 +209,9 @@ def _lengths(section: Section) -> DifficultySchedule:
             f"max_difficulty {schedule.highest}": schedule.highest,
         }
     for key, length in used.items():
-        if length % _TENSOR_CORES:
+        if length % LENGTH_MULTIPLE:
             raise ConfigError(
-                f"{section.path}.{key} must be a multiple of {_TENSOR_CORES}, as tensor cores "
+                f"{section.path}.{key} must be a multiple of {LENGTH_MULTIPLE}, as tensor cores "
                 "require"
             )
     return schedule

@@ -30,11 +30,17 @@ class MaskedLM(Task):
         padding_mask_BS = torch.ones_like(tokens_BS)
         padding_mask_BS[1, length - length // 4 :] = 0
         positions_BS = torch.tensor([[0], [last - length]]) + torch.arange(length)
-        nothing_B = torch.zeros(2, dtype=torch.int64)
         batch = BertBatch(
-            tokens_BS, types_BS, tokens_BS, nothing_B, padding_mask_BS.float(), padding_mask_BS
+            tokens_BS,
+            types_BS,
+            labels_BS=tokens_BS,
+            is_random_B=torch.zeros(2, dtype=torch.int64),
+            loss_mask_BS=padding_mask_BS.float(),
+            padding_mask_BS=padding_mask_BS,
+            positions_BP=torch.arange(length).expand(2, -1),
+            position_ids_BS=positions_BS,
         )
-        begin = spec_of(model).begin(batch).changed(position_ids=positions_BS, targets=None)
+        begin = spec_of(model).begin(batch).changed(targets=None)
         theirs = {
             "input_ids": tokens_BS,
             "token_type_ids": types_BS,
@@ -53,7 +59,7 @@ class MaskedLM(Task):
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         return {"pad_token_id": tokenizer.pad_token_id}
 
-    def end_only(self, end_of_text: int | None) -> dict[str, Any]:
+    def end_only(self, source: Source) -> dict[str, Any]:
         return {"pad_token_id": None}
 
 

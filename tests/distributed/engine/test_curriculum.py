@@ -148,3 +148,63 @@ def test_length_in_tokens(pool, tmp_path):
     wanted = 1e-2 * 0.5 * (np.cos(np.pi * share) + 1)
     np.testing.assert_allclose([row["learning_rate"] for row in found[4:]], wanted, rtol=1e-9)
     assert found[1]["learning_rate"] == pytest.approx(1e-2 * 32 / 100)
+
+
+BERT = [*FLAGS, *"--model-family bert --short-seq-prob 0.5 --max-position-embeddings 32".split()]
+"""The same lengths; every sample of BERT has padding or is cut."""
+SAMPLING = {
+    "enabled": True,
+    "data_sampling": {
+        "enabled": True,
+        "curriculum_learning": {
+            "enabled": True,
+            "curriculum_metrics": {
+                "seqlen": {
+                    "difficulty_type": "value",
+                    "clustering_type": "single_cluster",
+                    "min_difficulty": 8,
+                    "max_difficulty": 32,
+                    "schedule_type": "fixed_linear",
+                    "schedule_config": {"total_curriculum_step": 4, "difficulty_step": 8},
+                }
+            },
+        },
+    },
+}
+"""Samples of all lengths, whose padding is left out."""
+DRAWN = [*BERT[: BERT.index("--curriculum-learning")], *BERT[BERT.index("--model-family") :],
+         "--data-efficiency", json.dumps(SAMPLING)]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("flags", "layout"),
+    [
+        pytest.param(flags, layout, marks=marks, id=f"{name}-{layout}")
+        for flags, name, layout, marks in (
+            (BERT, "cut", "pp2", ()),
+            (BERT, "cut", "dp2-zero1", pytest.mark.proof),
+            (BERT, "cut", "tp2-sp-pp2", pytest.mark.proof),
+            (DRAWN, "unpadded", "pp2", pytest.mark.proof),
+            (DRAWN, "unpadded", "dp2-zero3", pytest.mark.proof),
+            (DRAWN, "unpadded", "tp2-sp", pytest.mark.proof),
+        )
+    ],
+)
+def test_bert_against_one_process(pool, flags, layout):
+    """Samples that are cut, and micro batches without columns of padding."""
+    reference = train_plainly(flags)
+    size, more = LAYOUTS[layout]
+    records = pool.run(size, train, [*flags, *more.split()])
+    drift = Drift.between(records, reference)
+    assert drift.within(rounding_noise(flags, reference), reference)
+
+
+@pytest.mark.proof
+def test_padding_that_is_left_out_changes_no_loss():
+    """Samples in the same order, with and without the columns of padding."""
+    lengths = json.loads(json.dumps(SAMPLING))
+    metrics = lengths["data_sampling"]["curriculum_learning"]["curriculum_metrics"]
+    metrics["seqlen_truncate"] = metrics["seqlen"] | {"min_difficulty": 32}
+    whole = [*DRAWN[:-1], json.dumps(lengths)]
+    drift = Drift.between([train_plainly(whole)], train_plainly(DRAWN))
+    assert drift.within(rounding_noise(DRAWN, train_plainly(DRAWN)), train_plainly(DRAWN))

@@ -36,10 +36,14 @@ def main() -> None:
         "tokens": tokens.tolist(),
         "types": types.tolist(),
         "mask": mask.tolist(),
-        "logits": output.prediction_logits[..., :61].tolist(),
-        "order": output.seq_relationship_logits.tolist(),
+        "logits": rounded(output.prediction_logits[..., :61].tolist()),
+        "order": rounded(output.seq_relationship_logits.tolist()),
     }
-    result.write_text(json.dumps(golden))
+    result.write_text(json.dumps(golden, separators=(",", ":")) + "\n")
+
+
+def rounded(values):
+    return [rounded(each) for each in values] if isinstance(values, list) else round(values, 7)
 
 
 if __name__ == "__main__":

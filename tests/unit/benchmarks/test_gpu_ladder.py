@@ -76,9 +76,13 @@ def test_parameters_of_the_shapes():
         setting = SHAPES[name].setting()
         linear = products(setting)
         head = math.prod(linear.pop("head"))
-        tied = setting.architecture == "gpt2" or setting.tied
-        count = setting.layers * sum(map(math.prod, linear.values())) + head * (1 if tied else 2)
-        called = published.get(name) or float(name[:-1]) * {"M": 1e6, "B": 1e9}[name[-1]]
+        tied = setting.architecture in ("gpt2", "bert", "t5") or setting.tied
+        block = sum(map(math.prod, linear.values()))
+        if setting.decoder_length:  # a decoder's block has another attention
+            block += block + linear["qkv"][0] * linear["qkv"][1] + math.prod(linear["proj"])
+        count = setting.layers * block + head * (1 if tied else 2)
+        size = name.rpartition("-")[2]
+        called = published.get(name) or float(size[:-1]) * {"M": 1e6, "B": 1e9}[size[-1]]
         assert count == pytest.approx(called, rel=0.005 if name in published else 0.07), name
 
 
@@ -102,7 +106,8 @@ def test_the_trainer_knows_the_flags():
     assert len(entrants) > 15
     for name, cell in entrants.items():
         entrant = contestant(name)
-        run = parse_run(None, flags_of(cell.setting, entrant.stage, entrant.flags))
+        flags = flags_of(cell.setting, entrant.stage, entrant.flags)
+        run = parse_run(None, flags, cell.setting.family)
         compiled = run.config.fast_paths.torch_compile in (True, "on")
         assert compiled == ("torch-compile" in name.split("+"))
 

@@ -196,7 +196,7 @@ def test_a_trial_that_is_killed_resumed_and_merged(tmp_path, capsys):
     """The whole of --scale tiny, as it is started; the first run is killed in the middle."""
     bundle, program = tmp_path / "gpu.tgz", str(Path(gpu.__file__))
     command = [sys.executable, program, "--scale", "tiny", "--bundle", str(bundle)]
-    command += ["--groups", "machine,main,ablations,peers,lengths"]
+    command += ["--groups", "machine,main,ablations,peers,lengths,families"]
     first = subprocess.Popen(
         [*command, "--results", str(tmp_path / "a")], stderr=subprocess.PIPE, text=True
     )
@@ -218,6 +218,12 @@ def test_a_trial_that_is_killed_resumed_and_merged(tmp_path, capsys):
     for variant in ("bf16", "fp8", "all of it", "attention eager", "plain PyTorch"):
         assert "| 6.24" in rows[variant], rows  # a loss of log(512), so that it was measured
     assert "unknown flag" in rows["a flag of another version"]
+    for shape in ("bert", "t5"):
+        assert f"pretrain_{shape}.py --num-layers 1" in table
+        of_shape = [line for line in table.splitlines() if line.startswith(f"| tiny-{shape} ")]
+        assert len(of_shape) == 4, table
+        loss = "6.9" if shape == "bert" else "6.2"  # and log(2) of the second head
+        assert sum(f"| {loss}" in line for line in of_shape) == 3, of_shape
     assert "2 steps of rank 0" in table and "pretrain_gpt.py --num-layers 2" in table
 
 

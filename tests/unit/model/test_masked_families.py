@@ -109,6 +109,25 @@ def test_the_loss_of_the_order_is_the_mean_over_samples(name):
     assert len(set(map(float, counts))) > 1, "else both means are the same"
 
 
+@pytest.mark.parametrize("name", ["bert", "bert post-norm"])
+def test_the_head_of_the_predicted_tokens_is_that_of_all(name):
+    """Losses and gradients, with logits of every token and of the predicted ones alone."""
+    spec, model, *_ = made(name)
+    batch = batch_of(name, 0, 1, 2, 3)
+    samples, length = batch.tokens_BS.shape
+    found = []
+    for positions in (batch.positions_BP, torch.arange(length).expand(samples, -1)):
+        after = model(spec.begin(batch._replace(positions_BP=positions)))
+        spec.total(after.losses).backward()
+        grads = {each: param.grad for each, param in model.canonical_parameters()}
+        found.append({**after.losses, **grads})
+        model.zero_grad()
+    assert batch.positions_BP.shape[1] < length / 3
+    for each, value in found[1].items():
+        assert value.abs().max() > 0, each
+        torch.testing.assert_close(found[0][each], value, rtol=1e-11, atol=1e-14)
+
+
 def test_blocks_of_a_stack_share_their_bias():
     _, model, _, _ = made("t5 relative")
     names = [name for name, _ in model.canonical_parameters() if "relative_bias" in name]

@@ -21,6 +21,22 @@ def test_explicit_numbers():
     assert stage_bounds(layers(6), [0] * 10, 3, "1,3,2") == [0, 3, 6, 10]
 
 
+def test_blocks_of_different_costs_are_balanced():
+    """Two cheap blocks for one that costs as much; equal costs are equal numbers."""
+    costs = [0, 0, 1, 1, 1, 1, 2, 2, 0, 0]
+    assert stage_bounds(layers(6), [0] * 10, 2, "blocks", costs) == [0, 6, 10]
+    assert stage_bounds(layers(6), [0] * 10, 4, "blocks", costs) == [0, 4, 6, 7, 10]
+    assert stage_bounds(layers(6), [0] * 10, 2, "blocks", [5] * 10) == [0, 5, 10]
+    assert stage_bounds(layers(6), [0] * 10, 2, "3,3", costs) == [0, 5, 10]
+
+
+def test_a_layer_stays_with_the_block_that_it_leads():
+    blocks = [False, True, False, False, True, False, True]
+    leads = [False, False, True, True, False, True, False]
+    assert stage_bounds(blocks, [0] * 7, 3, "blocks", leads=leads) == [0, 2, 5, 7]
+    assert stage_bounds(blocks, [0] * 7, 3, "blocks") == [0, 4, 6, 7]
+
+
 @pytest.mark.parametrize("method", ["1,2", "1,2,4", "0,3,3", "1,2,x", "layers"])
 def test_numbers_that_do_not_fit_are_named(method):
     with pytest.raises(ValueError, match=f"--pipeline-partition {method}"):

@@ -2,20 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.config.kinds.masked_data import MaskedDataConfig
+from megatron.data.kinds.masked_data.bert import BertRecipe
+from megatron.data.kinds.masked_data.masked_batch import collate_bert
+from megatron.data.kinds.masked_data.mock import MockTokenizer
+from megatron.families import build_model, family_of, spec_of
 from megatron.model.flops import TransformerShape
+from megatron.model.layer_list import initialise
+from megatron.tokenizer import build_tokenizer
 from megatron.training.metrics import (
     measure_matmul_peak,
     peak_flops,
     peak_flops_of,
 )
+from megatron.training.run import parse_run, run_data
 
 SHAPES = {
     "gpt2": TransformerShape(2, 32, 128, 4, 4, 8, 16, 64),
@@ -166,3 +176,103 @@ def test_measured_peak_is_what_a_matmul_reaches():
     peak = measure_matmul_peak(torch.float32, torch.device("cpu"), seconds=0.2)
     # From an emulated core to a large server.
     assert 1e8 < peak < 1e14
+
+
+SMALL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --micro-batch-size 3 "
+    "--global-batch-size 3 --train-iters 1 --lr 1e-3 --tokenizer-type NullTokenizer --vocab-size "
+    "127 --mock-data --attention-backend eager --hidden-dropout 0 --attention-dropout 0"
+).split()
+FAMILIES = {
+    "bert": [],
+    "bert without a second head": [
+        "--bert-no-binary-head",
+        "--untie-embeddings-and-output-weights",
+    ],
+    "bert with grouped keys": [
+        *("--bert-no-binary-head", "--swiglu", "--num-query-groups", "2"),
+        *("--position-embedding-type", "rope"),
+    ],
+    "t5": ["--decoder-seq-length", "16", "--decoder-num-layers", "3"],
+    "t5 with relative positions": [
+        *("--decoder-seq-length", "24", "--position-embedding-type", "relative"),
+        *("--glu-activation", "geglu", "--num-query-groups", "2", "--kv-channels", "16"),
+    ],
+}
+
+
+def built(name: str, *more: str):
+    """Model, spec and batch of a family, and its shape with as many predictions as the batch."""
+    family = name.split()[0]
+    run = parse_run(None, ["--model-family", family, *SMALL, *FAMILIES[name], *more])
+    config = run.config
+    model, spec = build_model(config.model, config.parallel), spec_of(config.model)
+    for each, param in model.canonical_parameters():
+        initialise(each, param, 1)
+    data = run_data(run)
+    batch = data.collate([data.datasets.train[n] for n in range(3)])
+    shape = family_of(family).shape(config.model, config)
+    if shape.predictions is not None:
+        found = batch.positions_BP.shape[1]
+        assert found <= shape.predictions
+        shape = dataclasses.replace(shape, predictions=found, other=_other(shape, found))
+    return model, spec, batch, shape
+
+
+def _other(shape: TransformerShape, found: int) -> float:
+    assert shape.predictions is not None
+    return shape.other - 2.0 * shape.hidden_size**2 * (shape.predictions - found)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_families_against_torch_flop_counter(name):
+    """Forward and backward of the model as it is built."""
+    model, spec, batch, shape = built(name)
+    with FlopCounterMode(display=False) as counter:
+        spec.total(model(spec.begin(batch)).losses).backward()
+    head = shape.decoder or shape
+    predictions = head.predictions or head.seq_length
+    # The gradient of the head's bias is a sum that a CPU computes as a product with the mask.
+    biased = any(
+        each.endswith("word_embeddings.bias") or each == "output_layer.bias"
+        for each, _ in model.canonical_parameters()
+    )
+    sums = 2 * 3 * predictions * shape.padded_vocab_size if biased else 0
+    assert shape.flops_per_step(3, causal=False) + sums == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("name", ["bert", "t5"])
+@pytest.mark.parametrize("recompute", ["selective", "full"])
+def test_what_families_recompute_against_torch_flop_counter(name, recompute):
+    flags = ["--recompute-granularity", recompute]
+    counted = []
+    for more in ([], flags):
+        model, spec, batch, shape = built(name, *more)
+        with FlopCounterMode(display=False) as counter:
+            spec.total(model(spec.begin(batch)).losses).backward()
+        counted.append(counter.get_total_flops())
+    again = {"selective": "selective", "full": "uniform"}[recompute]
+    expected = 3 * 32 * shape.recomputed_flops_per_token(again, causal=False)
+    # torch stops a recomputation at the last tensor that is needed, before the last product.
+    assert 0.5 * expected <= counted[1] - counted[0] <= expected
+
+
+def test_a_full_sample_has_as_many_predictions_as_are_counted():
+    config = parse_run(None, ["--model-family", "bert", *SMALL, "--seq-length", "256"]).config
+    recipe = BertRecipe.from_config(
+        MaskedDataConfig(), MockTokenizer(build_tokenizer(config.tokenizer)), 256, 1
+    )
+    text = np.arange(60, 60 + 253) % 90
+    rng = np.random.default_rng(0)
+    samples = [recipe.sample([text[:100] % 90, text[100:]], False, rng) for _ in range(8)]
+    shape = family_of("bert").shape(config.model, config)
+    assert collate_bert(samples).positions_BP.shape[1] == shape.predictions == 40
+
+
+def test_tokens_that_see_later_ones_count_all_keys():
+    """Causally or not; a window has keys on both sides."""
+    shape = TransformerShape(2, 64, 256, 4, 4, 16, 512, 64, windows=(None, 64), sees_later=True)
+    assert shape.flops_per_token(causal=True) == shape.flops_per_token(causal=False)
+    narrow = dataclasses.replace(shape, windows=(64, 64)).flops_per_token(causal=True)
+    per_key = 3 * 2 * 2 * 64
+    assert shape.flops_per_token(causal=True) - narrow == per_key * (512 - 65)

@@ -1,5 +1,6 @@
 """How a training command begins and ends."""
 
+import dataclasses
 import json
 import random
 import re
@@ -11,6 +12,7 @@ import pytest
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Vocabulary
 from megatron.data.indexed import IndexedDatasetWriter
+from megatron.families import family_names, family_of
 from megatron.tokenizer.train import train_byte_level_bpe
 from megatron.training.run import run_data, run_of
 
@@ -183,3 +185,11 @@ def test_text_needs_a_tokenizer(tmp_path):
     run = run_with(f"--data-path {tmp_path}/text.json --vocab-size 100")
     with pytest.raises(ValueError, match="found 'import': name .*--tokenizer-type GPT2BPE"):
         run_data(run)
+
+
+def test_unused_flags_are_fields():
+    """What a family does not depend on is named as a flag is, and of each family by another."""
+    fields = {field.name for cls in FLAG_CLASSES for field in dataclasses.fields(cls)}
+    for name in family_names():
+        assert family_of(name).unused <= fields, name
+    assert not frozenset.intersection(*(family_of(name).unused for name in family_names()))

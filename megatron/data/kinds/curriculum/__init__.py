@@ -2,11 +2,18 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from megatron.config import ConfigError, ParallelConfig, RunConfig
-from megatron.config.kinds.curriculum import CurriculumConfig, data_sampling, sequence_lengths
+from megatron.config.kinds.curriculum import (
+    LENGTH_MULTIPLE,
+    CurriculumConfig,
+    data_sampling,
+    sequence_lengths,
+)
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.curriculum.order import draw_samples, stages
 from megatron.data.pipeline import BatchSizes, DataKind, DataPipeline, SequenceLengths
@@ -30,6 +37,17 @@ class Curriculum(DataKind):
         cache = IndexCache(None) if blend is None else data.cache(blend.sources[0].paths[0])
         return draw_samples(train, sampling, batch_sizes(), num_samples, cache)
 
+    def collator(
+        self, data: DataPipeline, collate: Callable[[Sequence[Any]], Any]
+    ) -> Callable[[Sequence[Any]], Any]:
+        """Batches of samples drawn by difficulty have no columns of padding alone; in a pipeline
+        they have, since the micro batches of a step must have one shape."""
+        sampling = data_sampling(data.config.kind(CurriculumConfig))
+        parallel = data.config.parallel
+        if sampling is None or sampling.lengths or parallel.pipeline_model_parallel_size > 1:
+            return collate
+        return WithoutPadding(collate, math.lcm(LENGTH_MULTIPLE, _split_over(parallel)))
+
     def lengths(self, config: RunConfig, samples: Callable[[int], int]) -> SequenceLengths | None:
         """Step i has the length of step i + 1 of DeepSpeed's schedule, which counts from 1."""
         schedule = sequence_lengths(config.kind(CurriculumConfig))
@@ -44,6 +62,19 @@ class Curriculum(DataKind):
 KIND = Curriculum()
 
 
+@dataclass(frozen=True)
+class WithoutPadding:
+    """Collates samples into a batch as long as its longest sample, in a multiple of ``multiple``,
+    if its type has padding that can be left out."""
+
+    collate: Callable[[Sequence[Any]], Any]
+    multiple: int
+
+    def __call__(self, samples: Sequence[Any]) -> Any:
+        batch = self.collate(samples)
+        return batch.without_padding(self.multiple) if hasattr(batch, "without_padding") else batch
+
+
 def _check_lengths(
     lengths: Sequence[int], seq_length: int, parallel: ParallelConfig, schedule_name: str
 ) -> None:
@@ -54,7 +85,7 @@ def _check_lengths(
             f"{schedule_name} grows to sequences of {max(lengths)} tokens, more than the samples "
             f"have: --seq-length {seq_length}"
         )
-    ranks = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
+    ranks = _split_over(parallel)
     for length in lengths:
         if length % ranks:
             raise ConfigError(
@@ -62,3 +93,8 @@ def _check_lengths(
                 f"splits over --tensor-model-parallel-size {ranks}: make difficulty_step and all "
                 f"difficulties multiples of {ranks}"
             )
+
+
+def _split_over(parallel: ParallelConfig) -> int:
+    """Ranks that a sequence is split over."""
+    return parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1

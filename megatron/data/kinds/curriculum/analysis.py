@@ -116,7 +116,10 @@ def token_rarity(counts_V: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
 
 
 def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
-    """The tokens of a sample without padding: the inputs, and the label of the last one."""
+    """The tokens of a sample without padding: the inputs, and of a GPT the label of the last one.
+    Raises ValueError if the type of the samples has no metrics."""
+    if hasattr(sample, "inputs"):
+        return sample.inputs
     if isinstance(sample, PackedSample):
         last_S = sample.document_ids_S == sample.document_ids_S[-1]
         # Padding is a document without a loss at the end.
@@ -125,7 +128,12 @@ def sample_tokens(sample: Any) -> npt.NDArray[np.int64]:
         return sample.tokens_T[: length + 1] if length else sample.tokens_T[:0]
     if isinstance(sample, np.ndarray) and sample.ndim == 1:
         return sample
-    raise ValueError(f"only samples of GPTs have metrics, not {type(sample).__name__}")
+    raise ValueError(f"samples of the type {type(sample).__name__} have no metrics")
+
+
+def sample_length(sample: Any, tokens_T: npt.NDArray[np.int64]) -> int:
+    """Number of inputs of a sample with these tokens."""
+    return len(tokens_T) if hasattr(sample, "inputs") else max(0, len(tokens_T) - 1)
 
 
 def fingerprint(dataset: SampleDataset[Any]) -> str:
@@ -153,10 +161,11 @@ def _measure(
 ) -> dict[str, npt.NDArray[np.int64]]:
     values = {name: np.empty(len(numbers), np.int64) for name in metrics}
     for place, number in enumerate(numbers):
-        tokens_T = sample_tokens(dataset[number])
+        sample = dataset[number]
+        tokens_T = sample_tokens(sample)
         for name in metrics:
             if name == "seqlen":
-                values[name][place] = max(0, len(tokens_T) - 1)
+                values[name][place] = sample_length(sample, tokens_T)
             else:
                 assert rarity_V is not None
                 values[name][place] = int(rarity_V[tokens_T].sum())

@@ -53,6 +53,11 @@ class BertSample(NamedTuple):
         document_ids_S[: sum(sizes)] = np.repeat(np.arange(len(samples)), sizes)
         return whole._replace(document_ids_S=document_ids_S)
 
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The tokens that the model reads, without padding."""
+        return self.tokens_S[self.padding_mask_S > 0]
+
     @classmethod
     def padded(
         cls,
@@ -110,6 +115,19 @@ class BertBatch(NamedTuple):
     def to(self, device: torch.device | str, non_blocking: bool = False) -> BertBatch:
         return mapped(self, Tensor, lambda tensor: tensor.to(device, non_blocking=non_blocking))
 
+    def shortened(self, seq_length: int) -> BertBatch:
+        """The first ``seq_length`` tokens of every sample."""
+        assert self.tokens_BS.shape[1] >= seq_length
+        cut = mapped(self, Tensor, lambda t: t[:, :seq_length].contiguous() if t.dim() == 2 else t)
+        return cut._replace(positions_BP=predicted_positions(cut.loss_mask_BS))
+
+    def without_padding(self, multiple: int) -> BertBatch:
+        """The columns up to the last token of the longest sample, in a multiple of ``multiple``, or
+        all of them."""
+        longest = int(self.padding_mask_BS.sum(1).max())
+        seq_length = -(-longest // multiple) * multiple
+        return self.shortened(seq_length) if seq_length < self.tokens_BS.shape[1] else self
+
 
 class T5Sample(NamedTuple):
     """One sample, padded to the two sequence lengths; the fields are those of `T5Batch`."""
@@ -120,6 +138,11 @@ class T5Sample(NamedTuple):
     loss_mask_D: npt.NDArray[np.float32]
     encoder_padding_mask_E: npt.NDArray[np.int64]
     decoder_padding_mask_D: npt.NDArray[np.int64]
+
+    @property
+    def inputs(self) -> npt.NDArray[np.int64]:
+        """The tokens that the encoder reads, without padding."""
+        return self.encoder_tokens_E[self.encoder_padding_mask_E > 0]
 
 
 class T5Batch(NamedTuple):
@@ -166,11 +189,15 @@ def collate_bert(samples: Sequence[BertSample]) -> BertBatch:
 def predicted_positions(loss_mask_BS: Tensor) -> Tensor:
     """int64 [B, P]: for each sample the positions whose loss counts, ascending, then others, up to
     a number that is the same for all samples."""
-    counts_B = loss_mask_BS.count_nonzero(1)
-    multiple = _PREDICTIONS_MULTIPLE
-    most = max(1, -(-int(counts_B.max()) // multiple)) * multiple
+    most = positions_of(int(loss_mask_BS.count_nonzero(1).max()), loss_mask_BS.shape[1])
     order_BS = torch.argsort(loss_mask_BS, dim=1, descending=True, stable=True)
     return order_BS[:, :most].contiguous()
+
+
+def positions_of(predictions: int, seq_length: int) -> int:
+    """Positions of each sample in a batch whose samples have up to so many predictions."""
+    multiple = _PREDICTIONS_MULTIPLE
+    return min(max(1, -(-predictions // multiple)) * multiple, seq_length)
 
 
 def collate_t5(samples: Sequence[T5Sample]) -> T5Batch:

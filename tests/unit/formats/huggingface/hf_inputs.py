@@ -8,7 +8,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, BertBatch, T5Batch
+from megatron.data.kinds.masked_data.masked_batch import (
+    NO_LABEL,
+    BertSample,
+    T5Batch,
+    collate_bert,
+)
 from megatron.families import spec_of
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
@@ -74,7 +79,8 @@ def _bert(model: ModelConfig, length: int) -> Pair:
     predicted_BS = (random_tokens(length, 3) % 4 == 0) & (mask_BS > 0)
     labels_BS = random_tokens(length, 4).where(predicted_BS, NO_LABEL)
     order_B = torch.tensor([1, 0, 1])
-    batch = BertBatch(tokens_BS, types_BS, labels_BS, order_B, predicted_BS.float(), mask_BS)
+    rows = (tokens_BS, types_BS, labels_BS, order_B, predicted_BS.float(), mask_BS)
+    batch = collate_bert([BertSample(*map(Tensor.numpy, row)) for row in zip(*rows, strict=True)])
     theirs = {
         "input_ids": tokens_BS, "token_type_ids": types_BS, "attention_mask": mask_BS,
         "labels": labels_BS.where(predicted_BS, -100),

@@ -30,6 +30,8 @@ T5_11 = T5 | {
     "relu": False, "glu_activation": "geglu", "scale_head_input": False,
     "untie_embeddings_and_output_weights": True,
 }  # fmt: skip
+MEGATRON_BERT = {"family": "bert"}
+BERT = MEGATRON_BERT | {"apply_residual_connection_post_layernorm": True}
 NEOX = {"position_embedding_type": "rope", "parallel_residual": True}
 
 
@@ -56,6 +58,9 @@ NEOX = {"position_embedding_type": "rope", "parallel_residual": True}
         (NEOX | {"add_bias_linear": False}, "falcon"),
         ({"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": 128},
          "bloom"),
+        (MEGATRON_BERT, "megatron-bert"),
+        (MEGATRON_BERT | {"bert_binary_head": False, "openai_gelu": True}, "megatron-bert"),
+        (BERT | {"relu": True, "lm_head_activation": "relu", "num_tokentypes": 3}, "bert"),
         (T5, "t5"),
         (T5_11 | {"kv_channels": 12, "decoder_num_layers": 1}, "t5"),
         (T5 | {"scale_head_input": False}, "t5"),
@@ -98,6 +103,10 @@ def test_one_can_be_forced(gpt_config):
             "--disable-bias-linear, --query-pre-attn-scalar 1.0$",
         ),
         (T5 | {"num_query_groups": 2}, "T5 needs --num-query-groups equal to"),
+        (BERT | {"lm_head_activation": "relu"}, "BERT needs --lm-head-activation with the activ"),
+        (MEGATRON_BERT | {"embed_layernorm": True}, "MegatronBERT needs no --embed-layernorm$"),
+        (MEGATRON_BERT | {"sliding_window": 8}, "MegatronBERT needs no --sliding-window$"),
+        ({"num_tokentypes": 2}, "GPT-2 needs no --num-tokentypes$"),
         (T5_11 | {"scale_head_input": True}, "T5 needs no --scale-head-input with --untie"),
     ],
 )
@@ -127,7 +136,7 @@ TRAINING = {
     "make_vocab_size_divisible_by", "attention_backend", "hf_architecture", "decoder_seq_length",
 }  # fmt: skip
 """What makes no difference to logits."""
-OTHER_FAMILIES = {"bert_binary_head", "num_tokentypes", "encoder_decoder"}
+OTHER_FAMILIES = {"encoder_decoder"}
 """What these models do not have."""
 OTHER_SPELLINGS = {
     "group_query_attention", "use_rotary_position_embeddings", "use_rope_scaling",
@@ -148,6 +157,7 @@ UNUSUAL = {
     "add_bias_linear": False, "add_qkv_bias": True, "add_attention_bias": True,
     "decoder_num_layers": 3, "scale_head_input": True,
     "relative_attention_num_buckets": 16, "relative_attention_max_distance": 64,
+    "bert_binary_head": False, "num_tokentypes": 3, "lm_head_activation": "relu",
 }  # fmt: skip
 """Another value of each field that changes the network."""
 BASES = {
@@ -160,7 +170,7 @@ BASES = {
     "gpt_neox": NEOX, "opt": {"position_embedding_offset": 2},
     "falcon": NEOX | {"shared_parallel_norm": True},
     "bloom": {"position_embedding_type": "alibi", "embed_layernorm": True, "ffn_hidden_size": 128},
-    "t5": T5,
+    "t5": T5, "bert": BERT, "megatron-bert": MEGATRON_BERT,
 }  # fmt: skip
 
 
@@ -174,6 +184,8 @@ def other(field, plain):
     value = getattr(plain.flags(), field)
     if isinstance(value, bool):
         return not value
+    if field == "family":
+        return "gpt" if value == "bert" else "bert"
     if field == "normalization":
         return "LayerNorm" if value == "RMSNorm" else "RMSNorm"
     if field == "glu_activation":
@@ -200,7 +212,8 @@ def test_a_feature_is_written_or_refused(model_type, field, gpt_config):
         return
     written = json.loads(json.dumps(known.config(model)))
     if written == known.config(plain):
-        assert field in NO_EFFECT[model_type], "the feature is lost"
+        second_head = set() if known.family == "bert" else {"bert_binary_head"}
+        assert field in NO_EFFECT[model_type] | second_head, "the feature is lost"
         return
     back = known.model(written, PATH)
     found, wanted = getattr(back.flags(), field), getattr(model.flags(), field)
@@ -212,6 +225,8 @@ _WINDOWS = {"window_attn_skip_freq", "rotary_base_local"}
 _BIASES = {"add_qkv_bias", "add_attention_bias"}
 _GATED = {"relu", "squared_relu", "bias_gelu_fusion"}
 NO_EFFECT = {
+    "bert": _ROTARY | _WINDOWS | _BIASES | {"shared_parallel_norm"},
+    "megatron-bert": _ROTARY | _WINDOWS | _BIASES | {"shared_parallel_norm"},
     "gpt2": _ROTARY | _WINDOWS | _BIASES | {"shared_parallel_norm"},
     "opt": _ROTARY | _WINDOWS | _BIASES,
     "bloom": _ROTARY | _WINDOWS | _BIASES | {"relu"},

@@ -16,7 +16,7 @@ import pytest
 import torch
 from gpt_forward import forward
 
-from megatron.data.kinds.masked_data.masked_batch import BertBatch
+from megatron.data.kinds.masked_data.masked_batch import BertSample, collate_bert
 from megatron.families import spec_of
 from megatron.formats.legacy_megatron.writer import write_megatron
 from megatron.inference.load import model_of
@@ -38,7 +38,10 @@ def assert_both_heads(source, golden):
     """At all positions that are not padding."""
     model = model_of(source, torch.float32, torch.device("cpu"))
     tokens, types, mask = (torch.tensor(golden[name]) for name in ("tokens", "types", "mask"))
-    batch = BertBatch(tokens, types, tokens, tokens[:, 0], mask.float(), mask)
+    rows = (tokens, types, tokens, tokens[:, 0], mask.float(), mask)
+    batch = collate_bert(
+        [BertSample(*map(torch.Tensor.numpy, row)) for row in zip(*rows, strict=True)]
+    )
     with torch.no_grad():
         state = model(spec_of(source.model).begin(batch).changed(targets=None))
     logits, expected = state.hidden[..., :61], torch.tensor(golden["logits"])

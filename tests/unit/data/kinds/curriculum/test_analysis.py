@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from megatron.data.kinds.curriculum.analysis import analyse, read_rows, sample_tokens, token_rarity
+from megatron.data.kinds.masked_data.masked_batch import BertSample
 from megatron.data.samples import PackedSample
 
 
@@ -70,8 +71,25 @@ def test_several_processes_write_the_same(tmp_path):
 def test_tokens_of_packed_samples_without_padding():
     assert sample_tokens(packed([4, 3], padding=0)).tolist() == list(range(8))
     assert sample_tokens(packed([4, 3], padding=5)).tolist() == list(range(8))
-    with pytest.raises(ValueError, match="only samples of GPTs have metrics, not dict"):
+    with pytest.raises(ValueError, match="samples of the type dict have no metrics"):
         sample_tokens({})
+
+
+class Masked(Tokens):
+    """Samples of BERT, of 3 to 9 tokens in 16."""
+
+    def __getitem__(self, index):
+        tokens = super().__getitem__(index)[: 3 + index % 7]
+        parts = np.zeros_like(tokens), np.array([1]), tokens[1:2], 0
+        return BertSample.padded(tokens, *parts, seq_length=16, pad=0)
+
+
+def test_samples_of_bert_count_what_is_no_padding(tmp_path):
+    analyse(Masked(), ["seqlen", "vocab_rarity"], tmp_path, 64)
+    lengths = read_rows(str(tmp_path / "seqlen" / "seqlen_sample_to_metric")).values
+    assert lengths.tolist() == [3 + i % 7 for i in range(len(Masked()))]
+    counts = read_rows(str(tmp_path / "total_vocab_freq" / "total_vocab_freq_metric_value")).values
+    assert counts.sum() == lengths.sum()
 
 
 def test_rarity_of_tokens():

@@ -9,7 +9,8 @@ import torch
 
 from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, resolve
 from megatron.data.gpt_batch import GPTCollator
-from megatron.data.kinds.masked_data.masked_batch import BertBatch
+from megatron.data.kinds.curriculum import WithoutPadding
+from megatron.data.kinds.masked_data.masked_batch import BertSample, T5Batch, collate_bert
 from megatron.data.pipeline import truncated
 from megatron.training.plan import TrainingPlan
 
@@ -134,6 +135,47 @@ def test_cut_batches_against_batches_of_cut_samples():
     assert plain.tokens_BS.shape == (3, 8) and plain.position_ids_BS is None
 
 
+def bert_samples(*lengths, seq_length=32):
+    """Samples of BERT with the tokens 1, 2 ... of which every third is to be predicted."""
+    found = []
+    for length in lengths:
+        tokens, places = np.arange(1, length + 1), np.arange(0, length, 3)
+        parts = (tokens > 4).astype(np.int64), places, tokens[places] + 100, length % 2
+        found.append(BertSample.padded(tokens, *parts, seq_length=seq_length, pad=0))
+    return found
+
+
+@pytest.mark.parametrize("length", [8, 16, 24])
+def test_cut_batches_of_bert(length):
+    """Tokens, types, labels and both masks are cut; whether the segments are swapped is kept."""
+    whole = collate_bert(bert_samples(30, 5))
+    found = truncated(whole, length)
+    for ours, theirs in zip(found[:6], whole[:6], strict=True):
+        wanted = theirs if theirs.dim() == 1 else theirs[:, :length]
+        assert torch.equal(ours, wanted) and ours.is_contiguous()
+    chosen = found.loss_mask_BS.gather(1, found.positions_BP)
+    assert torch.equal(chosen.sum(1), found.loss_mask_BS.sum(1))
+
+
+@pytest.mark.parametrize(
+    ("lengths", "multiple", "wanted"),
+    [((5, 11, 8), 8, 16), ((5, 8), 8, 8), ((5, 9), 24, 24), ((5, 25), 8, 32), ((20,), 24, 24)],
+)
+def test_columns_of_padding_are_left_out(lengths, multiple, wanted):
+    """The longest sample, rounded up; nothing but padding is lost."""
+    whole = collate_bert(bert_samples(*lengths))
+    found = WithoutPadding(collate_bert, multiple)(bert_samples(*lengths))
+    assert found.tokens_BS.shape[1] == wanted
+    assert torch.equal(found.padding_mask_BS.sum(1), whole.padding_mask_BS.sum(1))
+    assert int(found.loss_mask_BS.sum()) == int(whole.loss_mask_BS.sum())
+    assert torch.equal(found.is_random_B, whole.is_random_B)
+
+
+def test_batches_without_padding_stay():
+    collate = WithoutPadding(GPTCollator(), 8)
+    assert collate([np.arange(33)]).tokens_BS.shape == (1, 32)
+
+
 def test_batches_of_other_models_are_refused():
-    with pytest.raises(ValueError, match="cuts samples of GPTs; a BertBatch is made of parts"):
-        truncated(BertBatch(*[torch.zeros(1, 16)] * 7), 8)
+    with pytest.raises(ValueError, match="of GPTs and BERTs; a T5Batch is made of parts"):
+        truncated(T5Batch(*[torch.zeros(1, 16)] * 6), 8)
