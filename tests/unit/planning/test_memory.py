@@ -197,6 +197,9 @@ def test_activations_of_other_families_against_torch(monkeypatch, small, kind, r
     kept = [activation_bytes(model, layout, BATCH, each) for each in lengths]
     expected = sum(each.block for each in kept) + kept[0].embedding + kept[-1].head
     expected += sum({each.masks for each in kept})  # the encoder's output
+    if kind.startswith("bert"):
+        # The pooler's first tokens are views, which keep the final norm's output; not planned.
+        expected += kept[-1].hidden
     assert model_bytes(model, "fp32", recompute) == pytest.approx(expected, rel=2e-2)
 
 
