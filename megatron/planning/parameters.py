@@ -161,7 +161,7 @@ def rank_shares(
 
 def head_shape(model: ModelConfig) -> tuple[int, float]:
     """Tokens of a sample whose logits are computed, and forward FLOPs of a sample in what is
-    neither a block nor the vocabulary's matrix."""
+    neither a block nor the vocabulary's matrix, which tensor-parallel ranks do not share."""
     shape = family_of(model.family).shape(model)
     shape = shape.decoder or shape
     return shape.predictions or shape.seq_length, shape.other
