@@ -22,7 +22,7 @@ from torch import Tensor
 from megatron.data.kinds.masked_data.bert import MASKED, RANDOM
 
 Tokens = npt.NDArray[np.int64]
-DISCOUNTS = [0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95]
+DISCOUNTS = [0.02, 0.05, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9]
 CHUNK = 512
 
 
@@ -127,10 +127,10 @@ def token_losses(
     predict = _one_by_one if answers_known else _all_at_once
     for length, runs in by_length.items():
         for begin in range(0, len(runs), CHUNK):
-            places, known, shown = zip(*runs[begin : begin + CHUNK], strict=True)
+            starts, known, shown = zip(*runs[begin : begin + CHUNK], strict=True)
             known_RK = torch.from_numpy(np.stack(known))
             found = predict(bigram, known_RK, torch.from_numpy(np.stack(shown)), mask)
-            result[:, np.add.outer(places, np.arange(length))] = -found.double().log().numpy()
+            result[:, np.add.outer(starts, np.arange(length))] = -found.double().log().numpy()
     return TokenLosses(*result)
 
 

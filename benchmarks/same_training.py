@@ -118,6 +118,7 @@ def bert_config(kind: type[PretrainedConfig], layers: int, width: int) -> Callab
         hidden_dropout_prob=0.0,
         attention_probs_dropout_prob=0.0,
         layer_norm_eps=1e-5,
+        pad_token_id=None,  # or it would not train that token where it replaces another one
     )
 
 
