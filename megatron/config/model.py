@@ -275,6 +275,11 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         "from the same hidden states",
     )
     resolver.check(
+        flags.num_tokentypes != 1 or not flags.bert_binary_head,
+        "--num-tokentypes 1 is less than the two segments of a sample have; give 2 or more, 0 for "
+        "none, or --bert-no-binary-head",
+    )
+    resolver.check(
         not (flags.parallel_residual and flags.apply_residual_connection_post_layernorm),
         "--apply-residual-connection-post-layernorm contradicts --parallel-residual, where nothing "
         "is added to the output of a norm; leave one of them out",

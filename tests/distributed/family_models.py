@@ -42,6 +42,10 @@ MODELS: dict[str, dict[str, list[str]]] = {
         "post-norm-lm-only": [*POST_NORM, "--bert-no-binary-head", *SELECTIVE],
         "untied": UNTIED,
         "modern": [*MODERN, "--num-query-groups", "2", "--bert-no-binary-head"],
+        "windows-packed": [
+            *(*MODERN, "--bert-no-binary-head", "--bert-packing", "--sliding-window", "6"),
+            *("--window-attn-skip-freq", "3", "--rotary-base-local", "100"),
+        ],
         "recompute-full": FULL,
         "recompute-block": [*BLOCK, *POST_NORM],
         "recompute-selective": SELECTIVE,
