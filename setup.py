@@ -70,6 +70,8 @@ COMPAT = find_namespace_packages("compat")
 
 COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",
+    "megatron-pretrain-bert = pretrain_bert:main",
+    "megatron-pretrain-t5 = pretrain_t5:main",
     "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
     "megatron-preprocess-data = megatron.tools.preprocess_data:main",
     "megatron-merge-datasets = megatron.tools.merge_datasets:main",
@@ -107,7 +109,7 @@ setup(
         *COMPAT,
     ],
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
-    py_modules=["pretrain_gpt", "pretrain_gpt2"],
+    py_modules=["pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5"],
     install_requires=REQUIRES,
     extras_require=EXTRAS,
     entry_points={"console_scripts": COMMANDS},

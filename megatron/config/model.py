@@ -263,9 +263,9 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         "(T5); give rope, alibi, learned_absolute or none",
     )
     resolver.check(
-        flags.sliding_window is None or positions.position_embedding_type != "relative",
-        f"{resolver.show('sliding_window')}: the blocks of a stack share one bias of relative "
-        "positions, for all keys; leave the window out, or give other positions",
+        flags.sliding_window is None or not flags.encoder_decoder,
+        f"{resolver.show('sliding_window')}: a decoder attends to all of its encoder's text, and the "
+        "blocks of both to all of their own; leave the window out",
     )
     if flags.sliding_window is None:
         resolver.check_unused("rotary_base_local", "--sliding-window")

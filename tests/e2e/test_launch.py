@@ -11,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+from samples import sampled
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -233,7 +234,7 @@ def small_disk(tmp_path):
     subprocess.run(["umount", "-l", disk], check=True)
 
 
-@pytest.mark.parametrize("mode", [[], ["--async-save"]])
+@pytest.mark.parametrize("mode", sampled([[], ["--async-save"]], bool))
 def test_a_disk_fills_during_a_run(small_disk, mode):
     """Two saves succeed; the others say what is wrong, and the run with them at its end. With room
     for one more the same command continues."""

@@ -71,7 +71,8 @@ def test_profile_writes_a_trace_and_leaves_training_alone(tmp_path):
     assert "matrix products" in profiled.stdout and str(path) in profiled.stdout
 
 
-@pytest.mark.parametrize("layout", ["tensor", pytest.param("pipeline", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["tensor", "pipeline"])
 def test_the_tool_breaks_down_two_processes(tmp_path, layout):
     done = run(
         "tools/profile_step.py", f"--{layout}-model-parallel-size", 2, "--global-batch-size", 4,

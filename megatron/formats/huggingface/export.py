@@ -58,8 +58,11 @@ def write_model(
     )  # fmt: skip
     content = form.config(model) | {"torch_dtype": dtype, **form.task.settings} | tokens
     write_json(folder / "config.json", content)
-    if form.task.generates and not (folder / "generation_config.json").exists():
-        write_json(folder / "generation_config.json", tokens)
+    generation = folder / "generation_config.json"
+    if form.task.generates and not generation.exists():
+        write_json(generation, tokens)
+    elif generation.exists() and tokens.get("use_cache") is False:
+        write_json(generation, read_json(generation) | {"use_cache": False})
     sync_path(folder)
     if sample is not None:
         loaded = _tokenizer(folder)
@@ -135,7 +138,7 @@ def _copy_tokenizer(
     copied = folder / "tokenizer"
     if not source.copy_tokenizer(copied):
         progress(f"no tokenizer: {source.folder} has none, so there are no tokenizer files to copy")
-        return task.end_only(source.end_of_text), None
+        return task.end_only(source), None
     names = sorted(path.name for path in copied.iterdir() if path.is_file())
     for name in names:
         os.replace(copied / name, folder / name)
@@ -150,7 +153,8 @@ def _copy_tokenizer(
     if generation.is_file():
         # It may list several end tokens, as that of Llama 3 does.
         known = read_json(generation)
-        tokens |= {name: known[name] for name in tokens if known.get(name) is not None}
+        ids = [name for name in tokens if name.endswith("_token_id")]
+        tokens |= {name: known[name] for name in ids if known.get(name) is not None}
     return tokens, loaded(_SAMPLE)["input_ids"]
 
 

@@ -59,7 +59,7 @@ class MaskedLM(Task):
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         return {"pad_token_id": tokenizer.pad_token_id}
 
-    def end_only(self, end_of_text: int | None) -> dict[str, Any]:
+    def end_only(self, source: Source) -> dict[str, Any]:
         return {"pad_token_id": None}
 
 

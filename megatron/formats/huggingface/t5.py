@@ -116,16 +116,13 @@ def _copies(model: ModelConfig) -> Mapping[str, str]:
 
 
 def _seen(content: dict[str, Any], tensors: Tensors) -> dict[str, Any]:
-    """transformers 4 says by tie_word_embeddings whether the head is tied and its input scaled;
-    transformers 5 writes true for all, and scale_decoder_outputs."""
-    tied = content.get("tie_word_embeddings") is not False
-    scaled = content.get("scale_decoder_outputs", tied)
-    if (
-        tied
-        and "scale_decoder_outputs" in content
-        and _HEAD in tensors
-        and "shared.weight" in tensors
-    ):
+    """Whether the head is tied, and its input scaled. transformers 4 says both by
+    tie_word_embeddings; transformers 5 writes true for all, and scale_decoder_outputs, and ties a
+    head that is not in the files."""
+    said = content.get("tie_word_embeddings") is not False
+    scaled = content.get("scale_decoder_outputs", said)
+    tied = said or _HEAD not in tensors
+    if said and "scale_decoder_outputs" in content and _HEAD in tensors:
         tied = torch.equal(tensors.tensor(_HEAD), tensors.tensor("shared.weight"))
     return content | {"tie_word_embeddings": tied, "scale_decoder_outputs": scaled}
 
@@ -212,6 +209,7 @@ T5 = Architecture(
     write=_write,
     seen=_seen,
     copies=_copies,
+    endings={_HEAD: "shared.weight"},
     # transformers does not read it: there is one in old files of version 1.0.
     ignored=frozenset({"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}),
     base_prefix="",

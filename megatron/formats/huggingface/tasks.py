@@ -52,7 +52,7 @@ class Task(ABC):
         checkpoint."""
 
     @abstractmethod
-    def end_only(self, end_of_text: int | None) -> dict[str, Any]:
+    def end_only(self, source: Source) -> dict[str, Any]:
         """The same keys where there is no tokenizer, and at most one token is known."""
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
@@ -89,8 +89,8 @@ class CausalLM(Task):
         # Documents begin where the last one ended, so the end stands in for a missing beginning.
         return {"bos_token_id": end if begin is None else begin, "eos_token_id": end}
 
-    def end_only(self, end_of_text: int | None) -> dict[str, Any]:
-        return {"bos_token_id": end_of_text, "eos_token_id": end_of_text}
+    def end_only(self, source: Source) -> dict[str, Any]:
+        return {"bos_token_id": source.end_of_text, "eos_token_id": source.end_of_text}
 
 
 def compared_length(model: ModelConfig) -> int:

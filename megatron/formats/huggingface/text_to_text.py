@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from tokenizers import Tokenizer, processors
@@ -28,7 +27,6 @@ which on positions count alike; but at most so many more."""
 class TextToText(Task):
     """An encoder that reads a text and a decoder that writes one, as T5's."""
 
-    settings: ClassVar[Mapping[str, Any]] = {"use_cache": True}
     generates = True
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
@@ -60,12 +58,14 @@ class TextToText(Task):
             "pad_token_id": tokenizer.pad_token_id,
             "eos_token_id": tokenizer.eos_token_id,
             "decoder_start_token_id": getattr(tokenizer, f"{start}_token_id"),
+            **_cache(source.model),
         }
 
-    def end_only(self, end_of_text: int | None) -> dict[str, Any]:
+    def end_only(self, source: Source) -> dict[str, Any]:
         # Those of T5, which `transformers` assumes where nothing is said.
-        end = 1 if end_of_text is None else end_of_text
-        return {"pad_token_id": 0, "eos_token_id": end, "decoder_start_token_id": 0}
+        end = 1 if source.end_of_text is None else source.end_of_text
+        tokens = {"pad_token_id": 0, "eos_token_id": end, "decoder_start_token_id": 0}
+        return tokens | _cache(source.model)
 
     def fit_tokenizer(self, folder: Path, tokenizer: Any) -> bool:
         """Puts the end of text after a text, and nothing before it, as samples have it; T5's own
@@ -89,6 +89,12 @@ class TextToText(Task):
         }
         write_json(folder / "tokenizer_config.json", settings)
         return True
+
+
+def _cache(model: ModelConfig) -> dict[str, bool]:
+    """Whether texts are generated with a cache: that of `transformers` has as many layers as the
+    encoder, and fails where the decoder has more."""
+    return {"use_cache": (model.decoder_num_layers or 0) <= model.num_layers}
 
 
 TEXT_TO_TEXT = TextToText()

@@ -136,7 +136,14 @@ T5 = FamilyNames(
         ),
     },
     flags={"encoder_decoder": True},
-    requirements=(Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear"),),
+    # Its head has a bias, which ours has with both alone.
+    requirements=(
+        Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear"),
+        Requirement(
+            lambda model: model.positions.position_embedding_type == "learned_absolute",
+            "--position-embedding-type learned_absolute",
+        ),
+    ),
 )
 
 FAMILIES = (BERT, T5, GPT)

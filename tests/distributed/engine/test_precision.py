@@ -4,6 +4,7 @@ from unittest import mock
 
 import numpy as np
 import pytest
+from samples import sampled
 from training_jobs import TINY, train, train_plainly
 
 from megatron.engine import train_engine
@@ -16,7 +17,7 @@ def plain():
     return train_plainly([*TINY, "--train-iters", "6"])
 
 
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("stage", sampled(range(4), lambda stage: stage in (1, 3)))
 def test_bf16_follows_fp32(pool, plain, stage):
     record = pool.run(2, train, [*FLAGS, str(stage), "--bf16"])[0]
     np.testing.assert_allclose(record.losses, plain.losses, rtol=3e-3)
@@ -27,7 +28,7 @@ def test_bf16_follows_fp32(pool, plain, stage):
 SUMS_IN_FP32 = "--accumulate-allreduce-grads-in-fp32"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage != 1))
 def test_sums_in_fp32_are_nearer_to_fp32(pool, stage):
     """32 small gradients: bfloat16 sums lose more of them than float32 sums do."""
     flags = [*TINY, "--train-iters", "1", "--global-batch-size", "64"]
@@ -102,7 +103,7 @@ def test_tensor_parallel_follows_fp32(pool, layout, stage, precision):
     assert record.losses != expected.losses, "half precision must round"
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage != 2))
 def test_fp16_follows_fp32(pool, plain, stage):
     flags = [*FLAGS, str(stage), "--fp16", "--initial-loss-scale", "4096"]
     record = pool.run(2, train, flags)[0]
@@ -110,7 +111,7 @@ def test_fp16_follows_fp32(pool, plain, stage):
     assert record.norms[0] == pytest.approx(plain.norms[0], rel=1e-3)
 
 
-@pytest.mark.parametrize("stage", [1, 2, 3])
+@pytest.mark.parametrize("stage", sampled([1, 2, 3], lambda stage: stage != 1))
 def test_growing_loss_scale_changes_nothing(pool, stage):
     """The scale doubles every other step; losses and norms stay those of a scale that does not.
 
@@ -151,7 +152,7 @@ def stops(argv):
     return str(caught.value)
 
 
-@pytest.mark.parametrize("stage", [0, 1, 3])
+@pytest.mark.parametrize("stage", sampled([0, 1, 3], lambda stage: stage != 0))
 def test_nan_stops_with_step_and_samples(pool, stage):
     message = pool.run(2, stops, [*FLAGS, str(stage), *NOT_FINITE, "constant"])[0]
     assert "at iteration 2, samples 4 to 7" in message

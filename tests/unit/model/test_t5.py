@@ -302,7 +302,7 @@ def test_the_head_of_megatrons_has_a_bias():
             {"encoder_decoder": False, "decoder_num_layers": None, "decoder_seq_length": None},
             "relative is for models with an encoder and a decoder",
         ),
-        ({"sliding_window": 4}, "--sliding-window 4: the blocks of a stack share one bias"),
+        ({"sliding_window": 4}, "--sliding-window 4: a decoder attends to all"),
         ({"encoder_num_layers": 5}, "--encoder-num-layers 5 contradicts --num-layers 2"),
     ],
 )

@@ -37,7 +37,8 @@ for folder in sorted((root / "written").iterdir()):
     assert not report["missing_keys"] and not report["unexpected_keys"], folder
     with torch.no_grad():
         output = model.eval()(**torch.load(folder / "inputs.pt"))
-        torch.save({key: output[key] for key in torch.load(folder / "keys.pt")}, folder / "outputs.pt")
+        keys = torch.load(folder / "keys.pt")
+        torch.save({key: output[key] for key in keys}, folder / "outputs.pt")
     model.save_pretrained(root / "saved" / folder.name)
 """
 
