@@ -37,16 +37,24 @@ class Description(NamedTuple):
     split_biases: bool = False
 
 
+def own_run(folder: Path, states: Mapping[str, Any]) -> RunConfig | None:
+    """The run of this project that saved a checkpoint, None if it was another trainer. Raises
+    CheckpointError if what says it is malformed."""
+    own = folder / CONFIG
+    parts = read_json(own) if own.is_file() else states.get(RUN)
+    if parts is None:
+        return None
+    try:
+        return RunConfig.from_dict(parts)
+    except (TypeError, AttributeError, ConfigError) as error:
+        raise CheckpointError(f"{own}: not a configuration: {error}") from None
+
+
 def describe(folder: Path, states: Mapping[str, Any]) -> Description:
     """Finds configuration and counters in a checkpoint with these model states. Raises
     CheckpointError if the network is not described, or has features that cannot be represented."""
-    own = folder / CONFIG
-    parts = read_json(own) if own.is_file() else states.get(RUN)
-    if parts is not None:
-        try:
-            run = RunConfig.from_dict(parts)
-        except (TypeError, AttributeError, ConfigError) as error:
-            raise CheckpointError(f"{own}: not a configuration: {error}") from None
+    run = own_run(folder, states)
+    if run is not None:
         file = folder / STATE
         state = read_json(file) if file.is_file() else states.get(COUNTERS, {})
         tokenizer = run.tokenizer if run.tokenizer.tokenizer_type else None

@@ -14,7 +14,7 @@ from torch import Tensor
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import TRACKER, standing_in
 from megatron.checkpoint.source import Source
-from megatron.formats.deepspeed_folders.configuration import Description, describe
+from megatron.formats.deepspeed_folders.configuration import Description, describe, own_run
 from megatron.formats.deepspeed_folders.engine_files import EngineFiles
 from megatron.formats.deepspeed_folders.naming import (
     EngineNaming,
@@ -101,6 +101,12 @@ class NamedFolder(Source):
     """A folder with its own names for parameters, which a :class:`Naming` maps to ours."""
 
     _naming: Naming
+
+    @classmethod
+    def family(cls, folder: Path) -> str:
+        """See :meth:`Source.family`; the folders of other trainers are of GPTs."""
+        run = own_run(folder, {})
+        return super().family(folder) if run is None else run.model.family
 
     def _describe(self, states: Mapping[str, Any]) -> Description:
         found = describe(self.folder, states)

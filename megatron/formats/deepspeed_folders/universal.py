@@ -71,7 +71,7 @@ class UniversalFolder(NamedFolder):
         self._present = _parameters(folder / "zero")
         states = _read_model_states(folder)
         found = self._describe(states)
-        if any(name.startswith("layers.") for name in self._present):
+        if "embedding.word_embeddings.weight" in self._present:
             self._naming = Naming(self.model)
         elif found.foreign:
             self._naming = ForeignNaming(

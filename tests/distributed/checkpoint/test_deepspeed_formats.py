@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from family_models import FAMILIES, MODELS, NO_DROPOUT, blocks
 from gpt_forward import forward
 from stock_gpt import (
     DECAY,
@@ -350,3 +351,19 @@ def test_stock_deepspeed_resumes_from_engine_folders(pool, tmp_path):
         assert torch.equal(values, share_of(wanted[key], key, 104, 1, 0)), key
     losses, _ = continue_plainly(wanted, STEPS, 4, 104)
     assert results[0][0] == pytest.approx(losses, rel=2e-6)
+
+
+@pytest.mark.parametrize(("family", "model"), [("bert", "post-norm"), ("t5", "relative")])
+def test_other_families(pool, tmp_path, family, model):
+    """A pipeline's folder, and the universal checkpoint of it, continue on one process."""
+    flags = [*FAMILIES[family], *MODELS[family][model], *blocks(family, 2), *NO_DROPOUT]
+    flags += "--global-batch-size 4 --train-iters 4 --lr-decay-style constant".split()
+    save = "--checkpoint-format deepspeed --save-interval 2 --save".split()
+    pipeline = ["--zero-stage", "1", "--pipeline-model-parallel-size", "2"]
+    whole = pool.run(2, train, [*flags, *pipeline, *save, str(tmp_path)])[0]
+    folder = tmp_path / "global_step2"
+    found = pool.run(1, train, [*flags, "--load", str(folder)])[0]
+    np.testing.assert_allclose(found.losses, whole.losses[2:], rtol=5e-6)
+    universal = save_universal(open_checkpoint(folder), tmp_path, 1)
+    again = pool.run(1, train, [*flags, "--load", str(universal)])[0]
+    assert again.losses == found.losses
