@@ -208,6 +208,23 @@ def test_windows_and_packed_samples_against_modern_bert(packed):
         torch.testing.assert_close(param.shard.join([param.grad]), weights[other].grad, **close)
 
 
+def test_learned_positions_of_packed_samples():
+    """They restart with each sample."""
+    model = model_config(
+        family="bert", seq_length=2 * LENGTH, bert_binary_head=False, hidden_dropout=0.0,
+        attention_dropout=0.0,
+    ).with_vocabulary(VOCAB)  # fmt: skip
+    ours, begin = build_model(model).double(), spec_of(model).begin
+    for name, param in ours.canonical_parameters():
+        param.init = Init(std=0.3)
+        initialise(name, param, 1234)
+    rows = collate_bert([as_row(SAMPLES[:2]), as_row(SAMPLES[2:])])
+    with torch.no_grad():
+        found = ours(begin(rows)).losses["lm loss"]
+        expected = ours(begin(collate_bert(SAMPLES))).losses["lm loss"]
+    torch.testing.assert_close(found, expected, rtol=1e-13, atol=0)
+
+
 @pytest.mark.parametrize("binary_head", [True, False], ids=["both", "lm-only"])
 def test_flops_against_torchs_counter(binary_head):
     """Of a length whose usual share of predicted tokens is a multiple of 8."""
