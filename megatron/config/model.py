@@ -264,8 +264,8 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     )
     resolver.check(
         flags.sliding_window is None or not flags.encoder_decoder,
-        f"{resolver.show('sliding_window')}: a decoder attends to all of its encoder's text, and the "
-        "blocks of both to all of their own; leave the window out",
+        f"{resolver.show('sliding_window')}: a decoder attends to all of its encoder's text, and "
+        "the blocks of both to all of their own; leave the window out",
     )
     if flags.sliding_window is None:
         resolver.check_unused("rotary_base_local", "--sliding-window")
