@@ -92,9 +92,9 @@ class TextEncoder:
         """The sequences of each text's document; an empty list for a text without a token. Raises
         ValueError if a text cannot be tokenized, or there is no end-of-document token."""
         sentences = [self._sentences(text) for text in texts]
-        encode = self.tokenizer.tokenize_batch
-        if self.settings.presplit_sentences or self.split is not None:
-            encode = self.tokenizer.tokenize_sentences
+        split = self.settings.presplit_sentences or self.split is not None
+        tokenizer = self.tokenizer
+        encode = tokenizer.tokenize_sentences if split else tokenizer.tokenize_batch
         ids = iter(encode([s for of_text in sentences for s in of_text]))
         documents = []
         for of_text in sentences:

@@ -245,8 +245,8 @@ def rank_flops(model: ModelConfig, layout: Layout, micro_batch: int, share: Rank
         again = {None: 0, "selective": scores}.get(layout.recompute, matrices + scores)
         total += 3 * (matrices + scores) + again
     if share.last:
-        outputs, other = head_shape(model)
-        total += 3 * (2 * hidden * width.vocab * outputs + other)
+        outputs, more = head_shape(model)
+        total += 3 * (2 * hidden * width.vocab * outputs + more)
     return micro_batch * total
 
 
