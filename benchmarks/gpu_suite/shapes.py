@@ -84,7 +84,8 @@ def recomputed_flops(setting: Setting, recompute: str | None) -> float:
 
 
 def products(setting: Setting) -> dict[str, tuple[int, int]]:
-    """(inputs, outputs) of each linear layer of a block without cross-attention, and of the head."""
+    """(inputs, outputs) of each linear layer of a block, without cross-attention, and of the
+    head."""
     mixed = setting.hidden_size
     kv = setting.kv_heads * (setting.hidden_size // setting.heads)
     inner = setting.ffn_hidden_size

@@ -24,6 +24,7 @@ HEADS = {
     ladder.LARGE: "Shapes that a card barely holds",
     ladder.LENGTHS: "Longer sequences",
     ladder.SMALL: "Small shapes",
+    ladder.FAMILIES: "BERT and T5",
 }
 COLUMNS = (
     "model", "sequence", "", "tokens a step", "micro batch", "ms a step", "over the first",

@@ -198,6 +198,10 @@ class AttentionMasks:
             return biases.to(like.dtype)
 
         width = window if narrows(window, keys, causal) else None
+        only_padding = not (causal or slopes or width) and self.document_ids is None
+        if only_padding and torch.compiler.is_compiling():
+            # A row for each sample is no work, but blocks that find it made need another graph.
+            return make()
         key = ("bias", queries, keys, width, slopes, like.dtype, like.device, causal)
         return self._once(key, make)
 

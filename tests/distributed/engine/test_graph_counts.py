@@ -1,6 +1,7 @@
 """With --torch-compile blocks of one shape share one graph, at every ZeRO stage."""
 
 import pytest
+from family_models import FAMILIES, MODELS, NO_DROPOUT
 from graph_counts import graphs, graphs_alone
 from training_jobs import TINY, train
 
@@ -45,4 +46,23 @@ def count(argv: list[str]) -> tuple[int, dict[str, int]]:
 def test_one_graph_for_each_shape_of_block(pool, stage, kind, form):
     flags, expected = KINDS[kind]
     argv = [*FLAGS, *flags, "--zero-stage", str(stage), *(["--bf16"] if form == "bf16" else [])]
+    assert pool.run(RANKS[stage], count, argv) == [(expected, {})] * RANKS[stage]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("stage", RANKS)
+@pytest.mark.parametrize(
+    ("family", "model", "expected"),
+    [
+        ("bert", "pre-norm", 1), ("bert", "post-norm", 1), ("bert", "recompute-full", 1),
+        ("t5", "learned", 2), ("t5", "relative", 2), ("t5", "recompute-selective", 2),
+    ],
+)  # fmt: skip
+def test_one_graph_for_each_stack(pool, stage, family, model, expected):
+    """Of padded samples: the mask is no graph of its own."""
+    argv = [*FAMILIES[family], *MODELS[family][model], *NO_DROPOUT, "--num-layers", "3"]
+    argv += ["--train-iters", "2", "--global-batch-size", str(2 * RANKS[stage]), "--torch-compile"]
+    argv += ["--zero-stage", str(stage), "--bf16"]
+    if family == "t5":
+        argv += ["--decoder-num-layers", "3"]
     assert pool.run(RANKS[stage], count, argv) == [(expected, {})] * RANKS[stage]
