@@ -93,7 +93,7 @@ def architecture_named(content: dict[str, Any], path: Path) -> Architecture:
 
 
 def _of_family(family: str) -> Sequence[Architecture]:
-    """The architectures of models of a family; all where there is none."""
+    """The architectures of models of a family; all, if it has none."""
     return [known for known in ARCHITECTURES if known.family == family] or ARCHITECTURES
 
 
