@@ -92,10 +92,11 @@ class TextEncoder:
         """The sequences of each text's document; an empty list for a text without a token. Raises
         ValueError if a text cannot be tokenized, or there is no end-of-document token."""
         sentences = [self._sentences(text) for text in texts]
-        split = self.settings.presplit_sentences or self.split is not None
-        tokenizer = self.tokenizer
-        encode = tokenizer.tokenize_sentences if split else tokenizer.tokenize_batch
-        ids = iter(encode([s for of_text in sentences for s in of_text]))
+        flat = [sentence for of_text in sentences for sentence in of_text]
+        if self.settings.presplit_sentences or self.split is not None:
+            ids = iter(self.tokenizer.tokenize_sentences(flat))
+        else:
+            ids = iter(self.tokenizer.tokenize_batch(flat))
         documents = []
         for of_text in sentences:
             document = [sequence for sequence in islice(ids, len(of_text)) if len(sequence)]
