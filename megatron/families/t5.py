@@ -97,7 +97,7 @@ class T5(Family):
     unused = OF_STREAMS | {
         *("bert_binary_head", "num_tokentypes", "bert_pair_task", "whole_word_masking"),
         *("max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams", "favor_longer_ngram"),
-        "bert_packing",
+        *("bert_packing", "lm_head_activation"),
     }
 
     def complete(self, settings: Settings) -> Settings:
