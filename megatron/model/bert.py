@@ -72,8 +72,8 @@ def order_loss(logits_B2: Tensor, labels_B: Tensor) -> Tensor:
 
 class LMTransform(nn.Module):
     """What hidden states pass before the output head: a dense layer, its activation and a norm.
-    Where there are targets, only those of tokens that are to be predicted go on: they are a seventh
-    of all, and nothing is computed for the others."""
+    Where there are targets, only those of tokens that are to be predicted are kept: a seventh of
+    all; nothing is computed for the others."""
 
     def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
         super().__init__()
