@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from megatron.data.packing import positions_within, restarting_positions
 from megatron.data.samples import PackedSample
 
 
@@ -89,7 +90,7 @@ class GPTCollator:
             tokens_BS,
             labels_BS,
             loss_mask_BS,
-            _restarting_positions(is_eod_BS) if self.reset_position_ids else None,
+            restarting_positions(is_eod_BS) if self.reset_position_ids else None,
             _document_ids(is_eod_BS) if self.reset_attention_mask else None,
         )
 
@@ -111,16 +112,3 @@ def _with_packed(batch: GPTBatch, packed: Mapping[int, PackedSample]) -> GPTBatc
 def _document_ids(is_eod_BS: Tensor) -> Tensor:
     """Number of end-of-document tokens strictly before each position."""
     return is_eod_BS.cumsum(dim=1) - is_eod_BS.long()
-
-
-def positions_within(document_ids_BS: Tensor) -> Tensor:
-    """int64 [B, S]: positions that restart where the id changes."""
-    last_B1 = document_ids_BS[:, -1:]
-    return _restarting_positions(document_ids_BS.diff(append=last_B1 + 1) != 0)
-
-
-def _restarting_positions(is_last_BS: Tensor) -> Tensor:
-    positions_S = torch.arange(is_last_BS.shape[1])
-    start_BS = torch.zeros_like(is_last_BS, dtype=torch.int64)
-    start_BS[:, 1:] = torch.where(is_last_BS[:, :-1], positions_S[1:], 0)
-    return positions_S - start_BS.cummax(dim=1).values

@@ -14,8 +14,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from megatron.data.gpt_batch import positions_within
 from megatron.data.loader import mapped
+from megatron.data.packing import positions_within
 
 NO_LABEL = -1
 """The label of tokens that are not to be predicted, as in Megatron."""
