@@ -111,9 +111,7 @@ class BertData(DataPipeline):
 class BERT(Family):
     name = "bert"
     head_states = 3
-    unused = OF_STREAMS | {
-        *("mean_noise_span_length", "max_noise_span_length", "decoder_start_token"),
-    }
+    unused = OF_STREAMS | {"mean_noise_span_length", "max_noise_span_length", "decoder_start_token"}
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)

@@ -41,12 +41,12 @@ class Family(ABC):
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""
 
+    head_states: ClassVar[int] = 0
+    """Hidden states that a predicted token keeps between the final norm and the output head."""
+
     def complete(self, settings: Settings) -> Settings:
         """The settings of a run with what they leave to the family."""
         return settings
-
-    head_states: ClassVar[int] = 0
-    """Hidden states that a predicted token keeps between the final norm and the output head."""
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:

@@ -95,10 +95,10 @@ class T5Data(DataPipeline):
 class T5(Family):
     name = "t5"
     unused = OF_STREAMS | {
-        *("bert_binary_head", "num_tokentypes", "bert_pair_task", "whole_word_masking"),
-        *("max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams", "favor_longer_ngram"),
-        "bert_packing",
-    }
+        "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
+        "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",
+        "favor_longer_ngram", "bert_packing",
+    }  # fmt: skip
 
     def complete(self, settings: Settings) -> Settings:
         found = {"encoder_decoder": Setting(True, f"family {self.name}")}
