@@ -246,7 +246,7 @@ def plot(curves: dict[str, Curves], path: Path) -> None:
             axes.grid(axis="y", alpha=0.3)
     panels[0, 0].set_ylabel("loss, nats")
     panels[1, 0].set_ylabel("difference from\ntransformers")
-    panels[1, 0].legend(frameon=False, markerscale=3, fontsize=7)
+    panels[1, -1].legend(frameon=False, markerscale=3, fontsize=7, loc="center")
     panels[0, 0].legend(frameon=False)
     temporary = path.with_name(f".{path.name}")
     figure.savefig(temporary, dpi=110, format="png")

@@ -4,6 +4,7 @@ from functools import cache
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from megatron.families import build_model, spec_of
 from megatron.model.layer_list import initialise
@@ -31,6 +32,8 @@ MODELS = {
         *RELATIVE,
     ],
 }
+
+VOCAB = 100
 
 
 @cache
@@ -111,21 +114,26 @@ def test_the_loss_of_the_order_is_the_mean_over_samples(name):
 
 @pytest.mark.parametrize("name", ["bert", "bert post-norm"])
 def test_the_head_of_the_predicted_tokens_is_that_of_all(name):
-    """Losses and gradients, with logits of every token and of the predicted ones alone."""
+    """Losses and gradients, against those of the logits of every token."""
     spec, model, *_ = made(name)
     batch = batch_of(name, 0, 1, 2, 3)
-    samples, length = batch.tokens_BS.shape
-    found = []
-    for positions in (batch.positions_BP, torch.arange(length).expand(samples, -1)):
-        after = model(spec.begin(batch._replace(positions_BP=positions)))
-        spec.total(after.losses).backward()
-        grads = {each: param.grad for each, param in model.canonical_parameters()}
-        found.append({**after.losses, **grads})
+    assert batch.positions_BP.shape[1] < batch.tokens_BS.shape[1] / 3
+    found = dict(model(spec.begin(batch)).losses)
+    after = model(spec.begin(batch).changed(targets=None))
+    logits_TV = after.hidden.flatten(0, 1)[:, :VOCAB]
+    labels_T = batch.labels_BS.flatten()
+    expected = {
+        "lm loss": F.cross_entropy(logits_TV, labels_T, ignore_index=-1),
+        "sop loss": F.cross_entropy(after.pooled, batch.is_random_B),
+    }
+    for losses_ in (found, expected):
+        spec.total(dict(losses_)).backward()
+        losses_ |= {each: param.grad for each, param in model.canonical_parameters()}
         model.zero_grad()
-    assert batch.positions_BP.shape[1] < length / 3
-    for each, value in found[1].items():
+    assert found.keys() == expected.keys()
+    for each, value in expected.items():
         assert value.abs().max() > 0, each
-        torch.testing.assert_close(found[0][each], value, rtol=1e-11, atol=1e-14)
+        torch.testing.assert_close(found[each], value, rtol=1e-9, atol=1e-13)
 
 
 def test_blocks_of_a_stack_share_their_bias():
