@@ -22,7 +22,7 @@ from megatron.data.kinds.masked_data.masked_batch import (
 from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
-from megatron.families.family import OF_STREAMS, Family
+from megatron.families.family import STREAM_FLAGS, Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
@@ -111,7 +111,11 @@ class BertData(DataPipeline):
 class BERT(Family):
     name = "bert"
     head_states = 3
-    unused = OF_STREAMS | {"mean_noise_span_length", "max_noise_span_length", "decoder_start_token"}
+    unused_flags = STREAM_FLAGS | {
+        "mean_noise_span_length",
+        "max_noise_span_length",
+        "decoder_start_token",
+    }
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)

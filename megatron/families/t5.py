@@ -17,7 +17,7 @@ from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
-from megatron.families.family import OF_STREAMS, BlockLengths, Family
+from megatron.families.family import STREAM_FLAGS, BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerState
@@ -94,13 +94,13 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
-    unused = OF_STREAMS | {
+    unused_flags = STREAM_FLAGS | {
         "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
         "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",
         "favor_longer_ngram", "bert_packing",
     }  # fmt: skip
 
-    def complete(self, settings: Settings) -> Settings:
+    def complete_settings(self, settings: Settings) -> Settings:
         found = {"encoder_decoder": Setting(True, f"family {self.name}")}
         encoder = settings.get("encoder_seq_length") or settings.get("seq_length")
         if "decoder_seq_length" not in settings and encoder is not None:
@@ -124,7 +124,7 @@ class T5(Family):
         )
         return dataclasses.replace(encoder, sees_later=True, decoder=decoder)
 
-    def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+    def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         encoded, decoded = model.seq_length, model.decoder_seq_length
         assert model.decoder_num_layers is not None and decoded is not None
         encoder = (BlockLengths(encoded),) * model.num_layers

@@ -104,7 +104,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     trained = settings["family"].value if "family" in settings else ModelConfig.family
     family = family_of(samples or trained)
     _refuse_unused(settings, family)
-    settings = _with_tokenizer_type(family.complete(settings), family)
+    settings = _with_tokenizer_type(family.complete_settings(settings), family)
     resolved = resolve(settings, processes)
     named = resolved.config.tokenizer
     tokenizer = build_tokenizer(named, training_texts(resolved.config))
@@ -124,7 +124,7 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
 def _refuse_unused(settings: Settings, family: Family) -> None:
     """Raises ConfigError for a flag of other families' models or samples."""
     for name, setting in settings.items():
-        if name in family.unused and setting.origin.startswith("flag "):
+        if name in family.unused_flags and setting.origin.startswith("flag "):
             flag = setting.origin.removeprefix("flag ")
             raise ConfigError(
                 f"{flag} would change nothing: no model of the family {family.name} depends on it; "
