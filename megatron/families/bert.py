@@ -19,7 +19,7 @@ from megatron.data.kinds.masked_data.masked_batch import (
     collate_bert,
     positions_of,
 )
-from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
+from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
 from megatron.families.family import STREAM_FLAGS, Family
@@ -76,9 +76,7 @@ class BertData(DataPipeline):
         return collate_bert
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[BertSample]:
-        tokenizer = MockTokenizer(self.tokenizer)
-        recipe = type(self)(self.config, tokenizer).recipe()
-        return mock_samples(recipe, tokenizer, num_samples, part)
+        return mock_data(self, num_samples, part)
 
     def view(self, sample: BertSample, length: int) -> SampleView:
         """See `DataPipeline.view`; each input comes before the text to predict for it, and packed

@@ -13,7 +13,7 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Set
 from megatron.config.flags import build
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
-from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
+from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
@@ -71,9 +71,7 @@ class T5Data(DataPipeline):
         return collate_t5
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[T5Sample]:
-        tokenizer = MockTokenizer(self.tokenizer)
-        recipe = type(self)(self.config, tokenizer).recipe()
-        return mock_samples(recipe, tokenizer, num_samples, part)
+        return mock_data(self, num_samples, part)
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
         """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
