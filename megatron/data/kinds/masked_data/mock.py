@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.masked_data.segments import SegmentRecipe
+from megatron.data.kinds.masked_data.segment_samples import SegmentRecipe
 from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index, checked_range
 from megatron.data.sources import PARTS
