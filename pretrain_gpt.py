@@ -11,24 +11,15 @@ torchrun starts it in the same way, and plain python runs it on one process.
 """
 
 import megatron.util.collector
-from megatron.engine.environment import distributed
-from megatron.training.run import build_trainer, ending_process, errors_for_users, parse_run
+from megatron.training.run import ending_process, errors_for_users, parse_run, train
 
 megatron.util.collector.resume()
 
 
-def train() -> None:
-    """Parses the command line, builds the model and its data, trains."""
-    with errors_for_users():
-        run = parse_run(__doc__, family="gpt")
-        with distributed(run.config.parallel) as mesh:
-            build_trainer(run, mesh).fit()
-
-
 def main() -> None:
-    """The command."""
-    with ending_process():
-        train()
+    """Parses the command line, builds the model and its data, trains."""
+    with ending_process(), errors_for_users():
+        train(parse_run(__doc__, family="gpt"))
 
 
 if __name__ == "__main__":

@@ -5,12 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, NullLocator
+from pictures import FIRST, SECOND, new_figure, save
 
-MEASURED, FORMULA = "#1f5fa8", "#c8662b"
+MEASURED, FORMULA = FIRST, SECOND
 
 
 def plot(unit: str, points: list[dict[str, Any]], path: Path) -> None:
@@ -21,8 +20,7 @@ def plot(unit: str, points: list[dict[str, Any]], path: Path) -> None:
         points: as ``growth.measure`` gives them.
         path: a PNG file.
     """
-    matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False})
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    figure = new_figure(3.4)
     time, memory = figure.subplots(1, 2)
     draw(time, points, "cpu_seconds", "formula_seconds", "FLOPs / rate of the products")
     time.set_ylabel("CPU seconds a step, all processes")
@@ -32,9 +30,7 @@ def plot(unit: str, points: list[dict[str, Any]], path: Path) -> None:
         axes.set_xlabel(unit)
         axes.legend(frameon=False)
         axes.grid(axis="y", which="major", alpha=0.3)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(path)
+    save(figure, path)
 
 
 def draw(axes: Axes, points: list[dict[str, Any]], measured: str, formula: str, label: str) -> None:

@@ -27,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from ngrams import Bigram, HiddenText, token_losses
+from trainings import new_parser
 
 from megatron.data.indexed import IndexedDataset
 from megatron.data.loader import TrainingData
@@ -271,16 +272,11 @@ def table(task: Task, model: dict[str, Any], ngrams: dict[str, Any]) -> str:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    result = new_parser(__doc__, steps=900)
     result.add_argument("--family", choices=TASKS, required=True)
     result.add_argument("--text", nargs="+", required=True, metavar="FILE")
     result.add_argument("--vocab-size", type=int, default=192)
-    result.add_argument("--steps", type=int, default=900)
     result.add_argument("--folder", help="keep vocabulary and data here, or use those that exist")
-    result.add_argument("--json", help="also write all losses to this file")
-    result.add_argument("flags", nargs="*", help="more flags of training, after --")
     return result
 
 

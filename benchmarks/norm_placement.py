@@ -20,9 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from trainings import add_data, data_flags, losses_of, new_parser
 
-from megatron.engine.environment import distributed
-from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.run import parse_run
 
 MODEL = (
@@ -39,8 +38,7 @@ LAST = 50
 
 def main() -> int:
     options = parser().parse_args()
-    data = ["--data-path", options.data, "--vocab-file", options.vocab_file]
-    data += ["--train-iters", str(options.steps), *options.flags]
+    data = data_flags(options)
     cases = list(product(PLACES, options.depths, options.rates))
     argvs = [
         [*MODEL, *PLACES[place], "--num-layers", str(depth), "--lr", str(rate), *data]
@@ -65,10 +63,7 @@ def main() -> int:
 def train(argv: Sequence[str]) -> list[float]:
     """Losses of all steps."""
     torch.set_num_threads(1)
-    run, record = parse_run(None, argv, "bert"), RunRecord()
-    with distributed(run.config.parallel) as mesh:
-        watched_trainer(run, mesh, record.add).fit()
-    return record.losses
+    return losses_of(parse_run(None, argv, "bert"))
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
@@ -88,14 +83,12 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes a panel for each depth."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    from pictures import FIRST, SECOND, new_figure, save
 
-    matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False})
     depths = list(dict.fromkeys(row["depth"] for row in rows))
     styles = dict(zip(dict.fromkeys(row["rate"] for row in rows), ("-", "--", ":"), strict=False))
-    colors = {"pre-norm": "#1f5fa8", "post-norm": "#c8662b"}
-    figure = Figure(figsize=(9, 3.4), layout="constrained")
+    colors = dict(zip(PLACES, (FIRST, SECOND), strict=True))
+    figure = new_figure(3.4)
     panels = figure.subplots(1, len(depths), sharey=True, squeeze=False)[0]
     for depth, axes in zip(depths, panels, strict=True):
         for row in rows:
@@ -111,9 +104,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
         axes.grid(axis="y", alpha=0.3)
     panels[0].set_ylabel("masked-token loss, nats")
     panels[-1].legend(frameon=False, title="norm, learning rate")
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(path)
+    save(figure, path)
 
 
 def smooth(losses: Sequence[float], width: int = 10) -> tuple[list[int], list[float]]:
@@ -126,18 +117,11 @@ def smooth(losses: Sequence[float], width: int = 10) -> tuple[list[int], list[fl
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    result.add_argument("--data", required=True, help="made with --split-sentences")
-    result.add_argument("--vocab-file", required=True, help="of the same WordPiece vocabulary")
+    result = new_parser(__doc__, steps=400)
+    add_data(result)
     result.add_argument("--depths", nargs="+", type=int, default=[4, 12, 24])
     result.add_argument("--rates", nargs="+", type=float, default=[1e-3])
-    result.add_argument("--steps", type=int, default=400)
     result.add_argument("--processes", type=int, default=1, help="trainings at the same time")
-    result.add_argument("--plot", help="a PNG file of the losses")
-    result.add_argument("--json", help="also write all losses to this file")
-    result.add_argument("flags", nargs="*", help="more flags of training, after --")
     return result
 
 

@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from trainings import add_data, data_flags, losses_of, new_parser
 from transformers import (
     BertConfig,
     BertForPreTraining,
@@ -35,8 +36,6 @@ from transformers import (
 )
 
 from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, BertBatch, T5Batch
-from megatron.engine.environment import distributed
-from megatron.parity.runs import RunRecord, watched_trainer
 from megatron.training.plan import TrainingPlan
 from megatron.training.run import Run, parse_run, run_data
 
@@ -185,12 +184,10 @@ def compare(peer: Peer, argv: Sequence[str], rows: int) -> Curves:
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         flags = [*FLAGS, *peer.flags, "--pretrained-checkpoint", folder, *argv]
-        record = RunRecord()
         run = parse_run(None, flags, peer.family)
-        with distributed(run.config.parallel) as mesh:
-            watched_trainer(run, mesh, record.add).fit()
+        losses = losses_of(run)
     forward = train_theirs(theirs, peer, run)
-    return Curves(record.losses, forward, train_theirs(peer.build(rows), peer, run, -1))
+    return Curves(losses, forward, train_theirs(peer.build(rows), peer, run, -1))
 
 
 def train_theirs(model: PreTrainedModel, peer: Peer, run: Run, order: int = 1) -> list[float]:
@@ -224,20 +221,18 @@ def train_theirs(model: PreTrainedModel, peer: Peer, run: Run, order: int = 1) -
 
 def plot(curves: dict[str, Curves], path: Path) -> None:
     """Writes a panel for each model: the curves, and below them their difference."""
-    import matplotlib
-    from matplotlib.figure import Figure
+    from pictures import FIRST, new_figure, save
 
-    matplotlib.rcParams.update({"font.size": 9, "axes.spines.top": False})
-    figure = Figure(figsize=(9, 5), layout="constrained")
+    figure = new_figure(5)
     panels = figure.subplots(2, len(curves), sharex=True, height_ratios=[3, 2], squeeze=False)
     for (name, each), upper, lower in zip(curves.items(), *panels, strict=True):
         steps = np.arange(1, len(each.here) + 1)
         upper.plot(steps, each.transformers, color="#e0a030", linewidth=4, label="transformers")
-        upper.plot(steps, each.here, color="#1f5fa8", linewidth=1.2, label="here")
+        upper.plot(steps, each.here, color=FIRST, linewidth=1.2, label="here")
         upper.set_title(name, loc="left")
         for other, color, label in (
             (each.reordered, "#e0a030", "samples reversed"),
-            (each.here, "#1f5fa8", "here"),
+            (each.here, FIRST, "here"),
         ):
             differences = np.maximum(relative(other, each.transformers), 1e-9)
             lower.semilogy(steps, differences, ".", color=color, markersize=2.5, label=label)
@@ -248,9 +243,7 @@ def plot(curves: dict[str, Curves], path: Path) -> None:
     panels[1, 0].set_ylabel("difference from\ntransformers")
     panels[1, -1].legend(frameon=False, markerscale=3, fontsize=7, loc="center")
     panels[0, 0].legend(frameon=False)
-    temporary = path.with_name(f".{path.name}")
-    figure.savefig(temporary, dpi=110, format="png")
-    temporary.replace(path)
+    save(figure, path)
 
 
 def main() -> int:
@@ -258,8 +251,7 @@ def main() -> int:
     torch.set_num_threads(1)
     tokens = len(Path(options.vocab_file).read_text().splitlines()) + EXTRA_IDS + 2
     rows = -(-tokens // ROWS) * ROWS
-    argv = ["--data-path", options.data, "--vocab-file", options.vocab_file]
-    argv += ["--train-iters", str(options.steps), *options.flags]
+    argv = data_flags(options)
     known, found = peers(options.layers, options.hidden_size), {}
     print("| model | first loss | last | difference | samples reversed |\n|---|---|---|---|---|")
     for name in options.models or known:
@@ -276,18 +268,11 @@ def main() -> int:
 
 
 def parser() -> argparse.ArgumentParser:
-    result = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    result.add_argument("--data", required=True, help="made with --split-sentences")
-    result.add_argument("--vocab-file", required=True, help="of the same WordPiece vocabulary")
+    result = new_parser(__doc__, steps=100)
+    add_data(result)
     result.add_argument("--models", nargs="+", choices=peers())
-    result.add_argument("--steps", type=int, default=100)
     result.add_argument("--layers", type=int, default=2)
     result.add_argument("--hidden-size", type=int, default=64)
-    result.add_argument("--plot", help="a PNG file of the losses")
-    result.add_argument("--json", help="also write all losses to this file")
-    result.add_argument("flags", nargs="*", help="more flags of training, after --")
     return result
 
 

@@ -99,7 +99,7 @@ def introduction(checker: Checker, flags: CheckFlags) -> str:
     """The model and the bounds."""
     model, training = checker.config.model, checker.config.training
     # Of an encoder and a decoder both numbers are shown.
-    stacks = Counter(family_of(model.family).lengths(model))
+    stacks = Counter(family_of(model.family).block_lengths(model))
     layers = " + ".join(map(str, stacks.values()))
     tokens = " + ".join(str(lengths.own) for lengths in stacks)
     lines = [

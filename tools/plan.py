@@ -111,7 +111,7 @@ def workload_of(config: PlanConfig, settings: Settings) -> Workload:
     known = {name: s for name, s in settings.items() if name not in PlanConfig.__annotations__}
     known |= {name: Setting(value, "planner") for name, value in stand_ins.items()}
     family = known["family"].value if "family" in known else ModelConfig.family
-    run = resolve(family_of(family).complete(known), world_size=1).config
+    run = resolve(family_of(family).complete_settings(known), world_size=1).config
     precision = "fp16" if run.precision.fp16 else "bf16" if run.precision.bf16 else "fp32"
     assert config.vocab_size and config.global_batch_size
     return Workload(

@@ -22,17 +22,16 @@ from typing import Any
 
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.flags import option
-from megatron.engine.environment import distributed
 from megatron.profiling.breakdown import break_down
 from megatron.profiling.tables import breakdown_text
 from megatron.profiling.trace import read_trace
 from megatron.training.launch import start_processes
 from megatron.training.run import (
     RunToolParser,
-    build_trainer,
     ending_process,
     errors_for_users,
     run_of,
+    train,
 )
 from megatron.util.files import write_whole
 
@@ -79,7 +78,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     except (ValueError, OSError) as error:
         sys.exit(f"profile_step.py: error: {error}")
     with errors_for_users():
-        train(few_steps(settings))
+        settings = few_steps(settings)
+        train(run_of(settings, start_processes(settings)))
 
 
 def show(config: ProfileConfig, path: Path) -> None:
@@ -106,12 +106,6 @@ def few_steps(settings: Settings) -> Settings:
         few[name] = Setting(value, "profile_step.py")
     few.setdefault("lr", Setting(1e-4, "profile_step.py"))
     return few
-
-
-def train(settings: Settings) -> None:
-    run = run_of(settings, start_processes(settings))
-    with distributed(run.config.parallel) as mesh:
-        build_trainer(run, mesh).fit()
 
 
 if __name__ == "__main__":

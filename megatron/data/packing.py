@@ -1,4 +1,7 @@
-"""Which sequences share a sample, and the positions of their tokens in it."""
+"""Samples of several sequences: which ones share a sample, and the positions of their tokens.
+
+Shape suffixes: B micro batch, S sequence.
+"""
 
 from __future__ import annotations
 
@@ -42,13 +45,13 @@ def best_fit(
 
 
 def positions_within(document_ids_BS: Tensor) -> Tensor:
-    """int64 [B, S]: positions that restart where the id changes."""
+    """int64 [B, S]: positions that restart where the id (int64) changes."""
     last_B1 = document_ids_BS[:, -1:]
     return restarting_positions(document_ids_BS.diff(append=last_B1 + 1) != 0)
 
 
 def restarting_positions(is_last_BS: Tensor) -> Tensor:
-    """int64 [B, S]: positions that restart after each last token."""
+    """int64 [B, S]: positions that restart after each last token of a sequence (bool)."""
     positions_S = torch.arange(is_last_BS.shape[1])
     start_BS = torch.zeros_like(is_last_BS, dtype=torch.int64)
     start_BS[:, 1:] = torch.where(is_last_BS[:, :-1], positions_S[1:], 0)

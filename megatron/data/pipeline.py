@@ -101,7 +101,7 @@ def truncated(batch: Any, seq_length: int) -> Any:
     """The first tokens of every sample; ValueError if the samples cannot be cut."""
     if not hasattr(batch, "shortened"):
         raise ValueError(
-            "a curriculum of sequence lengths cuts samples of GPTs and BERTs; a "
+            "a curriculum of sequence lengths keeps the first tokens of every sample; a "
             f"{type(batch).__name__} is made of parts that belong together: remove "
             "curriculum_learning or seqlen_truncate"
         )

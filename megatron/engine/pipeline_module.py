@@ -98,7 +98,7 @@ def layer_bounds(layers: Sequence[LayerSpec], parallel: ParallelConfig) -> list[
         parallel.stages,
         parallel.pipeline_partition,
         [layer.cost for layer in layers],
-        [layer.leads for layer in layers],
+        [layer.with_next_block for layer in layers],
     )
 
 

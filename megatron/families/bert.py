@@ -19,10 +19,10 @@ from megatron.data.kinds.masked_data.masked_batch import (
     collate_bert,
     positions_of,
 )
-from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
+from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
-from megatron.families.family import OF_STREAMS, Family
+from megatron.families.family import STREAM_FLAGS, Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
@@ -76,9 +76,7 @@ class BertData(DataPipeline):
         return collate_bert
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[BertSample]:
-        tokenizer = MockTokenizer(self.tokenizer)
-        recipe = type(self)(self.config, tokenizer).recipe()
-        return mock_samples(recipe, tokenizer, num_samples, part)
+        return mock_data(self, num_samples, part)
 
     def view(self, sample: BertSample, length: int) -> SampleView:
         """See `DataPipeline.view`; each input comes before the text to predict for it, and packed
@@ -111,8 +109,10 @@ class BertData(DataPipeline):
 class BERT(Family):
     name = "bert"
     head_states = 3
-    unused = OF_STREAMS | {
-        *("mean_noise_span_length", "max_noise_span_length", "decoder_start_token"),
+    unused_flags = STREAM_FLAGS | {
+        "mean_noise_span_length",
+        "max_noise_span_length",
+        "decoder_start_token",
     }
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:

@@ -24,7 +24,9 @@ class BlockLengths(NamedTuple):
     other: int = 0
 
 
-OF_STREAMS = frozenset({"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"})
+STREAM_FLAGS = frozenset(
+    {"reset_position_ids", "reset_attention_mask", "eod_mask_loss", "fim_data"}
+)
 """Fields of flags that only samples cut from a stream of documents depend on."""
 
 
@@ -37,16 +39,16 @@ class Family(ABC):
     """Whether its models generate text, token by token."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
-    unused: ClassVar[frozenset[str]] = frozenset()
+    unused_flags: ClassVar[frozenset[str]] = frozenset()
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""
 
-    def complete(self, settings: Settings) -> Settings:
-        """The settings of a run with what they leave to the family."""
-        return settings
-
     head_states: ClassVar[int] = 0
     """Hidden states that a predicted token keeps between the final norm and the output head."""
+
+    def complete_settings(self, settings: Settings) -> Settings:
+        """The settings of a run with what they leave to the family."""
+        return settings
 
     @abstractmethod
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
@@ -62,7 +64,7 @@ class Family(ABC):
         decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
 
-    def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+    def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         """The sequences of each repeated block, in the order of the layer list. Those of the last
         one are those of the head."""
         return (BlockLengths(model.seq_length),) * model.num_layers

@@ -112,7 +112,7 @@ class GPT(Family):
     name = "gpt"
     generates = True
     tokenizer_type = "GPT2BPETokenizer"
-    unused = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
+    unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)

@@ -13,11 +13,11 @@ from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Set
 from megatron.config.flags import build
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
-from megatron.data.kinds.masked_data.mock import MockTokenizer, mock_samples
+from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
-from megatron.families.family import OF_STREAMS, BlockLengths, Family
+from megatron.families.family import STREAM_FLAGS, BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
 from megatron.model.layer_list import LayerState
@@ -71,9 +71,7 @@ class T5Data(DataPipeline):
         return collate_t5
 
     def mock(self, num_samples: int, part: int) -> SampleDataset[T5Sample]:
-        tokenizer = MockTokenizer(self.tokenizer)
-        recipe = type(self)(self.config, tokenizer).recipe()
-        return mock_samples(recipe, tokenizer, num_samples, part)
+        return mock_data(self, num_samples, part)
 
     def view(self, sample: T5Sample, length: int) -> SampleView:
         """See `DataPipeline.view`: the encoder's input, without a loss, and the text to predict.
@@ -94,13 +92,13 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
-    unused = OF_STREAMS | {
-        *("bert_binary_head", "num_tokentypes", "bert_pair_task", "whole_word_masking"),
-        *("max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams", "favor_longer_ngram"),
-        *("bert_packing", "lm_head_activation"),
-    }
+    unused_flags = STREAM_FLAGS | {
+        "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
+        "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",
+        "favor_longer_ngram", "bert_packing",
+    }  # fmt: skip
 
-    def complete(self, settings: Settings) -> Settings:
+    def complete_settings(self, settings: Settings) -> Settings:
         found = {"encoder_decoder": Setting(True, f"family {self.name}")}
         encoder = settings.get("encoder_seq_length") or settings.get("seq_length")
         if "decoder_seq_length" not in settings and encoder is not None:
@@ -124,7 +122,7 @@ class T5(Family):
         )
         return dataclasses.replace(encoder, sees_later=True, decoder=decoder)
 
-    def lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
+    def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         encoded, decoded = model.seq_length, model.decoder_seq_length
         assert model.decoder_num_layers is not None and decoded is not None
         encoder = (BlockLengths(encoded),) * model.num_layers

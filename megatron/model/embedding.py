@@ -12,7 +12,8 @@ from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import build_norm
 from megatron.parallel.cross_entropy import LossHead
-from megatron.parallel.layers import Dropout, VocabParallelEmbedding, WholeEmbedding
+from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
+from megatron.parallel.layers import Dropout
 from megatron.parallel.shard import Init
 from megatron.parallel.tensor_parallel import TensorParallel
 

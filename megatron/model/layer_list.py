@@ -95,9 +95,9 @@ class LayerSpec:
         name: canonical name (``layers.3``), the prefix of its parameters' names.
         tied_key: layers with the same key are one module at several positions of the list.
         forward: how the module runs at this position; None calls it with the state.
-        leads: whether it must be on the pipeline stage of the next block.
-        once: whether, of several in a stage that are one module, only the first runs: it computes
-            what all blocks after it share.
+        with_next_block: whether it must be on the pipeline stage of the next block.
+        once_per_stage: whether, of several in a stage that are one module, only the first runs: it
+            computes what all blocks after it share.
         cost: of a block: work, compared with other blocks.
     """
 
@@ -106,8 +106,8 @@ class LayerSpec:
     tied_key: str | None = None
     forward: Callable[[nn.Module, LayerState], LayerState] | None = None
     block: bool = False
-    leads: bool = False
-    once: bool = False
+    with_next_block: bool = False
+    once_per_stage: bool = False
     cost: int = 1
 
 
@@ -207,7 +207,7 @@ def layer_sequence(
     recomputation of ``parallel``."""
     running: list[tuple[int, LayerSpec, nn.Module]] = []
     for n, (spec, module) in enumerate(zip(specs, modules, strict=True)):
-        if not (spec.once and any(module is other for _, _, other in running)):
+        if not (spec.once_per_stage and any(module is other for _, _, other in running)):
             running.append((first + n, spec, module))
     specs = [spec for _, spec, _ in running]
     layers: list[tuple[int | None, Step]] = [

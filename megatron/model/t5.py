@@ -54,8 +54,8 @@ def t5_layers(
             f"{name}.relative_bias",
             partial(RelativeBias, model, tp, causal=kind == "causal"),
             f"{name}_bias",
-            leads=True,
-            once=True,
+            with_next_block=True,
+            once_per_stage=True,
         )
         layers = []
         for n in range(blocks):
@@ -69,8 +69,8 @@ def t5_layers(
         words,
         positions,
         *stack("encoder", model.num_layers, of_encoder, "full", cross=False),
-        replace(words, forward=_enter_decoder, leads=True),
-        replace(positions, leads=True),
+        replace(words, forward=_enter_decoder, with_next_block=True),
+        replace(positions, with_next_block=True),
         *stack("decoder", model.decoder_num_layers, of_decoder, "causal", cross=True),
         head,
     ]

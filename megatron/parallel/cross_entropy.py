@@ -21,7 +21,6 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from megatron.config.parallel import logits_chunk
 from megatron.parallel.softmax_loss import (
     Columns,
     capped,
@@ -38,6 +37,14 @@ from megatron.parallel.tensor_parallel import (
     start_gather_sequence,
     start_scatter_sequence,
 )
+
+LOGITS_CHUNK_MIB = {"cpu": 64, "cuda": 256}
+"""Default of ``--logits-chunk-mib`` where the loss is not compiled. Each chunk adds to the gradient
+of the token embedding in float32, which costs relatively more on a GPU."""
+
+COMPILED_CHUNK_TOKENS, COMPILED_CHUNK_MIB, TOKENS_MULTIPLE = 8192, 2560, 256
+"""Where it is compiled: most tokens, most MiB, and what the tokens are a multiple of, as the tiles
+of GEMMs are. GEMMs of fewer tokens are slower, and there is no float32 copy of the logits."""
 
 
 class Targets(NamedTuple):
@@ -256,6 +263,31 @@ class _Chunks:
 
 _fitting: dict[torch.device, int] = {}
 """Tokens of a chunk that fitted into a GPU's memory, where the default did not."""
+
+
+def logits_chunk(
+    device: str, token_bytes: int, chunk_bytes: int | None, compiled: bool
+) -> tuple[int | None, int]:
+    """How many tokens have their logits in memory at a time.
+
+    Args:
+        device: "cpu" or "cuda".
+        token_bytes: size of a token's logits on one rank.
+        chunk_bytes: what the user wants: at most so many bytes, or 0 for all tokens at once; None
+            for the default.
+        compiled: whether the loss is compiled.
+
+    Returns:
+        The most tokens (None: all), and what their number is rounded to a multiple of.
+    """
+    if chunk_bytes == 0:
+        return None, 1
+    if chunk_bytes is None and compiled:
+        bounded = COMPILED_CHUNK_MIB * 2**20 // token_bytes
+        most = min(COMPILED_CHUNK_TOKENS, bounded // TOKENS_MULTIPLE * TOKENS_MULTIPLE)
+        return max(TOKENS_MULTIPLE, most), TOKENS_MULTIPLE
+    size = LOGITS_CHUNK_MIB[device] * 2**20 if chunk_bytes is None else chunk_bytes
+    return max(1, size // token_bytes), 1
 
 
 @cache

@@ -13,7 +13,7 @@ def stage_bounds(
     stages: int,
     method: str,
     costs: Sequence[int] | None = None,
-    leads: Sequence[bool] | None = None,
+    with_next_block: Sequence[bool] | None = None,
 ) -> list[int]:
     """Where each stage starts in the layer list, followed by the list's length. Every stage gets at
     least one of the repeated blocks; other layers follow a block, or belong to the first or the
@@ -26,7 +26,7 @@ def stage_bounds(
             cheap as possible), ``parameters`` (the largest stage as small as possible), or the
             numbers of blocks, separated by commas.
         costs: of each layer, for ``blocks``; None where all blocks cost the same.
-        leads: whether a layer must be on the stage of the next block; None: none must.
+        with_next_block: whether a layer must be on the stage of the next block; None: none must.
     """
     places = [place for place, block in enumerate(blocks) if block]
     if len(places) < stages:
@@ -45,13 +45,13 @@ def stage_bounds(
                 f"per stage, with the sum {len(places)}"
             )
     starts = [places[first] for first in accumulate(counts[:-1])]
-    if leads is not None:
-        starts = [_with_leading(place, leads) for place in starts]
+    if with_next_block is not None:
+        starts = [_first_with_block(place, with_next_block) for place in starts]
     return [0, *starts, len(blocks)]
 
 
-def _with_leading(place: int, leads: Sequence[bool]) -> int:
-    while leads[place - 1]:
+def _first_with_block(place: int, with_next_block: Sequence[bool]) -> int:
+    while with_next_block[place - 1]:
         place -= 1
     return place
 

@@ -19,9 +19,9 @@ from itertools import chain
 
 from megatron.config import ModelConfig
 from megatron.config.layouts import Layout
-from megatron.config.parallel import logits_chunk
 from megatron.engine.update.state_formats import state_formats
 from megatron.families import BlockLengths, family_of
+from megatron.parallel.cross_entropy import logits_chunk
 from megatron.planning.parameters import (
     RankShare,
     head_shape,
@@ -147,7 +147,7 @@ def activation_bytes(
     model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
 ) -> Activations:
     """Of a block with these ``lengths``, by default those of the model's first."""
-    lengths = lengths or family_of(model.family).lengths(model)[0]
+    lengths = lengths or family_of(model.family).block_lengths(model)[0]
     share, hidden = local_widths(model, layout.tensor), model.hidden_size
     cross = lengths.other > 0
     half = layout.precision != "fp32"

@@ -13,8 +13,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from megatron.config.layouts import Layout, StateDtypes
-from megatron.config.parallel import COMPILED_CHUNK_TOKENS
 from megatron.model.flops import TransformerShape
+from megatron.parallel.cross_entropy import COMPILED_CHUNK_TOKENS
 from megatron.planning.memory import peak_memory
 from megatron.planning.parameters import linear_parameters, model_parameters
 from megatron.planning.shapes import SHAPES, Shape

@@ -49,7 +49,7 @@ class LayerShare:
     block: bool
     tied_key: str | None
     cost: int
-    leads: bool
+    with_next_block: bool
 
 
 @lru_cache(maxsize=256)
@@ -64,7 +64,7 @@ def layer_shares(model: ModelConfig, tensor: int) -> tuple[LayerShare, ...]:
                 layer.block,
                 layer.tied_key,
                 layer.cost,
-                layer.leads,
+                layer.with_next_block,
             )
             for layer in spec_of(model).layers(tp)
         )
@@ -122,7 +122,7 @@ def rank_shares(
     is_block = [layer.block for layer in layers]
     if float8 is None:
         float8 = range(sum(is_block) if layout.float8 else 0)
-    lengths = family_of(model.family).lengths(model)
+    lengths = family_of(model.family).block_lengths(model)
     assert len(lengths) == sum(is_block)
     # Blocks before each layer.
     before = [0, *accumulate(is_block)]
@@ -133,7 +133,7 @@ def rank_shares(
         stages,
         partition,
         [layer.cost for layer in layers],
-        [layer.leads for layer in layers],
+        [layer.with_next_block for layer in layers],
     )
     held = [stages_of(layout, rank) for rank in range(layout.pipeline)]
     own = [

@@ -53,7 +53,7 @@ class Workload:
     @property
     def lengths(self) -> tuple[BlockLengths, ...]:
         """The sequences of each block."""
-        return family_of(self.model.family).lengths(self.model)
+        return family_of(self.model.family).block_lengths(self.model)
 
     def flops(self) -> float:
         """Model FLOPs of a step, attention over all pairs, without recomputation."""

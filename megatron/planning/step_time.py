@@ -138,7 +138,7 @@ def tensor_bytes_per_block(
     Cross-attention has one of each more, and its keys and values read another sequence: an
     all-reduce of its gradient, or with sequence parallelism two all-gathers and a reduce-scatter.
     """
-    lengths = lengths or family_of(model.family).lengths(model)[0]
+    lengths = lengths or family_of(model.family).block_lengths(model)[0]
     again = layout.recompute in ("uniform", "block")
     layers = 3 if lengths.other else 2  # attention, cross-attention, MLP: each a column and a row
     gathers = lengths.own * layers * (4 + 2 * again + layout.sequence)
@@ -168,7 +168,7 @@ def pipeline_bytes(
     if layout.pipeline == 1:
         return 0.0
     split = layout.tensor if layout.sequence else 1
-    tokens = micro_batch * max(map(sum, family_of(model.family).lengths(model)))
+    tokens = micro_batch * max(map(sum, family_of(model.family).block_lengths(model)))
     return 2 * micro_batches * layout.chunks * hidden_bytes(model, layout, tokens) / split
 
 

@@ -35,7 +35,7 @@ from megatron.engine import deepspeed_json
 from megatron.engine.build import build_engine
 from megatron.engine.deepspeed_folder import checkpoint_writer
 from megatron.engine.deepspeed_json import Json, read_json
-from megatron.engine.environment import training_device
+from megatron.engine.environment import distributed, training_device
 from megatron.engine.saving import hold_folder
 from megatron.engine.train_engine import TrainEngine
 from megatron.families import Family, family_of, spec_of
@@ -101,9 +101,10 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     content = read_json(path) if path else {}
     settings = deepspeed_json.merge(settings, content, path, processes)
     settings = resume.with_checkpoint(with_corpora(settings))
-    family = family_of(samples or _family(settings))
+    trained = settings["family"].value if "family" in settings else ModelConfig.family
+    family = family_of(samples or trained)
     _refuse_unused(settings, family)
-    settings = _with_tokenizer_type(family.complete(settings), family)
+    settings = _with_tokenizer_type(family.complete_settings(settings), family)
     resolved = resolve(settings, processes)
     named = resolved.config.tokenizer
     tokenizer = build_tokenizer(named, training_texts(resolved.config))
@@ -120,14 +121,10 @@ def run_of(settings: Settings, processes: int, samples: str | None = None) -> Ru
     return Run(resolved.config, completed, tokenizer, resolved, launched)
 
 
-def _family(settings: Settings) -> str:
-    return settings["family"].value if "family" in settings else ModelConfig.family
-
-
 def _refuse_unused(settings: Settings, family: Family) -> None:
     """Raises ConfigError for a flag of other families' models or samples."""
     for name, setting in settings.items():
-        if name in family.unused and setting.origin.startswith("flag "):
+        if name in family.unused_flags and setting.origin.startswith("flag "):
             flag = setting.origin.removeprefix("flag ")
             raise ConfigError(
                 f"{flag} would change nothing: no model of the family {family.name} depends on it; "
@@ -215,6 +212,13 @@ def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> T
         Position(begin.iteration, begin.consumed_samples),
         config.data.num_workers,
     )
+
+
+def train(run: Run) -> None:
+    """Trains from the checkpoint that the run loads, or the first step, to its end. Raises what
+    :func:`build_trainer` raises."""
+    with distributed(run.config.parallel) as mesh:
+        build_trainer(run, mesh).fit()
 
 
 class _Closing(Callback):

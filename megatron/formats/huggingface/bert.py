@@ -22,9 +22,9 @@ from megatron.formats.huggingface.config_reader import ACTIVATIONS, HFConfigRead
 from megatron.formats.huggingface.entries import (
     SAME,
     SEPARATE_QKV,
+    TWICE,
     Condition,
     Entry,
-    Reordering,
     block,
     linear,
     norm,
@@ -35,10 +35,6 @@ from megatron.formats.huggingface.masked_lm import MASKED_LM
 
 _TYPES = "bert.embeddings.token_type_embeddings.weight"
 _SECOND_HEAD = "cls.seq_relationship.weight"
-_TWICE = Reordering(
-    "twice", 2, lambda values, _: (values, values.clone()), lambda tensors, _: tensors[0]
-)
-"""Two tensors of the same values, of which the first counts."""
 
 
 def _typed(model: ModelConfig) -> bool:
@@ -55,9 +51,7 @@ def _tied(model: ModelConfig) -> bool:
 
 def _dense(ours: str, theirs: str, when: Condition) -> tuple[Entry, ...]:
     """A linear layer of a head."""
-    return tuple(
-        dataclasses.replace(entry, when=when) for entry in linear(ours, theirs)
-    )  # fmt: skip
+    return tuple(dataclasses.replace(entry, when=when) for entry in linear(ours, theirs))
 
 
 def _sum_norm(ours: str, first: str, theirs: str) -> tuple[Entry, ...]:
@@ -88,7 +82,7 @@ _HEADS = (
     *weight("output_layer", "cls.predictions.decoder", when=untied),
     # transformers 5 uses the first then, transformers 4 makes the first of the second.
     Entry(
-        "output_layer.bias", ("cls.predictions.decoder.bias", "cls.predictions.bias"), _TWICE,
+        "output_layer.bias", ("cls.predictions.decoder.bias", "cls.predictions.bias"), TWICE,
         untied,
     ),
 )  # fmt: skip

@@ -72,6 +72,11 @@ SEPARATE_QKV = Reordering(
 )
 """A tensor each for queries, keys and values."""
 
+TWICE = Reordering(
+    "twice", 2, lambda values, _: (values, values.clone()), lambda tensors, _: tensors[0]
+)
+"""Two tensors of the same values, of which the first counts."""
+
 SEPARATE_KV = Reordering("separate k, v", 2, lambda values, _: values.chunk(2), _from_rows)
 """A tensor each for the keys and values of attention to another sequence."""
 

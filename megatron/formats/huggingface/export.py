@@ -50,12 +50,9 @@ def write_model(
             f"missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(foreign) or 'none'}"
         )
     tokens, sample = _copy_tokenizer(source, folder, form.task, progress)
-    constants = {
-        name: values.to(DTYPES[dtype]) for name, values in form.constants(model).items()
-    }  # fmt: skip
-    _write_weights(
-        source, folder, parameters, DTYPES[dtype], max_shard_bytes, progress, constants
-    )  # fmt: skip
+    stored = DTYPES[dtype]
+    constants = {name: values.to(stored) for name, values in form.constants(model).items()}
+    _write_weights(source, folder, parameters, stored, max_shard_bytes, progress, constants)
     content = form.config(model) | {"torch_dtype": dtype, **form.task.settings} | tokens
     write_json(folder / "config.json", content)
     generation = folder / "generation_config.json"

@@ -19,8 +19,8 @@ from megatron.formats.huggingface.entries import (
     GATE_AND_UP,
     SEPARATE_KV,
     SEPARATE_QKV,
+    TWICE,
     Entry,
-    Reordering,
     block,
     linear,
     norm,
@@ -46,11 +46,6 @@ _FORMS: dict[str, dict[str, Any]] = {
 """Our flags by feed_forward_proj; the GELU of a gate is always that by tanh."""
 
 _NAMES = ACTIVATION_NAMES | {"geglu": "gated-gelu", "swiglu": "gated-silu"}
-
-_COPIED = Reordering(
-    "for embedding and head", 2,
-    lambda values, _: (values, values.clone()), lambda tensors, _: tensors[0],
-)  # fmt: skip
 
 
 def _gated(model: ModelConfig) -> bool:
@@ -164,7 +159,7 @@ T5 = Architecture(
     task=TEXT_TO_TEXT,
     entries=(
         *weight("embedding.word_embeddings", "shared", when=_shared),
-        Entry(_TABLE, ("shared.weight", _HEAD), _COPIED, when=_copied),
+        Entry(_TABLE, ("shared.weight", _HEAD), TWICE, when=_copied),
         *_stack("encoder", _mlp(1)),
         *_stack("decoder", _CROSS, _mlp(2)),
         *weight("output_layer", "lm_head", when=untied),

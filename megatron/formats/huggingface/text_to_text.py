@@ -30,7 +30,8 @@ class TextToText(Task):
     generates = True
 
     def inputs(self, model: ModelConfig, seed: int) -> Inputs:
-        """A full encoder input and one with padding; the decoder's inputs are a third shorter."""
+        """A full encoder input and one whose last third is padding; the decoder's inputs are an
+        eighth shorter."""
         beyond = model.positions.relative_attention_max_distance + _BEYOND
         length = min(max(_SHORTEST, beyond), _SHORTEST + _LONGEST)
         random = torch.Generator().manual_seed(seed)

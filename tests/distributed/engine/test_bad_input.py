@@ -17,13 +17,14 @@ BASE = [*TINY, "--train-iters", "4"]
 
 def run_main(argv):
     """(exit status, stderr) of pretrain_gpt.py with these flags; for the pool."""
-    import pretrain_gpt
+    from megatron.training.run import errors_for_users, parse_run, train
 
     errors = io.StringIO()
     sys.argv = ["pretrain_gpt.py", *argv]
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         try:
-            pretrain_gpt.train()
+            with errors_for_users():
+                train(parse_run(None, family="gpt"))
         except SystemExit as exit:
             return exit.code, errors.getvalue()
     return 0, errors.getvalue()

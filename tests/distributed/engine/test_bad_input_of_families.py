@@ -2,7 +2,6 @@
 do, and nothing in the folder of the run."""
 
 import contextlib
-import importlib
 import io
 import sys
 
@@ -25,11 +24,14 @@ GPT = ["pretrain_gpt", *RUN, "--seq-length", "32"]
 
 def run_main(program, argv):
     """(exit status, stderr) of a program with these flags; for the pool."""
+    from megatron.training.run import errors_for_users, parse_run, train
+
     errors = io.StringIO()
     sys.argv = [f"{program}.py", *argv]
     with contextlib.redirect_stderr(errors), contextlib.redirect_stdout(io.StringIO()):
         try:
-            importlib.import_module(program).train()
+            with errors_for_users():
+                train(parse_run(None, family=program.removeprefix("pretrain_")))
         except SystemExit as exit:
             return exit.code, errors.getvalue()
     return 0, errors.getvalue()
@@ -126,6 +128,7 @@ FLAGS_OF_OTHERS = [
     (GPT, "--decoder-seq-length 16", "an encoder and a decoder"),
     (GPT, "--decoder-num-layers 2", "an encoder and a decoder"),
     (GPT, "--pipeline-model-parallel-split-rank 1", "no decoder"),
+    (GPT, "--lm-head-activation relu", "family gpt"),
     (BERT, "--decoder-seq-length 16", "an encoder and a decoder"),
     (BERT, "--mean-noise-span-length 2", "family bert"),
     (BERT, "--reset-attention-mask", "family bert"),
@@ -135,6 +138,7 @@ FLAGS_OF_OTHERS = [
     (T5, "--no-whole-word-masking", "family t5"),
     (T5, "--lm-head-activation relu", "family t5"),
     (T5, "--eod-mask-loss", "family t5"),
+    (T5, "--lm-head-activation relu", "family t5"),
 ]
 
 

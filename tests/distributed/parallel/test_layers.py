@@ -18,14 +18,13 @@ from megatron.model.norm import build_norm
 from megatron.parallel import cross_entropy as cross_entropy_module
 from megatron.parallel import softmax_loss
 from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.layers import (
     ColumnParallelLinear,
     Dropout,
     LinearMap,
     QKVParallelLinear,
     RowParallelLinear,
-    VocabParallelEmbedding,
-    WholeEmbedding,
     column_linear,
 )
 from megatron.parallel.mesh import Group, build_mesh

@@ -29,8 +29,9 @@ from megatron.model.rope import _table
 from megatron.model.torch_kernels import CUDNN_FIRST, KernelOrder
 from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.embeddings import VocabParallelEmbedding
 from megatron.parallel.float8 import NOTHING_KEPT, Float8, Kept
-from megatron.parallel.layers import VocabParallelEmbedding, linear
+from megatron.parallel.layers import linear
 
 KINDS = KINDS | {"dropout": {"attention_dropout": 0.1, "hidden_dropout": 0.1}}
 

@@ -12,10 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron.config.parallel import logits_chunk
 from megatron.parallel import cross_entropy, softmax_loss
 from megatron.parallel.compiler import missing_compiler
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy, logits_chunk
 from megatron.parallel.mesh import SINGLE
 from megatron.parallel.tensor_parallel import TensorParallel
 

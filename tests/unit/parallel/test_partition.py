@@ -30,10 +30,10 @@ def test_blocks_of_different_costs_are_balanced():
     assert stage_bounds(layers(6), [0] * 10, 2, "3,3", costs) == [0, 5, 10]
 
 
-def test_a_layer_stays_with_the_block_that_it_leads():
+def test_a_layer_stays_with_the_block_it_belongs_to():
     blocks = [False, True, False, False, True, False, True]
-    leads = [False, False, True, True, False, True, False]
-    assert stage_bounds(blocks, [0] * 7, 3, "blocks", leads=leads) == [0, 2, 5, 7]
+    with_next = [False, False, True, True, False, True, False]
+    assert stage_bounds(blocks, [0] * 7, 3, "blocks", with_next_block=with_next) == [0, 2, 5, 7]
     assert stage_bounds(blocks, [0] * 7, 3, "blocks") == [0, 4, 6, 7]
 
 

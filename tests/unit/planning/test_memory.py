@@ -193,7 +193,7 @@ def test_activations_of_other_families_against_torch(monkeypatch, small, kind, r
     whose kernel on a CPU keeps all probabilities."""
     monkeypatch.setattr(cpu_kernels, "suits", lambda *_: False)
     model, layout = small(kind), Layout(recompute=recompute)
-    lengths = family_of(model.family).lengths(model)
+    lengths = family_of(model.family).block_lengths(model)
     kept = [activation_bytes(model, layout, BATCH, each) for each in lengths]
     expected = sum(each.block for each in kept) + kept[0].embedding + kept[-1].head
     expected += sum({each.masks for each in kept})  # the encoder's output

@@ -70,7 +70,7 @@ def test_other_families_against_built_stages(small, kind, tensor, pipeline):
     with torch.device("meta"):
         whole = numel(build_model(model, tp=ranks(tensor)))
     assert sum(share.parameters for share in shares) >= whole
-    lengths = family_of(model.family).lengths(model)
+    lengths = family_of(model.family).block_lengths(model)
     assert sum((share.stages[0] for share in shares), ()) == lengths
 
 

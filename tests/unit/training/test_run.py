@@ -191,5 +191,5 @@ def test_unused_flags_are_fields():
     """What a family does not depend on is named as a flag is, and of each family by another."""
     fields = {field.name for cls in FLAG_CLASSES for field in dataclasses.fields(cls)}
     for name in family_names():
-        assert family_of(name).unused <= fields, name
-    assert not frozenset.intersection(*(family_of(name).unused for name in family_names()))
+        assert family_of(name).unused_flags <= fields, name
+    assert not frozenset.intersection(*(family_of(name).unused_flags for name in family_names()))

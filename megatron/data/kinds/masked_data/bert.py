@@ -21,7 +21,8 @@ import numpy.typing as npt
 from megatron.config.flags import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import BertSample
-from megatron.data.kinds.masked_data.segments import Pairs, SegmentRecipe, SegmentRules
+from megatron.data.kinds.masked_data.segment_samples import SegmentRecipe
+from megatron.data.kinds.masked_data.segments import Pairs, SegmentRules
 from megatron.tokenizer.base import Tokenizer
 
 MASKED, RANDOM = 0.8, 0.1

@@ -13,7 +13,8 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.index_cache import IndexCache
-from megatron.data.kinds.masked_data.segments import SegmentRecipe
+from megatron.data.kinds.masked_data.segment_samples import SegmentRecipe
+from megatron.data.pipeline import DataPipeline
 from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index, checked_range
 from megatron.data.sources import PARTS
 from megatron.tokenizer.base import SpecialIds, TokenIds, Tokenizer, WordStarts
@@ -104,6 +105,14 @@ class RepeatedSamples(RenumberedSamples[Any]):
 
     def number(self, index: int) -> int:
         return checked_index(index, len(self)) % len(self.dataset)
+
+
+def mock_data(data: DataPipeline, num_samples: int, part: int) -> SampleDataset[Any]:
+    """`DataPipeline.mock` of a family whose recipe is a :class:`SegmentRecipe`."""
+    tokenizer = MockTokenizer(data.tokenizer)
+    recipe = type(data)(data.config, tokenizer).recipe()
+    assert isinstance(recipe, SegmentRecipe)
+    return mock_samples(recipe, tokenizer, num_samples, part)
 
 
 def mock_samples(

@@ -26,7 +26,8 @@ import numpy.typing as npt
 from megatron.config.flags import ConfigError
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import NO_LABEL, T5Sample
-from megatron.data.kinds.masked_data.segments import SHORTEST, SegmentRecipe, SegmentRules
+from megatron.data.kinds.masked_data.segment_samples import SegmentRecipe
+from megatron.data.kinds.masked_data.segments import SHORTEST, SegmentRules
 from megatron.tokenizer.base import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.masked_batch import collate_bert, predicted_positions
-from megatron.data.kinds.masked_data.segments import surplus
+from megatron.data.kinds.masked_data.segment_samples import surplus
 from megatron.data.loader import MicroBatches
 
 CLS, SEP, PAD, MASK, VOCAB_SIZE = 1, 2, 0, 3, 400_000

@@ -170,7 +170,9 @@ def test_through_the_loader(workers: int, tmp_path: Path) -> None:
     found = [next(batches) for _ in range(10)]
     batches.close()
     for i in range(40):
-        for column, value in zip(found[i // 4][:-1], dataset[i], strict=True):
+        *values, documents = dataset[i]
+        assert documents is None and found[i // 4].document_ids_BS is None
+        for column, value in zip(found[i // 4], values, strict=False):
             assert np.array_equal(column[i % 4].numpy(), value)
 
 
