@@ -113,6 +113,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
         """`num_samples` samples of the documents `units`, or packed rows of them; see
         `SampleRecipe.build`. Raises ValueError if no sample can be made from the documents."""
         rules, capacity = self.rules, self.capacity
+        _check_split(documents, rules)
         boundaries = documents.document_indices[units.start : units.stop + 1]
         depends_on = {
             "version": INDEX_VERSION,
@@ -393,6 +394,23 @@ class _OtherDocuments:
         return first, np.minimum(stop, self._stop[other])
 
 
+# Of both errors about documents that make no pairs.
+_WITHOUT_PAIRS = (
+    "preprocess the text with --split-sentences, or train without pairs (--bert-no-binary-head)"
+)
+
+
+def _check_split(documents: Documents, rules: SegmentRules) -> None:
+    """Refuses pairs from a file without sentences, where those of long documents would be parts cut
+    anywhere, and all other documents be left out."""
+    counts_D = np.diff(documents.document_indices)
+    if rules.pairs != "none" and not (counts_D > 1).any():
+        raise ValueError(
+            f"{documents.prefix}: none of the {len(counts_D)} documents is split into sentences, and "
+            f"a pair needs {rules.min_sentences}: {_WITHOUT_PAIRS}"
+        )
+
+
 def _check(
     sentences: Sentences,
     rules: SegmentRules,
@@ -406,8 +424,8 @@ def _check(
         raise ValueError(f"{where} have no tokens")
     if not usable:
         raise ValueError(
-            f"{where} have one sentence each, and a pair needs {rules.min_sentences}: preprocess "
-            "the text with --split-sentences, or train without pairs (--bert-no-binary-head)"
+            f"{where} have one sentence each, and a pair needs {rules.min_sentences}: "
+            f"{_WITHOUT_PAIRS}"
         )
     if rules.pairs == "next-sentence" and np.count_nonzero(counts) < 2:
         raise ValueError(
