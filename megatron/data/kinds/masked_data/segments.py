@@ -406,8 +406,8 @@ def _check_split(documents: Documents, rules: SegmentRules) -> None:
     counts_D = np.diff(documents.document_indices)
     if rules.pairs != "none" and not (counts_D > 1).any():
         raise ValueError(
-            f"{documents.prefix}: none of the {len(counts_D)} documents is split into sentences, and "
-            f"a pair needs {rules.min_sentences}: {_WITHOUT_PAIRS}"
+            f"{documents.prefix}: none of the {len(counts_D)} documents is split into sentences, "
+            f"and a pair needs {rules.min_sentences}: {_WITHOUT_PAIRS}"
         )
 
 
