@@ -268,7 +268,7 @@ def test_long_sentences_are_read_whole(counting, tokenizer):
 
 
 def test_pairs_need_sentences(counting, tokenizer):
-    """Parts of a document longer than a sample are not its sentences, though they could be pairs."""
+    """Parts of a document longer than a sample could be pairs, but are not its sentences."""
     documents = counting([[1000], [20], [], [300]])
     message = "none of the 4 documents is split into sentences.*--split-sentences.*--bert-no-binary"
     with pytest.raises(ValueError, match=f"^{documents.prefix}: {message}"):
