@@ -198,7 +198,7 @@ def with_checkpoint(settings: Settings) -> Settings:
     """Adds the checkpoint's values for --use-checkpoint-args (those of model and tokenizer that
     nothing else gives) and --use-checkpoint-opt_param-scheduler (all values of the schedules).
     Raises ConfigError if no checkpoint is named or found, or it does not have the values. Raises
-    CheckpointError if the checkpoint is damaged."""
+    CheckpointError if the checkpoint is damaged or of another family than the settings name."""
     arguments = "use_checkpoint_args" in settings
     schedules = "use_checkpoint_opt_param_scheduler" in settings
     if not arguments and not schedules:
@@ -215,6 +215,8 @@ def with_checkpoint(settings: Settings) -> Settings:
                 "--num-layers"
             )
         return settings
+    if arguments and "family" in settings:
+        _check_family(origin, settings["family"].value)
     source = origin.found.open(verify=False)
     if arguments:
         settings = _arguments(source) | settings

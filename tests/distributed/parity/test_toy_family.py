@@ -124,6 +124,8 @@ def test_a_checkpoint_says_its_family(pool, tmp_path):
     other = [word if word != "toy" else "gpt" for word in FLAGS]
     with pytest.raises(CheckpointError, match="family 'toy', and this run trains 'gpt'; pretrain_"):
         start(other + save)
+    with pytest.raises(CheckpointError, match="family 'toy'"):  # before its values are mixed in
+        parse_run(None, [*other, *save, "--use-checkpoint-args"])
     families.__path__.pop()
     family_names.cache_clear()
     try:

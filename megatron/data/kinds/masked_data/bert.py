@@ -58,6 +58,11 @@ class BertRecipe(SegmentRecipe[BertSample]):
         a flag's value is out of its range, ValueError if the vocabulary lacks a special token."""
         config.check_shares()
         pairs = cast(Pairs, config.bert_pair_task if binary_head else "none")
+        if not binary_head and config.bert_pair_task != MaskedDataConfig.bert_pair_task:
+            raise ConfigError(
+                f"--bert-pair-task {config.bert_pair_task} is the task of the second head, which "
+                "--bert-no-binary-head leaves out: give one of them"
+            )
         if config.max_ngrams < 1:
             raise ConfigError(f"--max-ngrams {config.max_ngrams} must be at least 1")
         if config.bert_packing and binary_head:

@@ -19,6 +19,7 @@ from megatron.data.kinds.masked_data.segments import (
     SegmentRules,
     build_packed_segments,
     build_segments,
+    check_sentences,
     sample_rng,
 )
 from megatron.data.kinds.masked_data.sentence_numbers import (
@@ -70,6 +71,7 @@ class SegmentRecipe(ABC, Generic[Sample]):
         """`num_samples` samples of the documents `units`, or packed rows of them; see
         `SampleRecipe.build`. Raises ValueError if no sample can be made from the documents."""
         rules, capacity = self.rules, self.capacity
+        check_sentences(documents, rules)
         boundaries = documents.document_indices[units.start : units.stop + 1]
         depends_on = {
             "version": INDEX_VERSION,

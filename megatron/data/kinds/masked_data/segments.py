@@ -25,6 +25,7 @@ import numpy.typing as npt
 
 from megatron.data.kinds.masked_data.sentence_numbers import Sentences
 from megatron.data.packing import best_fit
+from megatron.data.samples import Documents
 
 logger = logging.getLogger(__name__)
 
@@ -225,6 +226,23 @@ class _OtherDocuments:
         return first, np.minimum(stop, self._stop[other])
 
 
+# Of both errors about documents that make no pairs.
+_WITHOUT_PAIRS = (
+    "preprocess the text with --split-sentences, or train without pairs (--bert-no-binary-head)"
+)
+
+
+def check_sentences(documents: Documents, rules: SegmentRules) -> None:
+    """ValueError for pairs from a file without sentences, where those of long documents would be parts cut
+    anywhere, and all other documents be left out."""
+    counts_D = np.diff(documents.document_indices)
+    if rules.pairs != "none" and not (counts_D > 1).any():
+        raise ValueError(
+            f"{documents.prefix}: none of the {len(counts_D)} documents is split into sentences, "
+            f"and a pair needs {rules.min_sentences}: {_WITHOUT_PAIRS}"
+        )
+
+
 def _check(
     sentences: Sentences,
     rules: SegmentRules,
@@ -238,8 +256,8 @@ def _check(
         raise ValueError(f"{where} have no tokens")
     if not usable:
         raise ValueError(
-            f"{where} have one sentence each, and a pair needs {rules.min_sentences}: preprocess "
-            "the text with --split-sentences, or train without pairs (--bert-no-binary-head)"
+            f"{where} have one sentence each, and a pair needs {rules.min_sentences}: "
+            f"{_WITHOUT_PAIRS}"
         )
     if rules.pairs == "next-sentence" and np.count_nonzero(counts) < 2:
         raise ValueError(

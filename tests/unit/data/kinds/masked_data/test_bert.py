@@ -267,6 +267,15 @@ def test_long_sentences_are_read_whole(counting, tokenizer):
     assert len(seen) == 1030  # 8 of 126 tokens each but the last, and one of 30
 
 
+def test_pairs_need_sentences(counting, tokenizer):
+    """Parts of a document longer than a sample could be pairs, but are not its sentences."""
+    documents = counting([[1000], [20], [], [300]])
+    message = "none of the 4 documents is split into sentences.*--split-sentences.*--bert-no-binary"
+    with pytest.raises(ValueError, match=f"^{documents.prefix}: {message}"):
+        build(documents, tokenizer)
+    assert len(build(documents, tokenizer, "none")) == 600
+
+
 def test_cuts_are_at_both_ends(counting, tokenizer):
     documents = counting([[120, 120]] * 20)
     dataset = build(documents, tokenizer, samples=200, short_seq_prob=0.0)
@@ -289,6 +298,12 @@ def test_cuts_are_at_both_ends(counting, tokenizer):
 def test_flags_are_checked(changes, seq_length, message, tokenizer):
     with pytest.raises(ConfigError, match=message):
         BertRecipe.from_config(MaskedDataConfig(**changes), tokenizer, seq_length, 1)
+
+
+def test_no_task_for_a_head_that_is_left_out(tokenizer):
+    flags = config("next-sentence")
+    with pytest.raises(ConfigError, match="--bert-pair-task next-sentence .*--bert-no-binary-head"):
+        BertRecipe.from_config(flags, tokenizer, 128, 1, binary_head=False)
 
 
 def test_default_of_max_preds_per_seq(tokenizer):
