@@ -77,7 +77,8 @@ def sdpa(
         # Of torch's kernels for GPUs only cuDNN's supports a mask with groups of heads; the others
         # would write out all scores, which takes more memory than copies of the keys.
         k_BKTD, v_BKTD = (x.repeat_interleave(groups, dim=1) for x in (k_BKTD, v_BKTD))
-    with order.during(q_BNSD.device, queries, keys, mask is not None):
+    learned = mask is not None and mask.requires_grad
+    with order.during(q_BNSD.device, queries, keys, mask is not None, learned):
         return F.scaled_dot_product_attention(
             q_BNSD,
             k_BKTD,

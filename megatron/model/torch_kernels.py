@@ -52,17 +52,24 @@ class KernelOrder(NamedTuple):
     any_length: bool = True
 
     def during(
-        self, device: torch.device, queries: int, keys: int, masked: bool
+        self,
+        device: torch.device,
+        queries: int,
+        keys: int,
+        masked: bool,
+        learned: bool = False,
     ) -> AbstractContextManager[object]:
         """Sets the order, as part of compiled code also: torch's cache of compiled code does not
         know of an order for the whole process, and would return another kernel.
 
         cuDNN is left out where its results may be wrong: lengths that are not multiples of its
         blocks, in old versions, and in all with a dense mask, whose gradient may then be NaN
-        (pytorch issue 196678).
+        (pytorch issue 196678); and where the mask is ``learned``: torch would choose it, and fail
+        for want of the mask's gradient.
         """
         whole = queries % CUDNN_BLOCK == 0 and keys % CUDNN_BLOCK == 0
-        if device.type == "cuda" and not whole and (masked or not self.any_length):
+        wrong = not whole and (masked or not self.any_length)
+        if device.type == "cuda" and (wrong or learned):
             kernels = self.kernels or _OTHERS
             return sdpa_kernel([each for each in kernels if each in _OTHERS], set_priority=True)
         if not self.kernels:
@@ -245,11 +252,12 @@ def _kernel(
         return "plain matrix products"
     if name.startswith("flash"):
         name = f"flash{version_of_flash(name, dropout)}"
-    plain = not (documents or scores.slopes or scores.softcap)
+    learned = config.positions.position_embedding_type == "relative"
+    plain = not (documents or learned or scores.slopes or scores.softcap)
     if name == "flash2" and plain:
         return "flash-attention 2 of the package flash-attn"
-    masked = scores.window in flex_windows(config, length, documents, scores.causal)
-    why = why_not_flex(config, device.type)
+    masked = learned or scores.window in flex_windows(config, length, documents, scores.causal)
+    why = "relative positions are learned" if learned else why_not_flex(config, device.type)
     if masked and why is None:
         return "FlexAttention"
     if scores.softcap is not None:
@@ -266,9 +274,9 @@ def _kernel(
     mask = None
     if masked:
         mask = torch.empty(1, 1, 1, length, dtype=dtype, device=device)
-        mask = mask.expand(1, 1, length, length)
+        mask = mask.expand(1, 1, length, length).requires_grad_(learned)
     order = TORCHS_ORDER if name == "flash2" else kernel_order(name)
-    with order.during(device, length, length, masked):
+    with order.during(device, length, length, masked, learned):
         found = torch._fused_sdp_choice(
             q, k, v, mask, dropout, not masked, scale=scores.scale, enable_gqa=heads != groups
         )

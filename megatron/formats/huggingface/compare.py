@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron.checkpoint.files import CheckpointError, read_json
 from megatron.config import ModelConfig
@@ -54,7 +55,8 @@ def compare_logits(
 
     def compared(dtype: torch.dtype) -> Comparison:
         state = ours.to(dtype)(inputs.ours)
-        output = theirs.to(dtype)(**inputs.theirs)
+        with _Unrounded():
+            output = theirs.to(dtype)(**inputs.theirs)
         pairs = [
             (_counted(values, inputs), _counted(getattr(output, name), inputs))
             for name, values in form.task.outputs(state, model).items()
@@ -75,6 +77,18 @@ def compare_logits(
         result = compared(torch.float64)
         ours.float()
     return result
+
+
+class _Unrounded(TorchDispatchMode):
+    """Leaves float64 values alone that code written for less casts to float32, as T5's norms and
+    attention do: all of a model in float64 is then computed in float64."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        options = dict(kwargs or {})
+        wide = any(isinstance(each, Tensor) and each.dtype == torch.float64 for each in args)
+        if wide and options.get("dtype") == torch.float32:
+            options["dtype"] = torch.float64
+        return func(*args, **options)
 
 
 @torch.no_grad()

@@ -122,6 +122,7 @@ def test_longer_than_the_position_table(pool, made, tmp_path, command, flag):
 FLAGS_OF_OTHERS = [
     (GPT, "--bert-no-binary-head", "family gpt"),
     (GPT, "--num-tokentypes 2", "family gpt"),
+    (GPT, "--lm-head-activation relu", "family gpt"),
     (GPT, "--mask-prob 0.2", "data are not masked"),
     (GPT, "--max-ngrams 2", "data are not masked"),
     (GPT, "--decoder-seq-length 16", "an encoder and a decoder"),
@@ -135,6 +136,7 @@ FLAGS_OF_OTHERS = [
     (T5, "--max-preds-per-seq 5", "family t5"),
     (T5, "--bert-no-binary-head", "family t5"),
     (T5, "--no-whole-word-masking", "family t5"),
+    (T5, "--lm-head-activation relu", "family t5"),
     (T5, "--eod-mask-loss", "family t5"),
     (T5, "--lm-head-activation relu", "family t5"),
 ]
@@ -150,6 +152,13 @@ def test_flags_of_another_family(pool, made, tmp_path, command, flag, reason):
     if command is GPT:
         argv += ["--tokenizer-type", "BertWordPieceLowerCase"]
     refused(pool, argv, flag.split()[0], reason, save=tmp_path / "save")
+
+
+def test_records_are_complete(pool, made):
+    """They are not packed, and have two segments whether the model tells them apart or not."""
+    records = [*BERT, *data(made), "--use-tfrecords", "--bert-no-binary-head"]
+    refused(pool, [*records, "--bert-packing"], "--bert-packing", "TFRecord")
+    refused(pool, [*records, "--num-tokentypes", "1"], "--num-tokentypes 1", "TFRecord")
 
 
 def test_data_that_cannot_be_used(pool, made, tmp_path):

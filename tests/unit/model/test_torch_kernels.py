@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend
 from megatron.config import ConfigError
 from megatron.model import attention_flex, torch_kernels
 from megatron.model.attention_backends import attention_backend, flash, sdpa
+from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 from megatron.model.torch_kernels import (
     CUDNN_FIRST,
     FLASH_FIRST,
@@ -152,6 +153,28 @@ def test_cudnn_is_left_out_where_it_is_wrong(order, keys, masked, cudnn):
         assert SDPBackend.CUDNN_ATTENTION not in attention._cur_sdpa_kernel_backends()
 
 
+@pytest.mark.parametrize("order", [NEW, OLD, TORCHS_ORDER])
+def test_cudnn_is_left_out_where_a_mask_is_learned(monkeypatch, order):
+    """torch would choose it, and then says that it has no gradient of the mask."""
+    with order.during(CUDA, 256, 256, True, learned=True):
+        assert SDPBackend.CUDNN_ATTENTION not in attention._cur_sdpa_kernel_backends()
+    q = torch.empty(1, 2, 256, 64, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    bias = torch.empty(1, 2, 256, 256, device="meta", dtype=torch.bfloat16, requires_grad=True)
+    with pytest.raises(RuntimeError, match="not differentiable .* 'attn_bias'"):
+        torch.ops.aten._scaled_dot_product_cudnn_attention(q, q, q, bias, True, 0.0, False, False)
+    found, real = [], KernelOrder.during
+
+    def spy(self, device, *args):
+        found.append(args)
+        return real(self, device, *args)
+
+    monkeypatch.setattr(KernelOrder, "during", spy)
+    for learned in (True, False):
+        mask = bias.detach().requires_grad_(learned)
+        sdpa(q, q, q, AttentionScoring(), AttentionMasks(), 0.0, mask, order)
+    assert found == [(256, 256, True, True), (256, 256, True, False)]
+
+
 def test_the_order_is_part_of_compiled_code():
     """Code in torch's cache would otherwise serve a run that asks for another kernel."""
     graphs = []
@@ -228,6 +251,13 @@ def test_the_line_about_the_kernel(monkeypatch, machine, kind, change, documents
         assert shape == (1, 2, model.seq_length, 16) and causal != masked
         assert kv_heads == (2 if masked else 1)
         assert dropout == model.attention.attention_dropout
+
+
+def test_the_line_of_relative_positions(monkeypatch, machine):
+    monkeypatch.setattr(torch, "_fused_sdp_choice", Choice(EFFICIENT))
+    model = small_config(family="t5", encoder_decoder=True, position_embedding_type="relative")
+    found = describe_attention(model, torch.bfloat16, CPU, 1, False)
+    assert "attention, with a dense mask since relative positions are learned" in found
 
 
 def test_the_line_says_why_only_the_slow_kernel_is_possible(monkeypatch, machine):

@@ -6,6 +6,8 @@ samples, which are masked already.
 
 from __future__ import annotations
 
+from megatron.config import ConfigError
+from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.build import SourceReader
 from megatron.data.kinds.masked_data.tfrecord import TFRecordRecipe, TFRecords
 from megatron.data.pipeline import DataKind, DataPipeline
@@ -13,7 +15,17 @@ from megatron.data.pipeline import DataKind, DataPipeline
 
 class MaskedData(DataKind):
     def reader(self, data: DataPipeline) -> SourceReader:
-        tokenizer = data.tokenizer
+        tokenizer, config = data.tokenizer, data.config
+        if config.kind(MaskedDataConfig).bert_packing:
+            raise ConfigError(
+                "--bert-packing packs samples that are made from documents; those of TFRecord "
+                "files are complete: leave it out, or give indexed files"
+            )
+        if config.model.token_types == 1:
+            raise ConfigError(
+                "--num-tokentypes 1 is less than the two segments of samples in TFRecord files; "
+                "give 2 or more, or 0 for none"
+            )
         recipe = TFRecordRecipe(data.seq_length, data.seed, tokenizer.pad, tokenizer.vocab_size)
         return SourceReader(lambda path, source: TFRecords(path, data.cache(path)), recipe)
 

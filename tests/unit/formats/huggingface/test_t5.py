@@ -76,6 +76,19 @@ def test_tensors_of_old_files(hf_folder):
         HuggingFaceFolder(folder)
 
 
+@pytest.mark.parametrize("version", ["1.0", "1.1"])
+def test_rounding_of_large_weights(hf_folder, version):
+    """Scores that are not scaled make it large; T5 there casts to float32 whatever its weights."""
+    folder = hf_folder("t5", scale=0.5, **CASES["t5"][version])
+    source = HuggingFaceFolder(folder)
+    ours = ours_of(source)
+    found = compare_logits(ours, folder, source.model)
+    assert found.agree and found.dtype == torch.float64 and found.largest < 1e-9
+    with torch.no_grad():
+        next(ours.parameters())[3, 5] += 1e-2
+    assert not compare_logits(ours, folder, source.model).agree
+
+
 def test_a_tied_head_that_is_not_scaled(hf_folder, tmp_path):
     """transformers 4 has no such thing, so the head is written as another."""
     folder = hf_folder("t5", **V10)
