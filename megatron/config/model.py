@@ -234,10 +234,10 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     """Completes and checks the network; ConfigError if values are missing or contradict each
     other."""
     layers, hidden, heads, length = resolver.require(
-        num_layers=_same(flags, "num_layers", resolver),
+        num_layers=_by_either_name(flags, "num_layers", resolver),
         hidden_size=flags.hidden_size,
         num_attention_heads=flags.num_attention_heads,
-        seq_length=_same(flags, "seq_length", resolver),
+        seq_length=_by_either_name(flags, "seq_length", resolver),
     )
     decoder_layers = None
     if flags.encoder_decoder:
@@ -300,7 +300,7 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
     )
 
 
-def _same(flags: ModelFlags, name: str, resolver: ConfigResolver) -> int | None:
+def _by_either_name(flags: ModelFlags, name: str, resolver: ConfigResolver) -> int | None:
     """The value of a flag that has a second name for encoders, as in Megatron."""
     given, again = getattr(flags, name), getattr(flags, f"encoder_{name}")
     if again is None:

@@ -39,6 +39,11 @@ class TransformerShape:
     """Forward FLOPs of a sample in layers beside blocks and vocabulary."""
     decoder: TransformerShape | None = None
 
+    @property
+    def causal(self) -> bool:
+        """Whether any block's attention is causal."""
+        return not self.sees_later or (self.decoder is not None and self.decoder.causal)
+
     @classmethod
     def of(cls, model: ModelConfig) -> TransformerShape:
         """The shape of a stack of blocks with a head, vocabulary sizes filled in."""

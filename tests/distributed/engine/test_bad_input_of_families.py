@@ -128,7 +128,6 @@ FLAGS_OF_OTHERS = [
     (GPT, "--decoder-seq-length 16", "an encoder and a decoder"),
     (GPT, "--decoder-num-layers 2", "an encoder and a decoder"),
     (GPT, "--pipeline-model-parallel-split-rank 1", "no decoder"),
-    (GPT, "--lm-head-activation relu", "family gpt"),
     (BERT, "--decoder-seq-length 16", "an encoder and a decoder"),
     (BERT, "--mean-noise-span-length 2", "family bert"),
     (BERT, "--reset-attention-mask", "family bert"),
@@ -138,7 +137,6 @@ FLAGS_OF_OTHERS = [
     (T5, "--no-whole-word-masking", "family t5"),
     (T5, "--lm-head-activation relu", "family t5"),
     (T5, "--eod-mask-loss", "family t5"),
-    (T5, "--lm-head-activation relu", "family t5"),
 ]
 
 

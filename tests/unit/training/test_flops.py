@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from configs import model_config
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -276,3 +277,11 @@ def test_tokens_that_see_later_ones_count_all_keys():
     narrow = dataclasses.replace(shape, windows=(64, 64)).flops_per_token(causal=True)
     per_key = 3 * 2 * 2 * 64
     assert shape.flops_per_token(causal=True) - narrow == per_key * (512 - 65)
+
+
+@pytest.mark.parametrize(("name", "causal"), [("gpt", True), ("bert", False), ("t5", True)])
+def test_which_families_have_causal_attention(name, causal):
+    """What the line about utilisation says of FLOPs."""
+    decoder = {"encoder_decoder": True, "decoder_seq_length": 8} if name == "t5" else {}
+    model = model_config(family=name, **decoder).with_vocabulary(60)
+    assert family_of(name).shape(model).causal is causal
