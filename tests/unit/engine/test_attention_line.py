@@ -39,7 +39,8 @@ def data(**changes) -> DataConfig:
 )
 def test_it_is_about_the_run(asked, changes, dtype, documents):
     attention_line(run_config(**changes), CUDA)
-    assert asked == [(dtype, CUDA, 1, documents)]
+    attention_line(run_config(**changes), CUDA, "full")  # whose samples are padded
+    assert asked == [(dtype, CUDA, 1, documents, "causal"), (dtype, CUDA, 1, True, "full")]
 
 
 @pytest.mark.parametrize("missing", [None, "no C compiler found"])
