@@ -99,9 +99,10 @@ class Reporter(Callback):
             f"global {growing}{self.plan.global_batch_size}, {self.plan.train_iters} iterations"
         )
         if self.peak is not None:
+            counted = "" if self.shape.sees_later else "; causal attention counted once"
             self.say(
                 f"FLOP utilisation is relative to {self.peak / 1e12:.3g} TFLOP/s per device "
-                f"({_peak_source(config, self.device)}); causal attention counted once"
+                f"({_peak_source(config, self.device)}){counted}"
             )
         if begin.folder is None:
             if config.checkpoint.load:
