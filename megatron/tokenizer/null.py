@@ -86,7 +86,8 @@ class IdTokenizer(_Integers):
         """`size` is N, and `vocab_size` too."""
         hint = (
             ": name the tokenizer of the data, for example with --tokenizer-type GPT2BPETokenizer "
-            "--vocab-file vocab.json --merge-file merges.txt"
+            "--vocab-file vocab.json --merge-file merges.txt, or for BERT and T5 "
+            "--vocab-file vocab.txt"
         )
         source = f"--vocab-size {size}, given without a tokenizer,"
         super().__init__(source, size, SpecialIds(), hint)
