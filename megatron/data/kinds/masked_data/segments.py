@@ -233,8 +233,8 @@ _WITHOUT_PAIRS = (
 
 
 def check_sentences(documents: Documents, rules: SegmentRules) -> None:
-    """Raises ValueError for pairs from a file that is not split into sentences: long documents would
-    be cut anywhere, and all others left out."""
+    """Raises ValueError for pairs from a file without sentences: long documents would be cut
+    anywhere, and all others left out."""
     counts_D = np.diff(documents.document_indices)
     if rules.pairs != "none" and not (counts_D > 1).any():
         raise ValueError(
