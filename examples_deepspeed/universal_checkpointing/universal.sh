@@ -57,7 +57,7 @@ train() {
     esac
     ((ZERO_STAGE == 1)) || FLAGS+=(--no-pipeline-parallel)
     data
-    vocabulary
+    vocabulary pretrain_gpt.py
     # shellcheck disable=SC2086
     start pretrain_gpt.py $shape --tensor-model-parallel-size "$TP" --pipeline-model-parallel-size "$PP" \
         --micro-batch-size $((batch / processes)) --global-batch-size "$batch" \

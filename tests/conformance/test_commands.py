@@ -68,7 +68,7 @@ def test_full_size(case, tmp_path):
         text = runner.printed(case, runner.dry_folder(case))
     settings = FlagParser(*FLAG_CLASSES).settings(training_flags(text))
     trained = re.search(r"pretrain_(bert|t5)\.py", text)
-    settings = family_of(trained[1] if trained else "gpt").complete(settings)
+    settings = family_of(trained[1] if trained else "gpt").complete_settings(settings)
     path = settings["deepspeed_config"].value if "deepspeed_config" in settings else ""
     content = read_json(path) if path else {}
     processes = case.processes or 1

@@ -89,7 +89,8 @@ def test_every_flag_that_a_layout_stands_for_is_refused():
     asked = {name for layout in named for name in parse(*layout.flags())}
     assert asked <= OF_LAYOUTS
     kept = {
-        "pipeline_partition", "recompute_activations", "recompute_granularity", "recompute_method",
+        "pipeline_partition", "pipeline_model_parallel_split_rank", "recompute_activations",
+        "recompute_granularity", "recompute_method",
         "recompute_num_layers", "checkpoint_activations", "activations_checkpoint_method",
         "distributed_backend",
         "distributed_timeout_minutes", "local_rank", "logits_chunk_mib",

@@ -13,6 +13,7 @@ import pytest
 from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
+from megatron.families import family_of
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples_deepspeed"
@@ -24,6 +25,12 @@ LINEAGE = {
     "pretrain_gpt_distributed.sh": ("torchrun", 8, (8, 1, 1), (24, 1024, 1024, 8, 64)),
     "pretrain_gpt_distributed_with_mp.sh": ("torchrun", 8, (2, 2, 2), (24, 1024, 1024, 4, 16)),
     "pretrain_gpt3_175B.sh": ("torchrun", 1024, (8, 8, 16), (96, 12288, 2048, 1, 1536)),
+    "pretrain_bert.sh": ("torchrun", 1, (1, 1, 1), (24, 1024, 512, 4, 8)),
+    "pretrain_bert_distributed.sh": ("torchrun", 8, (8, 1, 1), (24, 1024, 512, 4, 32)),
+    "pretrain_bert_distributed_with_mp.sh": ("torchrun", 8, (2, 2, 2), (24, 1024, 512, 2, 16)),
+    "pretrain_t5.sh": ("torchrun", 1, (1, 1, 1), (12, 768, 512, 16, 16)),
+    "pretrain_t5_distributed.sh": ("torchrun", 8, (8, 1, 1), (12, 768, 512, 16, 128)),
+    "pretrain_t5_distributed_with_mp.sh": ("torchrun", 8, (4, 2, 1), (12, 768, 512, 16, 128)),
     "pretrain_117M.sh": ("python", 1, (1, 1, 1), (12, 768, 1024, 8, 8)),
     "pretrain_345M.sh": ("python", 1, (1, 1, 1), (24, 1024, 1024, 8, 8)),
     "pretrain_1n8d_2x4x1_16_1536x16.sh": ("python", 8, (2, 4, 1), (16, 1536, 2048, 8, 16)),
@@ -75,13 +82,13 @@ def printed(path, *flags, **settings):
     result = script(path, *flags, **settings)
     assert result.returncode == 0, result.stderr
     words = shlex.split(result.stdout)
-    cut = words.index("pretrain_gpt.py")
+    cut = next(at for at, word in enumerate(words) if re.fullmatch(r"pretrain_\w+\.py", word))
     return words[:cut], words[cut + 1 :]
 
 
-def resolved(flags, world_size):
+def resolved(flags, world_size, family="gpt"):
     """The configuration of a run on that many processes."""
-    settings = FlagParser(*FLAG_CLASSES).settings(flags)
+    settings = family_of(family).complete_settings(FlagParser(*FLAG_CLASSES).settings(flags))
     if "deepspeed_config" in settings:
         file = ROOT / settings["deepspeed_config"].value
         settings = deepspeed_json.merge(settings, read_json(str(file)), str(file), world_size)
@@ -107,7 +114,8 @@ def test_command_of_the_lineage_is_what_its_name_says(name):
     blend = {"DATA_PATH": "data/a"} if start == "python" else {}
     launcher, flags = printed(FOLDER / name, **blend)
     assert launcher[0] == start
-    config = resolved(flags, processes)
+    other = re.match("pretrain_(bert|t5)", name)
+    config = resolved(flags, processes, other[1] if other else "gpt")
     parallel, model, batch = config.parallel, config.model, config.training
     assert layout == (
         *(parallel.data_parallel_size, parallel.tensor_model_parallel_size),

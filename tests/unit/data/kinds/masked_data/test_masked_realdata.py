@@ -87,7 +87,7 @@ def test_bert(
         if word.isalpha() and word.isascii()
     )
     config = MaskedDataConfig(
-        bert_pair_task="next-sentence" if pairs == "none" else pairs,
+        bert_pair_task="sentence-order" if pairs == "none" else pairs,
     )
     recipe = BertRecipe.from_config(config, wordpiece, 128, 1234, pairs != "none")
     dataset = recipe.build(documents, range(len(texts)), 150, "train", IndexCache(None))
@@ -129,7 +129,7 @@ def test_t5(corpus: str, realdata: Path, wordpiece: WordPieceTokenizer, tmp_path
     texts = CORPORA[corpus](realdata)
     documents = indexed(texts, wordpiece, tmp_path / "corpus")
     whole = [[int(i) for s in text for i in wordpiece.tokenize(s)] for text in texts]
-    recipe = T5Recipe.from_config(MaskedDataConfig(), wordpiece, 128, 1234)
+    recipe = T5Recipe.from_config(MaskedDataConfig(), wordpiece, (128, None), 1234)
     dataset = recipe.build(documents, range(len(texts)), 100, "train", IndexCache(None))
     for i in range(100):
         sample = dataset[i]
@@ -201,7 +201,7 @@ def test_t5_with_its_own_vocabulary(realdata: Path, tmp_path: Path) -> None:
     tokenizer = SentencePieceTokenizer.from_file(model, extra_ids=100)
     texts = [" ".join(text) for text in race(realdata)[:40]]
     documents = indexed([[text] for text in texts], tokenizer, tmp_path / "corpus")
-    recipe = T5Recipe.from_config(MaskedDataConfig(short_seq_prob=0.0), tokenizer, 64, 1)
+    recipe = T5Recipe.from_config(MaskedDataConfig(short_seq_prob=0.0), tokenizer, (64, None), 1)
     assert (recipe.end, recipe.pad) == (1, 0)
     dataset = recipe.build(documents, range(len(texts)), 100, "train", IndexCache(None))
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
