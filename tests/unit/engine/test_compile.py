@@ -139,7 +139,7 @@ RECOMPUTE = (None, "selective", "full")
 @pytest.mark.parametrize(
     ("kind", "recompute"),
     in_sample(
-        *((kind, None) for kind in KINDS), ("gpt2-dropout", "selective"),
+        *((kind, None) for kind in list(KINDS)[1::2]), ("gpt2-dropout", "selective"),
         ("llama-gqa-window", "full"), of=product(KINDS, RECOMPUTE),
     ),
 )  # fmt: skip

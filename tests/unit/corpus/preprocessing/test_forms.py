@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import zstandard
+from samples import sampled
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.corpus.preprocessing.config import PreprocessConfig
@@ -418,7 +419,7 @@ def piped(data: bytes, prefix: Path, tokenizer: TokenizerConfig, *flags: str):
     )
 
 
-@pytest.mark.parametrize("packing", ["", ".zst"])
+@pytest.mark.parametrize("packing", sampled(["", ".zst"], bool))
 def test_standard_input(tmp_path, tokenizer, texts, packing, block_bytes):
     data = "".join(json.dumps({"text": text}) + "\n" for text in texts).encode()
     done = piped(PACKERS[packing](data), tmp_path / "p", tokenizer)
