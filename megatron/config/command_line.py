@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -104,13 +104,21 @@ class CommandParser(argparse.ArgumentParser):
 
 
 class FlagParser(CommandParser):
-    """The command line of config classes: a group of flags for each."""
+    """The command line of config classes: a group of flags for each. The fields ``hidden`` are
+    parsed, and left out of --help."""
 
-    def __init__(self, *classes: type, description: str | None = None, prog: str | None = None):
+    def __init__(
+        self,
+        *classes: type,
+        description: str | None = None,
+        prog: str | None = None,
+        hidden: Container[str] = (),
+    ):
         super().__init__(
             description, prog, usage="%(prog)s [flags]", argument_default=argparse.SUPPRESS
         )
         self._notes: dict[str, str] = {}
+        self._hidden = hidden
         for cls in classes:
             self._add_class(cls)
 
@@ -140,13 +148,15 @@ class FlagParser(CommandParser):
             names, off = flag_names(field)
             text = (texts[field.name] + _default_text(field)).replace("%", "%%")
             if unused:
-                text = argparse.SUPPRESS
                 self._notes[field.name] = meta["note"]
+            if unused or field.name in self._hidden:
+                text = argparse.SUPPRESS
             parse, count = flag_value(hints[field.name])
             common: dict[str, Any] = {"dest": field.name, "action": _Record}
             if parse is bool:
                 if off is not None:
-                    off_text = f"Turn {names[0]} off." if names else text
+                    visible = names and text != argparse.SUPPRESS
+                    off_text = f"Turn {names[0]} off." if visible else text
                     group.add_argument(*off.split(), nargs=0, const=False, help=off_text, **common)
                 if names:
                     group.add_argument(*names, nargs=0, const=True, help=text, **common)

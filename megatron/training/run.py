@@ -75,7 +75,8 @@ def parse_run(
     :class:`ModelConfig`), in each of its processes, which it starts if the flags say so
     (:func:`start_processes`). With ``--explain-config`` it prints every value with its origin and
     exits. Raises ValueError if a value is missing, wrong or contradicted; the message names it."""
-    settings = FlagParser(*FLAG_CLASSES, description=description).settings(argv)
+    hidden = family_of(family).unused_flags if family else frozenset[str]()
+    settings = FlagParser(*FLAG_CLASSES, description=description, hidden=hidden).settings(argv)
     show_log()
     if family is not None:
         given = settings.setdefault("family", Setting(family, "this program"))

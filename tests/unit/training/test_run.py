@@ -14,7 +14,7 @@ from megatron.config import FLAG_CLASSES, ConfigError, FlagParser, Vocabulary
 from megatron.data.indexed import IndexedDatasetWriter
 from megatron.families import family_names, family_of
 from megatron.tokenizer.train import train_byte_level_bpe
-from megatron.training.run import run_data, run_of
+from megatron.training.run import parse_run, run_data, run_of
 
 PROGRAM = """
 import atexit, sys
@@ -193,3 +193,14 @@ def test_unused_flags_are_fields():
     for name in family_names():
         assert family_of(name).unused_flags <= fields, name
     assert not frozenset.intersection(*(family_of(name).unused_flags for name in family_names()))
+
+
+def test_help_has_no_flag_that_the_program_refuses(capsys):
+    shown = {}
+    for name in ("gpt", "bert", "t5"):
+        with pytest.raises(SystemExit):
+            parse_run("Pretrain.", ["--help"], family=name)
+        shown[name] = set(re.findall(r"^  (--[a-z0-9-]+)", capsys.readouterr().out, re.MULTILINE))
+    assert "--bert-no-binary-head" in shown["bert"] - shown["gpt"] - shown["t5"]
+    assert "--reset-position-ids" in shown["gpt"] - shown["bert"]
+    assert "--num-layers" in shown["gpt"] & shown["bert"] & shown["t5"]
