@@ -37,7 +37,7 @@ pretrain_bert() {
 
 # shellcheck disable=SC2034 # the scripts read these
 # Sentences of Wikipedia, one a line.
-wikipedia=(--train-data wikipedia --lazy-loader --presplit-sentences --split 949,50,1)
+wikipedia=(--train-data wikipedia --lazy-loader --presplit-sentences --split "949,50,1")
 # shellcheck disable=SC2034
 # bert-large-uncased-vocab.txt, or vocab.txt, is in the folder cache/.
 wordpiece=(--tokenizer-type BertWordPieceTokenizer --tokenizer-model-type bert-large-uncased)

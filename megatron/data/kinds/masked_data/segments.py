@@ -236,7 +236,8 @@ def check_sentences(documents: Documents, rules: SegmentRules) -> None:
     """Raises ValueError for pairs from a file without sentences: long documents would be cut
     anywhere, and all others left out."""
     counts_D = np.diff(documents.document_indices)
-    if rules.pairs != "none" and not (counts_D > 1).any():
+    split = (counts_D > 1).any() or not documents.sequence_lengths.any()
+    if rules.pairs != "none" and not split:
         raise ValueError(
             f"{documents.prefix}: none of the {len(counts_D)} documents is split into sentences, "
             f"and a pair needs {rules.min_sentences}: {_WITHOUT_PAIRS}"
