@@ -89,7 +89,7 @@ def test_documents_instead_of_sentences(pool, made, tmp_path):
     refused(
         pool,
         [*BERT, *data(made, "document")],
-        *(made / "document", "is split into sentences", "--split-sentences", "--bert-no-binary-head"),
+        *(made / "document", "split into sentences", "--split-sentences", "--bert-no-binary-head"),
         save=tmp_path / "save",
     )
 
