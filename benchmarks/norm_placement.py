@@ -69,8 +69,7 @@ def train(argv: Sequence[str]) -> list[float]:
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """The last losses, a line for each depth and rate."""
     lines = [f"| layers | learning rate | {' | '.join(PLACES)} |", "|---|---|---|---|"]
-    keys = dict.fromkeys((row["depth"], row["rate"]) for row in rows)
-    for depth, rate in keys:
+    for depth, rate in sorted({(row["depth"], row["rate"]) for row in rows}):
         found = {
             row["norm"]: statistics.mean(row["losses"][-LAST:])
             for row in rows
@@ -85,7 +84,7 @@ def plot(rows: Sequence[dict[str, Any]], path: Path) -> None:
     """Writes a panel for each depth."""
     from pictures import FIRST, SECOND, new_figure, save
 
-    depths = list(dict.fromkeys(row["depth"] for row in rows))
+    depths = sorted({row["depth"] for row in rows})
     styles = dict(zip(dict.fromkeys(row["rate"] for row in rows), ("-", "--", ":"), strict=False))
     colors = dict(zip(PLACES, (FIRST, SECOND), strict=True))
     figure = new_figure(3.4)
