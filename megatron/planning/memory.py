@@ -142,79 +142,140 @@ class Activations:
     hidden: float
 
 
+@dataclass(frozen=True)
+class _Sizes:
+    """What the tensors of a micro batch are counted from.
+
+    Attributes:
+        element: bytes of an element, ``residual`` in the residual stream, ``source`` in the input
+            that a norm keeps.
+        statistics: bytes that a norm keeps per token beside its input.
+        mask: bytes of a dropout mask per token.
+        tokens: of the block's own sequences, ``others`` of those that its cross-attention reads;
+            ``slices`` ranks share them outside the matrices.
+    """
+
+    element: int
+    residual: int
+    source: int
+    statistics: int
+    mask: int
+    tokens: int
+    others: int
+    slices: int
+
+    @classmethod
+    def of(
+        cls, model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths
+    ) -> _Sizes:
+        half = layout.precision != "fp32"
+        element = 2 if half else 4
+        # Autocast, which is how 16 bits run at stage 0, keeps the residual stream in float32.
+        residual = 4 if half and layout.zero == 0 else element
+        return cls(
+            element=element,
+            residual=residual,
+            # A norm weight plus 1 is applied in float32, to a copy of the input.
+            source=4 if model.norm.apply_layernorm_1p else residual,
+            statistics=4 * model.norm.traits.statistics,
+            mask=model.hidden_size if model.hidden_dropout else 0,
+            tokens=micro_batch * lengths.own,
+            others=micro_batch * lengths.other,
+            slices=layout.tensor if layout.sequence else 1,
+        )
+
+    @property
+    def outside(self) -> float:
+        """Tokens of this rank outside the matrices."""
+        return self.tokens / self.slices
+
+    def norm(self, hidden: int) -> int:
+        """Bytes that a norm keeps per token."""
+        return self.source * hidden + self.statistics
+
+
 @lru_cache(maxsize=4096)
 def activation_bytes(
     model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths | None = None
 ) -> Activations:
     """Of a block with these ``lengths``, by default those of the model's first."""
     lengths = lengths or family_of(model.family).block_lengths(model)[0]
-    share, hidden = local_widths(model, layout.tensor), model.hidden_size
-    cross = lengths.other > 0
-    half = layout.precision != "fp32"
-    size = 2 if half else 4
-    # Autocast, which is how 16 bits run at stage 0, keeps the residual stream in float32.
-    residual = 4 if half and layout.zero == 0 else size
-    tokens, others = micro_batch * lengths.own, micro_batch * lengths.other
-    slices = layout.tensor if layout.sequence else 1
-    outside = tokens / slices
-    statistics = 4 * model.norm.traits.statistics
-    # A norm weight plus 1 is applied in float32, to a copy of the input.
-    source = 4 if model.norm.apply_layernorm_1p else residual
-    norm = source * hidden + statistics
-    mask = hidden if model.hidden_dropout else 0
-    # Where keys and values are repeated, and queries and keys rotated, the QKV output is not kept.
-    repeated = _all_scores(model) and share.query > share.kv
-    rope = model.positions.position_embedding_type == "rope"
-    needless = repeated and rope and not model.norm.qk_layernorm and layout.recompute is None
-    qkv = share.kv if needless else share.query + 2 * share.kv
-    # Queries and keys that are normalised or rotated are new tensors; the values still keep the
-    # whole QKV output.
-    changed = share.query + share.kv if rope or model.norm.qk_layernorm else 0
-    mlp = share.ffn * MLP_WIDTHS[model.mlp.activation]
-    kernel = _attention_kernel(model, layout.tensor, size, micro_batch, lengths.own, lengths.own)
-    inputs = norms_of_block(model, cross) * norm
-    if model.parallel_residual and not model.shared_parallel_norm and source == residual:
-        inputs -= source * hidden  # two norms of the same input keep it once
-    outputs = ((1 if model.shared_parallel_norm else 2) + cross) * size * hidden
-    whole = outside * (inputs + outputs + (2 + cross) * mask) + _angles(model, layout)
-    whole += tokens * size * (qkv + changed + share.query + mlp)
-    if cross:
-        # Queries and the attention's output, and keys and values of the other sequence.
-        whole += size * 2 * (tokens * share.query + others * share.kv)
-        kernel += _attention_kernel(
-            model, layout.tensor, size, micro_batch, lengths.own, lengths.other
-        )
-    whole += kernel
-    float8 = _float8_inputs(model, layout, tokens, outputs) if layout.float8 else 0.0
-    whole += float8
-    if model.norm.qk_layernorm:
-        copied = source if source > size else 0
-        heads = (share.query + share.kv) / model.attention.kv_channels
-        whole += tokens * heads * (copied * model.attention.kv_channels + statistics)
+    sizes, hidden = _Sizes.of(model, layout, micro_batch, lengths), model.hidden_size
+    kernel = _kernels(model, layout, micro_batch, lengths, sizes)
+    whole, float8 = _block_bytes(model, layout, sizes, kernel)
+    vocab = local_widths(model, layout.tensor).vocab
     outputs = micro_batch * min(lengths.own, head_shape(model)[0])
-    logits = outputs * size * share.vocab
-    most, _ = logits_chunk("cuda", size * share.vocab, None, compiled=True)
+    logits = outputs * sizes.element * vocab
+    most, _ = logits_chunk("cuda", sizes.element * vocab, None, compiled=True)
     assert most is not None
-    chunk = min(logits, most * size * share.vocab)
+    chunk = min(logits, most * sizes.element * vocab)
     learned = model.positions.position_embedding_type == "learned_absolute"
-    positions = lengths.own if learned else 0
+    ids = 8 * (sizes.tokens + (lengths.own if learned else 0))
     full = layout.recompute in ("uniform", "block")
-    between = outside * residual * hidden
+    between = sizes.outside * sizes.residual * hidden
     kept = between if full else whole - kernel * (layout.recompute == "selective")
     # The other sequence comes from a norm and is read by all blocks.
-    read = others / slices * residual * hidden
+    read = sizes.others / sizes.slices * sizes.residual * hidden
+    norm = sizes.norm(hidden)
     return Activations(
         block=kept,
         float8=0.0 if full else float8,
         recomputed=whole if full else 0.0,
-        embedding=outside * (mask + norm * model.norm.embed_layernorm) + 8 * (tokens + positions),
-        masks=_masks(model, layout.tensor, size, micro_batch, lengths) + read,
+        embedding=sizes.outside * (sizes.mask + norm * model.norm.embed_layernorm) + ids,
+        masks=_masks(model, layout.tensor, sizes.element, micro_batch, lengths) + read,
         # Gradients of several chunks are added up in float32.
-        head=outside * norm
-        + outputs * size * hidden * (1 + family_of(model.family).head_states)
-        + share.vocab * hidden * (size if chunk == logits else 4),
+        head=sizes.outside * norm
+        + outputs * sizes.element * hidden * (1 + family_of(model.family).head_states)
+        + vocab * hidden * (sizes.element if chunk == logits else 4),
         loss=chunk,
         hidden=between + read,
+    )
+
+
+def _block_bytes(
+    model: ModelConfig, layout: Layout, sizes: _Sizes, kernel: float
+) -> tuple[float, float]:
+    """What a block keeps, with its attention kernels, and what 8 bits add to it, included."""
+    share, hidden = local_widths(model, layout.tensor), model.hidden_size
+    size, tokens, cross = sizes.element, sizes.tokens, sizes.others > 0
+    qk_norm = model.norm.qk_layernorm
+    # Where keys and values are repeated, and queries and keys rotated, the QKV output is not kept.
+    repeated = _all_scores(model) and share.query > share.kv
+    rope = model.positions.position_embedding_type == "rope"
+    needless = repeated and rope and not qk_norm and layout.recompute is None
+    qkv = share.kv if needless else share.query + 2 * share.kv
+    # Queries and keys that are normalised or rotated are new tensors; the values still keep the
+    # whole QKV output.
+    changed = share.query + share.kv if rope or qk_norm else 0
+    mlp = share.ffn * MLP_WIDTHS[model.mlp.activation]
+    inputs = norms_of_block(model, cross) * sizes.norm(hidden)
+    alike = model.parallel_residual and not model.shared_parallel_norm
+    if alike and sizes.source == sizes.residual:
+        inputs -= sizes.source * hidden  # two norms of the same input keep it once
+    outputs = ((1 if model.shared_parallel_norm else 2) + cross) * size * hidden
+    whole = sizes.outside * (inputs + outputs + (2 + cross) * sizes.mask) + _angles(model, layout)
+    whole += tokens * size * (qkv + changed + share.query + mlp)
+    if cross:
+        # Queries and the attention's output, and keys and values of the other sequence.
+        whole += size * 2 * (tokens * share.query + sizes.others * share.kv)
+    whole += kernel
+    float8 = _float8_inputs(model, layout, tokens, outputs) if layout.float8 else 0.0
+    whole += float8
+    if qk_norm:
+        copied = sizes.source if sizes.source > size else 0
+        heads = (share.query + share.kv) / model.attention.kv_channels
+        whole += tokens * heads * (copied * model.attention.kv_channels + sizes.statistics)
+    return whole, float8
+
+
+def _kernels(
+    model: ModelConfig, layout: Layout, micro_batch: int, lengths: BlockLengths, sizes: _Sizes
+) -> float:
+    """What the attention kernels of a block keep."""
+    others = [lengths.other] if lengths.other else []
+    return sum(
+        _attention_kernel(model, layout.tensor, sizes.element, micro_batch, lengths.own, keys)
+        for keys in (lengths.own, *others)
     )
 
 
