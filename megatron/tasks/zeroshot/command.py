@@ -87,10 +87,11 @@ class ZeroShot(Task):
             found = checkpoint_of(run.config)
             device = training_device()
             spec = spec_of(run.config.model, run.config.parallel)
-            engine = build_evaluator(run.config, run.content, spec, mesh, device)
+            engine = build_evaluator(run.config, spec, mesh, device)
             iteration = None
             if found is None:
                 tell("no --load: the weights are random")
+                engine.initialise()
             else:
                 source = load_checkpoint(engine, found, weights_only=True)
                 iteration = source.state.get("iteration")
@@ -190,7 +191,8 @@ class Progress:
         self, name: str, texts: int, per_iteration: int, every: int, tell: Callable[[str], None]
     ) -> None:
         self._bar = progress_bar(name, total=texts, unit=" texts")
-        self._per_line, self._every, self._tell = per_iteration * every, every, tell
+        self._texts, self._per_line, self._every = texts, per_iteration * every, every
+        self._tell = tell
         self._told = -1
         self._done = 0
 
@@ -204,7 +206,7 @@ class Progress:
     def __call__(self, done: int) -> None:
         self._bar.update(done - self._done)
         self._done, lines = done, done // self._per_line
-        if lines > self._told and done < self._bar.total:
+        if lines > self._told and done < self._texts:
             self._told = lines
             self._tell(f"> working on iteration: {lines * self._every}")
 
