@@ -10,11 +10,8 @@ from pathlib import Path
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import (
-    FLAG_CLASSES,
-    CheckpointConfig,
     ConfigError,
     DataConfig,
-    LoggingConfig,
     ModelConfig,
     OptimizerFlags,
     RunConfig,
@@ -119,7 +116,7 @@ class ZeroShot(Task):
         given = {
             "--train-data": config.train_data,
             "--epochs": config.epochs is not None,
-            "--keep-last": config.keep_last,
+            "--keep-last": config.keep_last != TaskConfig.keep_last,
             "--strict-lambada": config.strict_lambada and self.task != "lambada",
             "--overlapping-eval": config.overlapping_eval and self.task == "lambada",
             "--eval-iters": "eval_iters" in settings and self.task != "json",
