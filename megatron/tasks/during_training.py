@@ -30,9 +30,9 @@ class EvalTasks(Callback):
         self._since = time.perf_counter()
         return self
 
-    def evaluate(self, trainer: Trainer) -> None:
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
         """Evaluates if it is due."""
-        if not trainer.ended and trainer.iteration % self._interval:
+        if not last and trainer.iteration % self._interval:
             return
         trainer.settle()
         before = time.perf_counter() - self._since
