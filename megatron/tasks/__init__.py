@@ -1,1 +1,1 @@
-"""Evaluation of models on tasks, and fine-tuning for them."""
+"""The tasks of ``tasks/main.py``: zero-shot evaluation and fine-tuning."""
