@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from megatron.config import ConfigError, EvalTasksConfig, RunConfig
+from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.tasks.zeroshot import TASKS, ZeroShotTask, prepare
 from megatron.tokenizer import Tokenizer
 from megatron.training.metrics import TaskEvaluation
@@ -84,4 +85,5 @@ def _prepared(name: str, path: Path, config: RunConfig, tokenizer: Tokenizer) ->
             "a file of documents must end in .json or .jsonl"
         )
     stride = config.tasks.eval_tasks_stride or config.model.seq_length
-    return prepare(kind, [path], tokenizer, config.model, stride, strict_lambada=True, name=name)
+    raw = config.kind(RawTextConfig)
+    return prepare(kind, [path], tokenizer, config.model, stride, True, raw=raw, name=name)
