@@ -13,12 +13,12 @@ from typing import Any, NamedTuple
 
 import megatron
 from megatron.config import RunConfig
+from megatron.training.plots import shown_metrics
 from megatron.training.run_curves import Panel, RunCurve, draw_panels
 from megatron.util.files import write_whole
 from megatron.util.progress import say
 
 _PACKAGES = ("torch", "numpy", "transformers", "deepspeed", "lm_eval")
-_HEADLINES = ("bits_per_byte", "perplexity", "accuracy")
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,8 @@ def table(results: Sequence[TaskResult]) -> str:
 
 def table_of_checkpoints(evaluations: Sequence[Evaluation]) -> str:
     """A line per iteration, a column per task and metric."""
-    columns = dict.fromkeys(
-        (result.name, name)
-        for each in evaluations
-        for result in each.results
-        for name in result.metrics
-    )
+    every = [result for each in evaluations for result in each.results]
+    columns = dict.fromkeys((result.name, name) for result in every for name in result.metrics)
     rows = [("iteration", *(f"{task} {name.replace('_', ' ')}" for task, name in columns))]
     for model, results in evaluations:
         found = {(r.name, name): value for r in results for name, value in r.metrics.items()}
@@ -183,16 +179,15 @@ def _versions() -> dict[str, str]:
 
 
 def draw_checkpoints(evaluations: Sequence[Evaluation], output_png: Path) -> None:
-    """Draws, over iterations, a panel for each metric that tasks share: bits per byte, perplexity,
-    accuracy first."""
+    """Draws, over iterations, a panel for each metric that tasks share, bits per byte first."""
     series: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     for model, results in evaluations:
         for result in results:
-            for metric, value in result.metrics.items():
+            for metric in shown_metrics(result.metrics):
                 steps, values = series.setdefault(metric, {}).setdefault(result.name, ([], []))
                 steps.append(model.iteration or 0)
-                values.append(value)
-    order = sorted(series, key=lambda m: _HEADLINES.index(m) if m in _HEADLINES else 99)
+                values.append(result.metrics[metric])
+    order = sorted(series, key=lambda metric: metric != "bits_per_byte")
     panels = [
         Panel(m.replace("_", " "), [RunCurve(name, *xy) for name, xy in series[m].items()])
         for m in order
