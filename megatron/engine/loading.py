@@ -5,7 +5,7 @@ Each rank reads its own elements, one parameter at a time, without a copy of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,6 +27,7 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import TrainEngine
+from megatron.families import build_model
 from megatron.parallel.mesh import any_rank
 from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import shard_of
@@ -38,19 +39,29 @@ def load_checkpoint(
     engine: TrainEngine, found: FoundCheckpoint, weights_only: bool = False
 ) -> Source:
     """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``
-    optimizer, loss scaler and random state stay as they are. Raises CheckpointError if the
-    checkpoint is damaged or of another architecture."""
+    optimizer, loss scaler and random state stay as they are, and so does a head that the model of
+    the checkpoint does not have. Raises CheckpointError if the checkpoint is damaged or of another
+    architecture."""
     options, world = engine.config.checkpoint, engine.mesh.world
     together(engine, lambda: found.form.verify(found.folder, world.rank, world.size))
     source = together(engine, lambda: found.open(verify=False))
     source.require_model()
-    differing = differences(source.model, engine.config.model)
+    saved, wanted = source.model, engine.config.model
+    other_head = (saved.head, saved.num_labels) != (wanted.head, wanted.num_labels)
+    if other_head and not weights_only:
+        raise CheckpointError(
+            f"{found.folder} contains a model with {saved.head_shown}, and this run trains "
+            f"{wanted.head_shown}: it cannot be continued; --finetune starts from its weights and "
+            "leaves its head out"
+        )
+    differing = differences(saved.with_head_of(wanted), wanted)
     if differing:
         raise CheckpointError(
             f"{found.folder} has a different architecture: {'; '.join(differing)} "
             "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
-    together(engine, lambda: load_weights(engine, source))
+    fresh = together(engine, lambda: _fresh_head(engine, source)) if other_head else ()
+    together(engine, lambda: load_weights(engine, source, fresh))
     # Later checkpoints record where these weights came from.
     model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
     engine.config = replace(engine.config, model=model)
@@ -63,6 +74,33 @@ def load_checkpoint(
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
         together(engine, lambda: _load_random_state(path))
     return source
+
+
+def _fresh_head(engine: TrainEngine, source: Source) -> tuple[str, ...]:
+    """The parameters of the model's head that a checkpoint of a model with another one does not
+    have, in this shape; a note says so. Raises CheckpointError if others are missing, or the model
+    has no place for others."""
+    model, parts, stored = engine.config.model, engine.spec.head_parts, set(source.names())
+    with torch.device("meta"):
+        shapes = {
+            name: shard_of(param).canonical_shape
+            for name, param in build_model(model).canonical_parameters()
+        }
+    fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
+    fresh = tuple(name for name in shapes if name not in fits)
+    left_out = sorted(stored - fits)
+    wrong = [name for name in (*fresh, *left_out) if not name.startswith(parts)]
+    if wrong:
+        raise CheckpointError(
+            f"{source.folder} and a model with {model.head_shown} differ in more than their heads: "
+            f"{', '.join(wrong[:5])}"
+        )
+    source.notes = (
+        *source.notes,
+        f"the model of {source.folder} has {source.model.head_shown}: "
+        f"drawn anew {', '.join(fresh) or 'nothing'}; left out {', '.join(left_out) or 'nothing'}",
+    )
+    return fresh
 
 
 def _load_amax_history(engine: TrainEngine, folder: Path) -> None:
@@ -109,8 +147,9 @@ def together(engine: TrainEngine, step: Callable[[], T]) -> T:
 
 
 @torch.no_grad()
-def load_weights(engine: TrainEngine, source: Source) -> None:
-    """Fills the float32 weights that this rank owns, and the model's working weights."""
+def load_weights(engine: TrainEngine, source: Source, fresh: Container[str] = ()) -> None:
+    """Fills the float32 weights that this rank owns, and the model's working weights, but for the
+    parameters ``fresh``, which stay as they are."""
     owned = {own.param: own for own in owned_slices(engine)}
 
     def values(param: nn.Parameter, start: int, end: int) -> Tensor:
@@ -122,7 +161,7 @@ def load_weights(engine: TrainEngine, source: Source) -> None:
             own.set("weight", flat[first : first + own.count])
         return flat
 
-    set_working_weights(engine, values)
+    set_working_weights(engine, values, kept=fresh)
     engine.float8.invalidate()
 
 

@@ -3,7 +3,7 @@ Only this file knows where DeepSpeed has them at each ZeRO stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -177,12 +177,17 @@ def create_moments(engine: TrainEngine, step: int) -> None:
 
 @torch.no_grad()
 def set_working_weights(
-    engine: TrainEngine, values: Callable[[nn.Parameter, int, int], Tensor]
+    engine: TrainEngine,
+    values: Callable[[nn.Parameter, int, int], Tensor],
+    kept: Container[str] = (),
 ) -> None:
     """Sets the weights that the model computes with, in their own dtype; ``values`` gives elements
-    [start, end) of this tensor-parallel rank's share of a parameter, flat."""
+    [start, end) of this tensor-parallel rank's share of a parameter, flat. Parameters whose
+    canonical names are ``kept`` stay as they are."""
     form = engine.stored_states
-    for param in engine.names:
+    for param, name in engine.names.items():
+        if name in kept:
+            continue
         if engine.stage < 3:
             whole = values(param, 0, param.numel())
             param.data.copy_((whole if form is None else form.model_weights(whole)).view_as(param))
