@@ -27,10 +27,11 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import TrainEngine
-from megatron.families import build_model
+from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import any_rank
 from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import shard_of
+from megatron.parallel.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
 
@@ -82,10 +83,8 @@ def _fresh_head(engine: TrainEngine, source: Source) -> tuple[str, ...]:
     has no place for others."""
     model, parts, stored = engine.config.model, engine.spec.head_parts, set(source.names())
     with torch.device("meta"):
-        shapes = {
-            name: shard_of(param).canonical_shape
-            for name, param in build_model(model).canonical_parameters()
-        }
+        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
+    shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
     fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
     fresh = tuple(name for name in shapes if name not in fits)
     left_out = sorted(stored - fits)
