@@ -5,7 +5,7 @@ Each rank reads its own elements, one parameter at a time, without a copy of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -26,7 +26,7 @@ from megatron.engine.state import (
     set_loss_scaler_state,
     set_working_weights,
 )
-from megatron.engine.train_engine import TrainEngine
+from megatron.engine.train_engine import ModelEngine, TrainEngine
 from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import any_rank
 from megatron.parallel.random import set_random_state
@@ -37,12 +37,13 @@ T = TypeVar("T")
 
 
 def load_checkpoint(
-    engine: TrainEngine, found: FoundCheckpoint, weights_only: bool = False
+    engine: ModelEngine, found: FoundCheckpoint, weights_only: bool = False
 ) -> Source:
-    """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``
-    optimizer, loss scaler and random state stay as they are, and so does a head that the model of
-    the checkpoint does not have. Raises CheckpointError if the checkpoint is damaged or of another
-    architecture."""
+    """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``, as
+    always where nothing is trained, optimizer, loss scaler and random state stay as they are. Then
+    the model of the checkpoint may have another head: this one's stays as it is, and a note of the
+    source says so. Raises CheckpointError if the checkpoint is damaged or of another architecture.
+    """
     options, world = engine.config.checkpoint, engine.mesh.world
     together(engine, lambda: found.form.verify(found.folder, world.rank, world.size))
     source = together(engine, lambda: found.open(verify=False))
@@ -51,7 +52,7 @@ def load_checkpoint(
     other_head = (saved.head, saved.num_labels) != (wanted.head, wanted.num_labels)
     if other_head and not weights_only:
         raise CheckpointError(
-            f"{found.folder} contains a model with {saved.head_shown}, and this run trains "
+            f"{found.folder} contains a model with {saved.head_shown}, and this run needs "
             f"{wanted.head_shown}: it cannot be continued; --finetune starts from its weights and "
             "leaves its head out"
         )
@@ -66,7 +67,7 @@ def load_checkpoint(
     # Later checkpoints record where these weights came from.
     model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
     engine.config = replace(engine.config, model=model)
-    if weights_only or not source.state:
+    if weights_only or not source.state or not isinstance(engine, TrainEngine):
         return source
     if options.load_optim:
         together(engine, lambda: load_optimizer(engine, source))
@@ -75,31 +76,6 @@ def load_checkpoint(
     if options.load_rng and source.state.get("world_size") == world.size and path.is_file():
         together(engine, lambda: _load_random_state(path))
     return source
-
-
-def _fresh_head(engine: TrainEngine, source: Source) -> tuple[str, ...]:
-    """The parameters of the model's head that a checkpoint of a model with another one does not
-    have, in this shape; a note says so. Raises CheckpointError if others are missing, or the model
-    has no place for others."""
-    model, parts, stored = engine.config.model, engine.spec.head_parts, set(source.names())
-    with torch.device("meta"):
-        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
-    shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
-    fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
-    fresh = tuple(name for name in shapes if name not in fits)
-    left_out = sorted(stored - fits)
-    wrong = [name for name in (*fresh, *left_out) if not name.startswith(parts)]
-    if wrong:
-        raise CheckpointError(
-            f"{source.folder} and a model with {model.head_shown} differ in more than their heads: "
-            f"{', '.join(wrong[:5])}"
-        )
-    source.notes = (
-        *source.notes,
-        f"the model of {source.folder} has {source.model.head_shown}: "
-        f"drawn anew {', '.join(fresh) or 'nothing'}; left out {', '.join(left_out) or 'nothing'}",
-    )
-    return fresh
 
 
 def _load_amax_history(engine: TrainEngine, folder: Path) -> None:
@@ -128,7 +104,7 @@ def _load_random_state(path: Path) -> None:
         raise CheckpointError(f"{path}: {error}; --no-load-rng skips it") from None
 
 
-def together(engine: TrainEngine, step: Callable[[], T]) -> T:
+def together(engine: ModelEngine, step: Callable[[], T]) -> T:
     """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
     for a rank that has failed. Raises CheckpointError if it failed; the rank where it failed says
     why."""
@@ -146,10 +122,12 @@ def together(engine: TrainEngine, step: Callable[[], T]) -> T:
 
 
 @torch.no_grad()
-def load_weights(engine: TrainEngine, source: Source, fresh: Container[str] = ()) -> None:
-    """Fills the float32 weights that this rank owns, and the model's working weights, but for the
-    parameters ``fresh``, which stay as they are."""
-    owned = {own.param: own for own in owned_slices(engine)}
+def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = ()) -> None:
+    """Fills the float32 weights that this rank owns, and the model's working weights; the
+    parameters named ``fresh`` keep their initial values."""
+    training = isinstance(engine, TrainEngine)
+    owned = {own.param: own for own in owned_slices(engine)} if training else {}
+    kept = {param for param, name in engine.names.items() if name in fresh}
 
     def values(param: nn.Parameter, start: int, end: int) -> Tensor:
         wanted = Slice.of(shard_of(param), engine.mesh.coordinates, start, end)
@@ -160,8 +138,36 @@ def load_weights(engine: TrainEngine, source: Source, fresh: Container[str] = ()
             own.set("weight", flat[first : first + own.count])
         return flat
 
-    set_working_weights(engine, values, kept=fresh)
+    set_working_weights(engine, values, but=kept)
+    if not training:
+        for param in kept:
+            engine.backend.initialise(engine.names[param], param)
     engine.float8.invalidate()
+
+
+def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
+    """The parameters of the model's head that a checkpoint of a model with another one does not
+    have, in this shape; a note says so. Raises CheckpointError if others are missing, or the model
+    has no place for others."""
+    model, parts, stored = engine.config.model, engine.spec.head_parts, set(source.names())
+    with torch.device("meta"):
+        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
+    shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
+    fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
+    fresh = tuple(name for name in shapes if name not in fits)
+    left_out = sorted(stored - fits)
+    wrong = [name for name in (*fresh, *left_out) if not name.startswith(parts)]
+    if wrong:
+        raise CheckpointError(
+            f"{source.folder} and a model with {model.head_shown} differ in more than their heads: "
+            f"{', '.join(wrong[:5])}"
+        )
+    source.notes = (
+        *source.notes,
+        f"the model of {source.folder} has {source.model.head_shown}: "
+        f"drawn anew {', '.join(fresh) or 'nothing'}; left out {', '.join(left_out) or 'nothing'}",
+    )
+    return fresh
 
 
 @torch.no_grad()
