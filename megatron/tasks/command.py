@@ -12,7 +12,6 @@ from megatron.training.launch import start_processes
 from megatron.training.resume import find_origin
 from megatron.training.run import RunToolParser
 
-
 _OWN = "this program"
 
 
