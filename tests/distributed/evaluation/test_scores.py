@@ -61,7 +61,7 @@ def plain_scores(model: str) -> tuple[np.ndarray, np.ndarray]:
         batch = family.scored_batch(run.config, run.tokenizer, [text])
         begin = family.spec(run.config.model, run.config.parallel).begin(batch)
         with torch.no_grad():
-            logits = stack(begin.changed(targets=None)).hidden[0, :, :run.tokenizer.vocab_size]
+            logits = stack(begin.changed(targets=None)).hidden[0, :, : run.tokenizer.vocab_size]
         logits = logits[-len(text.continuation) :]
         labels = torch.from_numpy(text.continuation)
         assert logits.dtype == torch.float64 and len(logits) == len(labels)
