@@ -6,7 +6,11 @@ from pkgutil import resolve_name
 
 from megatron.tasks.task import Task
 
-TASKS: dict[str, str] = {}
+TASKS: dict[str, str] = {
+    "WIKITEXT103": "megatron.tasks.zeroshot.command:WIKITEXT103",
+    "LAMBADA": "megatron.tasks.zeroshot.command:LAMBADA",
+    "RAW": "megatron.tasks.zeroshot.command:RAW",
+}
 """``package.module:OBJECT`` of every :class:`Task`, by its name in ``--task``."""
 
 
