@@ -16,8 +16,6 @@ from megatron.config import ConfigError
 from megatron.families import family_of
 from megatron.tasks.harness.cache import AnswerCache
 from megatron.tasks.harness.scoring import Answer, TextScorer, TokenRequest
-from megatron.tokenizer import Tokenizer
-from megatron.util.processes import is_main_process
 
 EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation: the texts, None for a window of a longer one, and their token ids."""
