@@ -13,7 +13,7 @@ from lm_eval.api.task import Task
 from lm_eval.tasks import TaskManager
 
 from megatron.config import ConfigError
-from megatron.util.nearest import nearest
+from megatron.config.flags import nearest
 
 LOCAL_FILES = (
     "a task of your own with `dataset_path: json` and `dataset_kwargs: {data_files: ...}` in "
