@@ -167,7 +167,7 @@ class HarnessModel(TemplateLM):
 
         with self._timed(pairs):
             found = self.scorer.answers(pairs, self.backend == "causal", keep)
-        return [tuple(answer) for answer in found]
+        return [(log_prob, greedy) for log_prob, greedy in found]
 
     def _cut(self, context: list[int], continuation: list[int]) -> TokenRequest:
         """What of a request the model sees: as much of its end as it has positions for."""

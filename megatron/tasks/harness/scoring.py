@@ -101,7 +101,8 @@ class TextScorer:
     def _measured(
         self, texts: Sequence[_Text], measure: Measure, size: int
     ) -> list[tuple[int, Answer]]:
-        scored = [text.scored() for text in texts]
+        most = max(len(text.last) for text in texts)
+        scored = [text.scored(most) for text in texts]
         numbers = measure_texts(self.engine, self.tokenizer, scored, size, measure=measure)
         shape = (len(texts), -1)
         log_probs, correct = (numbers[name].reshape(shape) for name in ("log_prob", "correct"))
@@ -131,11 +132,11 @@ class _Text:
         """Tokens of a continuation."""
         return len(self.begin) + 1
 
-    def scored(self) -> ScoredText:
-        ends = list(self.last)
+    def scored(self, choices: int) -> ScoredText:
+        """With a number of choices, some of which may be repeated; 1 is none."""
+        ends = [*self.last, *[next(iter(self.last))] * (choices - len(self.last))]
         context, continuation = np.array(self.context), np.array([*self.begin, ends[0]])
-        choices = np.array(ends if len(ends) > 1 else [], np.int64)
-        return ScoredText(context, continuation, choices)
+        return ScoredText(context, continuation, np.array(ends if choices > 1 else [], np.int64))
 
 
 def _texts(requests: Sequence[TokenRequest], share: bool) -> list[_Text]:
