@@ -4,8 +4,8 @@ r"""Evaluates a checkpoint with EleutherAI's lm-evaluation-harness, without an e
 
     python tools/evaluate.py --load checkpoints --tasks lambada_openai,hellaswag --batch-size 8
 
-    torchrun --nproc-per-node 4 tools/evaluate.py --load checkpoints --tensor-model-parallel-size 2 \
-        --tasks my_task --include-path tasks --num-fewshot 5 --output results.json
+    torchrun --nproc-per-node 4 tools/evaluate.py --load checkpoints --tasks my_task \
+        --include-path tasks --num-fewshot 5 --tensor-model-parallel-size 2 --output results.json
 
 --load takes a checkpoint of this project, Hugging Face, Megatron or DeepSpeed; model and tokenizer
 are the checkpoint's. The results are those of lm-eval's own hf model, on any layout. Flags that

@@ -87,8 +87,9 @@ def measure_texts(
     measure: Measure = TEXT_SCORES,
 ) -> dict[str, npt.NDArray[np.float64]]:
     """The numbers of TEXT_SCORES for every text, [n]: ``log_prob`` and ``correct`` of its
-    continuation; of CHOICE_SCORES, [n, K], where texts have choices. Every rank must call it. Raises ConfigError if the model's family does not predict
-    text; ValueError if a text is longer than the model's positions."""
+    continuation; those of CHOICE_SCORES, [n, K], where texts have choices. Every rank must call it.
+    Raises ConfigError if the model's family does not predict text; ValueError if a text is longer
+    than the model's positions."""
     config = engine.config
     family = family_of(config.model.family)
     lengths = family.scored_lengths(config, texts)
