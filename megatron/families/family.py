@@ -48,6 +48,9 @@ class Family(ABC):
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""
 
+    encodes_context: ClassVar[bool] = False
+    """Whether an encoder reads the context of a text to score, and a decoder its continuation."""
+
     head_states: ClassVar[int] = 0
     """Hidden states that a predicted token keeps between the final norm and the output head."""
 
