@@ -51,6 +51,8 @@ class Family(ABC):
     encodes_context: ClassVar[bool] = False
     """Whether an encoder reads the context of a text to score, and a decoder its continuation."""
 
+    heads: ClassVar[frozenset[str]] = frozenset({"lm"})
+    """What the last layer of its models can be, as `ModelConfig.head` says."""
     head_states: ClassVar[int] = 0
     """Hidden states that a predicted token keeps between the final norm and the output head."""
 
