@@ -1,4 +1,4 @@
-"""What a fine-tuned task is: its settings, its samples, what is predicted and how that is scored."""
+"""What a fine-tuned task is: its settings, samples, predictions and scores."""
 
 from __future__ import annotations
 
