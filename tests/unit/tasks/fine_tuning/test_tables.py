@@ -71,7 +71,7 @@ def test_quotes_and_unusual_line_ends_are_text(tmp_path):
 
 def test_text_is_cleaned():
     assert clean_text(" a\n b\t\tc . d . . e. ") == " a b c. d.. e. "
-    assert clean_text("x . . . . . y") == "x..... y"
+    assert clean_text("x . . . . . y") == "x. .. .. y"
 
 
 QQP = "id qid1 qid2 question1 question2 is_duplicate".split()
