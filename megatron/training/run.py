@@ -91,11 +91,16 @@ def parse_run(
                 f"or start pretrain_{given.value}.py"
             )
     run = run_of(settings, start_processes(settings, argv))
+    show_configuration(run)
+    return run
+
+
+def show_configuration(run: Run) -> None:
+    """With ``--explain-config`` prints every value with its origin and ends the process."""
     if run.config.training.explain_config:
         if is_main_process():
             print(explain(run.resolved))
         sys.exit(0)
-    return run
 
 
 def run_of(settings: Settings, processes: int, samples: str | None = None) -> Run:

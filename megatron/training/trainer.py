@@ -76,9 +76,9 @@ class Callback:
         """After the last step, before the last evaluations; ``reason`` is None at the end of the
         plan."""
 
-    def evaluate(self, trainer: Trainer) -> None:
-        """Between two steps and at the end of the plan, after the validation: evaluations of its
-        own, if they are due, which it passes to :meth:`Trainer.report`."""
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
+        """Between two steps, and at the end of the plan (``last``), after the validation: makes
+        evaluations of its own, if they are due, and gives them to :meth:`Trainer.report`."""
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation | TaskEvaluation) -> None:
         """After an evaluation on held-out data or of a task."""
@@ -114,7 +114,7 @@ class Trainer:
                 callback.training_ended(self, reason)
             if reason is None:
                 self.validate()
-                self._tell("evaluate")
+                self._tell("evaluate", True)
                 self.test()
         return reason
 
@@ -155,7 +155,7 @@ class Trainer:
             if self.plan.evaluates_after(self.iteration):
                 self.validate()
             if not self.at_end:
-                self._tell("evaluate")
+                self._tell("evaluate", False)
             for epoch in self.plan.epochs_ended(self.iteration):
                 self._tell("epoch_ended", epoch)
             found = [callback.reason_to_stop(self) for callback in self.callbacks]
