@@ -32,7 +32,10 @@ def run_task(description: str | None, argv: Sequence[str] | None = None) -> None
 
 def _check_numbers(config: TaskConfig) -> None:
     """Refuses numbers out of their bounds."""
-    given = {name: Setting(value, _OWN) for name, value in vars(config).items()}
+    given = {
+        name: Setting(value, f"flag --{name.replace('_', '-')}")
+        for name, value in vars(config).items()
+    }
     ConfigResolver((TaskConfig,), given)
 
 

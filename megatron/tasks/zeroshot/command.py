@@ -127,7 +127,7 @@ class ZeroShot(Task):
         given = {
             "--train-data": config.train_data,
             "--epochs": config.epochs is not None,
-            "--keep-last": config.keep_last,
+            "--keep-last": config.keep_last != TaskConfig.keep_last,
             "--strict-lambada": config.strict_lambada and self.task != "lambada",
             "--overlapping-eval": config.overlapping_eval and self.task == "lambada",
             "--eval-iters": "eval_iters" in settings and self.task != "json",
