@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
@@ -54,11 +55,14 @@ def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -
     with distributed(run.config.parallel) as mesh:
         from megatron.tasks.harness.tasks import load_tasks
 
+        if not is_main_process():
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
         manager, tasks = load_tasks(config.task_names, config.include_path, _values(config))
         (found,) = wanted_checkpoints(run.config.checkpoint, all_iterations=False)
         assert found is not None
         spec = spec_of(run.config.model, run.config.parallel)
-        engine = build_evaluator(run.config, run.content, spec, mesh, training_device())
+        engine = build_evaluator(run.config, spec, mesh, training_device())
         source = load_checkpoint(engine, found, weights_only=True)
         for note in source.notes:
             tell(note)
