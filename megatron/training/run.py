@@ -146,7 +146,7 @@ def _with_tokenizer_type(settings: Settings, family: Family) -> Settings:
 
 class RunToolParser(FlagParser, Generic[Config]):
     """Parser of a tool about a run: the flags of the tool's ``config`` class, which --help shows,
-    and those of training."""
+    and those of training, except where the tool has a field of the same name."""
 
     def __init__(
         self, config: type[Config], description: str | None, epilog: str | None = None
