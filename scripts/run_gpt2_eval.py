@@ -12,96 +12,27 @@ Without --cloze-eval (LAMBADA) and --webtext-eval (loose JSON) the text is WikiT
 vocabulary, vocab.json and merges.txt of gpt2, is in --cache-dir; nothing is downloaded.
 """
 
-import os
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 sys.path.append(str(ROOT))  # a checkout that is not installed
 
-from megatron.config import ConfigError, parse_configs  # noqa: E402
-from megatron.config.flags import option  # noqa: E402
-
-
-@dataclass(frozen=True)
-class Gpt2EvalConfig:
-    """Evaluation of a GPT-2."""
-
-    model_path: str | None = option(None)
-    """Folder of checkpoints, or of a Hugging Face GPT-2."""
-    data_path: str | None = option(None)
-    """Text to evaluate on."""
-    cloze_eval: bool = option(False)
-    """Accuracy on LAMBADA: JSON lines with "text"."""
-    webtext_eval: bool = option(False)
-    """Perplexity of a loose JSON file."""
-    eval_iters: int = option(5000)
-    """With --webtext-eval: the largest number of batches."""
-    load_openai: bool = option(False)
-    """--model-path is a folder of Hugging Face, which is recognised without it as well."""
-    num_layers: int = option(12)
-    """Number of layers."""
-    hidden_size: int = option(768)
-    """Width of the hidden states."""
-    num_attention_heads: int = option(12)
-    """Number of attention heads."""
-    batch_size: int = option(4)
-    """Samples that are evaluated together."""
-    model_parallel_size: int = option(1)
-    """Processes among which the matrices of every layer are divided."""
-    cache_dir: str = option("cache")
-    """Folder of vocab.json and merges.txt of gpt2."""
-
-    def check(self) -> None:
-        """Raises ConfigError, which names the flag."""
-        for name in ("model_path", "data_path"):
-            if getattr(self, name) is None:
-                raise ConfigError(f"--{name.replace('_', '-')} is missing")
-        if self.cloze_eval and self.webtext_eval:
-            raise ConfigError("--cloze-eval and --webtext-eval: give one of them")
-
-    def task_flags(self) -> list[str]:
-        """The words after tasks/main.py: 2019's length of 1,024, windows of 32 and float16."""
-        task = ["WIKITEXT103", "--overlapping-eval", "32"]
-        if self.cloze_eval:
-            task = ["LAMBADA"]
-        elif self.webtext_eval:
-            task = ["RAW", "--eval-iters", str(self.eval_iters)]
-        model = {
-            "--valid-data": self.data_path,
-            "--load": self.model_path,
-            "--num-layers": self.num_layers,
-            "--hidden-size": self.hidden_size,
-            "--num-attention-heads": self.num_attention_heads,
-            "--seq-length": 1024,
-            "--max-position-embeddings": 1024,
-            "--micro-batch-size": self.batch_size,
-            "--tokenizer-type": "GPT2BPETokenizer",
-            "--cache-dir": self.cache_dir,
-        }
-        words = [str(word) for pair in model.items() for word in pair]
-        if self.model_parallel_size > 1:
-            size = str(self.model_parallel_size)
-            words += ["--tensor-model-parallel-size", size]
-            # A launcher, where there is one, has started them.
-            words += [] if "WORLD_SIZE" in os.environ else ["--num-gpus-per-node", size]
-        return ["--task", *task, *words, "--fp16", "--no-load-optim", "--no-load-rng"]
+from megatron.config import parse_configs  # noqa: E402
+from megatron.tasks.command import run_task  # noqa: E402
+from megatron.tasks.gpt2_eval import Gpt2EvalConfig  # noqa: E402
+from megatron.training.run import ending_process, errors_for_users  # noqa: E402
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Evaluates."""
     (options,) = parse_configs((Gpt2EvalConfig,), argv, description=__doc__)
-    try:
+    with ending_process(), errors_for_users():
         options.check()
-    except ConfigError as error:
-        sys.exit(f"run_gpt2_eval.py: error: {error}")
-    # The processes of --model-parallel-size are started by this name.
-    sys.argv = [str(ROOT / "tasks" / "main.py"), *options.task_flags()]
-    from megatron.tasks.command import main as run_task
-
-    run_task()
+        # The processes of --model-parallel-size are started by this name.
+        sys.argv = [str(ROOT / "tasks" / "main.py"), *options.task_flags()]
+        run_task(__doc__)
 
 
 if __name__ == "__main__":
