@@ -6,7 +6,13 @@ from pkgutil import resolve_name
 
 from megatron.tasks.task import Task
 
-TASKS: dict[str, str] = {}
+_FINE_TUNING = "megatron.tasks.fine_tuning.command:FINE_TUNING"
+
+TASKS: dict[str, str] = {
+    **dict.fromkeys(
+        ("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"), _FINE_TUNING
+    ),
+}
 """``package.module:OBJECT`` of every :class:`Task`, by its name in ``--task``."""
 
 
