@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Fine-tunes a small BERT that was pretrained here, and the same without pretraining.
 
-    python benchmarks/fine_tuning.py --text data/RACE/train web.jsonl --glue glue --folder runs/glue
-    python benchmarks/fine_tuning.py --text ... --glue glue --tasks QQP --seeds 1234 1235 -- --lr 1e-3
+    python benchmarks/fine_tuning.py --text data/RACE/train web.jsonl --glue glue --folder runs
+    python benchmarks/fine_tuning.py --text ... --glue glue --folder runs --tasks QQP -- --lr 1e-3
 
 --glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. Vocabulary, data
 and the pretrained encoder are kept in --folder, and used again. Both starts have the same flags;
@@ -12,17 +12,24 @@ validation rows after the last epoch, over the seeds.
 
 import argparse
 import json
+import os
 import re
 import statistics
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import product
+from multiprocessing import get_context
 from pathlib import Path
 
+import torch
 from masked_language import ROOT, prepare
 from trainings import new_parser
+
+from megatron.tasks.command import run_task
+from megatron.training.run import ending_process, errors_for_users
 
 MODEL = (
     "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope "
@@ -68,7 +75,8 @@ def main() -> int:
     encoder = folder / "pretrained"
     if not (encoder / "latest").exists():
         steps = ["--train-iters", str(options.steps), "--save", str(encoder)]
-        program("pretrain_bert.py", *MODEL, *COMMON, *PRETRAINING, *data, *steps)
+        words = [*MODEL, *COMMON, *PRETRAINING, *data, *steps]
+        subprocess.run([sys.executable, str(ROOT / "pretrain_bert.py"), *words], check=True)
     runs = []
     for task, seed, start in product(options.tasks, options.seeds, STARTS):
         begins = ["--pretrained-checkpoint", str(encoder)] if start == "pretrained" else []
@@ -84,21 +92,29 @@ def main() -> int:
 
 
 def fine_tuned(glue: Path, task: str, start: str, seed: int, words: Sequence[str]) -> Run:
-    """Runs ``tasks/main.py``."""
+    """Runs ``tasks/main.py``, in a process that has imported everything."""
     files = ["--train-data", str(glue / task / "train.tsv")]
     files += ["--valid-data", str(glue / task / FILES[task]), "--seed", str(seed)]
-    text = program("tasks/main.py", "--task", task, *MODEL, *COMMON, *FINE_TUNING, *files, *words)
+    words = ["--task", task, *MODEL, *COMMON, *FINE_TUNING, *files, *words]
+    with tempfile.TemporaryFile() as printed:
+        process = get_context("fork").Process(target=run_printed, args=(words, printed.fileno()))
+        process.start()
+        process.join()
+        printed.seek(0)
+        text = printed.read().decode()
+    if process.exitcode:
+        raise SystemExit(f"tasks/main.py {' '.join(words)}\n{text}")
     found = [100 * int(right) / int(total) for _, right, total in ACCURACY.findall(text)]
     return Run(task, start, seed, tuple(found))
 
 
-def program(name: str, *words: str) -> str:
-    """What a program prints. It is shown if the program fails."""
-    command = [sys.executable, str(ROOT / name), *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if done.returncode:
-        raise SystemExit(f"{' '.join(command)}\n{done.stdout}")
-    return done.stdout
+def run_printed(words: Sequence[str], file: int) -> None:
+    """Runs a task; what it prints goes to a file."""
+    torch.set_num_threads(1)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    with ending_process(), errors_for_users():
+        run_task(None, words)
 
 
 def table(runs: Sequence[Run]) -> str:
