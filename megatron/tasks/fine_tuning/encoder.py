@@ -1,4 +1,4 @@
-"""Tasks for an encoder with a head: the label of a text or a pair, a number, one of four options."""
+"""Tasks for an encoder with a head: the label of a text or a pair, a number, the best option."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ from megatron.tasks.fine_tuning.tables import TableTask
 from megatron.tasks.fine_tuning.task import (
     FineTuning,
     HeldOutSamples,
-    Numbers,
     Prepared,
     TrainingSamples,
 )
