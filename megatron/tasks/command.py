@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import CheckpointConfig, ConfigError, Setting, Settings
-from megatron.config.flags import ConfigResolver, build
+from megatron.config.flags import ConfigResolver, build, nearest
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, task_named
 from megatron.training.launch import start_processes
 from megatron.training.resume import find_origin
 from megatron.training.run import RunToolParser
-from megatron.util.nearest import nearest
+
 
 _OWN = "this program"
 
