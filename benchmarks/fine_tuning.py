@@ -4,8 +4,8 @@
     python benchmarks/fine_tuning.py --text data/RACE/train web.jsonl --glue glue --folder runs
     python benchmarks/fine_tuning.py --text ... --glue glue --folder runs --tasks QQP -- --lr 1e-3
 
---glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. Vocabulary, data
-and the pretrained encoder are kept in --folder, and used again. Both starts have the same flags;
+--glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. Vocabulary,
+data, the pretrained encoder and finished runs are kept in --folder, and used again. Both starts have the same flags;
 what follows "--" is appended to those of the fine-tuning. Printed are the accuracies on the
 validation rows after the last epoch, over the seeds.
 """
@@ -48,7 +48,7 @@ PRETRAINING = (
     "--log-interval 50 --save-interval 500 --keep-last 2"
 ).split()
 FINE_TUNING = (
-    "--seq-length 96 --lr 5e-4 --lr-decay-style linear --lr-warmup-fraction 0.1 "
+    "--seq-length 48 --lr 5e-4 --lr-decay-style linear --lr-warmup-fraction 0.1 "
     "--log-interval 100 --save-interval 1000000"
 ).split()
 FILES = {"QQP": "dev.tsv", "MNLI": "dev_matched.tsv"}
@@ -64,7 +64,7 @@ class Run:
     task: str
     start: str
     seed: int
-    accuracies: tuple[float, ...]
+    accuracies: Sequence[float]
 
 
 def main() -> int:
@@ -77,14 +77,16 @@ def main() -> int:
         steps = ["--train-iters", str(options.steps), "--save", str(encoder)]
         words = [*MODEL, *COMMON, *PRETRAINING, *data, *steps]
         subprocess.run([sys.executable, str(ROOT / "pretrain_bert.py"), *words], check=True)
-    runs = []
-    for task, seed, start in product(options.tasks, options.seeds, STARTS):
+    record = Path(options.json or folder / "fine-tunings.json")
+    runs = [Run(**row) for row in json.loads(record.read_text())] if record.exists() else []
+    for task, seed, start in product(options.tasks, options.seeds, options.starts):
+        if (task, start, seed) in {(run.task, run.start, run.seed) for run in runs}:
+            continue
         begins = ["--pretrained-checkpoint", str(encoder)] if start == "pretrained" else []
         words = [*vocabulary, *begins, *options.flags, "--epochs", str(options.epochs)]
         runs.append(fine_tuned(Path(options.glue), task, start, seed, words))
         print(runs[-1], flush=True)
-        if options.json:
-            Path(options.json).write_text(json.dumps([asdict(run) for run in runs], indent=1))
+        record.write_text(json.dumps([asdict(run) for run in runs], indent=1))
     print(table(runs))
     if options.plot:
         plot(runs, Path(options.plot))
@@ -164,8 +166,9 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--folder", required=True, help="keeps vocabulary, data and encoder")
     result.add_argument("--vocab-size", type=int, default=4000)
     result.add_argument("--tasks", nargs="+", choices=FILES, default=list(FILES))
+    result.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
     result.add_argument("--seeds", nargs="+", type=int, default=list(range(1234, 1239)))
-    result.add_argument("--epochs", type=int, default=3)
+    result.add_argument("--epochs", type=int, default=2)
     result.add_argument("--plot", help="a PNG file of the accuracies")
     return result
 
