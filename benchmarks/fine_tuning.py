@@ -4,10 +4,10 @@
     python benchmarks/fine_tuning.py --text data/RACE/train web.jsonl --glue glue --folder runs
     python benchmarks/fine_tuning.py --text ... --glue glue --folder runs --tasks QQP -- --lr 1e-3
 
---glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. Vocabulary,
-data, the pretrained encoder and finished runs are kept in --folder, and used again. Both starts have the same flags;
-what follows "--" is appended to those of the fine-tuning. Printed are the accuracies on the
-validation rows after the last epoch, over the seeds.
+--glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. Vocabulary, data,
+the pretrained encoder and finished runs are kept in --folder, and used again. Both starts have the
+same flags; what follows "--" is appended to those of the fine-tuning. Printed are the accuracies on
+the validation rows after the last epoch, over the seeds.
 """
 
 import argparse
@@ -48,8 +48,7 @@ PRETRAINING = (
     "--log-interval 50 --save-interval 500 --keep-last 2"
 ).split()
 FINE_TUNING = (
-    "--seq-length 48 --lr 5e-4 --lr-decay-style linear --lr-warmup-fraction 0.1 "
-    "--log-interval 100 --save-interval 1000000"
+    "--seq-length 48 --lr 5e-4 --lr-decay-style linear --lr-warmup-fraction 0.1 --log-interval 100"
 ).split()
 FILES = {"QQP": "dev.tsv", "MNLI": "dev_matched.tsv"}
 """What each task is evaluated on."""
