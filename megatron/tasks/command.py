@@ -12,7 +12,6 @@ from megatron.training.launch import start_processes
 from megatron.training.resume import find_origin
 from megatron.training.run import RunToolParser
 
-
 _OWN = "this program"
 
 
@@ -33,7 +32,10 @@ def run_task(description: str | None, argv: Sequence[str] | None = None) -> None
 
 def _check_numbers(config: TaskConfig) -> None:
     """Refuses numbers out of their bounds."""
-    given = {name: Setting(value, _OWN) for name, value in vars(config).items()}
+    given = {
+        name: Setting(value, f"flag --{name.replace('_', '-')}")
+        for name, value in vars(config).items()
+    }
     ConfigResolver((TaskConfig,), given)
 
 

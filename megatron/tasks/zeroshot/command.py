@@ -7,17 +7,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import (
-    FLAG_CLASSES,
-    CheckpointConfig,
     ConfigError,
     DataConfig,
-    LoggingConfig,
     ModelConfig,
     OptimizerFlags,
-    RunConfig,
     Setting,
     Settings,
     TrainingFlags,
@@ -25,14 +20,14 @@ from megatron.config import (
 from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.config.output import ProfilingConfig
 from megatron.engine.environment import distributed, training_device
-from megatron.engine.evaluator import build_evaluator
+from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
+from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.report import EvaluatedModel, TaskResult, table, write_results
+from megatron.tasks.report import EvaluatedModel, Evaluation, finish
 from megatron.tasks.task import Task
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
-from megatron.training.resume import find_origin
 from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
@@ -84,26 +79,39 @@ class ZeroShot(Task):
             task = self._prepared(config, settings, run)
             for note in task.notes:
                 tell(note)
-            found = checkpoint_of(run.config)
+            checkpoints = wanted_checkpoints(run.config.checkpoint, config.all_iterations)
             device = training_device()
             spec = spec_of(run.config.model, run.config.parallel)
             engine = build_evaluator(run.config, spec, mesh, device)
-            iteration = None
-            if found is None:
-                tell("no --load: the weights are random")
-                engine.initialise()
-            else:
-                source = load_checkpoint(engine, found, weights_only=True)
-                iteration = source.state.get("iteration")
-                for note in source.notes:
-                    tell(note)
-            size, every = run.config.training.micro_batch_size, run.config.logging.log_interval
-            with Progress(self.name, len(task.texts), size * mesh.data.size, every, tell) as shown:
-                result = task.evaluate(engine, size, shown)
+            evaluated = [self._evaluated(task, engine, found, tell) for found in checkpoints]
             if is_main_process():
-                folder = None if found is None else found.folder
-                model = EvaluatedModel.of(run.config, folder, iteration)
-                finish(config, model, result)
+                plots = Path(config.output or f"{run.config.checkpoint.load}/{self.name}")
+                finish(evaluated, config.output, plots.with_suffix(".png"))
+
+    def _evaluated(
+        self,
+        task: ZeroShotTask,
+        engine: Evaluator,
+        found: FoundCheckpoint | None,
+        tell: Callable[[str], None],
+    ) -> Evaluation:
+        """A checkpoint's results; None: those of random weights."""
+        config, iteration, folder = engine.config, None, None
+        if found is None:
+            tell("no --load: the weights are random")
+            engine.initialise()
+        else:
+            source = load_checkpoint(engine, found, weights_only=True)
+            iteration, folder = source.state.get("iteration"), source.folder
+            for note in source.notes:
+                tell(note)
+        size, every = config.training.micro_batch_size, config.logging.log_interval
+        texts, per_round = len(task.texts), size * engine.mesh.data.size
+        with Progress(self.name, texts, per_round, every, tell) as shown:
+            result = task.evaluate(engine, size, shown)
+        for line in result.lines:
+            tell(line)
+        return Evaluation(EvaluatedModel.of(config, folder, iteration), [result])
 
     def _check_family(self, settings: Settings) -> None:
         family = settings.get("family", Setting(ModelConfig.family, "default"))
@@ -119,7 +127,7 @@ class ZeroShot(Task):
         given = {
             "--train-data": config.train_data,
             "--epochs": config.epochs is not None,
-            "--keep-last": config.keep_last,
+            "--keep-last": config.keep_last != TaskConfig.keep_last,
             "--strict-lambada": config.strict_lambada and self.task != "lambada",
             "--overlapping-eval": config.overlapping_eval and self.task == "lambada",
             "--eval-iters": "eval_iters" in settings and self.task != "json",
@@ -167,17 +175,6 @@ def evaluation_settings(config: TaskConfig, settings: Settings) -> tuple[Setting
     return kept, [o.removeprefix("flag ") for o in origins if o.startswith("flag ")]
 
 
-def checkpoint_of(config: RunConfig) -> FoundCheckpoint | None:
-    """The checkpoint to evaluate; None without a flag that names one. Raises CheckpointError if it
-    does not exist or is incomplete."""
-    origin = find_origin(config.checkpoint)
-    if origin is None and config.checkpoint.load:
-        raise CheckpointError(
-            f"--load {config.checkpoint.load} has no checkpoint; name one to evaluate"
-        )
-    return None if origin is None else origin.found
-
-
 class Progress:
     """Shows how far an evaluation is: a bar on a terminal, and upstream's lines.
 
@@ -209,19 +206,6 @@ class Progress:
         if lines > self._told and done < self._texts:
             self._told = lines
             self._tell(f"> working on iteration: {lines * self._every}")
-
-
-def finish(config: TaskConfig, model: EvaluatedModel, result: TaskResult) -> None:
-    """Prints a result, and writes it to ``--output``."""
-    for line in result.lines:
-        say(line)
-    say(table([result]))
-    say(
-        f"{result.tokens:,} tokens in {result.seconds:.1f} s: {result.tokens_per_second:,.0f} "
-        "tokens/s"
-    )
-    if config.output is not None:
-        write_results(Path(config.output), [(model, [result])])
 
 
 WIKITEXT103 = ZeroShot("WIKITEXT103", "wikitext", STRIDE)
