@@ -153,7 +153,7 @@ class T5(Family):
             for wanted, least in zip(pad_to or (None, None), needed, strict=True)
         )
         start = start_token(config.kind(MaskedDataConfig), tokenizer)
-        return T5Batch.scoring(texts, (encoder, decoder), tokenizer.pad, start)
+        return T5Batch.scoring(texts, (encoder, decoder), start)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> T5Data:
         return T5Data(config, tokenizer)
