@@ -19,8 +19,16 @@ class TaskConfig:
     """Files or folders to evaluate on."""
     epochs: int | None = option(None, bounds=NOT_NEGATIVE)
     """Epochs of fine-tuning; 0 evaluates only."""
-    keep_last: bool = option(False)
-    """Keep a last batch that is not full; it is always kept here."""
+    predictions: str | None = option(
+        None, derived="with --epochs 0: predictions_NAME.jsonl beside the checkpoints of --load"
+    )
+    """Fine-tuning: file of JSON lines for the predictions, of the best epoch where one is
+    trained."""
+    max_qa_length: int = option(128, bounds=POSITIVE)
+    """RACE: tokens of a question with an option; longer ones are cut."""
+    keep_last: int | None = option(None, bare=0, bounds=NOT_NEGATIVE)
+    """Number of newest checkpoints to keep, besides that of the best epoch; older ones are deleted.
+    Without a number: keep a last batch that is not full, which is always kept here."""
     overlapping_eval: int | None = option(None, derived="32; RAW: --seq-length", bounds=POSITIVE)
     """WIKITEXT103 and RAW: tokens between the starts of two windows of --seq-length tokens. All
     tokens of the first window count, and of each other one those that no window before it had."""
