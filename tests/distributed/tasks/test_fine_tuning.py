@@ -208,7 +208,6 @@ def test_epochs_of_two_ranks_and_an_evaluation(pool, files, tmp_path):
     assert (best["epoch"], best["checkpoint"], best["value"]) == (0, "global_step5", correct / 16)
 
     argv = flags(files, "--epochs", "0", "--load", str(tmp_path / "saved"))
-    argv[argv.index("--valid-data") + 1 :][:0] = []
     argv.insert(argv.index("--valid-data") + 1, str(files / "test.tsv"))
     found = pool.run(1, run, argv, tmp_path, "evaluated")[0]
     assert f">> |epoch: -1| overall: correct / total = {correct} / 16 = " in found.printed
@@ -253,18 +252,18 @@ def test_layouts(layout, task, pool, files, tmp_path):
 
 
 @pytest.mark.proof
-@pytest.mark.parametrize("task", ["QQP", "RACE"])
-def test_stopped_in_an_epoch_and_continued(task, pool, files, tmp_path):
+@pytest.mark.parametrize("task, stop", [("QQP", 7), ("RACE", 3)])
+def test_stopped_in_an_epoch_and_continued(task, stop, pool, files, tmp_path):
     """With dropout: bit for bit the same; to rounding in another layout, without."""
     epochs = ["--epochs", "3", *ONE[2:], *WIDE]
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     for folder in (whole, parts):
         folder.mkdir()
     expected = saved_run(pool, files, whole, 2, *epochs, task=task)
-    first = saved_run(pool, files, parts, 2, *epochs, "--exit-interval", "7", task=task)
-    assert "stopped by" in first.printed and len(first.losses) == 7
+    first = saved_run(pool, files, parts, 2, *epochs, "--exit-interval", str(stop), task=task)
+    assert "stopped by" in first.printed and len(first.losses) == stop
     second = saved_run(pool, files, parts, 2, *epochs, task=task)
-    assert first.losses + second.losses[7:] == expected.losses  # the file keeps the first rows
+    assert second.losses == expected.losses  # the file keeps the first rows
     assert last_metrics(second) == last_metrics(expected)
     last = f"global_step{len(expected.losses)}"
     ours, theirs = (open_checkpoint(folder / "saved" / last) for folder in (parts, whole))
