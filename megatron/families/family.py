@@ -43,6 +43,8 @@ class Family(ABC):
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""
 
+    heads: ClassVar[frozenset[str]] = frozenset({"lm"})
+    """What the last layer of its models can be, as `ModelConfig.head` says."""
     head_states: ClassVar[int] = 0
     """Hidden states that a predicted token keeps between the final norm and the output head."""
 

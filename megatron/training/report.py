@@ -19,6 +19,7 @@ from megatron.training.metrics import (
     Evaluation,
     IntervalMeter,
     StepMetrics,
+    TaskEvaluation,
     measure_matmul_peak,
     peak_flops,
 )
@@ -178,7 +179,7 @@ class Reporter(Callback):
         self.say(metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
 
-    def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def evaluated(self, trainer: Trainer, evaluation: Evaluation | TaskEvaluation) -> None:
         self.say(evaluation.line().strip())
         self._write(
             evaluation.kind, evaluation.iteration, trainer.consumed_samples, evaluation.row()

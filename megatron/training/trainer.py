@@ -11,7 +11,7 @@ from megatron.data.loader import MicroBatches, TrainingData
 from megatron.data.samples import Piece, SampleDataset
 from megatron.engine.train_engine import StepResult, TrainEngine
 from megatron.model.spec import Measure
-from megatron.training.metrics import Evaluation
+from megatron.training.metrics import Evaluation, TaskEvaluation
 from megatron.training.plan import TrainingPlan
 
 
@@ -78,8 +78,12 @@ class Callback:
         """After the last step, before the last evaluations; ``reason`` is None at the end of the
         plan."""
 
-    def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """After an evaluation on held-out data."""
+    def evaluate(self, trainer: Trainer) -> None:
+        """Between two steps and at the end of the plan, after the validation: evaluations of its
+        own, if they are due, which it passes to :meth:`Trainer.report`."""
+
+    def evaluated(self, trainer: Trainer, evaluation: Evaluation | TaskEvaluation) -> None:
+        """After an evaluation on held-out data or of a task."""
 
 
 class Trainer:
@@ -112,6 +116,7 @@ class Trainer:
                 callback.training_ended(self, reason)
             if reason is None:
                 self.validate()
+                self._tell("evaluate")
                 self.test()
         return reason
 
@@ -151,6 +156,8 @@ class Trainer:
             self._tell("between_steps")
             if self.plan.evaluates_after(self.iteration):
                 self.validate()
+            if not self.at_end:
+                self._tell("evaluate")
             for epoch in self.plan.epochs_ended(self.iteration):
                 self._tell("epoch_ended", epoch)
             found = [callback.reason_to_stop(self) for callback in self.callbacks]
@@ -184,7 +191,11 @@ class Trainer:
         if self.plan.eval_micro_batches == 0:
             return
         losses = self.engine.evaluate(batches, self.plan.eval_micro_batches)
-        self._tell("evaluated", Evaluation(self.iteration, losses, name, test))
+        self.report(Evaluation(self.iteration, losses, name, test))
+
+    def report(self, evaluation: Evaluation | TaskEvaluation) -> None:
+        """Tells every callback of an evaluation."""
+        self._tell("evaluated", evaluation)
 
     def measure(self, dataset: SampleDataset[Any], measure: Measure) -> dict[str, float]:
         """Sums, by name, of a measure's numbers over a whole data set, in which every sample counts

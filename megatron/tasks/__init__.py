@@ -1,0 +1,1 @@
+"""The tasks of ``tasks/main.py``: zero-shot evaluation and fine-tuning."""
