@@ -27,7 +27,6 @@ from megatron.tasks.fine_tuning.tables import TableTask
 from megatron.tasks.fine_tuning.task import (
     FineTuning,
     HeldOutSamples,
-    Numbers,
     Prepared,
     TrainingSamples,
 )

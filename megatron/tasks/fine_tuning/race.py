@@ -21,7 +21,9 @@ def read_race(folder: Path) -> list[Question]:
     ConfigError, with file and line, if something cannot be read."""
     if not folder.is_dir():
         found = "is a file" if folder.is_file() else "does not exist"
-        raise ConfigError(f"{folder} {found}; it must be a folder of .txt files, such as dev/middle")
+        raise ConfigError(
+            f"{folder} {found}; it must be a folder of .txt files, such as dev/middle"
+        )
     files = sorted(folder.glob("*.txt"))
     if not files:
         inside = sorted(child.name for child in folder.iterdir() if child.is_dir())

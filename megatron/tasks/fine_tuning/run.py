@@ -28,7 +28,7 @@ from megatron.tasks.fine_tuning.evaluation import (
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
 from megatron.tasks.fine_tuning.predictions import write_predictions
 from megatron.tasks.fine_tuning.scores import overall_line
-from megatron.tasks.fine_tuning.task import FineTuning, HeldOutSamples, Prepared
+from megatron.tasks.fine_tuning.task import FineTuning, Prepared
 from megatron.tasks.report import EvaluatedModel, TaskResult, table, write_results
 from megatron.training import plan as plans
 from megatron.training.plan import TrainingPlan
@@ -92,9 +92,7 @@ def read_examples(task: FineTuning, config: TaskConfig) -> Examples:
     return Examples(train, valid)
 
 
-def _completed(
-    task: FineTuning, config: TaskConfig, settings: Settings, samples: int
-) -> Settings:
+def _completed(task: FineTuning, config: TaskConfig, settings: Settings, samples: int) -> Settings:
     """The settings of the run of a task with a number of samples to train on."""
     origin = f"task {task.name}"
     settings = settings | task.settings()

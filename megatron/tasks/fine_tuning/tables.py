@@ -205,9 +205,7 @@ TABLES: dict[str, TableTask] = {
             metric="correlation",
             bounds=(0.0, 5.0),
         ),
-        TableTask(
-            "MRPC", _YES_NO, Columns(5, (3, 4), 0, identity=None), Columns(5, (3, 4), None)
-        ),
+        TableTask("MRPC", _YES_NO, Columns(5, (3, 4), 0, identity=None), Columns(5, (3, 4), None)),
         TableTask("RTE", _ENTAILMENT, Columns(4, (1, 2), -1), Columns(3, (1, 2), None)),
     )
 }

@@ -7,8 +7,11 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
-from megatron.tasks.fine_tuning.squad.windows import CLS_PLACE, Passage, Window
+from megatron.tasks.fine_tuning.squad.windows import CLS_PLACE, Window
+
+Logits = npt.NDArray[np.floating]
 
 
 class Candidate(NamedTuple):
@@ -24,7 +27,7 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Prediction:
+class Said:
     """What a model says to a question.
 
     Attributes:
@@ -64,15 +67,13 @@ class AnswerSearch:
     with_negative: bool = False
     null_score_diff_threshold: float = 0.0
 
-    def predict(
-        self, windows: Sequence[Window], passage: Passage, logits: Sequence[np.ndarray]
-    ) -> Prediction:
-        """The prediction for one question from the logits of its windows, each [S, 2] (start, end),
-        with or without padding."""
+    def predict(self, windows: Sequence[Window], logits: Sequence[Logits]) -> Said:
+        """The prediction for one question from the logits of its windows, [S, 2] (start, end) of at
+        least the tokens of each; what follows them is padding, which is not looked at."""
         found = [
             (start + end, number, first, last, start, end)
             for number, (window, logits_S2) in enumerate(zip(windows, logits, strict=True))
-            for first, last, start, end in self._spans(window, logits_S2.astype(np.float64))
+            for first, last, start, end in self._spans(window, logits_S2[: window.length])
         ]
         null = self._null(logits)
         if self.with_negative:
@@ -82,7 +83,7 @@ class AnswerSearch:
         for _, number, first, last, start, end in found:
             if len(best) == self.n_best_size:
                 break
-            text = "" if number < 0 else passage.answer(first, last)
+            text = "" if number < 0 else windows[number].passage.answer(first, last)
             best.setdefault(text, Candidate(text, start, end))
         if self.with_negative or not best:
             best.setdefault("", null)
@@ -90,12 +91,11 @@ class AnswerSearch:
         odds = null.score - (answer.score if answer else 0.0)
         silent = self.with_negative and odds > self.null_score_diff_threshold
         text = answer.text if answer and not silent else ""
-        return Prediction(text, tuple(best.values()), odds)
+        return Said(text, tuple(best.values()), odds)
 
-    def _spans(
-        self, window: Window, logits_S2: np.ndarray
-    ) -> Iterator[tuple[int, int, float, float]]:
+    def _spans(self, window: Window, logits_S2: Logits) -> Iterator[tuple[int, int, float, float]]:
         """Spans of the best starts and ends of a window: tokens of the passage, and logits."""
+        logits_S2 = logits_S2.astype(np.float64)
         starts, ends = (
             np.argsort(-logits_S2[:, side], kind="stable")[: self.n_best_size] for side in (0, 1)
         )
@@ -111,7 +111,7 @@ class AnswerSearch:
             yield start + shift, end + shift, *scores
 
     @staticmethod
-    def _null(logits: Sequence[np.ndarray]) -> Candidate:
+    def _null(logits: Sequence[Logits]) -> Candidate:
         """ "No answer" in the window that denies it most."""
         scores = [logits_S2[CLS_PLACE].astype(np.float64) for logits_S2 in logits]
         start, end = min(scores, key=lambda pair: float(pair[0] + pair[1]))

@@ -9,14 +9,12 @@ from __future__ import annotations
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-
-from megatron.tasks.fine_tuning.squad.questions import Question
+from collections.abc import Callable, Sequence
 
 _ARTICLES = re.compile(r"\b(a|an|the)\b")
 _PUNCTUATION = dict.fromkeys(map(ord, string.punctuation))
 
-Scores = dict[str, float]
+Metrics = dict[str, float]
 
 
 def normalize_answer(text: str) -> str:
@@ -45,89 +43,78 @@ def f1_score_2(gold: str, predicted: str) -> float:
     return f1_score(gold, predicted)
 
 
-def squad_metrics(questions: Sequence[Question], predictions: Mapping[str, str]) -> Scores:
-    """``exact_match`` and ``f1`` of version 1.1: each prediction is compared with all gold answers
-    of its question, and the best counts."""
-    exact = _best(questions, predictions, exact_match, _texts)
-    f1 = _best(questions, predictions, f1_score, _texts)
-    return {"exact_match": _mean(exact, list(exact)), "f1": _mean(f1, list(f1))}
+def squad_metrics(golds: Sequence[Sequence[str]], predicted: Sequence[str]) -> Metrics:
+    """``exact_match`` and ``f1`` of version 1.1: each text that is predicted is compared with all
+    gold answers of its question, and the best counts."""
+    return {
+        "exact_match": _mean(_best(golds, predicted, exact_match)),
+        "f1": _mean(_best(golds, predicted, f1_score)),
+    }
 
 
 def squad2_metrics(
-    questions: Sequence[Question],
-    predictions: Mapping[str, str],
-    null_odds: Mapping[str, float] | None = None,
-) -> Scores:
+    golds: Sequence[Sequence[str]],
+    predicted: Sequence[str],
+    null_odds: Sequence[float] | None = None,
+) -> Metrics:
     """``exact``, ``f1`` and ``total`` of version 2.0; of questions with (``HasAns_``) and without
-    an answer (``NoAns_``).
+    (``NoAns_``) an answer, those with an empty list of gold answers. An empty text is "no answer".
 
-    ``null_odds`` says, by question, how much "no answer" is preferred to the best answer. With it
-    there are ``best_exact`` and ``best_f1``, of the best threshold (``_thresh``) above which "no
+    ``null_odds`` says for each question how much "no answer" is preferred to the best answer. With
+    it there are ``best_exact`` and ``best_f1``, of the best threshold (``_thresh``) above which "no
     answer" would replace a prediction.
     """
-    exact = _best(questions, predictions, exact_match, _answers_2)
-    f1 = _best(questions, predictions, f1_score_2, _answers_2)
-    answerable = {question.identity: bool(question.answers) for question in questions}
-    result: Scores = {}
-    groups = {
-        "": list(answerable),
-        "HasAns_": [identity for identity, has in answerable.items() if has],
-        "NoAns_": [identity for identity, has in answerable.items() if not has],
-    }
-    for prefix, identities in groups.items():
-        if identities:
-            result[f"{prefix}exact"] = _mean(exact, identities)
-            result[f"{prefix}f1"] = _mean(f1, identities)
-            result[f"{prefix}total"] = len(identities)
+    # Gold answers of which normalization leaves nothing do not count; the only answer to what
+    # cannot be answered is the empty text.
+    kept = [[gold for gold in texts if normalize_answer(gold)] or [""] for texts in golds]
+    exact, f1 = _best(kept, predicted, exact_match), _best(kept, predicted, f1_score_2)
+    answerable = [bool(texts) for texts in golds]
+    result: Metrics = {}
+    groups = {"": range(len(golds)), "HasAns_": _where(answerable, True)}
+    groups["NoAns_"] = _where(answerable, False)
+    for prefix, chosen in groups.items():
+        if chosen:
+            result[f"{prefix}exact"] = _mean([exact[number] for number in chosen])
+            result[f"{prefix}f1"] = _mean([f1[number] for number in chosen])
+            result[f"{prefix}total"] = len(chosen)
     if null_odds is not None:
         for name, scores in (("exact", exact), ("f1", f1)):
-            best, threshold = _best_threshold(scores, predictions, null_odds, answerable)
+            best, threshold = _best_threshold(scores, predicted, null_odds, answerable)
             result[f"best_{name}"], result[f"best_{name}_thresh"] = best, threshold
     return result
 
 
 def _best(
-    questions: Sequence[Question],
-    predictions: Mapping[str, str],
+    golds: Sequence[Sequence[str]],
+    predicted: Sequence[str],
     score: Callable[[str, str], float],
-    answers: Callable[[Question], list[str]],
-) -> Scores:
-    return {
-        question.identity: max(
-            score(gold, predictions[question.identity]) for gold in answers(question)
-        )
-        for question in questions
-    }
+) -> list[float]:
+    pairs = zip(golds, predicted, strict=True)
+    return [max(score(gold, text) for gold in texts) for texts, text in pairs]
 
 
-def _texts(question: Question) -> list[str]:
-    return [answer.text for answer in question.answers]
+def _where(values: Sequence[bool], wanted: bool) -> Sequence[int]:
+    return [number for number, value in enumerate(values) if value == wanted]
 
 
-def _answers_2(question: Question) -> list[str]:
-    """Version 2.0 leaves out gold answers of which normalization leaves nothing; the only answer to
-    what cannot be answered is the empty text."""
-    return [text for text in _texts(question) if normalize_answer(text)] or [""]
-
-
-def _mean(scores: Scores, identities: Sequence[str]) -> float:
-    return 100.0 * sum(scores[identity] for identity in identities) / len(identities)
+def _mean(scores: Sequence[float]) -> float:
+    return 100.0 * sum(scores) / len(scores)
 
 
 def _best_threshold(
-    scores: Scores,
-    predictions: Mapping[str, str],
-    null_odds: Mapping[str, float],
-    answerable: Mapping[str, bool],
+    scores: Sequence[float],
+    predicted: Sequence[str],
+    null_odds: Sequence[float],
+    answerable: Sequence[bool],
 ) -> tuple[float, float]:
     """The best mean score, and the odds up to which predictions are kept for it."""
-    current: float = sum(not has for has in answerable.values())
+    current: float = answerable.count(False)
     best, threshold = current, 0.0
-    for identity in sorted(null_odds, key=lambda identity: null_odds[identity]):
-        if answerable[identity]:
-            current += scores[identity]
-        elif predictions[identity]:
+    for number in sorted(range(len(scores)), key=lambda number: null_odds[number]):
+        if answerable[number]:
+            current += scores[number]
+        elif predicted[number]:
             current -= 1
         if current > best:
-            best, threshold = current, null_odds[identity]
+            best, threshold = current, null_odds[number]
     return 100.0 * best / len(scores), threshold

@@ -30,15 +30,14 @@ class Answer:
 
 @dataclass(frozen=True)
 class Question:
-    """A question about a text; without answers it cannot be answered from the text.
-
-    The questions of a paragraph share one ``context`` object.
-    """
+    """A question about a text; without answers it cannot be answered from the text. ``file`` is
+    where it was read."""
 
     identity: str
     question: str
     context: str
     answers: tuple[Answer, ...]
+    file: str = "a file"
 
 
 def read_questions(path: str | Path, with_negative: bool) -> list[Question]:
@@ -111,7 +110,7 @@ class _Reader:
                 f"{where} has no answer; give --version-2-with-negative for questions that cannot "
                 "be answered (SQuAD 2.0), or remove the question"
             )
-        return Question(identity, text, context, answers)
+        return Question(identity, text, context, answers, str(self._path))
 
     def _answer(self, answer: Any, context: str, identity: str) -> Answer:
         where = f"an answer of question {identity}"

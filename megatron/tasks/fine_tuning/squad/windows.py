@@ -10,11 +10,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.config import ConfigError
+from megatron.data.labelled_text import LabelledText
 from megatron.tasks.fine_tuning.squad.questions import Question
 from megatron.tokenizer import Tokenizer
 from megatron.tokenizer.base import Offsets, TokenIds
+
+Places = npt.NDArray[np.int64]
 
 CLS_PLACE = 0
 """Where a row begins, and the answer "none"."""
@@ -49,24 +53,36 @@ class Window:
     """One row about a question.
 
     Attributes:
-        question: its number in the file.
-        tokens: of the row, [R].
-        types: 0 up to the first [SEP], then 1; [R].
-        text: place of the window's first text token in the row; the others follow it.
-        first: number of that token in the passage.
+        head: [CLS] question [SEP].
+        first: number of the window's first token in the passage; the others follow it.
         best_N: whether no other window shows more text around a token, for the N text tokens;
             answers begin in the window that shows most around them.
         span: places in the row of the first and last token of the answer; both `CLS_PLACE` if the
             window does not contain it.
     """
 
-    question: int
-    tokens: TokenIds
-    types: TokenIds
-    text: int
+    passage: Passage
+    head: TokenIds
     first: int
-    best_N: np.ndarray
+    best_N: npt.NDArray[np.bool_]
     span: tuple[int, int]
+
+    @property
+    def text(self) -> int:
+        """Place of the first text token in the row."""
+        return len(self.head)
+
+    @property
+    def length(self) -> int:
+        """Tokens of the row."""
+        return len(self.head) + len(self.best_N) + 1
+
+    def row(self) -> LabelledText:
+        """Tokens, and types: 0 up to the first [SEP], then 1."""
+        tokens = self.passage.tokens_T[self.first : self.first + len(self.best_N)]
+        row = np.concatenate((self.head, tokens, self.head[-1:])).astype(np.int64)
+        types = (np.arange(len(row)) >= self.text).astype(np.int64)
+        return LabelledText((row,), (types,), self.span)
 
 
 @dataclass(frozen=True)
@@ -84,27 +100,23 @@ class WindowMaker:
     doc_stride: int
     max_query_length: int
 
-    def windows(self, questions: Sequence[Question], path: str) -> list[list[Window]]:
-        """The windows of each question. Raises ConfigError if windows would leave out text, and
-        ValueError, naming ``path`` and question, if a text or an answer has no tokens."""
-        passages = self.passages(questions)
+    def windows(self, questions: Sequence[Question]) -> list[list[Window]]:
+        """The windows of each question; questions about one text share its tokens. Raises
+        ConfigError if windows would leave out text, and ValueError if a text or an answer has no
+        tokens, both naming file and question."""
+        passages: dict[str, Passage] = {}
         found = []
-        for number, question in enumerate(questions):
+        for question in questions:
+            if question.context not in passages:
+                passages[question.context] = Passage.of(question.context, self.tokenizer)
             try:
-                found.append(self._windows(number, question, passages[number]))
+                found.append(self._windows(question, passages[question.context]))
             except ValueError as error:
-                raise type(error)(f"{path}: question {question.identity}: {error}") from None
+                where = f"{question.file}: question {question.identity}"
+                raise type(error)(f"{where}: {error}") from None
         return found
 
-    def passages(self, questions: Sequence[Question]) -> list[Passage]:
-        """The passage of each question; questions about one text share it."""
-        known: dict[str, Passage] = {}
-        for question in questions:
-            if question.context not in known:
-                known[question.context] = Passage.of(question.context, self.tokenizer)
-        return [known[question.context] for question in questions]
-
-    def _windows(self, number: int, question: Question, passage: Passage) -> list[Window]:
+    def _windows(self, question: Question, passage: Passage) -> list[Window]:
         tokenizer = self.tokenizer
         query = tokenizer.tokenize_sentences([question.question])[0][: self.max_query_length]
         head = np.concatenate(([tokenizer.cls], query, [tokenizer.sep])).astype(np.int32)
@@ -114,15 +126,14 @@ class WindowMaker:
         answer = self._answer(question, passage)
         windows = []
         starts, lengths = self._cut(count, self.seq_length - len(head) - 1)
-        for place, (first, length) in enumerate(zip(starts, lengths, strict=True)):
-            tokens = passage.tokens_T[first : first + length]
-            row = np.concatenate((head, tokens, [tokenizer.sep])).astype(np.int32)
-            types = (np.arange(len(row)) >= len(head)).astype(np.int32)
-            best_N = _most_context(starts, lengths, first, length) == place
+        for place, (first, length) in enumerate(
+            zip(starts.tolist(), lengths.tolist(), strict=True)
+        ):
             span = (CLS_PLACE, CLS_PLACE)
             if answer is not None and first <= answer[0] and answer[1] < first + length:
                 span = (answer[0] - first + len(head), answer[1] - first + len(head))
-            windows.append(Window(number, row, types, len(head), first, best_N, span))
+            best_N = _most_context(starts, lengths, first, length) == place
+            windows.append(Window(passage, head, first, best_N, span))
         return windows
 
     def _answer(self, question: Question, passage: Passage) -> tuple[int, int] | None:
@@ -135,7 +146,7 @@ class WindowMaker:
             raise ValueError(f"its answer {answer.text!r} has no tokens; remove the question")
         return found
 
-    def _cut(self, count: int, room: int) -> tuple[np.ndarray, np.ndarray]:
+    def _cut(self, count: int, room: int) -> tuple[Places, Places]:
         """Begin and length of each window of a text of ``count`` tokens."""
         if room < 1 or (count > room and self.doc_stride > room):
             raise ConfigError(
@@ -163,6 +174,8 @@ def _most_context(starts: np.ndarray, lengths: np.ndarray, first: int, length: i
 def _with_marks(text: str, offsets_T2: Offsets) -> Offsets:
     """Offsets in which accents that the tokenizer removed belong to the letter before them, where
     the text has them as characters of their own."""
+    if text.isascii():
+        return offsets_T2
     offsets_T2 = offsets_T2.copy()
     for i, end in enumerate(offsets_T2[:, 1].tolist()):
         while end < len(text) and unicodedata.category(text[end]) == "Mn":

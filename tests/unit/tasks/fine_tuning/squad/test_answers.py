@@ -13,11 +13,13 @@ from megatron.tasks.fine_tuning.squad.windows import WindowMaker
 SEQ = 40
 
 
-def slow_prediction(windows, passage, logits, search):
-    spans, null = [], None
+def slow_prediction(windows, logits, search):
+    spans, null, passage = [], None, windows[0].passage
     for window, row in zip(windows, logits, strict=True):
         order = [
-            sorted(range(len(row)), key=lambda i, side=side: -row[i][side])[: search.n_best_size]
+            sorted(range(window.length), key=lambda i, side=side: -row[i][side])[
+                : search.n_best_size
+            ]
             for side in (0, 1)
         ]
         cls = float(row[0][0]), float(row[0][1])
@@ -25,7 +27,7 @@ def slow_prediction(windows, passage, logits, search):
             null = cls
         for start in order[0]:
             for end in order[1]:
-                text = range(window.text, len(window.tokens) - 1)
+                text = range(window.text, window.length - 1)
                 if start not in text or end not in text:
                     continue
                 if not window.best_N[start - window.text] or end < start:
@@ -67,15 +69,13 @@ def test_predictions(tmp_path, pieces, search):
     questions = read_questions(path, search.with_negative)
     maker = WindowMaker(pieces, SEQ, 12, 12)
     rng, said = np.random.default_rng(0), []
-    for windows, passage in zip(
-        maker.windows(questions, "f"), maker.passages(questions), strict=True
-    ):
+    for windows in maker.windows(questions):
         # Some are equal, so that the order among them counts.
         logits = [np.round(rng.normal(size=(SEQ, 2)) * 3).astype(np.float32) / 2 for _ in windows]
         for row in logits:
             row[0] += 4.0 * search.with_negative
-        found = search.predict(windows, passage, logits)
-        text, best, odds = slow_prediction(windows, passage, logits, search)
+        found = search.predict(windows, logits)
+        text, best, odds = slow_prediction(windows, logits, search)
         assert (found.text, found.null_odds) == (text, odds)
         assert [tuple(c) for c in found.n_best] == best
         total = sum(math.exp(s + e) for _, s, e in best)
@@ -91,8 +91,8 @@ def test_no_span_can_be_an_answer(pieces, tmp_path):
     path = write_squad(tmp_path / "dev.json", squad_content(5, 1, 1, 8))
     questions = read_questions(path, False)
     maker = WindowMaker(pieces, 60, 12, 12)
-    windows, passage = maker.windows(questions, "f")[0], maker.passages(questions)[0]
+    windows = maker.windows(questions)[0]
     logits = np.zeros((60, 2), np.float32)
     logits[windows[0].text + 5, 0] = logits[windows[0].text, 1] = 9
-    found = AnswerSearch(n_best_size=1).predict(windows, passage, [logits])
+    found = AnswerSearch(n_best_size=1).predict(windows, [logits])
     assert found.text == "" and [c.text for c in found.n_best] == [""]

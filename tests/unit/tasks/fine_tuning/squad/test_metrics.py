@@ -8,7 +8,6 @@ import pytest
 from squad_files import WORDS
 
 from megatron.tasks.fine_tuning.squad.metrics import squad2_metrics, squad_metrics
-from megatron.tasks.fine_tuning.squad.questions import Answer, Question
 
 
 def words_of(text):
@@ -43,75 +42,71 @@ def random_text(rng):
 
 
 def random_case(seed, negative):
+    """Gold answers, predictions and null odds of 60 questions."""
     rng = random.Random(seed)
-    questions, predictions, odds = [], {}, {}
-    for n in range(60):
+    golds, predicted, odds = [], [], []
+    for _ in range(60):
         texts = [random_text(rng) or "x" for _ in range(rng.randint(1, 3))]
         if negative and rng.random() < 0.4:
             texts = []
-        questions.append(Question(str(n), "?", "", tuple(Answer(t, 0) for t in texts)))
+        golds.append(texts)
         options = [random_text(rng), *texts, *(t.upper() + "!" for t in texts)]
-        predictions[str(n)] = "" if negative and rng.random() < 0.3 else rng.choice(options)
-        odds[str(n)] = rng.choice([rng.gauss(0, 3), -1.0])
-    return questions, predictions, odds
+        predicted.append("" if negative and rng.random() < 0.3 else rng.choice(options))
+        odds.append(rng.choice([rng.gauss(0, 3), -1.0]))
+    return golds, predicted, odds
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_version_1_1(seed):
-    questions, predictions, _ = random_case(seed, False)
+    golds, predicted, _ = random_case(seed, False)
     exact = f1 = 0.0
-    for question in questions:
-        said, golds = predictions[question.identity], [a.text for a in question.answers]
-        exact += any(words_of(said) == words_of(gold) for gold in golds)
-        f1 += max(f1_of(gold, said, False) for gold in golds)
-    found = squad_metrics(questions, predictions)
+    for texts, said in zip(golds, predicted, strict=True):
+        exact += any(words_of(said) == words_of(gold) for gold in texts)
+        f1 += max(f1_of(gold, said, False) for gold in texts)
+    found = squad_metrics(golds, predicted)
     assert found == {"exact_match": 100 * exact / 60, "f1": pytest.approx(100 * f1 / 60, rel=1e-13)}
     assert 0 < exact < 60
 
 
 @pytest.mark.parametrize("seed", range(5))
 def test_version_2_0(seed):
-    questions, predictions, odds = random_case(seed, True)
-    exact, f1 = {}, {}
-    for q in questions:
-        said = predictions[q.identity]
-        golds = [a.text for a in q.answers if words_of(a.text)] or [""]
-        exact[q.identity] = float(any(words_of(said) == words_of(gold) for gold in golds))
-        f1[q.identity] = max(f1_of(gold, said, True) for gold in golds)
-    found = squad2_metrics(questions, predictions, odds)
+    golds, predicted, odds = random_case(seed, True)
+    exact, f1 = [], []
+    for texts, said in zip(golds, predicted, strict=True):
+        kept = [text for text in texts if words_of(text)] or [""]
+        exact.append(float(any(words_of(said) == words_of(gold) for gold in kept)))
+        f1.append(max(f1_of(gold, said, True) for gold in kept))
+    found = squad2_metrics(golds, predicted, odds)
     for prefix, chosen in (
-        ("", questions),
-        ("HasAns_", [q for q in questions if q.answers]),
-        ("NoAns_", [q for q in questions if not q.answers]),
+        ("", range(60)),
+        ("HasAns_", [n for n in range(60) if golds[n]]),
+        ("NoAns_", [n for n in range(60) if not golds[n]]),
     ):
         assert found[f"{prefix}total"] == len(chosen) > 0
         for name, scores in (("exact", exact), ("f1", f1)):
-            mean = 100 * sum(scores[q.identity] for q in chosen) / len(chosen)
+            mean = 100 * sum(scores[n] for n in chosen) / len(chosen)
             assert found[f"{prefix}{name}"] == pytest.approx(mean, rel=1e-13)
     # The best threshold, tried one after the other; equal odds are one threshold.
     for name, scores in (("exact", exact), ("f1", f1)):
-        means = {}
-        for threshold in [float("-inf"), *odds.values()]:
+        means = []
+        for threshold in [float("-inf"), *odds]:
             total = 0.0
-            for q in questions:
-                kept = odds[q.identity] <= threshold
-                if q.answers:
-                    total += scores[q.identity] if kept else 0.0
-                else:
-                    total += 0.0 if kept and predictions[q.identity] else 1.0
-            means[threshold] = 100 * total / len(questions)
+            for n in range(60):
+                kept = odds[n] <= threshold
+                silent = 0.0 if golds[n] else 1.0
+                said = scores[n] if golds[n] else float(not predicted[n])
+                total += said if kept else silent
+            means.append(100 * total / 60)
         # Between questions of equal odds the script may stop too: that can only be better.
-        assert max(means.values()) - 1e-9 <= found[f"best_{name}"] <= 100
-    assert found["best_exact_thresh"] in {0.0, *odds.values()}
-    assert set(squad2_metrics(questions, predictions)) < set(found)
+        assert max(means) - 1e-9 <= found[f"best_{name}"] <= 100
+        assert found[f"best_{name}_thresh"] in {0.0, *odds}
+    assert set(squad2_metrics(golds, predicted)) < set(found)
 
 
 def test_what_normalization_removes():
     def scores(gold, said):
-        questions = [Question("q", "?", "", (Answer(gold, 0),))]
-        one = squad_metrics(questions, {"q": said})
-        two = squad2_metrics(questions, {"q": said})
-        assert one["exact_match"] == two["exact"] or not words_of(gold)
+        one, two = squad_metrics([[gold]], [said]), squad2_metrics([[gold]], [said])
+        assert one["exact_match"] == two["exact"]
         return one["exact_match"], one["f1"], two["f1"]
 
     assert scores("The  Café, (1889)!", "a café 1889") == (100, 100, 100)
@@ -124,8 +119,8 @@ def test_what_normalization_removes():
 
 
 def test_no_answer():
-    questions = [Question("a", "?", "", ()), Question("b", "?", "", (Answer("gold", 0),))]
-    found = squad2_metrics(questions, {"a": "", "b": ""})
+    golds = [[], ["gold"]]
+    found = squad2_metrics(golds, ["", ""])
     assert (found["NoAns_exact"], found["HasAns_exact"], found["exact"]) == (100, 0, 50)
-    found = squad2_metrics(questions, {"a": "gold", "b": "gold"}, {"a": 1.0, "b": -1.0})
+    found = squad2_metrics(golds, ["gold", "gold"], [1.0, -1.0])
     assert (found["exact"], found["best_exact"], found["best_exact_thresh"]) == (50, 100, -1)

@@ -1,6 +1,5 @@
 """Rows of questions against the procedure of BERT's run_squad.py, one word and token at a time."""
 
-import numpy as np
 import pytest
 from squad_files import squad_content, write_squad
 
@@ -73,15 +72,16 @@ def test_windows(request, tmp_path, kind, negative):
     path = write_squad(tmp_path / "train.json", squad_content(3, 6, 5, 50, negative))
     questions = read_questions(path, bool(negative))
     maker = WindowMaker(tokenizer, SEQ, STRIDE, QUERY)
-    found = maker.windows(questions, str(path))
+    found = maker.windows(questions)
     most = 0
-    for number, (question, windows) in enumerate(zip(questions, found, strict=True)):
+    for question, windows in zip(questions, found, strict=True):
         wanted = slow_windows(question, tokenizer)
         assert len(windows) == len(wanted)
         most = max(most, len(windows))
         for window, (row, types, span, best) in zip(windows, wanted, strict=True):
-            assert window.question == number
-            assert window.tokens.tolist() == row and window.types.tolist() == types
+            (tokens,), (kinds,), label, _ = window.row()
+            assert tokens.tolist() == row and kinds.tolist() == types and label == span
+            assert window.length == len(row)
             assert window.span == span, question.identity
             assert window.best_N.tolist() == best
             assert window.text == types.index(1)
@@ -111,26 +111,28 @@ def test_the_answer_is_text_of_the_context(pieces, text, answer):
     assert passage.tokens_T.tolist() == ids and len(passage.offsets_T2) == len(ids)
 
 
+def question(identity, context, *answers, asked="queen?"):
+    return Question(identity, asked, context, answers, "t.json")
+
+
 def test_refused(pieces, whole):
-    answer = (Answer("river", 0),)
-    question = Question("q7", "queen?", "river " * 60, answer)
+    river = Answer("river", 0)
     maker = WindowMaker(pieces, 32, 30, 8)
     with pytest.raises(ConfigError, match="t.json: question q7: --seq-length 32 leaves .*smaller"):
-        maker.windows([question], "t.json")
+        maker.windows([question("q7", "river " * 60, river)])
     # A stride matters only to texts that are cut.
-    assert len(maker.windows([Question("q7", "queen?", "river", answer)], "t.json")[0]) == 1
+    assert len(maker.windows([question("q7", "river", river)])[0]) == 1
     with pytest.raises(ConfigError, match="leaves 0 tokens"):
-        WindowMaker(whole, 6, 1, 8).windows(
-            [Question("q", "queen queen queen queen", "river", answer)], "t.json"
-        )
+        long = question("q", "river", river, asked="queen queen queen queen")
+        WindowMaker(whole, 6, 1, 8).windows([long])
     with pytest.raises(ValueError, match="t.json: question q8: its context has no tokens"):
-        maker.windows([Question("q8", "queen?", "\u200b ", ())], "t.json")
-    hidden = Question("q9", "queen?", "river \u200b", (Answer("\u200b", 6),))
+        maker.windows([question("q8", "\u200b ")])
     with pytest.raises(ValueError, match="question q9: its answer .* has no tokens"):
-        maker.windows([hidden], "t.json")
+        maker.windows([question("q9", "river \u200b", Answer("\u200b", 6))])
 
 
 def test_questions_about_one_text_share_its_tokens(pieces):
-    questions = [Question(str(n), "queen?", "river queen", (Answer("river", 0),)) for n in range(2)]
-    first, second = WindowMaker(pieces, 32, 16, 8).passages(questions)
-    assert first is second and first.tokens_T.dtype == np.int32
+    answer = Answer("river", 0)
+    questions = [question(str(n), "river queen", answer) for n in range(2)]
+    (first,), (second,) = WindowMaker(pieces, 32, 16, 8).windows(questions)
+    assert first.passage is second.passage
