@@ -22,8 +22,8 @@ from megatron.config.flags import (
     field_help,
     flag_names,
     flag_value,
+    nearest,
 )
-from megatron.util.nearest import nearest
 
 MANY_FLAGS = 40
 """With more flags than this, --help shows the examples again at its end."""

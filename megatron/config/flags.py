@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import difflib
 import functools
 import inspect
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeVar
 
 C = TypeVar("C")
@@ -257,3 +258,10 @@ class ConfigResolver:
 def shared(flags: Any, cls: type) -> dict[str, Any]:
     """The values of an object for the fields of a class, by name."""
     return {field.name: getattr(flags, field.name) for field in dataclasses.fields(cls)}
+
+
+def nearest(name: str, known: Iterable[str], hint: str, cutoff: float = 0.6) -> str:
+    """The known name that is most similar to an unknown one, in ``hint`` for its ``{}``; empty when
+    none has a similarity of ``cutoff`` (0 to 1)."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=cutoff)
+    return hint.format(near[0]) if near else ""

@@ -93,6 +93,12 @@ class PositionsConfig(_Positions):
     max_position_embeddings: int
     rope_scaling: RopeScaling
 
+    @property
+    def longest(self) -> int | None:
+        """Most positions of a sequence; None where they are not counted from its start."""
+        absolute = self.position_embedding_type in ("learned_absolute", "rope")
+        return self.max_position_embeddings if absolute else None
+
     def flags(self) -> dict[str, Any]:
         """The flags that give it, by field."""
         scaling = self.rope_scaling

@@ -151,8 +151,9 @@ REFUSED = {
     "--tokenizer-metadata --tokenizer-special-tokens --tokenizer-sentencepiece-legacy "
     "--no-tokenizer-sentencepiece-* --disable-tokenizer-sentencepiece-* --tokenizer-hf-* "
     "--null-tokenizer-*": "a tokenizer is what its files say; see --tokenizer-type",
-    "--full-validation --multiple-validation-sets --validation-set-names": (
-        "--valid-weighted-split-paths evaluates several data sets separately"
+    "--full-validation": (
+        "--eval-iters is the number of global batches of an evaluation: samples / "
+        "--global-batch-size for the whole of a set"
     ),
     "--eval-global-batch-size --eval-micro-batch-size": (
         "evaluation uses --global-batch-size and --micro-batch-size"

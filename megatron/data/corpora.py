@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
-from megatron.util.nearest import nearest
+from megatron.config.flags import nearest
 
 INDEXED = "indexed"
 _KEYS = ("files", "type", "weight", "range", "text_key", "tokenizer", "corpora")

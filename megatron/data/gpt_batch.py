@@ -15,6 +15,7 @@ from torch import Tensor
 
 from megatron.data.packing import positions_within, restarting_positions
 from megatron.data.samples import PackedSample
+from megatron.data.scored_text import ScoredText, padded
 
 
 class GPTBatch(NamedTuple):
@@ -28,6 +29,27 @@ class GPTBatch(NamedTuple):
     """int64; None if they are 0 to S - 1."""
     document_ids_BS: Tensor | None
     """int64; a token attends to equal ids only. None if it attends across documents."""
+    positions_BP: Tensor | None = None
+    """Where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head needs no
+    others. None for all."""
+
+    @classmethod
+    def scoring(cls, texts: Sequence[ScoredText], length: int) -> GPTBatch:
+        """Texts in which the tokens of the continuations are to be scored, padded on the right,
+        where no other token sees it."""
+        rows = [np.concatenate((text.context, text.continuation)) for text in texts]
+        tokens_BS = padded([row[:-1] for row in rows], length)
+        labels_BS = padded([row[1:] for row in rows], length)
+        loss_mask_BS = np.zeros((len(rows), length), np.float32)
+        for mask_S, row, text in zip(loss_mask_BS, rows, texts, strict=True):
+            mask_S[len(text.context) - 1 : len(row) - 1] = 1.0
+        most = max(len(text.continuation) for text in texts)
+        positions_BP = np.argsort(loss_mask_BS == 0, axis=1, kind="stable")[:, :most]
+        tokens, labels, loss_mask, positions = map(
+            torch.from_numpy, (tokens_BS, labels_BS, loss_mask_BS, positions_BP.copy())
+        )
+        everywhere = most == length
+        return cls(tokens, labels, loss_mask, None, None, None if everywhere else positions)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
         return GPTBatch._make(
@@ -37,7 +59,7 @@ class GPTBatch(NamedTuple):
 
     def shortened(self, seq_length: int) -> GPTBatch:
         """The first ``seq_length`` tokens of every sample."""
-        assert self.tokens_BS.shape[1] >= seq_length
+        assert self.tokens_BS.shape[1] >= seq_length and self.positions_BP is None
         return GPTBatch._make(
             None if tensor_BS is None else tensor_BS[:, :seq_length].contiguous()
             for tensor_BS in self

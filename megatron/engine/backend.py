@@ -1,11 +1,12 @@
-"""The layers that a process trains, in one of DeepSpeed's engines: the whole layer list at any ZeRO
-stage, or the stages of a pipeline."""
+"""The layers that a process trains, in one of DeepSpeed's engines, or evaluates without one: the
+whole layer list at any ZeRO stage, or the stages of a pipeline."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from functools import cache
+from functools import cache, reduce
+from operator import add
 from typing import Any
 
 import deepspeed
@@ -19,7 +20,7 @@ from megatron.engine.compilation import why_eager
 from megatron.engine.deepspeed_json import Json, stage_of
 from megatron.engine.deepspeed_patches import fetching_whole, partition_range, set_partition
 from megatron.engine.environment import Mpu
-from megatron.engine.pipeline_executor import PipelineExecutor
+from megatron.engine.pipeline_executor import PipelineExecutor, PipelinePasses
 from megatron.engine.pipeline_module import StageModule
 from megatron.model.layer_list import LayerSequence, LayerStack, initialise
 from megatron.model.spec import Batch, Measure, ModelSpec
@@ -68,14 +69,19 @@ class Backend(ABC):
         """DeepSpeed's engine around model and optimizer; called once, before the first step."""
 
     @abstractmethod
+    def start_without_training(self) -> None:
+        """Instead of :meth:`start`, for evaluations only."""
+
+    @abstractmethod
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         """Forward and backward of a step's micro batches, gradients averaged over data ranks;
         ``seeds`` are those of the dropout masks. Returns sums of the named losses in order, float64
         [N]; zeros on pipeline stages that do not compute them."""
 
     @abstractmethod
-    def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
-        """Sums of a measure's numbers over ``count`` batches, likewise; without gradients."""
+    def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
+        """A measure's numbers for each of ``count`` batches, see :meth:`Measure.of`, without
+        gradients; nothing on pipeline stages that do not compute them."""
 
     @abstractmethod
     def apply(self) -> None:
@@ -118,6 +124,9 @@ class PlainBackend(Backend):
             )
         return self._engine
 
+    def start_without_training(self) -> None:
+        self._engine = self.model
+
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         engine, measure = self._engine, self._spec.loss_measure
         sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
@@ -140,14 +149,15 @@ class PlainBackend(Backend):
                 engine.step()
         return sums
 
-    def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
-        sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
+    def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
+        found = []
         for _ in range(count):
             batch = next(batches).to(self._device, non_blocking=True)
             if self._graphs:
                 torch.compiler.cudagraph_mark_step_begin()
-            sums += measure.of(self._engine(measure.start(self._spec.begin(batch))), batch)
-        return sums
+            state = self._engine(measure.start(self._spec.begin(batch)))
+            found.append(measure.of(state, batch))
+        return found
 
     def apply(self) -> None:
         self._engine.step()
@@ -162,11 +172,12 @@ def runs_graphs(config: RunConfig, device: torch.device) -> bool:
 
 
 class PipelineBackend(Backend):
-    """Layers cut over the ranks of a pipeline, at ZeRO stage 0 or 1; ``executor`` is DeepSpeed's
-    engine, once it is started."""
+    """Layers cut over the ranks of a pipeline, at ZeRO stage 0 or 1; ``executor``, once it is
+    started, is DeepSpeed's engine where they are trained."""
 
     model: StageModule
     executor: PipelineExecutor
+    _passes: PipelinePasses
 
     def _build(self, settings: Json) -> StageModule:
         placement = self._schedule(1, forward_only=True)
@@ -190,15 +201,24 @@ class PipelineBackend(Backend):
         self.executor = PipelineExecutor(
             self.model, optimizer, settings, self._spec, self._tp, self._mesh
         )
+        self._passes = self.executor
         return self.executor
+
+    def start_without_training(self) -> None:
+        self._passes = PipelinePasses(self.model, self._device)
+        self._passes.connect(self._spec, self._tp, self._mesh)
 
     def accumulate(self, batches: Iterator[Batch], seeds: Sequence[int | None]) -> Tensor:
         plan = _plan(self._schedule(len(seeds)), self._mesh.pipeline.rank)
-        return self.executor.run(plan, batches, seeds, self._spec.loss_measure)
+        measure = self._spec.loss_measure
+        found = self.executor.run(plan, batches, seeds, measure)
+        sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self._device)
+        return reduce(add, found.values(), sums)
 
-    def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
+    def evaluate(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
         plan = _plan(self._schedule(count, forward_only=True), self._mesh.pipeline.rank)
-        return self.executor.run(plan, batches, [None] * count, measure)
+        found = self._passes.run(plan, batches, [None] * count, measure)
+        return [found[number] for number in sorted(found)]
 
     def apply(self) -> None:
         self.executor.apply()

@@ -19,10 +19,9 @@ from typing import Any
 
 from megatron.config import FLAG_CLASSES, ConfigError, RunConfig, Setting, Settings
 from megatron.config.engine import GRAPH_MODES, NO_GRAPHS
-from megatron.config.flags import check_value
+from megatron.config.flags import check_value, nearest
 from megatron.config.kinds.curriculum import CurriculumConfig
 from megatron.config.layouts import check_layout
-from megatron.util.nearest import nearest
 
 Json = dict[str, Any]
 

@@ -1,7 +1,8 @@
-"""Runs any pipeline schedule on DeepSpeed's pipeline engine."""
+"""Runs any pipeline schedule, forward only or on DeepSpeed's pipeline engine."""
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -32,34 +33,23 @@ _Tensors = tuple[Tensor, ...]
 """The tensors that cross one boundary, in the order of its names."""
 
 
-class PipelineExecutor(PipelineEngine):
-    """DeepSpeed's pipeline engine for schedules with several stages per process. Only the tensors
-    of the boundaries, and their gradients, travel between stages. Sends and receives of one moment
-    are one batch, in the same order on all processes. A receive is awaited where its result is
-    needed, a send two batches later. ``executed`` are the passes of the last run."""
+class PipelinePasses:
+    """The passes of a process through its stages, in the order of any schedule with several stages
+    per process; by itself without gradients. Only the tensors of the boundaries, and their
+    gradients, travel between stages. Sends and receives of one moment are one batch, in the same
+    order on all processes. A receive is awaited where its result is needed, a send two batches
+    later. ``executed`` are the passes of the last run."""
 
-    def __init__(
-        self,
-        module: StageModule,
-        optimizer: torch.optim.Optimizer,
-        settings: Json,
-        spec: ModelSpec,
-        tensor: TensorParallel,
-        mesh: Mesh,
-    ) -> None:
-        # Instead of DeepSpeed's own grid, whose groups lack --distributed-timeout-minutes.
-        mpu = Mpu(mesh)
-        super().__init__(
-            args=None,
-            model=module,
-            optimizer=optimizer,
-            mpu=mpu,
-            config=settings,
-            config_class=DeepSpeedConfig(settings, mpu),
-            dist_init_required=False,
-        )
+    module: StageModule
+    device: torch.device
+
+    def __init__(self, module: StageModule, device: torch.device) -> None:
+        self.module, self.device = module, device
+
+    def connect(self, spec: ModelSpec, tensor: TensorParallel, mesh: Mesh) -> None:
+        """Prepares the exchange between the processes of the pipeline, all of which call it."""
         self._spec, self._tensor, self._mesh = spec, tensor, mesh
-        self._last_stage = len(module.parts) - 2
+        self._last_stage = len(self.module.parts) - 2
         self._agreed: set[tuple[Boundary, ...]] = set()
         self.executed: list[Action] = []
         # NCCL needs every rank of a group in its first call; later batches involve only some.
@@ -71,11 +61,11 @@ class PipelineExecutor(PipelineEngine):
         batches: Iterator[Batch],
         seeds: Sequence[int | None],
         measure: Measure,
-    ) -> Tensor:
-        """Executes this process's part of a schedule; returns sums of the measure's numbers on the
-        process with the last stage, zeros elsewhere. With gradients they are averaged over
-        data-parallel ranks and summed over copies of tied weights. The micro batches have one
-        shape."""
+    ) -> dict[int, Tensor]:
+        """Executes this process's part of a schedule; returns the measure's numbers by micro batch,
+        in the order of their passes, on the process with the last stage. With gradients they are
+        averaged over data-parallel ranks and summed over copies of tied weights. The micro batches
+        have one shape."""
         self._batches, self._seeds, self._measure = batches, seeds, measure
         self._loaded: dict[int, tuple[Any, LayerState]] = {}
         self._next_batch_number = 0
@@ -85,7 +75,8 @@ class PipelineExecutor(PipelineEngine):
         self._queue: list[tuple[dist.P2POp, _Arrival | None]] = []
         self._arriving: dict[_Arrival, list[dist.Work]] = {}
         self._leaving: list[list[tuple[dist.Work, Tensor]]] = []
-        self._sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
+        found: dict[int, Tensor] = {}
+        self._found = found
         self._boundaries = self._agree_on_boundaries()
         self.executed = []
         for entry in plan:
@@ -96,15 +87,23 @@ class PipelineExecutor(PipelineEngine):
             else:
                 self.forward_pass(entry)
         if torch.is_grad_enabled():
-            self._reduce_tied_gradients()
-            self._exec_reduce_grads()
+            self.reduce_gradients()
         self.wait_for_sends()
         assert not self._arriving and not self._queue
-        del self._batches, self._loaded, self._inputs, self._outputs, self._gradients
-        return self._sums
+        del self._batches, self._loaded, self._inputs, self._outputs, self._gradients, self._found
+        return found
 
-    def apply(self) -> None:
-        self._exec_optimizer_step()
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        """In which dtype a stage computes, where that is not its weights'."""
+        return contextlib.nullcontext()
+
+    def backward_pass(self, action: Action) -> None:
+        """The gradients of a stage and micro batch."""
+        raise AssertionError("evaluations have no backward passes")
+
+    def reduce_gradients(self) -> None:
+        """What is left to do with the gradients after the last pass."""
+        raise AssertionError("evaluations have no gradients")
 
     def _load(self, micro_batch: int) -> tuple[Any, LayerState]:
         while self._next_batch_number <= micro_batch:
@@ -139,10 +138,10 @@ class PipelineExecutor(PipelineEngine):
         if stage > 0:
             before = self._boundaries[stage - 1]
             state = before.put_into(state, self.wait_for_arrival(False, key, self._inputs))
-        with autocast_if_enabled(self):
+        with self.autocast():
             state = self.module(stage, state)
         if stage == self._last_stage:
-            self._sums += self._measure.of(state, batch)
+            self._found[micro_batch] = self._measure.of(state, batch)
             if torch.is_grad_enabled():
                 self._outputs[key] = (self._spec.total(state.losses),)
         else:
@@ -157,38 +156,6 @@ class PipelineExecutor(PipelineEngine):
             self._inputs.pop(key, None)
             if stage + 1 in self.module.sequences:
                 del self._outputs[key]
-        self.executed.append(action)
-
-    @record_function("megatron::backward")
-    def backward_pass(self, action: Action) -> None:
-        key, after = (action.stage, action.micro_batch), (action.stage + 1, action.micro_batch)
-        outputs = self._outputs.pop(key)
-        gradients: Sequence[Tensor | None] = (None,)
-        if action.stage == self._last_stage:
-            (total,) = outputs
-            total = total / self.gradient_accumulation_steps()
-            if isinstance(self.optimizer, ZeROOptimizer):
-                total = self.optimizer.scale_if_loss(total)
-            outputs = (total,)
-        else:
-            if after[0] in self.module.sequences:
-                gradients = [x.grad for x in self._inputs.pop(after)]
-            else:
-                gradients = self.wait_for_arrival(True, key, self._gradients)
-                del self._gradients[key]
-            # A tensor that crosses may need no gradient, or get none.
-            pairs = zip(outputs, gradients, strict=True)
-            kept = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
-            outputs, gradients = zip(*kept, strict=True)
-        if isinstance(self.optimizer, ZeROOptimizer):
-            self.optimizer.clear_backward_seen_flag()
-        self._running_engine_backward = True
-        try:
-            self._backward_prologue()
-            torch.autograd.backward(outputs, gradients)
-            self._backward_epilogue()
-        finally:
-            self._running_engine_backward = False
         self.executed.append(action)
 
     def _exchange(self, exchange: Exchange) -> None:
@@ -251,6 +218,75 @@ class PipelineExecutor(PipelineEngine):
         for work in self._arriving.pop((gradient, key), ()):
             work.wait()
         return place[key]
+
+
+class PipelineExecutor(PipelinePasses, PipelineEngine):
+    """DeepSpeed's pipeline engine, with passes in the order of our schedules."""
+
+    def __init__(
+        self,
+        module: StageModule,
+        optimizer: torch.optim.Optimizer,
+        settings: Json,
+        spec: ModelSpec,
+        tensor: TensorParallel,
+        mesh: Mesh,
+    ) -> None:
+        # Instead of DeepSpeed's own grid, whose groups lack --distributed-timeout-minutes.
+        mpu = Mpu(mesh)
+        PipelineEngine.__init__(
+            self,
+            args=None,
+            model=module,
+            optimizer=optimizer,
+            mpu=mpu,
+            config=settings,
+            config_class=DeepSpeedConfig(settings, mpu),
+            dist_init_required=False,
+        )
+        self.connect(spec, tensor, mesh)
+
+    def apply(self) -> None:
+        self._exec_optimizer_step()
+
+    def autocast(self) -> contextlib.AbstractContextManager[Any]:
+        return autocast_if_enabled(self)
+
+    def reduce_gradients(self) -> None:
+        self._reduce_tied_gradients()
+        self._exec_reduce_grads()
+
+    @record_function("megatron::backward")
+    def backward_pass(self, action: Action) -> None:
+        key, after = (action.stage, action.micro_batch), (action.stage + 1, action.micro_batch)
+        outputs = self._outputs.pop(key)
+        gradients: Sequence[Tensor | None] = (None,)
+        if action.stage == self._last_stage:
+            (total,) = outputs
+            total = total / self.gradient_accumulation_steps()
+            if isinstance(self.optimizer, ZeROOptimizer):
+                total = self.optimizer.scale_if_loss(total)
+            outputs = (total,)
+        else:
+            if after[0] in self.module.sequences:
+                gradients = [x.grad for x in self._inputs.pop(after)]
+            else:
+                gradients = self.wait_for_arrival(True, key, self._gradients)
+                del self._gradients[key]
+            # A tensor that crosses may need no gradient, or get none.
+            pairs = zip(outputs, gradients, strict=True)
+            kept = [(x, grad) for x, grad in pairs if x.requires_grad and grad is not None]
+            outputs, gradients = zip(*kept, strict=True)
+        if isinstance(self.optimizer, ZeROOptimizer):
+            self.optimizer.clear_backward_seen_flag()
+        self._running_engine_backward = True
+        try:
+            self._backward_prologue()
+            torch.autograd.backward(outputs, gradients)
+            self._backward_epilogue()
+        finally:
+            self._running_engine_backward = False
+        self.executed.append(action)
 
     def _reduce_tied_gradients(self) -> None:
         """Sums the gradients of tied parameters over the stages that have a copy. DeepSpeed's own

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from functools import reduce
+from operator import add
 from typing import Any
 
 import torch
@@ -22,7 +24,7 @@ from megatron.engine.update.random_bits import key_of
 from megatron.engine.update.stored_states import StoredStates
 from megatron.model.layer_list import LayerSequence
 from megatron.model.spec import Batch, Measure, ModelSpec
-from megatron.parallel.mesh import Mesh
+from megatron.parallel.mesh import Group, Mesh
 from megatron.parallel.random import dropout_seed
 from megatron.parallel.shard import shard_of
 
@@ -48,16 +50,111 @@ class StepResult:
     loss_scale: float
 
 
-class TrainEngine:
-    """A model in training; made by :func:`build_engine`.
+class ModelEngine:
+    """A model over the ranks of a mesh, whose numbers can be measured.
 
     Args:
         names: canonical name of each parameter of which this process has a part.
-        asynchronous: whether steps are :class:`AsyncOptimizerStep`.
         float8: state of the layers that multiply in 8 bits.
 
     Attributes:
+        stage: the ZeRO stage that runs.
         stored_states: how main weights and moments are stored; None for float32.
+    """
+
+    stored_states: StoredStates | None = None
+
+    def __init__(
+        self,
+        config: RunConfig,
+        spec: ModelSpec,
+        mesh: Mesh,
+        device: torch.device,
+        backend: Backend,
+        names: Mapping[nn.Parameter, str],
+        float8: Float8State,
+    ) -> None:
+        self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
+        self.backend, self.names, self.float8 = backend, names, float8
+        self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
+
+    @property
+    def sequences(self) -> list[LayerSequence]:
+        """The layers of this process as they run, a sequence for each pipeline stage."""
+        return self.backend.sequences
+
+    def evaluate(
+        self, batches: Iterator[Batch], count: int, measure: Measure | None = None
+    ) -> dict[str, float]:
+        """Means by name of a measure's numbers (by default the losses) over ``count`` of each
+        data-parallel rank's batches."""
+        measure = measure or self.spec.loss_measure
+        assert not measure.per_sample
+        sums = torch.zeros(len(measure.names), dtype=torch.float64, device=self.device)
+        means = self._mean_over_ranks(
+            reduce(add, self._measured(batches, count, measure), sums) / count
+        )
+        return dict(zip(measure.names, means.tolist(), strict=True))
+
+    def rows(self, batches: Iterator[Batch], count: int, measure: Measure) -> Tensor:
+        """The numbers of each sample, float64 [D, ``count``, B, N] or [D, ``count``, B, N, K], over
+        ``count`` batches of each of D data-parallel ranks, the same on every rank; on the CPU. All
+        batches have as many samples, B."""
+        assert measure.per_sample
+        found = self._measured(batches, count, measure)
+        own = torch.stack(found) if found else torch.zeros((), device=self.device).double()
+        return _of_all(self._from_last_stage(own), self.mesh.data).cpu()
+
+    @record_function("megatron::evaluate")
+    @torch.no_grad()
+    def _measured(self, batches: Iterator[Batch], count: int, measure: Measure) -> list[Tensor]:
+        self.prepare_evaluation()
+        self.float8.refresh()
+        return self.backend.evaluate(batches, count, measure)
+
+    def prepare_evaluation(self) -> None:
+        """Turns off what is for training only."""
+        if self.model.training:
+            self.model.eval()
+
+    def _mean_over_ranks(self, values: Tensor) -> Tensor:
+        """Sums over pipeline stages, all but one of which have zeros; means over data ranks."""
+        for group in (self.mesh.pipeline, self.mesh.data):
+            if group.size > 1:
+                dist.all_reduce(values, group=group.handle)
+        return values / self.mesh.data.size
+
+    def _from_last_stage(self, rows: Tensor) -> Tensor:
+        """The rows of the pipeline stage that has them, which has dimensions, on every stage."""
+        pipeline = self.mesh.pipeline
+        if pipeline.size == 1:
+            return rows
+        shape = torch.zeros(_DIMENSIONS, dtype=torch.int64, device=self.device)
+        shape[: rows.dim()] = torch.tensor(rows.shape, device=self.device)
+        dist.all_reduce(shape, op=dist.ReduceOp.MAX, group=pipeline.handle)
+        if not rows.dim():
+            rows = rows.new_zeros([size for size in shape.tolist() if size])
+        dist.all_reduce(rows, group=pipeline.handle)
+        return rows
+
+
+_DIMENSIONS = 4
+
+
+def _of_all(rows: Tensor, group: Group) -> Tensor:
+    """Those of each rank, in order."""
+    if group.size == 1:
+        return rows[None]
+    found = [torch.empty_like(rows) for _ in range(group.size)]
+    dist.all_gather(found, rows.contiguous(), group=group.handle)
+    return torch.stack(found)
+
+
+class TrainEngine(ModelEngine):
+    """A model in training; made by :func:`build_engine`. Further arguments than of the base:
+
+    Args:
+        asynchronous: whether steps are :class:`AsyncOptimizerStep`.
     """
 
     def __init__(
@@ -74,10 +171,8 @@ class TrainEngine:
         float8: Float8State,
         stored_states: StoredStates | None = None,
     ) -> None:
-        self.config, self.spec, self.mesh, self.device = config, spec, mesh, device
-        self.backend, self.names, self.optimizer, self.engine = backend, names, optimizer, engine
-        self.float8, self.stored_states = float8, stored_states
-        self.layers, self.model, self.stage = backend.layers, backend.model, backend.stage
+        super().__init__(config, spec, mesh, device, backend, names, float8)
+        self.optimizer, self.engine, self.stored_states = optimizer, engine, stored_states
         self._samples_per_round = config.training.micro_batch_size * mesh.data.size
         self._grow_scale = defer_scale_growth(self.optimizer_wrapper)
         self._async_step = None
@@ -96,11 +191,6 @@ class TrainEngine:
                     for param, name in names.items()
                 },
             )
-
-    @property
-    def sequences(self) -> list[LayerSequence]:
-        """The layers of this process as they run, a sequence for each pipeline stage."""
-        return self.backend.sequences
 
     def train_step(
         self,
@@ -142,19 +232,8 @@ class TrainEngine:
         seed = self.config.training.seed
         return [dropout_seed(seed, first + n * per_round) for n in range(micro_batches)]
 
-    @record_function("megatron::evaluate")
-    @torch.no_grad()
-    def evaluate(
-        self, batches: Iterator[Batch], count: int, measure: Measure | None = None
-    ) -> dict[str, float]:
-        """Means by name of a measure's numbers (by default the losses) over ``count`` of each
-        data-parallel rank's batches."""
+    def prepare_evaluation(self) -> None:
         self.engine.eval()
-        self.float8.refresh()
-        measure = measure or self.spec.loss_measure
-        sums = self.backend.evaluate(batches, count, measure)
-        means = self._mean_over_ranks(sums / count)
-        return dict(zip(measure.names, means.tolist(), strict=True))
 
     def close(self) -> None:
         """Removes DeepSpeed's hooks from the parameters; they would keep the engine alive."""
@@ -194,10 +273,3 @@ class TrainEngine:
     def optimizer_wrapper(self) -> Any:
         """DeepSpeed's optimizer around :attr:`optimizer` (the same object at stage 0)."""
         return self.engine.optimizer
-
-    def _mean_over_ranks(self, values: Tensor) -> Tensor:
-        """Sums over pipeline stages, all but one of which have zeros; means over data ranks."""
-        for group in (self.mesh.pipeline, self.mesh.data):
-            if group.size > 1:
-                dist.all_reduce(values, group=group.handle)
-        return values / self.mesh.data.size

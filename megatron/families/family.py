@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import ClassVar, NamedTuple
+from collections.abc import Sequence
+from typing import Any, ClassVar, NamedTuple
 
-from megatron.config import ModelConfig, ParallelConfig, RunConfig, Settings
+import numpy as np
+import numpy.typing as npt
+
+from megatron.config import ConfigError, ModelConfig, ParallelConfig, RunConfig, Settings
 from megatron.data.pipeline import DataPipeline
+from megatron.data.scored_text import ScoredText
 from megatron.model.flops import TransformerShape
 from megatron.model.spec import ModelSpec
 from megatron.tokenizer import Tokenizer
@@ -65,6 +70,29 @@ class Family(ABC):
         """The numbers that the model FLOPs of a sample depend on; without a run, whose data may
         decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
+
+    def scored_lengths(
+        self, config: RunConfig, texts: Sequence[ScoredText]
+    ) -> npt.NDArray[np.int64]:
+        """Tokens that the model reads of each text, [n], or of encoder and decoder, [n, 2]. Raises
+        ConfigError if models of this family do not predict text; ValueError if a text is longer
+        than the model's positions."""
+        raise ConfigError(
+            f"a model of the family {self.name} predicts no text from what is before it, so that "
+            "it cannot score text"
+        )
+
+    def scored_batch(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        texts: Sequence[ScoredText],
+        pad_to: Any = None,
+    ) -> Any:
+        """A micro batch whose targets are the tokens of the texts' continuations, padded to lengths
+        as :meth:`scored_lengths` gives, by default those of the longest. Raises what that
+        raises."""
+        raise NotImplementedError
 
     def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         """The sequences of each repeated block, in the order of the layer list. Those of the last

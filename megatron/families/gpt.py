@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
@@ -14,6 +15,7 @@ from megatron.data.gpt_batch import GPTBatch, GPTCollator
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
+from megatron.data.scored_text import ScoredText, check_lengths, fitted
 from megatron.families.family import Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
@@ -31,8 +33,16 @@ def begin(model: ModelConfig, batch: GPTBatch) -> LayerState:
         hidden=batch.tokens_BS,
         position_ids=batch.position_ids_BS,
         masks=AttentionMasks(batch.document_ids_BS, blocks=blocks),
-        targets=Targets(batch.labels_BS, batch.loss_mask_BS),
+        targets=targets_of(batch),
     )
+
+
+def targets_of(batch: GPTBatch) -> Targets:
+    """The tokens to predict, at all positions or some of them."""
+    targets = Targets(batch.labels_BS, batch.loss_mask_BS)
+    if batch.positions_BP is None:
+        return targets
+    return Targets(*targets.at(batch.positions_BP)[:2], batch.positions_BP)
 
 
 class GPTData(DataPipeline):
@@ -118,6 +128,23 @@ class GPT(Family):
         layers = partial(gpt_layers, model, parallel)
         crossing = partial(only_hidden_travels, model.hidden_size)
         return ModelSpec(layers, partial(begin, model), crossing)
+
+    def scored_lengths(
+        self, config: RunConfig, texts: Sequence[ScoredText]
+    ) -> npt.NDArray[np.int64]:
+        lengths = np.array([len(text.context) + len(text.continuation) - 1 for text in texts])
+        check_lengths(lengths, config.model.positions.longest)
+        return lengths
+
+    def scored_batch(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        texts: Sequence[ScoredText],
+        pad_to: int | None = None,
+    ) -> GPTBatch:
+        longest = int(self.scored_lengths(config, texts).max())
+        return GPTBatch.scoring(texts, fitted(pad_to, longest, config.model.positions.longest))
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
         return GPTData(config, tokenizer)

@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig, Setting, Settings
@@ -14,9 +16,10 @@ from megatron.config.flags import build
 from megatron.config.kinds.masked_data import MaskedDataConfig
 from megatron.data.kinds.masked_data.masked_batch import T5Batch, T5Sample, collate_t5
 from megatron.data.kinds.masked_data.mock import mock_data
-from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length
+from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length, start_token
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
+from megatron.data.scored_text import ScoredText, check_lengths, fitted
 from megatron.families.family import STREAM_FLAGS, BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
@@ -127,6 +130,30 @@ class T5(Family):
         assert model.decoder_num_layers is not None and decoded is not None
         encoder = (BlockLengths(encoded),) * model.num_layers
         return encoder + (BlockLengths(decoded, encoded),) * model.decoder_num_layers
+
+    def scored_lengths(
+        self, config: RunConfig, texts: Sequence[ScoredText]
+    ) -> npt.NDArray[np.int64]:
+        pairs = [(len(text.context), len(text.continuation)) for text in texts]
+        lengths = np.array(pairs, np.int64)
+        check_lengths(lengths, config.model.positions.longest)
+        return lengths
+
+    def scored_batch(
+        self,
+        config: RunConfig,
+        tokenizer: Tokenizer,
+        texts: Sequence[ScoredText],
+        pad_to: tuple[int, int] | None = None,
+    ) -> T5Batch:
+        needed = self.scored_lengths(config, texts).max(0).tolist()
+        longest = config.model.positions.longest
+        encoder, decoder = (
+            fitted(wanted, least, longest)
+            for wanted, least in zip(pad_to or (None, None), needed, strict=True)
+        )
+        start = start_token(config.kind(MaskedDataConfig), tokenizer)
+        return T5Batch.scoring(texts, (encoder, decoder), tokenizer.pad, start)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> T5Data:
         return T5Data(config, tokenizer)

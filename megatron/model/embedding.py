@@ -11,7 +11,7 @@ from torch import nn
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.norm import build_norm
-from megatron.parallel.cross_entropy import LossHead
+from megatron.parallel.cross_entropy import LossHead, TokenScores
 from megatron.parallel.embeddings import VocabParallelEmbedding, WholeEmbedding
 from megatron.parallel.layers import Dropout
 from megatron.parallel.shard import Init
@@ -49,11 +49,14 @@ class TokenEmbedding(VocabParallelEmbedding):
 
     def forward(self, state: LayerState, project: bool = False) -> LayerState:  # type: ignore[override]
         """Token ids [B, S] to [B, S, H]; with ``project`` hidden states [B, S, H] to this rank's
-        logits [B, S, V / tensor size], or, where the state has targets, to a loss."""
+        logits [B, S, V / tensor size], or, where the state has targets, to a loss or their
+        scores."""
         x = state.hidden
         if project and self.input_scale is not None:
             x = x * self.input_scale
         found = super().forward(x, project, state.targets)
+        if isinstance(found, TokenScores):
+            return state.changed(scores=found)
         if project and state.targets is not None:
             return state.with_loss(LM_LOSS, found)
         return state.with_hidden(found)

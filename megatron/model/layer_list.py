@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron.config import ParallelConfig
 from megatron.model.attention_masks import AttentionMasks
-from megatron.parallel.cross_entropy import Targets
+from megatron.parallel.cross_entropy import Targets, TokenScores
 from megatron.parallel.mesh import ALONE, Coordinates
 from megatron.parallel.random import derive_seed, generator, seed_devices
 from megatron.parallel.shard import init_of, shard_of
@@ -52,6 +52,7 @@ class LayerState(NamedTuple):
         pending: between blocks that hand their last sum on, what is to be added to ``hidden``.
         pooled: what stands for a whole sample after the blocks, [B, H], which every rank has;
             without targets, the logits of a head on it.
+        scores: of the targets, where they are to be scored.
     """
 
     hidden: Tensor
@@ -67,6 +68,7 @@ class LayerState(NamedTuple):
     pending: Tensor | None = None
     token_types: Tensor | None = None
     pooled: Tensor | None = None
+    scores: TokenScores | None = None
 
     def changed(self, **fields: Any) -> LayerState:
         """This state with other values of some fields."""

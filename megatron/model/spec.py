@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
 from operator import add
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from torch import Tensor
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec, LayerState
+from megatron.parallel.cross_entropy import Targets
 from megatron.parallel.tensor_parallel import TensorParallel
 
 
@@ -28,30 +29,47 @@ Number = TypeVar("Number", Tensor, float)
 
 @dataclass(frozen=True)
 class Measure:
-    """Numbers that an evaluation computes for every micro batch.
-
-    Reported are their means over micro batches and data-parallel ranks, so that a ratio of two
-    numbers is that of their sums: accuracy is ``correct`` / ``counted``.
+    """Numbers that an evaluation computes for every micro batch, or for each of its samples.
 
     Attributes:
-        take: scalars by name, from the state after the last layer and its batch; the same on all
-            tensor-parallel ranks.
-        logits: whether the last layer computes logits, ``hidden`` of the state, and not losses.
+        take: tensors by name, from the state after the last layer and its batch, the same on all
+            tensor-parallel ranks: scalars, whose means over micro batches and data-parallel ranks
+            are reported; with ``per_sample`` [B], or each [B, K].
+        ends: what the last layer computes: losses; the scores of the targets, ``scores`` of the
+            state; or logits, ``hidden`` of the state (``pooled``, where a head is on that).
     """
 
     names: tuple[str, ...]
     take: Callable[[LayerState, Any], Mapping[str, Tensor]]
-    logits: bool = False
+    ends: Literal["losses", "scores", "logits"] = "losses"
+    per_sample: bool = False
 
     def start(self, begin: LayerState) -> LayerState:
         """The initial state of a micro batch from which the last layer computes what is needed."""
-        return begin.changed(targets=None) if self.logits else begin
+        if self.ends == "logits":
+            return begin.changed(targets=None)
+        if self.ends == "scores":
+            assert begin.targets is not None
+            return begin.changed(targets=Targets(*begin.targets[:3], scored=True))
+        return begin
 
     def of(self, state: LayerState, batch: Any) -> Tensor:
-        """The numbers of a micro batch, float64 [N]."""
+        """The numbers of a micro batch, float64: [N]; with ``per_sample`` [B, N] or [B, N, K]."""
         found = self.take(state, batch)
         assert found.keys() == set(self.names), f"{list(found)} instead of {list(self.names)}"
-        return torch.stack([found[name].detach().double() for name in self.names])
+        numbers = [found[name].detach().double() for name in self.names]
+        return torch.stack(numbers, dim=1 if self.per_sample else 0)
+
+
+def _text_scores(state: LayerState, batch: Any) -> dict[str, Tensor]:
+    assert state.scores is not None
+    log_probs_BP, correct_BP = state.scores
+    return {"log_prob": log_probs_BP.double().sum(1), "correct": correct_BP.sum(1)}
+
+
+TEXT_SCORES = Measure(("log_prob", "correct"), _text_scores, ends="scores", per_sample=True)
+"""For each sample the log-probability of its targets together, and how many of them are the token
+that the model finds most probable."""
 
 
 def only_hidden_travels(

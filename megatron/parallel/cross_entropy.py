@@ -17,17 +17,20 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from megatron.parallel.softmax_loss import (
     Columns,
+    Softmax,
     capped,
     compiled_loss,
     compiles_for,
     eager_loss,
     rows_of_work,
+    score_chunk,
     slices,
 )
 from megatron.parallel.tensor_parallel import (
@@ -49,18 +52,50 @@ of GEMMs are. GEMMs of fewer tokens are slower, and there is no float32 copy of 
 
 class Targets(NamedTuple):
     """Token ids (int64) that a model should predict, and a mask: 1 where the loss counts, else
-    0."""
+    0.
+
+    Attributes:
+        positions_BP: where in the sequence they are predicted; None for everywhere, in order.
+        scored: whether each is to be scored, instead of a loss of all.
+    """
 
     labels_BS: Tensor
     mask_BS: Tensor
+    positions_BP: Tensor | None = None
+    scored: bool = False
 
     def at(self, positions_BP: Tensor) -> Targets:
         """Those of some positions."""
-        return Targets(*(each.gather(1, positions_BP) for each in self))
+        found = (each.gather(1, positions_BP) for each in self[:2])
+        return Targets(*found, self.positions_BP, self.scored)
 
     def padded(self, count: int) -> Targets:
         """With further ones that do not count."""
-        return Targets(*(F.pad(each, (0, count)) for each in self)) if count else self
+        if not count:
+            return self
+        found = (F.pad(each, (0, count)) for each in self[:2])
+        return Targets(*found, self.positions_BP, self.scored)
+
+    def taken(self, x_BSH: Tensor, tp: TensorParallel) -> tuple[Tensor, Targets]:
+        """The hidden states that predict them, and themselves, as many as ranks can divide."""
+        if self.positions_BP is None:
+            return x_BSH, self
+        missing = -self.positions_BP.shape[1] % tp.slices
+        x_BPH = tp.take(x_BSH, F.pad(self.positions_BP, (0, missing)))
+        return x_BPH, self.padded(missing)
+
+
+class TokenScores(NamedTuple):
+    """How probable a model finds each target.
+
+    Attributes:
+        log_probs_BP: natural logarithm of its probability, float32 or float64; 0 where the mask is.
+        correct_BP: whether no token is more probable; of several that are equal the first is. False
+            where the mask is 0.
+    """
+
+    log_probs_BP: Tensor
+    correct_BP: Tensor
 
 
 @dataclass(frozen=True)
@@ -90,6 +125,27 @@ def linear_cross_entropy(
     rank or, in a split region, this rank's slice; weight and bias are this rank's rows of the
     vocabulary, padding included; targets are those of the whole sequence."""
     return _LinearCrossEntropy.apply(x_BSH, weight, bias, targets, head, torch.is_grad_enabled())
+
+
+@torch.no_grad()
+def linear_scores(
+    x_BPH: Tensor, weight: Tensor, targets: Targets, head: LossHead, bias: Tensor | None = None
+) -> TokenScores:
+    """The score of every target, with the arguments of :func:`linear_cross_entropy`; the same on
+    every rank."""
+    dtype, tp = autocast_dtype(x_BPH), head.tp
+    with torch.autocast(x_BPH.device.type, enabled=False):
+        sliced = x_BPH.to(dtype)
+        whole = start_gather_sequence(sliced, tp.group)() if tp.split else sliced
+        bias_P = None if bias is None else bias.to(dtype)
+        run = _Chunks(
+            whole.flatten(0, 1), weight.to(dtype), targets, head, bias_P=bias_P, compiled=False
+        )
+        log_probs_T, best_T = run.scores()
+    counts_BP = targets.mask_BS > 0
+    correct_BP = (best_T == targets.labels_BS.flatten()).view(counts_BP.shape) & counts_BP
+    log_probs_BP = log_probs_T.view(counts_BP.shape).masked_fill(~counts_BP, 0.0)
+    return TokenScores(log_probs_BP, correct_BP)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -156,16 +212,17 @@ class _Chunks:
         head: LossHead,
         needs: Sequence[bool] = (False, False, False),
         bias_P: Tensor | None = None,
+        compiled: bool | None = None,
     ) -> None:
         self.x_TH, self.weight_PH, self.bias_P = x_TH, weight_PH, bias_P
         self.x_needs, self.weight_needs, self.bias_needs = needs
         self.group = head.tp.group
         self.work = torch.promote_types(x_TH.dtype, torch.float32)
-        self.compiled = compiles_for(x_TH.device.type)
+        self.compiled = compiles_for(x_TH.device.type) if compiled is None else compiled
         rows = len(weight_PH)
-        first = self.group.rank * rows
-        self.columns = Columns(max(0, min(rows, head.vocab_size - first)), head.softcap)
-        labels_T = targets.labels_BS.flatten() - first
+        self.first = self.group.rank * rows
+        self.columns = Columns(max(0, min(rows, head.vocab_size - self.first)), head.softcap)
+        labels_T = targets.labels_BS.flatten() - self.first
         if self.compiled:
             labels_T = labels_T.masked_fill(labels_T >= self.columns.used, -1)
         self.labels_T = labels_T
@@ -214,13 +271,8 @@ class _Chunks:
         total = torch.zeros((), dtype=self.work, device=self.x_TH.device)
         gradients = self.x_needs or self.weight_needs or self.bias_needs
         for chunk in self.chunks:
-            x_CH, mask_C, labels_C = self.x_TH[chunk], self.mask_T[chunk], self.labels_T[chunk]
-            # With the padding, whose width suits GEMMs.
-            logits_CP = self.logits_CP[: len(x_CH)]
-            if self.bias_P is None:
-                torch.mm(x_CH, self.weight_PH.t(), out=logits_CP)
-            else:
-                torch.addmm(self.bias_P, x_CH, self.weight_PH.t(), out=logits_CP)
+            mask_C, labels_C = self.mask_T[chunk], self.labels_T[chunk]
+            logits_CP = self._logits(chunk)
             if self.compiled:
                 loss_C = compiled_loss(
                     logits_CP, labels_C, mask_C, self.columns, self.group, gradients
@@ -235,6 +287,30 @@ class _Chunks:
             if gradients:
                 self._multiply(chunk, logits_CP)
         return total / self.counted
+
+    def scores(self) -> tuple[Tensor, Tensor]:
+        """The log-probability of each label, and the first of the most probable tokens, [T]."""
+        used, count = self.columns.used, len(self.x_TH)
+        softmax = Softmax(*(self.x_TH.new_zeros(count, dtype=self.work) for _ in Softmax._fields))
+        best_T = torch.zeros_like(self.labels_T)
+        for chunk in self.chunks:
+            into = Softmax(*(part[chunk] for part in softmax))
+            logits_CV = self._logits(chunk)[:, :used]
+            score_chunk(logits_CV, self.labels_T[chunk], self.columns, into, best_T[chunk])
+        best_T += self.first
+        if self.group.size > 1:
+            own, softmax = softmax, softmax.over_ranks(self.group)
+            best_T[own.largest_C < softmax.largest_C] = torch.iinfo(best_T.dtype).max
+            dist.all_reduce(best_T, op=dist.ReduceOp.MIN, group=self.group.handle)
+        return -softmax.loss(), best_T
+
+    def _logits(self, chunk: slice) -> Tensor:
+        """[C, P], with the padding, whose width suits GEMMs, in memory that the next overwrites."""
+        x_CH = self.x_TH[chunk]
+        logits_CP = self.logits_CP[: len(x_CH)]
+        if self.bias_P is None:
+            return torch.mm(x_CH, self.weight_PH.t(), out=logits_CP)
+        return torch.addmm(self.bias_P, x_CH, self.weight_PH.t(), out=logits_CP)
 
     def _multiply(self, chunk: slice, grad_CP: Tensor) -> None:
         """The gradients of the input, the weight and the bias from that of the logits, in which the

@@ -12,7 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from megatron.parallel.cross_entropy import LossHead, Targets, linear_cross_entropy
+from megatron.parallel.cross_entropy import (
+    LossHead,
+    Targets,
+    TokenScores,
+    linear_cross_entropy,
+    linear_scores,
+)
 from megatron.parallel.layers import LinearMap, column_linear
 from megatron.parallel.shard import Cut, Init, Shard, parameter
 from megatron.parallel.tensor_parallel import TensorParallel
@@ -33,12 +39,17 @@ class VocabParallelEmbedding(nn.Module):
         self.rows_local = rows // tp.group.size
         self.first_row = tp.group.rank * self.rows_local
 
-    def forward(self, x: Tensor, project: bool = False, targets: Targets | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, project: bool = False, targets: Targets | None = None
+    ) -> Tensor | TokenScores:
         """Token ids of the whole sequence to embeddings [B, S, H]; with ``project`` hidden states
-        [B, S, H] to this rank's logits [B, S, VP], or, where there are targets, to the loss. All go
-        through ``forward`` because ZeRO 3 gathers the weight around module calls."""
+        [B, S, H] to this rank's logits [B, S, VP], or, where there are targets, to the loss or
+        their scores. All go through ``forward`` because ZeRO 3 gathers the weight around module
+        calls."""
         if project and targets is not None:
-            return linear_cross_entropy(x, self.weight, targets, self.head, self.bias)
+            x, targets = targets.taken(x, self.tp)
+            over_targets = linear_scores if targets.scored else linear_cross_entropy
+            return over_targets(x, self.weight, targets, self.head, self.bias)
         if project:
             (logits_BSV,) = column_linear(x, (LinearMap(self.weight, self.bias),), self.tp)
             return self.head.capped(logits_BSV)

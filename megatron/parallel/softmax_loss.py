@@ -220,6 +220,24 @@ def eager_loss(
     return loss_C
 
 
+def score_chunk(
+    logits_CV: Tensor, labels_C: Tensor, columns: Columns, softmax: Softmax, best_C: Tensor
+) -> None:
+    """Fills in what this rank knows of each token's softmax, and which of its columns has the
+    largest logit, the first if there are several. A label may be no column of this rank."""
+    absent_C = (labels_C < 0) | (labels_C >= logits_CV.shape[1])
+    columns_C = labels_C.masked_fill(absent_C, 0)
+    if not logits_CV.shape[1]:
+        softmax.largest_C.fill_(-torch.inf)
+        return
+    for at in _rows(logits_CV):
+        logits_RV = capped(logits_CV[at].to(softmax.total_C.dtype), columns.softcap)
+        softmax.target_C[at] = logits_RV.gather(1, columns_C[at, None]).squeeze(1)
+        softmax.largest_C[at], best_C[at] = logits_RV.max(-1)
+        softmax.total_C[at] = logits_RV.sub_(softmax.largest_C[at, None]).exp_().sum(-1)
+    softmax.target_C.masked_fill_(absent_C, 0.0)
+
+
 def _rows(logits_CV: Tensor) -> Iterator[slice]:
     rows = len(logits_CV)
     if logits_CV.device.type == "cpu":

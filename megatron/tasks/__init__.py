@@ -1,1 +1,1 @@
-"""The tasks of ``tasks/main.py``: zero-shot evaluation and fine-tuning."""
+"""Evaluation of models on tasks, and fine-tuning for them."""

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from megatron.config import ConfigError, EvalTasksConfig, RunConfig
+from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.tasks.zeroshot import TASKS, ZeroShotTask, prepare
 from megatron.tokenizer import Tokenizer
 from megatron.training.metrics import TaskEvaluation
@@ -30,9 +31,9 @@ class EvalTasks(Callback):
         self._since = time.perf_counter()
         return self
 
-    def evaluate(self, trainer: Trainer) -> None:
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
         """Evaluates if it is due."""
-        if not trainer.ended and trainer.iteration % self._interval:
+        if not last and trainer.iteration % self._interval:
             return
         trainer.settle()
         before = time.perf_counter() - self._since
@@ -84,4 +85,5 @@ def _prepared(name: str, path: Path, config: RunConfig, tokenizer: Tokenizer) ->
             "a file of documents must end in .json or .jsonl"
         )
     stride = config.tasks.eval_tasks_stride or config.model.seq_length
-    return prepare(kind, [path], tokenizer, config.model, stride, strict_lambada=True, name=name)
+    raw = config.kind(RawTextConfig)
+    return prepare(kind, [path], tokenizer, config.model, stride, True, raw=raw, name=name)

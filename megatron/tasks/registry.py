@@ -9,6 +9,9 @@ from megatron.tasks.task import Task
 _FINE_TUNING = "megatron.tasks.fine_tuning.command:FINE_TUNING"
 
 TASKS: dict[str, str] = {
+    "WIKITEXT103": "megatron.tasks.zeroshot.command:WIKITEXT103",
+    "LAMBADA": "megatron.tasks.zeroshot.command:LAMBADA",
+    "RAW": "megatron.tasks.zeroshot.command:RAW",
     **dict.fromkeys(
         ("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"), _FINE_TUNING
     ),

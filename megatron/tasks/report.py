@@ -9,15 +9,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import megatron
 from megatron.config import RunConfig
+from megatron.training.plots import shown_metrics
 from megatron.training.run_curves import Panel, RunCurve, draw_panels
 from megatron.util.files import write_whole
+from megatron.util.progress import say
 
 _PACKAGES = ("torch", "numpy", "transformers", "deepspeed", "lm_eval")
-_HEADLINES = ("bits_per_byte", "perplexity", "accuracy")
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,13 @@ class EvaluatedModel:
         return cls(where, iteration, shown, config.tokenizer.tokenizer_type)
 
 
+class Evaluation(NamedTuple):
+    """A model, and what tasks measured with it."""
+
+    model: EvaluatedModel
+    results: Sequence[TaskResult]
+
+
 def bits_per_byte(log_prob: float, text_bytes: int) -> float:
     """Bits that a model needs for each byte of a text with the probability exp(``log_prob``). It
     depends on the text and not on how a tokenizer divides it."""
@@ -90,19 +98,15 @@ def table(results: Sequence[TaskResult]) -> str:
     return _aligned(rows, texts=2)
 
 
-def table_of_checkpoints(results: Mapping[int, Sequence[TaskResult]]) -> str:
+def table_of_checkpoints(evaluations: Sequence[Evaluation]) -> str:
     """A line per iteration, a column per task and metric."""
-    columns = dict.fromkeys(
-        (result.name, name)
-        for each in results.values()
-        for result in each
-        for name in result.metrics
-    )
+    every = [result for each in evaluations for result in each.results]
+    columns = dict.fromkeys((result.name, name) for result in every for name in result.metrics)
     rows = [("iteration", *(f"{task} {name.replace('_', ' ')}" for task, name in columns))]
-    for iteration, each in sorted(results.items()):
-        found = {(r.name, name): value for r in each for name, value in r.metrics.items()}
+    for model, results in evaluations:
+        found = {(r.name, name): value for r in results for name, value in r.metrics.items()}
         values = (f"{found[key]:.6g}" if key in found else "" for key in columns)
-        rows.append((str(iteration), *values))
+        rows.append((str(model.iteration), *values))
     return _aligned(rows)
 
 
@@ -119,9 +123,23 @@ def _aligned(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
     return "\n".join((lines[0], "  ".join("-" * width for width in widths), *lines[1:]))
 
 
-def write_results(
-    path: Path, evaluated: Sequence[tuple[EvaluatedModel, Sequence[TaskResult]]]
-) -> None:
+def finish(evaluations: Sequence[Evaluation], output: str | None, plot: Path) -> None:
+    """Prints the final table, and writes the JSON file ``output`` if there is one; of several
+    checkpoints it draws ``plot`` too."""
+    if len(evaluations) == 1:
+        say(table(evaluations[0].results))
+    else:
+        say(table_of_checkpoints(evaluations))
+        draw_checkpoints(evaluations, plot)
+        say(f"curves of {len(evaluations)} checkpoints: {plot}")
+    tokens = sum(result.tokens for each in evaluations for result in each.results)
+    seconds = sum(result.seconds for each in evaluations for result in each.results)
+    say(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s")
+    if output is not None:
+        write_results(Path(output), evaluations)
+
+
+def write_results(path: Path, evaluations: Sequence[Evaluation]) -> None:
     """Writes what was evaluated, with which versions, and the results, an entry for each model; the
     file appears when it is complete. NaN and infinity are null, as JSON has neither."""
     content = {
@@ -131,7 +149,7 @@ def write_results(
                 "model": asdict(model),
                 "tasks": {result.name: _values(result) for result in results},
             }
-            for model, results in evaluated
+            for model, results in evaluations
         ],
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -160,21 +178,18 @@ def _versions() -> dict[str, str]:
     return found
 
 
-def draw_checkpoints(
-    results: Mapping[int, Sequence[TaskResult]], output_png: Path, title: str | None = None
-) -> None:
-    """Draws, over iterations, a panel for each metric that tasks share: bits per byte, perplexity,
-    accuracy first."""
+def draw_checkpoints(evaluations: Sequence[Evaluation], output_png: Path) -> None:
+    """Draws, over iterations, a panel for each metric that tasks share, bits per byte first."""
     series: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
-    for iteration, each in sorted(results.items()):
-        for result in each:
-            for metric, value in result.metrics.items():
+    for model, results in evaluations:
+        for result in results:
+            for metric in shown_metrics(result.metrics):
                 steps, values = series.setdefault(metric, {}).setdefault(result.name, ([], []))
-                steps.append(iteration)
-                values.append(value)
-    order = sorted(series, key=lambda m: _HEADLINES.index(m) if m in _HEADLINES else 99)
+                steps.append(model.iteration or 0)
+                values.append(result.metrics[metric])
+    order = sorted(series, key=lambda metric: metric != "bits_per_byte")
     panels = [
         Panel(m.replace("_", " "), [RunCurve(name, *xy) for name, xy in series[m].items()])
         for m in order
     ]
-    draw_panels(panels, output_png, "iteration", title)
+    draw_panels(panels, output_png, "iteration")

@@ -6,8 +6,8 @@ import pkgutil
 from typing import Any
 
 from megatron.config import ConfigError, TokenizerConfig
+from megatron.config.flags import nearest
 from megatron.tokenizer.base import TextSource, Tokenizer
-from megatron.util.nearest import nearest
 
 TOKENIZERS = {
     "GPT2BPETokenizer": "gpt2_bpe:GPT2BPETokenizer",

@@ -6,7 +6,7 @@ import io
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -130,18 +130,23 @@ def validation_losses(rows: Rows) -> dict[str, Points]:
 
 
 def task_metrics(rows: Rows) -> dict[str, dict[str, Points]]:
-    """What the tasks of a run measured: curves by metric and task, bits per byte first. A task that
-    has bits per byte is not shown by loss and perplexity too, which say the same."""
+    """What the tasks of a run measured: curves by metric and task, bits per byte first."""
     names: dict[str, dict[str, None]] = {}
     for row in rows:
         kind, _, task = row["kind"].partition(" ")
         if kind == "task":
-            found = row.keys() - _CLOCKS - set(TASK_COSTS)
-            names.setdefault(task, {}).update(dict.fromkeys(n for n in row if n in found))
+            found = (n for n in row if n not in _CLOCKS and n not in TASK_COSTS)
+            names.setdefault(task, {}).update(dict.fromkeys(found))
     curves: dict[str, dict[str, Points]] = {}
     for task, metrics in names.items():
-        for metric in metrics:
-            same = metric.endswith(("loss", "perplexity")) and "bits_per_byte" in metrics
-            if not same:
-                curves.setdefault(metric, {})[task] = points(rows, f"task {task}", metric)
+        for metric in shown_metrics(metrics):
+            curves.setdefault(metric, {})[task] = points(rows, f"task {task}", metric)
     return dict(sorted(curves.items(), key=lambda item: item[0] != "bits_per_byte"))
+
+
+def shown_metrics(names: Iterable[str]) -> list[str]:
+    """The metrics of a task that pictures show: without ratios, which depend on the text alone, and
+    without loss and perplexity beside bits per byte, which say the same."""
+    names = [name for name in names if not name.endswith("ratio")]
+    said = ("loss", "perplexity") if "bits_per_byte" in names else ()
+    return [name for name in names if not name.endswith(said)]

@@ -45,7 +45,7 @@ from megatron.tokenizer import Tokenizer, build_tokenizer, implied_type, vocabul
 from megatron.training import resume
 from megatron.training.checkpoints import CheckpointManager
 from megatron.training.launch import start_processes
-from megatron.training.plan import TrainingPlan
+from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.profiling import profiling
 from megatron.training.report import Reporter, say, show_log
 from megatron.training.stopping import NonFiniteGuard, Stopping, StopRequest
@@ -91,11 +91,16 @@ def parse_run(
                 f"or start pretrain_{given.value}.py"
             )
     run = run_of(settings, start_processes(settings, argv))
+    show_configuration(run)
+    return run
+
+
+def show_configuration(run: Run) -> None:
+    """With ``--explain-config`` prints every value with its origin and ends the process."""
     if run.config.training.explain_config:
         if is_main_process():
             print(explain(run.resolved))
         sys.exit(0)
-    return run
 
 
 def run_of(settings: Settings, processes: int, samples: str | None = None) -> Run:
@@ -183,17 +188,24 @@ def run_data(run: Run) -> TrainingData:
     return data.training_data(plan.sample_counts, plan.batch_sizes)
 
 
-def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> Trainer:
+def build_trainer(
+    run: Run,
+    mesh: Mesh,
+    callbacks: Sequence[Callback] = (),
+    data: TrainingData | None = None,
+    epochs: Epochs | None = None,
+) -> Trainer:
     """The trainer of a run: model, data, checkpoints, logging and signals. ``callbacks`` are called
-    before those of the run. Raises ValueError or OSError if data or checkpoints cannot be used; the
-    message names them."""
+    before those of the run; ``data`` take the place of the run's own, and ``epochs`` that of its
+    length. Raises ValueError or OSError if data or checkpoints cannot be used; the message names
+    them."""
     config, device = run.config, training_device()
     tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
-    data = run_data(run)
+    data = data or run_data(run)
     request = StopRequest(
         config.training.exit_duration_in_mins, run.launched, config.training.kill_switch_file
     )
-    plan = TrainingPlan(config)
+    plan = TrainingPlan(config, epochs)
     lock = hold_folder(config.checkpoint.save, mesh.world, device, say)
     checkpoint = resume.locate(config)
     spec = spec_of(config.model, config.parallel)
@@ -222,11 +234,16 @@ def build_trainer(run: Run, mesh: Mesh, callbacks: Sequence[Callback] = ()) -> T
     )
 
 
-def train(run: Run) -> None:
-    """Trains from the checkpoint that the run loads, or the first step, to its end. Raises what
-    :func:`build_trainer` raises."""
+def train(
+    run: Run,
+    callbacks: Sequence[Callback] = (),
+    data: TrainingData | None = None,
+    epochs: Epochs | None = None,
+) -> None:
+    """Trains from the checkpoint that the run loads, or the first step, to its end. Arguments and
+    errors are those of :func:`build_trainer`."""
     with distributed(run.config.parallel) as mesh:
-        build_trainer(run, mesh).fit()
+        build_trainer(run, mesh, callbacks, data, epochs).fit()
 
 
 class _Closing(Callback):

@@ -8,9 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megatron.data.loader import MicroBatches, TrainingData
-from megatron.data.samples import Piece, SampleDataset
 from megatron.engine.train_engine import StepResult, TrainEngine
-from megatron.model.spec import Measure
 from megatron.training.metrics import Evaluation, TaskEvaluation
 from megatron.training.plan import TrainingPlan
 
@@ -78,9 +76,9 @@ class Callback:
         """After the last step, before the last evaluations; ``reason`` is None at the end of the
         plan."""
 
-    def evaluate(self, trainer: Trainer) -> None:
-        """Between two steps and at the end of the plan, after the validation: evaluations of its
-        own, if they are due, which it passes to :meth:`Trainer.report`."""
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
+        """Between two steps, and at the end of the plan (``last``), after the validation: makes
+        evaluations of its own, if they are due, and gives them to :meth:`Trainer.report`."""
 
     def evaluated(self, trainer: Trainer, evaluation: Evaluation | TaskEvaluation) -> None:
         """After an evaluation on held-out data or of a task."""
@@ -116,7 +114,7 @@ class Trainer:
                 callback.training_ended(self, reason)
             if reason is None:
                 self.validate()
-                self._tell("evaluate")
+                self._tell("evaluate", True)
                 self.test()
         return reason
 
@@ -157,7 +155,7 @@ class Trainer:
             if self.plan.evaluates_after(self.iteration):
                 self.validate()
             if not self.at_end:
-                self._tell("evaluate")
+                self._tell("evaluate", False)
             for epoch in self.plan.epochs_ended(self.iteration):
                 self._tell("epoch_ended", epoch)
             found = [callback.reason_to_stop(self) for callback in self.callbacks]
@@ -197,36 +195,13 @@ class Trainer:
         """Tells every callback of an evaluation."""
         self._tell("evaluated", evaluation)
 
-    def measure(self, dataset: SampleDataset[Any], measure: Measure) -> dict[str, float]:
-        """Sums, by name, of a measure's numbers over a whole data set, in which every sample counts
-        once on any layout; an accuracy is the quotient of two of them."""
-        size, ranks = self.plan.micro_batch_size, self.engine.mesh.data.size
-        totals = dict.fromkeys(measure.names, 0.0)
-        first, count = 0, len(dataset)
-        # Samples that do not fill a micro batch on every rank are read one at a time, and the
-        # remaining ones by all ranks together, so that their mean is the sample's own number.
-        for samples, shared in ((size, False), (1, False), (1, True)):
-            per_round = samples * (1 if shared else ranks)
-            rounds = (count - first) // per_round
-            if rounds:
-                part = _Part(dataset, range(first, first + rounds * per_round))
-                batches = self.data.batches(part, **self.reading(samples, shared))
-                means = self.engine.evaluate(batches, rounds, measure)
-                for name, mean in means.items():
-                    totals[name] += mean * rounds * (1 if shared else ranks)
-                first += rounds * per_round
-        return totals
-
-    def reading(
-        self, size: int | None = None, shared: bool = False, **options: Any
-    ) -> dict[str, Any]:
-        """Options of ``TrainingData.batches`` for this rank; ``shared`` if all ranks read the same
-        samples."""
+    def reading(self, **options: Any) -> dict[str, Any]:
+        """Options of ``TrainingData.batches`` for this rank."""
         data = self.engine.mesh.data
         return {
-            "micro_batch_size": size or self.plan.micro_batch_size,
-            "data_rank": 0 if shared else data.rank,
-            "data_size": 1 if shared else data.size,
+            "micro_batch_size": self.plan.micro_batch_size,
+            "data_rank": data.rank,
+            "data_size": data.size,
             "device": self.engine.device,
             **options,
         }
@@ -234,18 +209,3 @@ class Trainer:
     def _tell(self, what: str, *about: Any) -> None:
         for callback in self.callbacks:
             getattr(callback, what)(self, *about)
-
-
-@dataclass(frozen=True)
-class _Part:
-    dataset: SampleDataset[Any]
-    numbers: range
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int, /) -> Any:
-        return self.dataset[self.numbers[index]]
-
-    def origin(self, index: int, /) -> Sequence[Piece]:
-        return self.dataset.origin(self.numbers[index])

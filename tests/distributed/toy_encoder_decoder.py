@@ -140,5 +140,5 @@ def _counts(state: LayerState, batch: PairBatch) -> dict[str, Tensor]:
     return {"correct": correct.sum(), "counted": torch.tensor(correct.numel())}
 
 
-COUNTS = Measure(("correct", "counted"), _counts, logits=True)
+COUNTS = Measure(("correct", "counted"), _counts, ends="logits")
 """An evaluation by logits; of whole ones, so that the vocabulary must not be cut."""

@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from megatron.config.flags import ConfigError, option
+from megatron.config.flags import ConfigError, nearest, option
 from megatron.config.kinds import KindConfig
-from megatron.util.nearest import nearest
 
 SEQUENCE_METRIC = "seqlen_truncate"
 """The metric of ``data_efficiency`` that is a sequence length, as in Megatron-DeepSpeed."""

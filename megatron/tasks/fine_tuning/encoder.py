@@ -1,4 +1,4 @@
-"""Tasks for an encoder with a head: the label of a text or a pair, a number, one of four options."""
+"""Tasks for an encoder with a head: the label of a text or a pair, a number, the best option."""
 
 from __future__ import annotations
 

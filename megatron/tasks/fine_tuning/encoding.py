@@ -36,7 +36,8 @@ class PairEncoder:
         """Tokens and types [S]; a sequence that would reach ``seq_length`` is cut to one token less
         before it gets its last separator."""
         cls, sep = self.tokenizer.cls, self.tokenizer.sep
-        parts = [[cls], first, [sep], *([] if second is None else [second])]
+        parts = [np.array([cls]), first, np.array([sep])]
+        parts += [] if second is None else [second]
         tokens = np.concatenate(parts).astype(np.int64)
         types = (np.arange(len(tokens)) > len(first) + 1).astype(np.int64)
         cut = len(tokens) >= self.seq_length

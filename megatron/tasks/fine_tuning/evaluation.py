@@ -10,7 +10,7 @@ from typing import Any
 
 from megatron.engine.train_engine import ModelEngine
 from megatron.tasks.fine_tuning.best_epoch import EpochRecord, Epochs
-from megatron.tasks.fine_tuning.predictions import Prediction, mean_loss, write_predictions
+from megatron.tasks.fine_tuning.predictions import Prediction, mean_loss
 from megatron.tasks.fine_tuning.scores import Scores, overall_line, set_line
 from megatron.tasks.fine_tuning.task import FineTuning, HeldOutSamples
 from megatron.tasks.report import TaskResult
@@ -185,7 +185,7 @@ class EvaluateEpochs(Callback):
         self.epochs.add(EpochRecord(found.epoch, found.iteration, name, value, metrics))
         is_best = self.epochs.best is not None and self.epochs.best.epoch == found.epoch
         if is_best and self._predictions is not None and is_main_process():
-            write_predictions(self._predictions, found.predictions)
+            self.sets.task.write_predictions(self._predictions, found.predictions)
 
 
 def _report(trainer: Trainer, evaluation: Any) -> None:

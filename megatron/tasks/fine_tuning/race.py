@@ -21,9 +21,7 @@ def read_race(folder: Path) -> list[Question]:
     ConfigError, with file and line, if something cannot be read."""
     if not folder.is_dir():
         found = "is a file" if folder.is_file() else "does not exist"
-        raise ConfigError(
-            f"{folder} {found}; it must be a folder of .txt files, such as dev/middle"
-        )
+        raise ConfigError(f"{folder} {found}; it must be a folder of .txt files")
     files = sorted(folder.glob("*.txt"))
     if not files:
         inside = sorted(child.name for child in folder.iterdir() if child.is_dir())
@@ -69,7 +67,8 @@ def _questions(path: Path, number: int, line: str) -> list[Question]:
         if not all(isinstance(words, str) for words in (text, *choices)):
             raise ConfigError(f"{of}: the question and its options must be strings")
         label = None if answers is None else _answer(of, answers[index])
-        questions.append(Question(article, text, tuple(choices), label, f"{path.name}:{index}"))
+        identity = f"{path.name}:{number}:{index + 1}"
+        questions.append(Question(article, text, tuple(choices), label, identity))
     return questions
 
 

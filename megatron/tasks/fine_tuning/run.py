@@ -9,7 +9,10 @@ from pathlib import Path
 from typing import Any
 
 from megatron.checkpoint.files import CheckpointError
-from megatron.config import LENGTHS, ConfigError, Setting, Settings
+from megatron.checkpoint.folder import tag
+from megatron.checkpoint.manifest import MANIFEST
+from megatron.config import ConfigError, Setting, Settings
+from megatron.config.training import LENGTHS
 from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
 from megatron.engine.build import build_evaluator
@@ -26,15 +29,14 @@ from megatron.tasks.fine_tuning.evaluation import (
     ValidationSets,
 )
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
-from megatron.tasks.fine_tuning.predictions import write_predictions
 from megatron.tasks.fine_tuning.scores import overall_line
-from megatron.tasks.fine_tuning.task import FineTuning, Prepared
+from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
 from megatron.tasks.report import EvaluatedModel, TaskResult, table, write_results
 from megatron.training import plan as plans
 from megatron.training.plan import TrainingPlan
 from megatron.training.report import say
 from megatron.training.resume import ResumeSource, find_origin
-from megatron.training.run import Run, build_trainer, run_of
+from megatron.training.run import Run, build_trainer, run_of, show_configuration
 from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
@@ -52,12 +54,19 @@ def fine_tune(
     task: FineTuning, config: TaskConfig, settings: Settings, processes: int
 ) -> list[EpochEvaluation]:
     """Fine-tunes and evaluates after every epoch, or evaluates only; returns the evaluations of
-    this process's run. Raises what :meth:`megatron.tasks.task.Task.run` raises."""
+    this process. Raises what :meth:`megatron.tasks.task.Task.run` raises."""
     if config.epochs is None:
         raise ConfigError("--epochs is missing: how often to train on all samples, 0 to evaluate")
     examples = read_examples(task, config)
-    settings = _completed(task, config, settings, len(examples.train))
+    settings = _completed(task, config, settings)
     run = run_of(settings, processes)
+    train = None
+    if config.epochs:
+        train = task.training_samples(examples.train, Prepared(run.config, run.tokenizer, config))
+        count = len(train.dataset)
+        length = Setting(config.epochs * count, f"derived: epochs x {count} samples")
+        run = run_of(settings | {"train_samples": length}, processes)
+    show_configuration(run)
     prepared = Prepared(run.config, run.tokenizer, config)
     held_out = {
         name: task.held_out_samples(found, prepared) for name, found in examples.valid.items()
@@ -65,9 +74,9 @@ def fine_tune(
     size = config.eval_micro_batch_size or run.config.training.micro_batch_size
     sets = ValidationSets(task, held_out, size)
     with distributed(run.config.parallel) as mesh:
-        if not config.epochs:
+        if train is None:
             return [_evaluate(config, run, mesh, sets)]
-        return _train(task, config, run, mesh, sets, examples.train)
+        return _train(config, run, mesh, sets, train)
 
 
 def read_examples(task: FineTuning, config: TaskConfig) -> Examples:
@@ -92,8 +101,8 @@ def read_examples(task: FineTuning, config: TaskConfig) -> Examples:
     return Examples(train, valid)
 
 
-def _completed(task: FineTuning, config: TaskConfig, settings: Settings, samples: int) -> Settings:
-    """The settings of the run of a task with a number of samples to train on."""
+def _completed(task: FineTuning, config: TaskConfig, settings: Settings) -> Settings:
+    """The settings of the run of a task, with a length of one sample for each epoch."""
     origin = f"task {task.name}"
     settings = settings | task.settings()
     if config.keep_last is not None:
@@ -114,58 +123,44 @@ def _completed(task: FineTuning, config: TaskConfig, settings: Settings, samples
                 f"--{name.replace('_', '-')} {settings[name].value}: a fine-tuning is --epochs "
                 f"{config.epochs} long; leave it out, or stop earlier with --exit-interval"
             )
-    length = config.epochs * samples
-    settings["train_samples"] = Setting(length, f"derived: epochs x {samples} samples")
+    settings["train_samples"] = Setting(config.epochs, "derived: epochs")
     # Every epoch ends with all of the validation sets; their loss on the way is on request.
     settings.setdefault("eval_iters", Setting(0, origin))
     return settings
 
 
 def _train(
-    task: FineTuning,
-    config: TaskConfig,
-    run: Run,
-    mesh: Mesh,
-    sets: ValidationSets,
-    examples: Sequence[Any],
+    config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets, train: TrainingSamples
 ) -> list[EpochEvaluation]:
     assert config.epochs
-    epochs = plans.Epochs(config.epochs, len(examples))
+    epochs = plans.Epochs(config.epochs, len(train.dataset))
     save = run.config.checkpoint.save
     record = Epochs(Path(save) if save else None, is_main_process())
     predictions = Path(config.predictions) if config.predictions else None
     evaluations = EvaluateEpochs(sets, record, predictions)
-    data = _training_data(task, config, run, sets, examples, TrainingPlan(run.config, epochs))
-    trainer = build_trainer(run, mesh, (evaluations,), data=data, epochs=epochs)
-    trainer.fit()
+    data = _training_data(run, sets, train, TrainingPlan(run.config, epochs))
+    build_trainer(run, mesh, (evaluations,), data, epochs).fit()
     if is_main_process():
         if record.best is not None:
             best = record.best
-            where = f", in {save}/global_step{best.iteration}" if save else ""
+            where = f", in {Path(save) / tag(best.iteration)}" if save else ""
             say(f"best epoch {best.epoch}: {best.metric} {best.value:.6g}{where}")
         _finish(config, run, evaluations.evaluations, None)
     return evaluations.evaluations
 
 
 def _training_data(
-    task: FineTuning,
-    config: TaskConfig,
-    run: Run,
-    sets: ValidationSets,
-    examples: Sequence[Any],
-    plan: TrainingPlan,
+    run: Run, sets: ValidationSets, train: TrainingSamples, plan: TrainingPlan
 ) -> TrainingData:
-    prepared = Prepared(run.config, run.tokenizer, config)
-    training = task.training_samples(examples, prepared)
-    train, valid, _ = plan.sample_counts
+    count, valid, _ = plan.sample_counts
     seed = run.config.training.seed
     held_out = {
         name: Repeated(samples.training, valid)
         for name, samples in sets.sets.items()
         if samples.training is not None
     }
-    datasets = Datasets(ShuffledEpochs(training.dataset, seed, train), held_out, {})
-    return TrainingData(datasets, training.collate)
+    datasets = Datasets(ShuffledEpochs(train.dataset, seed, count), held_out, {})
+    return TrainingData(datasets, train.collate)
 
 
 def _evaluate(config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets) -> EpochEvaluation:
@@ -186,8 +181,8 @@ def _evaluate(config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets) ->
     if found.overall is not None:
         report(overall_line(NOT_TRAINED, found.overall))
     if is_main_process():
-        path = _predictions_path(config, origin, list(sets.sets))
-        write_predictions(path, found.predictions)
+        path = _predictions_path(config, origin, sets)
+        sets.task.write_predictions(path, found.predictions)
         say(f"predictions: {path}")
         _finish(config, run, [found], origin.found.folder)
     return found
@@ -204,12 +199,12 @@ def _check_head(origin: ResumeSource, run: Run, task: FineTuning) -> None:
         )
 
 
-def _predictions_path(config: TaskConfig, origin: ResumeSource, names: Sequence[str]) -> Path:
+def _predictions_path(config: TaskConfig, origin: ResumeSource, sets: ValidationSets) -> Path:
     if config.predictions:
         return Path(config.predictions)
     folder = origin.found.folder
-    load = folder.parent if (folder / "manifest.json").is_file() else folder
-    return load / f"predictions_{'_'.join(names)}.jsonl"
+    load = folder.parent if (folder / MANIFEST).is_file() else folder
+    return load / f"predictions_{'_'.join(sets.sets)}{sets.task.predictions_suffix}"
 
 
 def _finish(

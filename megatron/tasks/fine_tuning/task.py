@@ -1,4 +1,4 @@
-"""What a fine-tuned task is: its settings, its samples, what is predicted and how that is scored."""
+"""What a fine-tuned task is: its settings, samples, predictions and scores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megatron.config import RunConfig, Settings
 from megatron.data.samples import SampleDataset
 from megatron.model.spec import Measure
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.fine_tuning.predictions import Prediction
+from megatron.tasks.fine_tuning.predictions import Prediction, write_predictions
 from megatron.tasks.fine_tuning.scores import Scores
 from megatron.tokenizer import Tokenizer
 
@@ -25,7 +25,7 @@ Numbers = Mapping[str, npt.NDArray[np.float64]]
 
 @dataclass(frozen=True)
 class Prepared:
-    """The model's configuration and what text becomes tokens with, for the samples of a run."""
+    """What samples are made with: the configuration of the run, its tokenizer, the task's flags."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -72,6 +72,8 @@ class FineTuning(ABC):
     name: str
     folders: bool = False
     """Whether data are folders."""
+    predictions_suffix: str = ".jsonl"
+    """Of the file of predictions, where it is not named."""
 
     @abstractmethod
     def settings(self) -> Settings:
@@ -93,3 +95,7 @@ class FineTuning(ABC):
     @abstractmethod
     def scores(self, predictions: Sequence[Prediction]) -> Scores:
         """Scores of at least one prediction, of which the labels are known."""
+
+    def write_predictions(self, path: Path, sets: Mapping[str, Sequence[Prediction]]) -> None:
+        """Writes the predictions of validation sets by name."""
+        write_predictions(path, sets)

@@ -7,6 +7,7 @@ that attends to it: two files of its own, and no other knows of it.
 from functools import cache
 from pathlib import Path
 
+import numpy as np
 import pytest
 import training_jobs
 from training_jobs import TINY
@@ -21,6 +22,7 @@ from megatron.model.spec import Measure
 from megatron.parallel.tensor_parallel import TensorParallel
 from megatron.parity.gradients import first_difference, reference_gradients
 from megatron.parity.runs import Drift, rounding_noise, train_plainly
+from megatron.training.measuring import measure_samples
 from megatron.training.run import build_trainer, parse_run
 
 FLAGS = [
@@ -59,24 +61,25 @@ def train(argv):
     return training_jobs.train(argv)
 
 
-def squares(argv):
-    """The sum of a measure over seven samples, and what the run logs of a loss; for the pool."""
+def largest(argv):
+    """Numbers of each of seven samples, and their progress; for the pool."""
     known()
     run = parse_run(None, argv)
     with distributed(run.config.parallel) as mesh:
         trainer = build_trainer(run, mesh)
-        measure = Measure(("square", "counted"), of_samples)
+        measure = Measure(("largest", "both"), of_samples, ends="logits", per_sample=True)
         samples = trainer.data.datasets.train
         part = type(samples)(7, samples.vocab_size, samples.part)
-        return trainer.measure(part, measure)
+        done = []
+        found = measure_samples(
+            trainer.engine, part, trainer.data.collate, measure, 2, progress=done.append
+        )
+        return found, done
 
 
 def of_samples(state, batch):
-    count = batch.encoded_BS.shape[0]
-    return {
-        "square": state.losses["square loss"] * count,
-        "counted": state.losses["lm loss"].new_tensor(count),
-    }
+    largest_B2 = state.hidden.amax(-1)[:, :2]
+    return {"largest": largest_B2, "both": largest_B2.sum(1, keepdim=True).expand(-1, 2)}
 
 
 @cache
@@ -110,11 +113,15 @@ def test_training_through_deepspeed_against_plain_torch(pool, layout):
 
 
 def test_a_whole_data_set_counts_every_sample_once(pool):
-    """Seven samples: one micro batch on each of two ranks, a sample on each, one on both."""
-    alone = pool.run(1, squares, [*FLAGS, *ZERO_1])[0]
-    assert alone["counted"] == 7
-    for found in pool.run(2, squares, [*FLAGS, *ZERO_1]):
-        assert found == pytest.approx(alone, rel=1e-6)
+    """Seven samples in micro batches of two: on two ranks the last is filled up."""
+    ((alone, done),) = pool.run(1, largest, [*FLAGS, *ZERO_1])
+    assert done == [7] and len(set(alone["largest"][:, 0])) == 7
+    np.testing.assert_allclose(alone["both"], alone["largest"].sum(1, keepdims=True) + [[0.0, 0.0]])
+    for layout in ([], ["--pipeline-model-parallel-size", "2"]):
+        for found, done in pool.run(2, largest, [*FLAGS, *ZERO_1, *layout]):
+            assert done == [7] and found.keys() == alone.keys()
+            for name in found:
+                np.testing.assert_allclose(found[name], alone[name], rtol=1e-6)
 
 
 def test_a_checkpoint_says_its_family(pool, tmp_path):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from megatron.data.loader import mapped
 from megatron.data.packing import positions_within
+from megatron.data.scored_text import ScoredText, padded
 
 NO_LABEL = -1
 """The label of tokens that are not to be predicted, as in Megatron."""
@@ -166,6 +167,25 @@ class T5Batch(NamedTuple):
     """1 for tokens, 0 for padding; int64."""
     decoder_padding_mask_BD: Tensor
     """1 for tokens, 0 for padding; int64."""
+
+    @classmethod
+    def scoring(
+        cls, texts: Sequence[ScoredText], lengths: tuple[int, int], pad: int, start: int
+    ) -> T5Batch:
+        """Texts whose contexts the encoder reads, and whose continuations are the labels."""
+        contexts, labels = zip(*((text.context, text.continuation) for text in texts), strict=True)
+        inputs = [np.concatenate(([start], row[:-1])) for row in labels]
+        masks = [[np.ones_like(row) for row in rows] for rows in (contexts, labels)]
+        encoder, decoder = lengths
+        fields = (
+            padded(contexts, encoder, pad),
+            padded(inputs, decoder, pad),
+            padded(labels, decoder, -1),
+            padded(masks[1], decoder).astype(np.float32),
+            padded(masks[0], encoder),
+            padded(masks[1], decoder),
+        )
+        return cls._make(map(torch.from_numpy, fields))
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> T5Batch:
         return T5Batch._make(tensor.to(device, non_blocking=non_blocking) for tensor in self)

@@ -102,7 +102,7 @@ class T5Recipe(SegmentRecipe[T5Sample]):
             corruption,
             tokenizer.eos,
             tokenizer.pad,
-            tokenizer.bos if config.decoder_start_token == "bos" else tokenizer.pad,
+            start_token(config, tokenizer),
             sentinels,
         )
 
@@ -227,6 +227,11 @@ class SpanCorruption:
             if rest:
                 sizes_K[np.argmin(sizes_K)] += rest
         return sizes_K
+
+
+def start_token(config: MaskedDataConfig, tokenizer: Tokenizer) -> int:
+    """First token of the decoder's input."""
+    return tokenizer.bos if config.decoder_start_token == "bos" else tokenizer.pad
 
 
 def decoder_length(config: MaskedDataConfig, encoder: int) -> int:

@@ -1,6 +1,6 @@
 """A hint names what is most like a word, or says nothing."""
 
-from megatron.util.nearest import nearest
+from megatron.config.flags import nearest
 
 
 def test_the_nearest_name_is_in_the_hint():
