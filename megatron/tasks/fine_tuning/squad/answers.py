@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -67,9 +67,10 @@ class AnswerSearch:
     with_negative: bool = False
     null_score_diff_threshold: float = 0.0
 
-    def predict(self, windows: Sequence[Window], logits: Sequence[Logits]) -> Said:
+    def predict(self, windows: Sequence[Window], logits: Iterable[Logits]) -> Said:
         """The prediction for one question from the logits of its windows, [S, 2] (start, end) of at
         least the tokens of each; what follows them is padding, which is not looked at."""
+        logits = list(logits)
         found = [
             (start + end, number, first, last, start, end)
             for number, (window, logits_S2) in enumerate(zip(windows, logits, strict=True))
