@@ -95,11 +95,12 @@ class PlainBackend(Backend):
 
     def _build(self, settings: Json) -> LayerStack:
         self._graphs = runs_graphs(self._config, self._device)
-        # At stage 3 each parameter is partitioned as soon as it exists.
+        if self.stage < 3:
+            return LayerStack(self.layers, self._config.parallel)
+        # Each parameter is partitioned as soon as it exists.
         with deepspeed.zero.Init(
             data_parallel_group=self._mesh.data.handle,
             config_dict_or_path=settings,
-            enabled=self.stage == 3,
             mpu=Mpu(self._mesh),
         ):
             return LayerStack(self.layers, self._config.parallel)

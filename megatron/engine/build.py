@@ -54,9 +54,7 @@ def build_engine(
     settings = for_engine(content, config, device.type == "cpu")
     if config.precision.fp16 and device.type == "cpu":
         allow_fp16()
-    pipelined = config.parallel.pipeline_model_parallel_size > 1
-    kind: type[Backend] = PipelineBackend if pipelined else PlainBackend
-    backend = kind(config, settings, spec, mesh, device)
+    backend = backend_class(config)(config, settings, spec, mesh, device)
     names = {param: name for name, param in canonical_parameters(backend.model, backend.layers)}
     for param, name in names.items():
         backend.initialise(name, param)
@@ -93,6 +91,12 @@ def build_engine(
         float8,
         stored,
     )
+
+
+def backend_class(config: RunConfig) -> type[Backend]:
+    """What runs the layers of a layout."""
+    pipelined = config.parallel.pipeline_model_parallel_size > 1
+    return PipelineBackend if pipelined else PlainBackend
 
 
 def attention_line(config: RunConfig, device: torch.device, kind: AttentionKind = "causal") -> str:

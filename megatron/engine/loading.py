@@ -5,7 +5,7 @@ Each rank reads its own elements, one parameter at a time, without a copy of the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -26,20 +26,26 @@ from megatron.engine.state import (
     set_loss_scaler_state,
     set_working_weights,
 )
-from megatron.engine.train_engine import TrainEngine
+from megatron.engine.train_engine import ModelEngine, TrainEngine
 from megatron.parallel.mesh import any_rank
 from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import shard_of
+from megatron.util.processes import is_main_process
 
 T = TypeVar("T")
 
 
 def load_checkpoint(
-    engine: TrainEngine, found: FoundCheckpoint, weights_only: bool = False
+    engine: ModelEngine,
+    found: FoundCheckpoint,
+    weights_only: bool = False,
+    fresh: Sequence[str] = (),
 ) -> Source:
-    """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``
-    optimizer, loss scaler and random state stay as they are. Raises CheckpointError if the
-    checkpoint is damaged or of another architecture."""
+    """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``, as
+    always where nothing is trained, optimizer, loss scaler and random state stay as they are.
+    Parameters whose canonical names start with one of ``fresh`` keep their initial values if the
+    checkpoint lacks them, which a line says. Raises CheckpointError if the checkpoint is damaged or
+    of another architecture."""
     options, world = engine.config.checkpoint, engine.mesh.world
     together(engine, lambda: found.form.verify(found.folder, world.rank, world.size))
     source = together(engine, lambda: found.open(verify=False))
@@ -50,11 +56,11 @@ def load_checkpoint(
             f"{found.folder} has a different architecture: {'; '.join(differing)} "
             "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
-    together(engine, lambda: load_weights(engine, source))
+    together(engine, lambda: load_weights(engine, source, fresh))
     # Later checkpoints record where these weights came from.
     model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
     engine.config = replace(engine.config, model=model)
-    if weights_only or not source.state:
+    if weights_only or not source.state or not isinstance(engine, TrainEngine):
         return source
     if options.load_optim:
         together(engine, lambda: load_optimizer(engine, source))
@@ -91,7 +97,7 @@ def _load_random_state(path: Path) -> None:
         raise CheckpointError(f"{path}: {error}; --no-load-rng skips it") from None
 
 
-def together(engine: TrainEngine, step: Callable[[], T]) -> T:
+def together(engine: ModelEngine, step: Callable[[], T]) -> T:
     """Runs ``step`` on this rank and raises on all ranks if it failed on one, so that none waits
     for a rank that has failed. Raises CheckpointError if it failed; the rank where it failed says
     why."""
@@ -109,9 +115,12 @@ def together(engine: TrainEngine, step: Callable[[], T]) -> T:
 
 
 @torch.no_grad()
-def load_weights(engine: TrainEngine, source: Source) -> None:
-    """Fills the float32 weights that this rank owns, and the model's working weights."""
-    owned = {own.param: own for own in owned_slices(engine)}
+def load_weights(engine: ModelEngine, source: Source, fresh: Sequence[str] = ()) -> None:
+    """Fills the float32 weights that this rank owns, and the model's working weights. ``fresh`` is
+    as in :func:`load_checkpoint`."""
+    training = isinstance(engine, TrainEngine)
+    owned = {own.param: own for own in owned_slices(engine)} if training else {}
+    missing = _missing(engine, source, fresh)
 
     def values(param: nn.Parameter, start: int, end: int) -> Tensor:
         wanted = Slice.of(shard_of(param), engine.mesh.coordinates, start, end)
@@ -122,8 +131,41 @@ def load_weights(engine: TrainEngine, source: Source) -> None:
             own.set("weight", flat[first : first + own.count])
         return flat
 
-    set_working_weights(engine, values)
+    set_working_weights(engine, values, but=missing)
+    if not training:
+        for param in missing:
+            engine.backend.initialise(engine.names[param], param)
     engine.float8.invalidate()
+
+
+def _missing(engine: ModelEngine, source: Source, fresh: Sequence[str]) -> set[nn.Parameter]:
+    """This rank's parameters that the checkpoint lacks and may lack. Raises CheckpointError if it
+    has parameters of layers that the model has not, and that the model does not leave out."""
+    stored = set(source.names())
+    layers = {layer.name for layer in engine.layers}
+    unused = {name for name in stored if not _is_of(name, layers)}
+    for name in sorted(unused):
+        if not name.startswith(tuple(engine.spec.leaves_out)):
+            raise CheckpointError(f"{source.folder} has {name}, and the model has no such layer")
+    missing = {
+        param
+        for param, name in engine.names.items()
+        if name not in stored and name.startswith(tuple(fresh))
+    }
+    if is_main_process():
+        for names, fate in (
+            (unused, "left out, since the model has no such layer"),
+            ({engine.names[param] for param in missing}, "not in the checkpoint, initialised"),
+        ):
+            if names:
+                print(f"{source.folder.name}: {', '.join(sorted(names))}: {fate}", flush=True)
+    return missing
+
+
+def _is_of(name: str, layers: Collection[str]) -> bool:
+    """Whether a parameter is of one of these layers."""
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in layers for length in range(1, len(parts)))
 
 
 @torch.no_grad()

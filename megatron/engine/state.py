@@ -3,7 +3,7 @@ Only this file knows where DeepSpeed has them at each ZeRO stage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from megatron.checkpoint.slices import Slice
 from megatron.engine.deepspeed_patches import partition_range, set_partition
-from megatron.engine.train_engine import TrainEngine
+from megatron.engine.train_engine import ModelEngine, TrainEngine
 from megatron.engine.update.stored_states import StoredPartition
 from megatron.parallel.shard import shard_of
 
@@ -177,12 +177,16 @@ def create_moments(engine: TrainEngine, step: int) -> None:
 
 @torch.no_grad()
 def set_working_weights(
-    engine: TrainEngine, values: Callable[[nn.Parameter, int, int], Tensor]
+    engine: ModelEngine,
+    values: Callable[[nn.Parameter, int, int], Tensor],
+    but: Collection[nn.Parameter] = (),
 ) -> None:
-    """Sets the weights that the model computes with, in their own dtype; ``values`` gives elements
-    [start, end) of this tensor-parallel rank's share of a parameter, flat."""
+    """Sets the weights that the model computes with, in their own dtype, but some; ``values`` gives
+    elements [start, end) of this tensor-parallel rank's share of a parameter, flat."""
     form = engine.stored_states
     for param in engine.names:
+        if param in but:
+            continue
         if engine.stage < 3:
             whole = values(param, 0, param.numel())
             param.data.copy_((whole if form is None else form.model_weights(whole)).view_as(param))

@@ -103,7 +103,8 @@ class Family(ABC):
         """A micro batch whose targets are the tokens of the texts' continuations, padded to lengths
         as :meth:`scored_lengths` gives, by default those of the longest. Raises what that
         raises."""
-        raise NotImplementedError
+        self.scored_lengths(config, texts)
+        raise AssertionError(f"the family {self.name} has lengths of scored texts and no batches")
 
     def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         """The sequences of each repeated block, in the order of the layer list. Those of the last

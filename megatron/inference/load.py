@@ -10,6 +10,7 @@ from megatron.checkpoint.source import Source, run_of
 from megatron.config import ConfigError, RunConfig, TokenizerConfig
 from megatron.families import build_model, family_of
 from megatron.model.layer_list import LayerStack
+from megatron.model.spec import training_dtype
 from megatron.parallel.shard import shard_of
 from megatron.tokenizer import Tokenizer, build_tokenizer
 
@@ -46,12 +47,6 @@ def model_of(source: Source, dtype: torch.dtype, device: torch.device) -> LayerS
     for name, param in model.canonical_parameters():
         param.copy_(shard_of(param).cut(source.tensor(name)))
     return model.eval().requires_grad_(False)
-
-
-def training_dtype(config: RunConfig) -> torch.dtype:
-    if config.precision.bf16:
-        return torch.bfloat16
-    return torch.float16 if config.precision.fp16 else torch.float32
 
 
 def load_tokenizer(config: RunConfig, folder: Path) -> Tokenizer:

@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from megatron.config import RunConfig
 from megatron.model.attention_masks import AttentionKind
 from megatron.model.embedding import LM_LOSS
 from megatron.model.layer_list import LayerSpec, LayerState
@@ -72,6 +73,13 @@ TEXT_SCORES = Measure(("log_prob", "correct"), _text_scores, ends="scores", per_
 that the model finds most probable."""
 
 
+def training_dtype(config: RunConfig) -> torch.dtype:
+    """The dtype of the weights that a run's model computes with."""
+    if config.precision.bf16:
+        return torch.bfloat16
+    return torch.float16 if config.precision.fp16 else torch.float32
+
+
 def only_hidden_travels(
     hidden_size: int, state: LayerState, tp: TensorParallel, index: int
 ) -> dict[str, tuple[int, ...]]:
@@ -93,6 +101,7 @@ class ModelSpec:
             ``encoder``, or the name of a loss that was added before).
         losses: weight of each loss in the number that is minimised, in the order of logging.
         attention: the kind of most blocks, for what a run says about its kernels.
+        leaves_out: how the names of layers start that checkpoints may have and the model has not.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
@@ -100,6 +109,7 @@ class ModelSpec:
     travels: Callable[[LayerState, TensorParallel, int], Mapping[str, Sequence[int]]]
     losses: Mapping[str, float] = field(default_factory=lambda: {LM_LOSS: 1.0})
     attention: AttentionKind = "causal"
+    leaves_out: tuple[str, ...] = ()
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (

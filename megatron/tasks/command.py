@@ -5,13 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from megatron.config import CheckpointConfig, ConfigError, Setting, Settings
-from megatron.config.flags import ConfigResolver, build
+from megatron.config.flags import ConfigResolver, build, nearest
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, task_named
 from megatron.training.launch import start_processes
 from megatron.training.resume import find_origin
 from megatron.training.run import RunToolParser
-from megatron.util.nearest import nearest
 
 _OWN = "this program"
 
@@ -33,7 +32,10 @@ def run_task(description: str | None, argv: Sequence[str] | None = None) -> None
 
 def _check_numbers(config: TaskConfig) -> None:
     """Refuses numbers out of their bounds."""
-    given = {name: Setting(value, _OWN) for name, value in vars(config).items()}
+    given = {
+        name: Setting(value, f"flag --{name.replace('_', '-')}")
+        for name, value in vars(config).items()
+    }
     ConfigResolver((TaskConfig,), given)
 
 

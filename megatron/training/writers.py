@@ -166,7 +166,8 @@ class TensorBoardWriter:
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         if kind == "train" and step % self._interval:
             return
-        shown = {name: value for name, value in values.items() if name not in self._left_out}
+        left_out = frozenset[str]() if kind.startswith("task ") else self._left_out
+        shown = {name: value for name, value in values.items() if name not in left_out}
         for tag, value in _tagged(kind, shown):
             self._by_iteration.add_scalar(tag, value, step)
             self._by_samples.add_scalar(f"{tag} vs samples", value, samples)

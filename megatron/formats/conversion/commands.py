@@ -39,7 +39,8 @@ from megatron.formats.huggingface.registry import architecture_of
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.formats.legacy_megatron.reader import MegatronCheckpoint
 from megatron.formats.legacy_megatron.writer import write_megatron
-from megatron.inference.load import model_of, training_dtype
+from megatron.inference.load import model_of
+from megatron.model.spec import training_dtype
 from megatron.util.progress import say
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}

@@ -15,8 +15,8 @@ from megatron.config import ConfigError, Setting, Settings
 from megatron.config.training import LENGTHS
 from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
-from megatron.engine.build import build_evaluator
 from megatron.engine.environment import distributed, training_device
+from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
 from megatron.parallel.mesh import Mesh
@@ -31,7 +31,7 @@ from megatron.tasks.fine_tuning.evaluation import (
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
 from megatron.tasks.fine_tuning.scores import overall_line
 from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
-from megatron.tasks.report import EvaluatedModel, TaskResult, table, write_results
+from megatron.tasks.report import EvaluatedModel, Evaluation, finish
 from megatron.training import plan as plans
 from megatron.training.plan import TrainingPlan
 from megatron.training.report import say
@@ -169,7 +169,7 @@ def _evaluate(config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets) ->
         raise ConfigError("--epochs 0 evaluates a fine-tuned model: name it with --load")
     _check_head(origin, run, sets.task)
     spec = spec_of(run.config.model, run.config.parallel)
-    engine = build_evaluator(run.config, run.content, spec, mesh, training_device())
+    engine = build_evaluator(run.config, spec, mesh, training_device())
     source = load_checkpoint(engine, origin.found, weights_only=True)
     iteration = source.state.get("iteration", 0) if source.state else 0
 
@@ -210,12 +210,15 @@ def _predictions_path(config: TaskConfig, origin: ResumeSource, sets: Validation
 def _finish(
     config: TaskConfig, run: Run, evaluations: Sequence[EpochEvaluation], folder: Path | None
 ) -> None:
-    """The table of the last evaluation, and the JSON file of all."""
-    results: list[tuple[EvaluatedModel, list[TaskResult]]] = []
-    for each in evaluations:
-        model = EvaluatedModel.of(run.config, folder, each.iteration)
-        results.append((model, [found.result for found in each.sets]))
-    if results:
-        print(table(results[-1][1]), flush=True)
-    if config.output:
-        write_results(Path(config.output), results)
+    """The table, the JSON file and, of several epochs, the curves."""
+    if not evaluations:
+        return
+    found = [
+        Evaluation(
+            EvaluatedModel.of(run.config, folder, each.iteration),
+            [one.result for one in each.sets],
+        )
+        for each in evaluations
+    ]
+    beside = run.config.checkpoint.save or (config.output and Path(config.output).parent) or "."
+    finish(found, config.output, Path(beside, f"{config.task}.png"))

@@ -82,7 +82,7 @@ class ZeroShot(Task):
             checkpoints = wanted_checkpoints(run.config.checkpoint, config.all_iterations)
             device = training_device()
             spec = spec_of(run.config.model, run.config.parallel)
-            engine = build_evaluator(run.config, run.content, spec, mesh, device)
+            engine = build_evaluator(run.config, spec, mesh, device)
             evaluated = [self._evaluated(task, engine, found, tell) for found in checkpoints]
             if is_main_process():
                 plots = Path(config.output or f"{run.config.checkpoint.load}/{self.name}")
@@ -99,6 +99,7 @@ class ZeroShot(Task):
         config, iteration, folder = engine.config, None, None
         if found is None:
             tell("no --load: the weights are random")
+            engine.initialise()
         else:
             source = load_checkpoint(engine, found, weights_only=True)
             iteration, folder = source.state.get("iteration"), source.folder
@@ -126,7 +127,7 @@ class ZeroShot(Task):
         given = {
             "--train-data": config.train_data,
             "--epochs": config.epochs is not None,
-            "--keep-last": config.keep_last,
+            "--keep-last": config.keep_last != TaskConfig.keep_last,
             "--strict-lambada": config.strict_lambada and self.task != "lambada",
             "--overlapping-eval": config.overlapping_eval and self.task == "lambada",
             "--eval-iters": "eval_iters" in settings and self.task != "json",
@@ -187,7 +188,8 @@ class Progress:
         self, name: str, texts: int, per_iteration: int, every: int, tell: Callable[[str], None]
     ) -> None:
         self._bar = progress_bar(name, total=texts, unit=" texts")
-        self._per_line, self._every, self._tell = per_iteration * every, every, tell
+        self._texts, self._per_line, self._every = texts, per_iteration * every, every
+        self._tell = tell
         self._told = -1
         self._done = 0
 
@@ -201,7 +203,7 @@ class Progress:
     def __call__(self, done: int) -> None:
         self._bar.update(done - self._done)
         self._done, lines = done, done // self._per_line
-        if lines > self._told and done < self._bar.total:
+        if lines > self._told and done < self._texts:
             self._told = lines
             self._tell(f"> working on iteration: {lines * self._every}")
 

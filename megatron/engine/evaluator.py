@@ -1,0 +1,67 @@
+"""A model that is evaluated and not trained."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+
+import torch
+
+from megatron.config import RunConfig
+from megatron.engine.build import backend_class, check_float8, use_float8
+from megatron.engine.compilation import compile_blocks, to_compile
+from megatron.engine.float8 import Float8State
+from megatron.engine.train_engine import ModelEngine
+from megatron.model.layer_list import canonical_parameters
+from megatron.model.spec import ModelSpec, training_dtype
+from megatron.parallel.mesh import Mesh
+from megatron.util.processes import is_main_process
+
+_UNPARTITIONED = {"zero_optimization": {"stage": 0}}
+
+
+class Evaluator(ModelEngine):
+    """A model over the ranks of a layout, with weights in the dtype of its training and neither
+    gradients nor an optimizer; made by :func:`build_evaluator`."""
+
+    def initialise(self) -> None:
+        """Gives all weights the values that a training starts with."""
+        for param, name in self.names.items():
+            self.backend.initialise(name, param)
+        self.float8.invalidate()
+
+
+def build_evaluator(
+    config: RunConfig, spec: ModelSpec, mesh: Mesh, device: torch.device
+) -> Evaluator:
+    """The model of a run's layout, in its dtype. Its weights are undefined until a checkpoint is
+    loaded. ZeRO, which shares out what trains a model, plays no part."""
+    check_float8(config, device)
+    if config.engine.zero_stage > 1 and is_main_process():
+        print(
+            f"--zero-stage {config.engine.zero_stage}: an evaluation has neither optimizer nor "
+            "gradients to partition; every data-parallel rank has its whole model",
+            flush=True,
+        )
+    with _default_dtype(training_dtype(config)), device:
+        backend = backend_class(config)(config, _UNPARTITIONED, spec, mesh, device)
+    backend.model.requires_grad_(False).eval()
+    names = {param: name for name, param in canonical_parameters(backend.model, backend.layers)}
+    blocks = [block for sequence in backend.sequences for block in sequence.blocks]
+    use_float8(blocks, config)
+    if to_compile(config, device):
+        compile_blocks(backend.sequences, config.fast_paths, device)
+    float8 = Float8State(blocks, names, config.fast_paths, mesh, partitioned=False)
+    backend.start_without_training()
+    return Evaluator(config, spec, mesh, device, backend, names, float8)
+
+
+@contextlib.contextmanager
+def _default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Makes new tensors of a dtype: weights never exist in another."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)

@@ -1,0 +1,89 @@
+"""Scores of text on every layout, from an evaluator and from an engine in training, against plain
+torch in float64."""
+
+import dataclasses
+from functools import cache
+
+import numpy as np
+import pytest
+import torch
+from family_models import FAMILIES, NO_DROPOUT, RELATIVE
+from training_jobs import TINY
+
+from megatron.config.layouts import parse_layout
+from megatron.data.scored_text import ScoredText
+from megatron.engine.environment import distributed, training_device
+from megatron.engine.evaluator import build_evaluator
+from megatron.families import build_model, family_of, spec_of
+from megatron.model.layer_list import initialise
+from megatron.training.measuring import measure_texts
+from megatron.training.run import build_trainer, parse_run
+
+FLAGS = {
+    "gpt": [*TINY, "--num-layers", "4", "--max-position-embeddings", "20", *NO_DROPOUT],
+    "t5": [*FAMILIES["t5"], "--global-batch-size", "8", *NO_DROPOUT],
+    "t5-relative": [*FAMILIES["t5"], *RELATIVE, "--global-batch-size", "8", *NO_DROPOUT],
+}
+WIDE = ["--init-method-std", "0.3", "--train-iters", "1"]
+"""Weights whose predictions differ."""
+
+
+def texts(count: int = 11) -> list[ScoredText]:
+    """Of different lengths, up to the longest, one of one token each."""
+    draw = np.random.default_rng(0)
+    sizes = [(1, 1), (8, 8), *zip(*draw.integers(1, 9, (2, count - 2)), strict=True)]
+    return [ScoredText(*(draw.integers(0, 99, n) for n in pair)) for pair in sizes]
+
+
+def scores(model: str, argv: list[str], micro_batch_size: int, trained: bool = False):
+    """For the pool."""
+    run = parse_run(None, [*FLAGS[model], *WIDE, *argv])
+    with distributed(run.config.parallel) as mesh:
+        if trained:
+            engine = build_trainer(run, mesh).engine
+        else:
+            spec = spec_of(run.config.model, run.config.parallel)
+            engine = build_evaluator(run.config, spec, mesh, training_device())
+            engine.initialise()
+        return measure_texts(engine, run.tokenizer, texts(), micro_batch_size)
+
+
+@cache
+def plain_scores(model: str) -> tuple[np.ndarray, np.ndarray]:
+    """Text by text, unpadded, on one process: log-softmax and argmax of all logits, in float64."""
+    run = parse_run(None, [*FLAGS[model], *WIDE])
+    stack = build_model(run.config.model)
+    for name, param in stack.canonical_parameters():
+        initialise(name, param, run.config.training.seed)
+    stack.double().eval()
+    family, found = family_of(run.config.model.family), []
+    for text in texts():
+        batch = family.scored_batch(run.config, run.tokenizer, [text])
+        begin = family.spec(run.config.model, run.config.parallel).begin(batch)
+        with torch.no_grad():
+            logits = stack(begin.changed(targets=None)).hidden[0, :, :run.tokenizer.vocab_size]
+        logits = logits[-len(text.continuation) :]
+        labels = torch.from_numpy(text.continuation)
+        assert logits.dtype == torch.float64 and len(logits) == len(labels)
+        log_probs = logits.log_softmax(-1).gather(1, labels[:, None])
+        found.append((float(log_probs.sum()), int((logits.argmax(-1) == labels).sum())))
+    log_prob, correct = zip(*found, strict=True)
+    return np.array(log_prob), np.array(correct)
+
+
+def agree(found, model: str, tolerance: float = 1e-5) -> None:
+    log_prob, correct = plain_scores(model)
+    for rank in found:
+        np.testing.assert_allclose(rank["log_prob"], log_prob, rtol=tolerance)
+        np.testing.assert_array_equal(rank["correct"], correct)
+
+
+LAYOUTS = ["dp1", "tp2", "tp2-sp", "pp2", "dp2", "tp2-dp2", "tp2-sp-pp2", "pp2-interleaved"]
+
+
+@pytest.mark.parametrize("size", [1, 3])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", FLAGS)
+def test_scores_are_those_of_plain_torch(pool, model, layout, size):
+    parsed = parse_layout(layout)
+    agree(pool.run(parsed.processes, scores, model, parsed.flags(), size), model)
