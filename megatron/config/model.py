@@ -210,6 +210,17 @@ class ModelConfig(_Network):
         tensor-parallel ranks."""
         return dataclasses.replace(self, vocabulary=self.embedding.vocabulary(size, tensor_size))
 
+    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+        """The same network with another one's head."""
+        head = {name: getattr(other, name) for name in ("head", "num_labels", "label_names")}
+        return dataclasses.replace(self, **head)
+
+    @property
+    def head_shown(self) -> str:
+        """The head, for messages."""
+        labels = f" for {self.num_labels} labels" if self.num_labels else ""
+        return f"the head {self.head}{labels}"
+
     def flags(self) -> ModelFlags:
         """The flags that give it."""
         values = self.attention.flags() | self.mlp.flags() | self.positions.flags()
@@ -237,6 +248,11 @@ class ModelConfig(_Network):
         values = {name: getattr(flags, name) for name in names_of("weights", ModelFlags)}
         if self.positions.position_embedding_type == "learned_absolute":
             values["max_position_embeddings"] = self.positions.max_position_embeddings
+        if self.head != "lm":
+            # A language model's heads are not there; token types are, whoever asks for them.
+            for name in ("bert_binary_head", "untie_embeddings_and_output_weights"):
+                del values[name]
+            values["num_tokentypes"] = self.token_types
         return values | {"activation": self.mlp.activation}
 
 

@@ -30,13 +30,18 @@ from megatron.families.family import STREAM_FLAGS, Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
-from megatron.model.embedding import LM_LOSS
+from megatron.model.embedding import LM_LOSS, WORDS
 from megatron.model.flops import TransformerShape
-from megatron.model.heads import head_flops
+from megatron.model.heads import HEAD_NAMES, head_flops
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
+
+HEAD_PARTS = (
+    "pooler.", "binary_head.", "lm_head.", "output_layer.", f"{WORDS}.bias",
+    *(f"{name}." for name in HEAD_NAMES.values()),
+)  # fmt: skip
 
 
 def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
@@ -144,6 +149,7 @@ class BERT(Family):
             partial(only_hidden_travels, model.hidden_size),
             dict.fromkeys(losses, 1.0),
             attention="full",
+            head_parts=HEAD_PARTS,
         )
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:

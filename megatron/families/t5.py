@@ -95,6 +95,7 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
+    encodes_context = True
     prompts = "prefixed"
     unused_flags = STREAM_FLAGS | {
         "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
@@ -167,7 +168,7 @@ class T5(Family):
             for wanted, least in zip(pad_to or (None, None), needed, strict=True)
         )
         start = start_token(config.kind(MaskedDataConfig), tokenizer)
-        return T5Batch.scoring(texts, (encoder, decoder), tokenizer.pad, start)
+        return T5Batch.scoring(texts, (encoder, decoder), start)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> T5Data:
         return T5Data(config, tokenizer)

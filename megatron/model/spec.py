@@ -73,6 +73,24 @@ TEXT_SCORES = Measure(("log_prob", "correct"), _text_scores, ends="scores", per_
 that the model finds most probable."""
 
 
+def _choice_scores(state: LayerState, batch: Any) -> dict[str, Tensor]:
+    assert state.scores is not None
+    log_probs_BP, correct_BP = state.scores
+    # What ranks can divide may be more than there are.
+    end, count = batch.positions_BP.shape[1], batch.choices_BK.shape[1]
+    begin = end - count
+    log_prob_B1 = log_probs_BP[:, :begin].double().sum(1, keepdim=True)
+    correct_B1 = correct_BP[:, :begin].sum(1, keepdim=True)
+    return {
+        "log_prob": log_prob_B1 + log_probs_BP[:, begin:end],
+        "correct": correct_B1 + correct_BP[:, begin:end],
+    }
+
+
+CHOICE_SCORES = Measure(("log_prob", "correct"), _choice_scores, ends="scores", per_sample=True)
+"""Those of :data:`TEXT_SCORES` for each choice of a sample's last token, [B, K]."""
+
+
 def training_dtype(config: RunConfig) -> torch.dtype:
     """The dtype of the weights that a run's model computes with."""
     if config.precision.bf16:
@@ -101,7 +119,8 @@ class ModelSpec:
             ``encoder``, or the name of a loss that was added before).
         losses: weight of each loss in the number that is minimised, in the order of logging.
         attention: the kind of most blocks, for what a run says about its kernels.
-        leaves_out: how the names of layers start that checkpoints may have and the model has not.
+        head_parts: how the canonical names of parameters begin that belong to a head of such
+            models, this one's or another: where only weights are loaded, the heads may differ.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
@@ -109,7 +128,7 @@ class ModelSpec:
     travels: Callable[[LayerState, TensorParallel, int], Mapping[str, Sequence[int]]]
     losses: Mapping[str, float] = field(default_factory=lambda: {LM_LOSS: 1.0})
     attention: AttentionKind = "causal"
-    leaves_out: tuple[str, ...] = ()
+    head_parts: tuple[str, ...] = ()
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (

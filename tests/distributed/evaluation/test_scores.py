@@ -1,7 +1,6 @@
 """Scores of text on every layout, from an evaluator and from an engine in training, against plain
 torch in float64."""
 
-import dataclasses
 from functools import cache
 
 import numpy as np
@@ -35,6 +34,12 @@ def texts(count: int = 11) -> list[ScoredText]:
     return [ScoredText(*(draw.integers(0, 99, n) for n in pair)) for pair in sizes]
 
 
+class WithStart:
+    """The tokenizer of the flags, with the first token of a decoder's input."""
+
+    pad = 0
+
+
 def scores(model: str, argv: list[str], micro_batch_size: int, trained: bool = False):
     """For the pool."""
     run = parse_run(None, [*FLAGS[model], *WIDE, *argv])
@@ -45,7 +50,7 @@ def scores(model: str, argv: list[str], micro_batch_size: int, trained: bool = F
             spec = spec_of(run.config.model, run.config.parallel)
             engine = build_evaluator(run.config, spec, mesh, training_device())
             engine.initialise()
-        return measure_texts(engine, run.tokenizer, texts(), micro_batch_size)
+        return measure_texts(engine, WithStart(), texts(), micro_batch_size)
 
 
 @cache
@@ -58,10 +63,12 @@ def plain_scores(model: str) -> tuple[np.ndarray, np.ndarray]:
     stack.double().eval()
     family, found = family_of(run.config.model.family), []
     for text in texts():
-        batch = family.scored_batch(run.config, run.tokenizer, [text])
+        batch = family.scored_batch(run.config, WithStart(), [text])
         begin = family.spec(run.config.model, run.config.parallel).begin(batch)
         with torch.no_grad():
-            logits = stack(begin.changed(targets=None)).hidden[0, :, :run.tokenizer.vocab_size]
+            logits = stack(begin.changed(targets=None)).hidden[
+                0, :, : run.config.model.vocabulary.size
+            ]
         logits = logits[-len(text.continuation) :]
         labels = torch.from_numpy(text.continuation)
         assert logits.dtype == torch.float64 and len(logits) == len(labels)
@@ -87,3 +94,10 @@ LAYOUTS = ["dp1", "tp2", "tp2-sp", "pp2", "dp2", "tp2-dp2", "tp2-sp-pp2", "pp2-i
 def test_scores_are_those_of_plain_torch(pool, model, layout, size):
     parsed = parse_layout(layout)
     agree(pool.run(parsed.processes, scores, model, parsed.flags(), size), model)
+
+
+@pytest.mark.parametrize("layout", ["dp2-zero3", "tp2-sp-dp2-zero1", "pp2-zero1"])
+@pytest.mark.parametrize("model", FLAGS)
+def test_scores_of_an_engine_in_training(pool, model, layout):
+    parsed = parse_layout(layout)
+    agree(pool.run(parsed.processes, scores, model, parsed.flags(), 3, True), model)

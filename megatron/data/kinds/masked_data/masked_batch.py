@@ -169,17 +169,16 @@ class T5Batch(NamedTuple):
     """1 for tokens, 0 for padding; int64."""
 
     @classmethod
-    def scoring(
-        cls, texts: Sequence[ScoredText], lengths: tuple[int, int], pad: int, start: int
-    ) -> T5Batch:
-        """Texts whose contexts the encoder reads, and whose continuations are the labels."""
+    def scoring(cls, texts: Sequence[ScoredText], lengths: tuple[int, int], start: int) -> T5Batch:
+        """Texts whose contexts the encoder reads, and whose continuations are the labels; ``start``
+        is the first token of the decoder's input."""
         contexts, labels = zip(*((text.context, text.continuation) for text in texts), strict=True)
         inputs = [np.concatenate(([start], row[:-1])) for row in labels]
         masks = [[np.ones_like(row) for row in rows] for rows in (contexts, labels)]
         encoder, decoder = lengths
         fields = (
-            padded(contexts, encoder, pad),
-            padded(inputs, decoder, pad),
+            padded(contexts, encoder),
+            padded(inputs, decoder),
             padded(labels, decoder, -1),
             padded(masks[1], decoder).astype(np.float32),
             padded(masks[0], encoder),
