@@ -54,7 +54,7 @@ def test_of_tokens_that_are_equally_probable_the_first_is_correct():
     assert linear_scores(x, weight, targets, head).correct_BP.tolist() == [[True, False, False]]
 
 
-def test_a_value_that_is_no_number_is_not_correct():
+def test_scores_of_nan():
     head = LossHead(VOCAB, None, 0, TensorParallel())
     x, targets = (
         torch.full((1, 1, 2), torch.nan),
