@@ -72,13 +72,15 @@ def plot_loss(
         panel.set_ylabel(metric.replace("_", " "))
     for each in (axes, *below):
         decorate(each)
-        each.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
+        where = "upper right" if each is axes else "best"
+        each.legend(loc=where, frameon=True, framealpha=0.9, edgecolor="none")
     last = [axes, *below][-1]
     last.xaxis.set_major_formatter(EngFormatter(sep=""))
     last.set_xlim(left=0)
     last.set_xlabel("consumed tokens")
     if title is not None:
         axes.set_title(title, loc="left", fontweight="bold")
+    figure.align_ylabels()
     save_picture(figure, output_png)
 
 

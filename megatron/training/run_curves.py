@@ -138,6 +138,7 @@ def draw_panels(
     every[-1].set_xlabel(x)
     if panels[0].curves[0].steps[-1] >= 10**5:
         every[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.align_ylabels()
     save_picture(figure, output_png)
 
 
