@@ -32,7 +32,7 @@ def test_help_is_about_the_task(capsys):
         run_task(load_program("tasks/main.py").__doc__, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--valid-data STR [STR ...] Files or folders to evaluate on." in text
-    assert "Number of newest checkpoints to keep" not in text and "--num-layers N" not in text
+    assert "Like --train-data, for validation" not in text and "--hidden-size" not in text
     assert all(name in text for name in TASKS)
 
 
