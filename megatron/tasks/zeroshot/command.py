@@ -26,7 +26,7 @@ from megatron.families import family_of, spec_of
 from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.report import EvaluatedModel, Evaluation, finish
-from megatron.tasks.task import Task
+from megatron.tasks.task import TaskCommand
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
 from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
@@ -50,7 +50,7 @@ _SAVING = {
 
 
 @dataclass(frozen=True)
-class ZeroShot(Task):
+class ZeroShot(TaskCommand):
     """A zero-shot task of ``tasks/main.py``.
 
     Attributes:
@@ -64,7 +64,7 @@ class ZeroShot(Task):
     stride: int | None = None
 
     def run(self, config: TaskConfig, settings: Settings, processes: int) -> None:
-        """See :meth:`Task.run`."""
+        """See :meth:`TaskCommand.run`."""
         if not config.valid_data:
             raise ConfigError(f"--task {self.name} needs --valid-data, the file to evaluate on")
         self._check_family(settings)

@@ -8,7 +8,7 @@ from megatron.config.flags import build
 from megatron.tasks.command import run_task, task_settings
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, task_named
-from megatron.tasks.task import Task
+from megatron.tasks.task import TaskCommand
 from megatron.tasks.zeroshot.command import evaluation_settings
 from megatron.training.run import RunToolParser
 
@@ -38,7 +38,7 @@ def test_help_is_about_the_task(capsys):
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_of_the_list_exists(name):
-    assert isinstance(task_named(name), Task)
+    assert isinstance(task_named(name), TaskCommand)
 
 
 @pytest.mark.parametrize(
