@@ -1,7 +1,6 @@
 """Scores of text on every layout, from an evaluator and from an engine in training, against plain
 torch in float64."""
 
-import dataclasses
 from functools import cache
 
 import numpy as np
