@@ -30,6 +30,9 @@ from megatron.config.flags import (
 )
 from megatron.config.positions import PositionsConfig, PositionsFlags, resolve_positions
 
+HEADS = ("lm", "classification", "multiple_choice", "span")
+"""What the last layer of a model can be."""
+
 
 @dataclass(frozen=True)
 class Vocabulary:
@@ -102,6 +105,13 @@ class _Network:
     """Whether a decoder follows, which attends to the output of the blocks before it."""
     hf_architecture: str | None = option(None, internal=True)
     """Hugging Face's model_type of the model that the weights were first read from."""
+    head: str = option("lm", choices=HEADS, internal=True, role="weights")
+    """What the last layer computes: logits of tokens, of a text's labels, of each of several
+    choices, or of the first and the last token of a span."""
+    num_labels: int | None = option(None, bounds=POSITIVE, internal=True, role="weights")
+    """Labels of a classification head; 1 for a number instead of labels."""
+    label_names: tuple[str, ...] = option((), internal=True)
+    """Name of each label, where they have names."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -200,6 +210,17 @@ class ModelConfig(_Network):
         tensor-parallel ranks."""
         return dataclasses.replace(self, vocabulary=self.embedding.vocabulary(size, tensor_size))
 
+    def with_head_of(self, other: ModelConfig) -> ModelConfig:
+        """The same network with another one's head."""
+        head = {name: getattr(other, name) for name in ("head", "num_labels", "label_names")}
+        return dataclasses.replace(self, **head)
+
+    @property
+    def head_shown(self) -> str:
+        """The head, for messages."""
+        labels = f" for {self.num_labels} labels" if self.num_labels else ""
+        return f"the head {self.head}{labels}"
+
     def flags(self) -> ModelFlags:
         """The flags that give it."""
         values = self.attention.flags() | self.mlp.flags() | self.positions.flags()
@@ -227,6 +248,11 @@ class ModelConfig(_Network):
         values = {name: getattr(flags, name) for name in names_of("weights", ModelFlags)}
         if self.positions.position_embedding_type == "learned_absolute":
             values["max_position_embeddings"] = self.positions.max_position_embeddings
+        if self.head != "lm":
+            # A language model's heads are not there; token types are, whoever asks for them.
+            for name in ("bert_binary_head", "untie_embeddings_and_output_weights"):
+                del values[name]
+            values["num_tokentypes"] = self.token_types
         return values | {"activation": self.mlp.activation}
 
 
@@ -273,6 +299,15 @@ def resolve_model(flags: ModelFlags, resolver: ConfigResolver) -> ModelConfig:
         flags.parallel_residual or not flags.shared_parallel_norm,
         "--shared-parallel-norm needs --parallel-residual: only then do attention and MLP start "
         "from the same hidden states",
+    )
+    resolver.check(
+        (flags.num_labels is not None) == (flags.head == "classification"),
+        f"num_labels {flags.num_labels}: a model has labels if its head is for classification; "
+        f"this one is {flags.head}",
+    )
+    resolver.check(
+        len(flags.label_names) in (0, flags.num_labels),
+        f"label_names {', '.join(flags.label_names)}: there are {flags.num_labels} labels",
     )
     resolver.check(
         flags.num_tokentypes != 1 or not flags.bert_binary_head,

@@ -5,7 +5,7 @@ Each rank reads its own elements, one parameter at a time, without a copy of the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
@@ -27,35 +27,42 @@ from megatron.engine.state import (
     set_working_weights,
 )
 from megatron.engine.train_engine import ModelEngine, TrainEngine
+from megatron.model.layer_list import LayerStack
 from megatron.parallel.mesh import any_rank
 from megatron.parallel.random import set_random_state
 from megatron.parallel.shard import shard_of
-from megatron.util.processes import is_main_process
+from megatron.parallel.tensor_parallel import TensorParallel
 
 T = TypeVar("T")
 
 
 def load_checkpoint(
-    engine: ModelEngine,
-    found: FoundCheckpoint,
-    weights_only: bool = False,
-    fresh: Sequence[str] = (),
+    engine: ModelEngine, found: FoundCheckpoint, weights_only: bool = False
 ) -> Source:
     """Loads a checkpoint written at any layout; every rank must call it. With ``weights_only``, as
-    always where nothing is trained, optimizer, loss scaler and random state stay as they are.
-    Parameters whose canonical names start with one of ``fresh`` keep their initial values if the
-    checkpoint lacks them, which a line says. Raises CheckpointError if the checkpoint is damaged or
-    of another architecture."""
+    always where nothing is trained, optimizer, loss scaler and random state stay as they are. Then
+    the model of the checkpoint may have another head: this one's stays as it is, and a note of the
+    source says so. Raises CheckpointError if the checkpoint is damaged or of another architecture.
+    """
     options, world = engine.config.checkpoint, engine.mesh.world
     together(engine, lambda: found.form.verify(found.folder, world.rank, world.size))
     source = together(engine, lambda: found.open(verify=False))
     source.require_model()
-    differing = differences(source.model, engine.config.model)
+    saved, wanted = source.model, engine.config.model
+    other_head = (saved.head, saved.num_labels) != (wanted.head, wanted.num_labels)
+    if other_head and not weights_only:
+        raise CheckpointError(
+            f"{found.folder} contains a model with {saved.head_shown}, and this run needs "
+            f"{wanted.head_shown}: it cannot be continued; --finetune starts from its weights and "
+            "leaves its head out"
+        )
+    differing = differences(saved.with_head_of(wanted), wanted)
     if differing:
         raise CheckpointError(
             f"{found.folder} has a different architecture: {'; '.join(differing)} "
             "(--use-checkpoint-args uses the checkpoint's values for flags that are not given)"
         )
+    fresh = together(engine, lambda: _fresh_head(engine, source)) if other_head else ()
     together(engine, lambda: load_weights(engine, source, fresh))
     # Later checkpoints record where these weights came from.
     model = replace(engine.config.model, hf_architecture=source.model.hf_architecture)
@@ -115,12 +122,12 @@ def together(engine: ModelEngine, step: Callable[[], T]) -> T:
 
 
 @torch.no_grad()
-def load_weights(engine: ModelEngine, source: Source, fresh: Sequence[str] = ()) -> None:
-    """Fills the float32 weights that this rank owns, and the model's working weights. ``fresh`` is
-    as in :func:`load_checkpoint`."""
-    training = isinstance(engine, TrainEngine)
-    owned = {own.param: own for own in owned_slices(engine)} if training else {}
-    missing = _missing(engine, source, fresh)
+def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = ()) -> None:
+    """Fills the float32 weights that this rank owns, and the model's working weights; the
+    parameters named ``fresh`` keep their initial values."""
+    slices = owned_slices(engine) if isinstance(engine, TrainEngine) else ()
+    owned = {own.param: own for own in slices}
+    kept = {param for param, name in engine.names.items() if name in fresh}
 
     def values(param: nn.Parameter, start: int, end: int) -> Tensor:
         wanted = Slice.of(shard_of(param), engine.mesh.coordinates, start, end)
@@ -131,41 +138,36 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Sequence[str] = ())
             own.set("weight", flat[first : first + own.count])
         return flat
 
-    set_working_weights(engine, values, but=missing)
-    if not training:
-        for param in missing:
+    set_working_weights(engine, values, but=kept)
+    if not isinstance(engine, TrainEngine):
+        for param in kept:
             engine.backend.initialise(engine.names[param], param)
     engine.float8.invalidate()
 
 
-def _missing(engine: ModelEngine, source: Source, fresh: Sequence[str]) -> set[nn.Parameter]:
-    """This rank's parameters that the checkpoint lacks and may lack. Raises CheckpointError if it
-    has parameters of layers that the model has not, and that the model does not leave out."""
-    stored = set(source.names())
-    layers = {layer.name for layer in engine.layers}
-    unused = {name for name in stored if not _is_of(name, layers)}
-    for name in sorted(unused):
-        if not name.startswith(tuple(engine.spec.leaves_out)):
-            raise CheckpointError(f"{source.folder} has {name}, and the model has no such layer")
-    missing = {
-        param
-        for param, name in engine.names.items()
-        if name not in stored and name.startswith(tuple(fresh))
-    }
-    if is_main_process():
-        for names, fate in (
-            (unused, "left out, since the model has no such layer"),
-            ({engine.names[param] for param in missing}, "not in the checkpoint, initialised"),
-        ):
-            if names:
-                print(f"{source.folder.name}: {', '.join(sorted(names))}: {fate}", flush=True)
-    return missing
-
-
-def _is_of(name: str, layers: Collection[str]) -> bool:
-    """Whether a parameter is of one of these layers."""
-    parts = name.split(".")
-    return any(".".join(parts[:length]) in layers for length in range(1, len(parts)))
+def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
+    """The parameters of the model's head that a checkpoint of a model with another one does not
+    have, in this shape; a note says so. Raises CheckpointError if others are missing, or the model
+    has no place for others."""
+    model, parts, stored = engine.config.model, engine.spec.head_parts, set(source.names())
+    with torch.device("meta"):
+        whole = LayerStack(engine.spec.layers(TensorParallel()), engine.config.parallel)
+    shapes = {n: shard_of(param).canonical_shape for n, param in whole.canonical_parameters()}
+    fits = {name for name in stored & shapes.keys() if source.shape(name) == shapes[name]}
+    fresh = tuple(name for name in shapes if name not in fits)
+    left_out = sorted(stored - fits)
+    wrong = [name for name in (*fresh, *left_out) if not name.startswith(parts)]
+    if wrong:
+        raise CheckpointError(
+            f"{source.folder} and a model with {model.head_shown} differ in more than their heads: "
+            f"{', '.join(wrong[:5])}"
+        )
+    source.notes = (
+        *source.notes,
+        f"the model of {source.folder} has {source.model.head_shown}: "
+        f"drawn anew {', '.join(fresh) or 'nothing'}; left out {', '.join(left_out) or 'nothing'}",
+    )
+    return fresh
 
 
 @torch.no_grad()

@@ -37,8 +37,15 @@ def family_of(name: str) -> Family:
 
 
 def spec_of(model: ModelConfig, parallel: ParallelConfig | None = None) -> ModelSpec:
-    """The model of a configuration; ConfigError if the family is unknown or cannot be trained."""
-    return family_of(model.family).spec(model, parallel or ParallelConfig())
+    """The model of a configuration; ConfigError if the family is unknown, or has no such
+    head."""
+    family = family_of(model.family)
+    if model.head not in family.heads:
+        raise ConfigError(
+            f"a model of the family {family.name} has no {model.head} head; its heads are "
+            f"{', '.join(sorted(family.heads))}"
+        )
+    return family.spec(model, parallel or ParallelConfig())
 
 
 def build_model(

@@ -8,10 +8,13 @@ from functools import partial
 from itertools import groupby
 
 import numpy as np
+import torch
+from torch import Tensor
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
 from megatron.config.kinds.masked_data import MaskedDataConfig
+from megatron.config.model import HEADS
 from megatron.data.kinds.masked_data.bert import BertRecipe
 from megatron.data.kinds.masked_data.masked_batch import (
     BertBatch,
@@ -20,18 +23,25 @@ from megatron.data.kinds.masked_data.masked_batch import (
     positions_of,
 )
 from megatron.data.kinds.masked_data.mock import mock_data
+from megatron.data.labelled_text import LabelledBatch
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
 from megatron.families.family import STREAM_FLAGS, Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks, narrows
 from megatron.model.bert import SOP_LOSS, bert_layers
-from megatron.model.embedding import LM_LOSS
+from megatron.model.embedding import LM_LOSS, WORDS
 from megatron.model.flops import TransformerShape
+from megatron.model.heads import HEAD_NAMES, head_flops
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import ModelSpec, only_hidden_travels
 from megatron.parallel.cross_entropy import Targets
 from megatron.tokenizer import Tokenizer
+
+HEAD_PARTS = (
+    "pooler.", "binary_head.", "lm_head.", "output_layer.", f"{WORDS}.bias",
+    *(f"{name}." for name in HEAD_NAMES.values()),
+)  # fmt: skip
 
 
 def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
@@ -40,16 +50,29 @@ def begin(model: ModelConfig, batch: BertBatch) -> LayerState:
         hidden=batch.tokens_BS,
         token_types=batch.types_BS,
         position_ids=batch.position_ids_BS,
-        masks=masks(model, batch),
+        masks=masks(model, batch, batch.document_ids_BS),
         targets=Targets(batch.labels_BS, batch.loss_mask_BS),
         batch=batch,
     )
 
 
-def masks(model: ModelConfig, batch: BertBatch) -> AttentionMasks:
+def begin_labelled(model: ModelConfig, batch: LabelledBatch) -> LayerState:
+    """The initial state of a micro batch of labelled texts."""
+    return LayerState(
+        hidden=batch.tokens_BS,
+        token_types=batch.types_BS,
+        masks=masks(model, batch),
+        targets=Targets(batch.labels_B, torch.ones_like(batch.labels_B)),
+        batch=batch,
+    )
+
+
+def masks(
+    model: ModelConfig, batch: BertBatch | LabelledBatch, documents_BS: Tensor | None = None
+) -> AttentionMasks:
     """Attention to all tokens but padding, or within packed samples. Kernels run without a mask
     where a micro batch has no padding, which its collator knows: no device is asked."""
-    tokens_BS, documents_BS = batch.tokens_BS, batch.document_ids_BS
+    tokens_BS = batch.tokens_BS
     if documents_BS is None and batch.padded:
         documents_BS = batch.padding_mask_BS
     blocks = block_masks(model, tokens_BS, documents_BS, causal=False)
@@ -109,6 +132,7 @@ class BertData(DataPipeline):
 class BERT(Family):
     name = "bert"
     head_states = 3
+    heads = frozenset(HEADS)
     unused_flags = STREAM_FLAGS | {
         "mean_noise_span_length",
         "max_noise_span_length",
@@ -116,27 +140,34 @@ class BERT(Family):
     }
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
-        losses = (LM_LOSS, SOP_LOSS) if model.bert_binary_head else (LM_LOSS,)
+        pretrains = model.head == "lm"
+        paired = pretrains and model.bert_binary_head
+        losses = (LM_LOSS, SOP_LOSS) if paired else (LM_LOSS,)
         return ModelSpec(
             partial(bert_layers, model, parallel),
-            partial(begin, model),
+            partial(begin if pretrains else begin_labelled, model),
             partial(only_hidden_travels, model.hidden_size),
             dict.fromkeys(losses, 1.0),
             attention="full",
+            head_parts=HEAD_PARTS,
         )
 
     def shape(self, model: ModelConfig, run: RunConfig | None = None) -> TransformerShape:
+        shape = replace(TransformerShape.of(model), sees_later=True)
+        width = model.hidden_size
+        if model.head != "lm":
+            return replace(shape, predictions=0, other=head_flops(model))
         masked = MaskedDataConfig() if run is None else run.kind(MaskedDataConfig)
         chosen = round(masked.mask_prob * model.seq_length)
         chosen = min(chosen, masked.max_predictions(model.seq_length))
-        predictions, width = positions_of(chosen, model.seq_length), model.hidden_size
+        predictions = positions_of(chosen, model.seq_length)
         other = 2.0 * predictions * width**2
         if model.bert_binary_head:
             other += 2.0 * width**2 + 4.0 * width
-        shape = TransformerShape.of(model)
-        return replace(shape, sees_later=True, predictions=predictions, other=other)
+        return replace(shape, predictions=predictions, other=other)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> BertData:
+        assert config.model.head == "lm", "labelled text comes from a task, not from a corpus"
         return BertData(config, tokenizer)
 
 

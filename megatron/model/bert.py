@@ -1,4 +1,4 @@
-"""BERT as a list of layers: an encoder with two heads.
+"""BERT as a list of layers: an encoder with two heads, or with one for labelled text.
 
 Pre-norm blocks make it Megatron's BERT. With ``--apply-residual-connection-post-layernorm`` it is
 the original: the first block's first norm is that of the embeddings, the others follow the sums.
@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from megatron.config import ModelConfig, ParallelConfig
 from megatron.model.block import Block
-from megatron.model.embedding import InputEmbedding, vocabulary_layers
+from megatron.model.embedding import InputEmbedding, vocabulary_layers, word_embeddings
+from megatron.model.heads import head_layers, pooler
 from megatron.model.layer_list import LayerSpec, LayerState
 from megatron.model.mlp import ACTIVATIONS
 from megatron.model.norm import FinalNorm, build_norm
@@ -29,20 +30,6 @@ SOP_LOSS = "sop loss"
 
 NO_ORDER = -1
 """Label of a sample that has no order to predict."""
-
-
-class Pooler(nn.Module):
-    """What stands for a whole sample: tanh of a dense layer of its first token."""
-
-    def __init__(self, model: ModelConfig, tp: TensorParallel) -> None:
-        super().__init__()
-        self.tp, width = tp, model.hidden_size
-        init = Init(model.init_method_std)
-        self.dense = WholeLinear(width, width, bias=model.mlp.bias, init=init, tp=tp.whole)
-
-    def forward(self, state: LayerState) -> LayerState:
-        """Hidden states [B, S, H] to ``pooled`` [B, H]."""
-        return state.changed(pooled=torch.tanh(self.dense(self.tp.first_token(state.hidden))))
 
 
 class BinaryHead(WholeLinear):
@@ -97,15 +84,24 @@ class LMTransform(nn.Module):
 def bert_layers(
     model: ModelConfig, parallel: ParallelConfig, tp: TensorParallel | None = None
 ) -> list[LayerSpec]:
-    """The layers of a BERT: embeddings, blocks, final norm, the second head as the model has one,
-    and the masked-LM head. ``tp`` is None for a single process."""
+    """The layers of a BERT: embeddings, blocks, final norm, and the heads: the second as the model
+    has one and the masked-LM head, or one for labelled text. ``tp`` is None for a single
+    process."""
     tp = tp or TensorParallel()
     selective = parallel.recompute_granularity == "selective"
-    words, head = vocabulary_layers(model, parallel, tp, head_bias=True)
-    second_head = [
-        LayerSpec("pooler", partial(Pooler, model, tp)),
-        LayerSpec("binary_head", partial(BinaryHead, model, tp)),
-    ]
+    if model.head == "lm":
+        words, head = vocabulary_layers(model, parallel, tp, head_bias=True)
+        second_head = [
+            pooler(model, tp),
+            LayerSpec("binary_head", partial(BinaryHead, model, tp)),
+        ]
+        heads = [
+            *(second_head if model.bert_binary_head else ()),
+            LayerSpec("lm_head", partial(LMTransform, model, tp)),
+            head,
+        ]
+    else:
+        words, heads = word_embeddings(model, tp), head_layers(model, tp)
     return [
         words,
         LayerSpec("embedding", partial(InputEmbedding, model, tp, model.token_types)),
@@ -114,7 +110,5 @@ def bert_layers(
             for n in range(model.num_layers)
         ),
         LayerSpec("final_norm", partial(FinalNorm, model, tp)),
-        *(second_head if model.bert_binary_head else ()),
-        LayerSpec("lm_head", partial(LMTransform, model, tp)),
-        head,
+        *heads,
     ]

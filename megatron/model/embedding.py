@@ -20,6 +20,9 @@ from megatron.parallel.tensor_parallel import TensorParallel
 LM_LOSS = "lm loss"
 """Name of the loss of a language model's head."""
 
+WORDS = "embedding.word_embeddings"
+"""Canonical name of the token embedding."""
+
 
 class TokenEmbedding(VocabParallelEmbedding):
     """The token embedding; with ``project`` the output head with the same weight, whose logits have
@@ -67,11 +70,15 @@ def vocabulary_layers(
     chunk = parallel.logits_chunk_mib
     table = partial(TokenEmbedding, model, tp, None if chunk is None else chunk * 2**20)
     with_bias = partial(table, bias=True) if head_bias else table
-    words = "embedding.word_embeddings"
     if model.embedding.tied:
-        first = LayerSpec(words, with_bias, "embed")
+        first = LayerSpec(WORDS, with_bias, "embed")
         return first, replace(first, forward=_project)
-    return LayerSpec(words, table), LayerSpec("output_layer", with_bias, forward=_project)
+    return LayerSpec(WORDS, table), LayerSpec("output_layer", with_bias, forward=_project)
+
+
+def word_embeddings(model: ModelConfig, tp: TensorParallel) -> LayerSpec:
+    """The first layer of a model that predicts no tokens."""
+    return LayerSpec(WORDS, partial(TokenEmbedding, model, tp, None))
 
 
 def _project(table: nn.Module, state: LayerState) -> LayerState:

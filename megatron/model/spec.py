@@ -119,7 +119,8 @@ class ModelSpec:
             ``encoder``, or the name of a loss that was added before).
         losses: weight of each loss in the number that is minimised, in the order of logging.
         attention: the kind of most blocks, for what a run says about its kernels.
-        leaves_out: how the names of layers start that checkpoints may have and the model has not.
+        head_parts: how the canonical names of parameters begin that belong to a head of such
+            models, this one's or another: where only weights are loaded, the heads may differ.
     """
 
     layers: Callable[[TensorParallel], list[LayerSpec]]
@@ -127,7 +128,7 @@ class ModelSpec:
     travels: Callable[[LayerState, TensorParallel, int], Mapping[str, Sequence[int]]]
     losses: Mapping[str, float] = field(default_factory=lambda: {LM_LOSS: 1.0})
     attention: AttentionKind = "causal"
-    leaves_out: tuple[str, ...] = ()
+    head_parts: tuple[str, ...] = ()
 
     def total(self, losses: Mapping[str, Number]) -> Number:
         weighted = (

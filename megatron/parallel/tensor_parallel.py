@@ -134,6 +134,19 @@ class _FirstToken(torch.autograd.Function):
         return whole, None
 
 
+class _WholeSequence(torch.autograd.Function):
+    """Gathered forward; backward this rank's slice of a gradient that is the same on every rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return start_gather_sequence(x, group)()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        return grad.chunk(ctx.group.size, 1)[ctx.group.rank], None
+
+
 class _SumGradients(torch.autograd.Function):
     """Identity forward; backward the gradients are summed over the group, all at once."""
 
@@ -180,6 +193,11 @@ class TensorParallel:
         """The first token of the whole sequence, [B, H], on every rank; each then computes the same
         with it, and the gradient goes to the rank that has it."""
         return _FirstToken.apply(x_BSH, self.group) if self.split else x_BSH[:, 0]
+
+    def whole_sequence(self, x_BSH: Tensor) -> Tensor:
+        """All tokens [B, S, H] on every rank; each then computes the same with them, and the
+        gradient of a token goes to the rank that has it."""
+        return _WholeSequence.apply(x_BSH, self.group) if self.split else x_BSH
 
     def take(self, x_BSH: Tensor, positions_BP: Tensor) -> Tensor:
         """The tokens [B, P, H] at positions of the whole sequence; with sequence parallelism this

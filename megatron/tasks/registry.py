@@ -6,10 +6,16 @@ from pkgutil import resolve_name
 
 from megatron.tasks.task import Task
 
+_FINE_TUNING = "megatron.tasks.fine_tuning.command:FINE_TUNING"
+
 TASKS: dict[str, str] = {
     "WIKITEXT103": "megatron.tasks.zeroshot.command:WIKITEXT103",
     "LAMBADA": "megatron.tasks.zeroshot.command:LAMBADA",
     "RAW": "megatron.tasks.zeroshot.command:RAW",
+    **dict.fromkeys(
+        ("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"), _FINE_TUNING
+    ),
+    "SQUAD": _FINE_TUNING,
 }
 """``package.module:OBJECT`` of every :class:`Task`, by its name in ``--task``."""
 

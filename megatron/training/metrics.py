@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 
@@ -145,6 +146,24 @@ class IntervalMetrics:
             "memory_allocated_bytes": self.memory.allocated,
             "memory_reserved_bytes": self.memory.reserved,
         }
+
+
+class Reported(Protocol):
+    """An evaluation, as the console and the writers take it."""
+
+    @property
+    def iteration(self) -> int:
+        """Steps done before it."""
+
+    @property
+    def kind(self) -> str:
+        """The writers' name for its values."""
+
+    def line(self) -> str:
+        """The console line."""
+
+    def row(self) -> dict[str, float | None]:
+        """The values by name, for writers."""
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.data.loader import MicroBatches, TrainingData
 from megatron.engine.train_engine import StepResult, TrainEngine
-from megatron.training.metrics import Evaluation, TaskEvaluation
+from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
 
 
@@ -80,7 +80,7 @@ class Callback:
         """Between two steps, and at the end of the plan (``last``), after the validation: makes
         evaluations of its own, if they are due, and gives them to :meth:`Trainer.report`."""
 
-    def evaluated(self, trainer: Trainer, evaluation: Evaluation | TaskEvaluation) -> None:
+    def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         """After an evaluation on held-out data or of a task."""
 
 
@@ -191,7 +191,7 @@ class Trainer:
         losses = self.engine.evaluate(batches, self.plan.eval_micro_batches)
         self.report(Evaluation(self.iteration, losses, name, test))
 
-    def report(self, evaluation: Evaluation | TaskEvaluation) -> None:
+    def report(self, evaluation: Reported) -> None:
         """Tells every callback of an evaluation."""
         self._tell("evaluated", evaluation)
 

@@ -1,4 +1,5 @@
-"""BERTs and T5s that train in milliseconds, as flags, for the tests of every layout."""
+"""BERTs, with their own heads and others, and T5s that train in milliseconds, as flags, for the
+tests of every layout."""
 
 from __future__ import annotations
 
@@ -18,6 +19,10 @@ FAMILIES = {
         *("--decoder-seq-length", "8"),
         *COMMON,
     ],
+    **{
+        name: ["--model-family", name, "--num-layers", "8", *COMMON]
+        for name in ("classification", "regression", "multiple_choice", "span")
+    },
 }
 """Flags of each family: as many blocks as the stages of the largest layout."""
 
@@ -63,13 +68,22 @@ MODELS: dict[str, dict[str, list[str]]] = {
         "recompute-block": [*BLOCK, *RELATIVE],
         "recompute-selective": [*SELECTIVE, *RELATIVE, *UNTIED],
     },
+    "classification": {
+        "pre-norm": [],
+        "post-norm": POST_NORM,
+        "modern": [*MODERN, "--num-query-groups", "2", *UNTIED],
+        "recompute-full": FULL,
+    },
+    "regression": {"lm-only": ["--bert-no-binary-head", *SELECTIVE]},
+    "multiple_choice": {"pre-norm": [], "modern": [*MODERN, *UNTIED], "recompute-block": BLOCK},
+    "span": {"pre-norm": [], "modern": [*MODERN, *UNTIED], "recompute-full": FULL},
 }
 """By family and name, the flags of models that differ in what crosses ranks and stages."""
 
 
 def blocks(family: str, count: int) -> list[str]:
     """The flags of so many blocks, of T5 half of them in the decoder."""
-    if family == "bert":
+    if family != "t5":
         return ["--num-layers", str(count)]
     return ["--num-layers", str(count - count // 2), "--decoder-num-layers", str(count // 2)]
 

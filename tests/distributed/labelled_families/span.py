@@ -1,0 +1,3 @@
+from labelled_texts import LabelledBert
+
+FAMILY = LabelledBert("span", head="span")
