@@ -3,10 +3,12 @@
 """Compares runs by their TensorBoard events: a table for each, one picture, the differences.
 
     python tools/plot_runs.py --tb-dir z1_uni_ckpt --tb-event-key "lm loss" --plot-name loss.png
+    python tools/plot_runs.py --metrics small=runs/a/metrics.jsonl large=runs/b/metrics.jsonl
 
 Writes, into the current folder, uc_out_<layout>.csv (index, step, value) of every run below
 --tb-dir that has the scalar, and the picture; prints how far the runs are apart at common steps.
-Exits with 2 and the reason if no run has it.
+With --metrics it draws instead what the runs evaluated, validation losses and tasks, over consumed
+tokens. Exits with 2 and the reason if no run has it.
 """
 
 import sys
@@ -15,7 +17,14 @@ from dataclasses import dataclass
 
 from megatron.config import parse_configs
 from megatron.config.flags import option
-from megatron.training.run_curves import RunCurve, plot_curves, read_curves, write_csv
+from megatron.training.run_curves import (
+    RunCurve,
+    draw_panels,
+    plot_curves,
+    read_curves,
+    read_evaluations,
+    write_csv,
+)
 
 
 @dataclass(frozen=True)
@@ -26,6 +35,9 @@ class PlotConfig:
     """Folder with the TensorBoard folders of the runs, at any depth."""
     tb_event_key: str = option("lm loss", aliases=("--tb_event_key",))
     """Scalar to compare; of a name with slashes the last part counts."""
+    metrics: tuple[str, ...] = option(())
+    """NAME=FILE ...: the metrics.jsonl of each run, whose validation losses and tasks are drawn, a
+    panel for each, and not TensorBoard's."""
     csv_name: str = option("", aliases=("--csv_name",))
     """What the names of the tables begin with, before uc_out_."""
     plot_name: str = option("uni_ckpt_char.png", aliases=("--plot_name",))
@@ -52,6 +64,9 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def run(options: PlotConfig) -> None:
+    if options.metrics:
+        draw_evaluations(options)
+        return
     first, *others = curves = read_curves(options.tb_dir, options.tb_event_key)
     print(f"{options.tb_event_key} of {first.name}: steps {first.steps[0]} to {first.steps[-1]}")
     for curve in others:
@@ -62,6 +77,17 @@ def run(options: PlotConfig) -> None:
     if not options.skip_plot:
         labels = options.plot_title, options.plot_x_label, options.plot_y_label
         plot_curves(curves, options.plot_name, *labels)
+
+
+def draw_evaluations(options: PlotConfig) -> None:
+    """The picture of --metrics."""
+    pairs = [word.partition("=") for word in options.metrics]
+    if not all(equals for _, equals, _ in pairs) or len({name for name, *_ in pairs}) < len(pairs):
+        raise ValueError(f"--metrics {' '.join(options.metrics)}: give NAME=FILE, each NAME once")
+    panels = read_evaluations({name: file for name, _, file in pairs})
+    title = options.plot_title if options.plot_title != PlotConfig.plot_title else "Evaluations"
+    draw_panels(panels, options.plot_name, "consumed tokens", title)
+    print(f"{options.plot_name}: {', '.join(' '.join(panel.y.split()) for panel in panels)}")
 
 
 def compared(first: RunCurve, other: RunCurve) -> str:

@@ -4,6 +4,7 @@
 
     <save>/latest                             tag of the newest checkpoint, replaced last
     <save>/latest_checkpointed_iteration.txt  its iteration, as Megatron writes it
+    <save>/best_epoch.json                    names the best checkpoint of a fine-tuning
     <save>/global_step<N>/                    appears by a rename, when it is complete
         manifest.json                         size and SHA-256 of every file, and of itself
         index.json                            which slice of which parameter is in which file
@@ -22,6 +23,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import shutil
@@ -38,6 +40,8 @@ from megatron.util.locks import Lock, LockTakenError
 TRACKER = "latest"
 MEGATRON_TRACKER = "latest_checkpointed_iteration.txt"
 LOCK = ".lock"
+BEST = "best_epoch.json"
+"""Under ``checkpoint``, the tag of a checkpoint that is never deleted."""
 _TAG = re.compile(r"global_step(\d+)")
 _TWIN = "_universal"
 """What ``--save-universal`` appends to a checkpoint's name."""
@@ -281,7 +285,8 @@ def superseded(
     universal copy.
 
     Checkpoints after iteration ``newest``, which was just saved, are of an abandoned run; they
-    neither count nor are deleted. Folders that this project did not save are never deleted.
+    neither count nor are deleted. Folders that this project did not save, and the one that the file
+    :data:`BEST` names, are never deleted.
     """
     if keep_last is None:
         return []
@@ -291,10 +296,11 @@ def superseded(
         iteration = iteration_of(path.name)
         if iteration is not None and iteration <= newest and _is_ours(path):
             known.append(iteration)
+    best = _best(save)
     given_up = [
         iteration
         for iteration in sorted(known)[:-keep_last]
-        if keep_every is None or iteration % keep_every
+        if tag(iteration) != best and (keep_every is None or iteration % keep_every)
     ]
     folders = []
     for iteration in given_up:
@@ -302,6 +308,12 @@ def superseded(
         folders += [twin] if twin.is_dir() else []
         folders.append(save / tag(iteration))
     return folders
+
+
+def _best(save: Path) -> str | None:
+    with contextlib.suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+        return str(json.loads((save / BEST).read_text())["checkpoint"])
+    return None
 
 
 def _is_ours(folder: Path) -> bool:

@@ -18,6 +18,7 @@ from megatron.config.run import (
     resolve,
 )
 from megatron.config.training import (
+    EvalTasksConfig,
     OptimizerConfig,
     OptimizerFlags,
     PrecisionConfig,
@@ -31,6 +32,7 @@ __all__ = [
     "ConfigError",
     "DataConfig",
     "EngineConfig",
+    "EvalTasksConfig",
     "FlagParser",
     "LegacyFlags",
     "LoggingConfig",

@@ -105,7 +105,7 @@ class CommandParser(argparse.ArgumentParser):
 
 class FlagParser(CommandParser):
     """The command line of config classes: a group of flags for each. The fields ``hidden`` are
-    parsed, and left out of --help."""
+    parsed, and left out of --help. Of fields with one name those of the first class are flags."""
 
     def __init__(
         self,
@@ -119,6 +119,7 @@ class FlagParser(CommandParser):
         )
         self._notes: dict[str, str] = {}
         self._hidden = hidden
+        self._taken: set[str] = set()
         for cls in classes:
             self._add_class(cls)
 
@@ -133,7 +134,12 @@ class FlagParser(CommandParser):
         super()._check_value(action, value)
 
     def _add_class(self, cls: type) -> None:
-        fields = [f for f in dataclasses.fields(cls) if not f.metadata.get("internal")]
+        fields = [
+            field
+            for field in dataclasses.fields(cls)
+            if not field.metadata.get("internal") and field.name not in self._taken
+        ]
+        self._taken.update(field.name for field in fields)
         unused = all(field.metadata.get("note") for field in fields)
         group = self.add_argument_group(
             (cls.__doc__ or cls.__name__).split("\n")[0].rstrip("."),

@@ -40,6 +40,11 @@ class DataConfig:
     """Text file with the value of --valid-weighted-split-paths."""
     test_weighted_split_paths_path: str | None = option(None)
     """Text file with the value of --test-weighted-split-paths."""
+    multiple_validation_sets: bool = option(False)
+    """Evaluate every path of --valid-data-path (or of "valid" in --per-split-data-args-path), which
+    then have no weights, separately."""
+    validation_set_names: tuple[str, ...] = option(())
+    """Names of these validation sets, in their order; by default the last parts of the paths."""
     train_data: tuple[str, ...] = option(())
     """Corpora of --corpora-file, of NAMED_CORPORA in data_utils/corpora.py, or files of raw text,
     as NAME NAME ... or WEIGHT NAME WEIGHT NAME ...; without --valid-data and --test-data, --split
@@ -70,7 +75,7 @@ class DataConfig:
     """Exclude end-of-document tokens (as inputs) from the loss."""
 
     def check(self, resolver: ConfigResolver) -> None:
-        """Refuses data files together with --mock-data."""
+        """Refuses data files together with --mock-data, and names without sets."""
         parts = ("train", "valid", "test")
         named = [
             resolver.flag(name)
@@ -83,6 +88,11 @@ class DataConfig:
             )
             if getattr(self, name)
         ]
+        resolver.check(
+            self.multiple_validation_sets or not self.validation_set_names,
+            f"{resolver.show('validation_set_names')} names the sets of "
+            "--multiple-validation-sets: give that too",
+        )
         resolver.check(
             not (self.mock_data and named),
             f"--mock-data contradicts {', '.join(named)}: give one of them",

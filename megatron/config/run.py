@@ -32,11 +32,13 @@ from megatron.config.output import (
 )
 from megatron.config.parallel import ParallelConfig, ParallelFlags, resolve_parallel
 from megatron.config.training import (
+    EvalTasksConfig,
     OptimizerConfig,
     OptimizerFlags,
     PrecisionConfig,
     TrainingConfig,
     TrainingFlags,
+    resolve_eval_tasks,
     resolve_optimizer,
     resolve_training,
 )
@@ -55,6 +57,7 @@ class RunConfig:
     model: ModelConfig
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     training: TrainingConfig = field(default_factory=TrainingConfig)
+    tasks: EvalTasksConfig = field(default_factory=EvalTasksConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     fast_paths: FastPathsConfig = field(default_factory=FastPathsConfig)
@@ -223,6 +226,9 @@ def resolve(settings: Settings, world_size: int) -> Resolved:
         "model": model,
         "parallel": parallel,
         "training": training,
+        "tasks": resolve_eval_tasks(
+            build(EvalTasksConfig, settings), training.eval_interval, model.seq_length, resolver
+        ),
         "optimizer": resolve_optimizer(build(OptimizerFlags, settings), training, resolver),
         "logging": resolve_logging(build(LoggingConfig, settings), save, resolver),
         "profiling": resolve_profiling(

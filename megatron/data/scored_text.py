@@ -6,7 +6,7 @@ Shape suffixes: B samples, S sequence, P scored positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,16 @@ import numpy.typing as npt
 @dataclass(frozen=True)
 class ScoredText:
     """Token ids (int64): every token of the continuation is scored, given all before it. Raises
-    ValueError if one of the two is empty."""
+    ValueError if one of the two is empty.
+
+    Attributes:
+        choices: where there are any, tokens that are each scored as the last one of the
+            continuation; then all texts of a batch have as many.
+    """
 
     context: npt.NDArray[np.int64]
     continuation: npt.NDArray[np.int64]
+    choices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
         for name in ("context", "continuation"):
@@ -50,6 +56,14 @@ def check_lengths(lengths: npt.NDArray[np.int64], longest: int | None) -> None:
             f"texts to score have up to {over[-1]} tokens, and the model has {longest} positions "
             "(--max-position-embeddings): shorten their contexts"
         )
+
+
+def too_long(answer: str, tokens: int, longest: int, flag: str) -> ValueError:
+    """What is wrong with an answer of more tokens than a model reads."""
+    return ValueError(
+        f"the answer {answer!r:.60} has {tokens} tokens, and the model reads {longest} ({flag}): "
+        "shorten it, or use a model of longer sequences"
+    )
 
 
 def fitted(pad_to: int | None, needed: int, longest: int | None) -> int:

@@ -186,11 +186,18 @@ class BlendReader:
             flag = f"--{part}-weighted-split-paths"
             groups = getattr(data, f"{part}_weighted_split_paths")
             in_file = getattr(data, f"{part}_weighted_split_paths_path")
+            several = part == "valid" and data.multiple_validation_sets
+            by_path = {
+                f"--{part}-data-path": paths,
+                "--per-split-data-args-path": per_split.get(part, ()),
+            }
             blends = {
                 f"--{part}-data": {part: self._named(names, f"--{part}-data")},
-                f"--{part}-data-path": {part: self._paths(paths, f"--{part}-data-path")},
-                "--per-split-data-args-path": {
-                    part: self._paths(per_split.get(part, ()), "--per-split-data-args-path")
+                **{
+                    name: self._separate(values, name, data.validation_set_names)
+                    if several
+                    else {part: self._paths(values, name)}
+                    for name, values in by_path.items()
                 },
                 flag: self._groups(groups, flag),
                 f"{flag}-path": self._groups(_words(in_file, f"{flag}-path"), f"{flag}-path"),
@@ -202,6 +209,11 @@ class BlendReader:
             }
             if len(given) > 1:
                 raise ConfigError(f"{' and '.join(given)} name the same data: give one of them")
+            if several and not given.keys() & by_path.keys():
+                raise ConfigError(
+                    "--multiple-validation-sets: the sets are the paths of --valid-data-path (or "
+                    "of --per-split-data-args-path); give them"
+                )
             for name, named in given.items():
                 if part == "train" and len(named) > 1:
                     raise ConfigError(f"{name}: training has one group, not {', '.join(named)}")
@@ -223,6 +235,32 @@ class BlendReader:
             replace(self._source(path, flag), weight=weight)
             for weight, path in _weighted(values, flag, _PAIRS)
         )
+
+    def _separate(
+        self, values: Sequence[str], flag: str, names: Sequence[str]
+    ) -> dict[str, tuple[DataSource, ...]]:
+        """A source for each path of --multiple-validation-sets, by its name."""
+        shown = f"{flag} {' '.join(values)}"
+        numbers = [word for word in values if _number(word) is not None]
+        if numbers:
+            raise ConfigError(
+                f"{shown}: with --multiple-validation-sets the paths have no weights; leave out "
+                f"{' '.join(numbers)}"
+            )
+        named = list(names) or [os.path.basename(path) for path in values]
+        if values and len(named) != len(values):
+            raise ConfigError(
+                f"--validation-set-names {' '.join(names)}: {len(names)} names for the "
+                f"{len(values)} paths of {shown}"
+            )
+        twice = next((name for name in named if named.count(name) > 1), None)
+        if twice is not None:
+            raise ConfigError(
+                f"{shown}: two validation sets have the name {twice}; give "
+                "--validation-set-names, each once"
+            )
+        pairs = zip(named, values, strict=False)
+        return {name: (self._source(path, flag),) for name, path in pairs}
 
     def _named(self, values: Sequence[str], flag: str) -> tuple[DataSource, ...]:
         """`NAME NAME ...` or `WEIGHT NAME WEIGHT NAME ...` of corpora, or files of raw text."""

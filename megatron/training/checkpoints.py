@@ -13,7 +13,8 @@ from megatron.training.trainer import Callback, Step, Trainer
 
 
 class CheckpointManager(Callback):
-    """The checkpoints of a run: every ``interval`` steps, at the end, and where it is stopped. A
+    """The checkpoints of a run: every ``interval`` steps, after every epoch where the plan has
+    epochs, at the end, and where it is stopped. A
     failed save leaves the earlier checkpoints and is reported; the run fails only if its last save
     did."""
 
@@ -50,7 +51,7 @@ class CheckpointManager(Callback):
 
     def between_steps(self, trainer: Trainer) -> None:
         due = self.interval is not None and trainer.iteration % self.interval == 0
-        if due or trainer.at_end:
+        if due or trainer.at_end or trainer.plan.epochs_ended(trainer.iteration):
             self._save_settled(trainer)
 
     def training_ended(self, trainer: Trainer, reason: str | None) -> None:

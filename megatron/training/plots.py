@@ -1,4 +1,4 @@
-"""A picture of a run from its JSON-lines metrics."""
+"""A picture of a run from its JSON-lines metrics, and what all pictures of curves share."""
 
 from __future__ import annotations
 
@@ -6,10 +6,20 @@ import io
 import json
 import math
 import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megatron.training.writers import TASK_COSTS
 from megatron.util.files import write_whole
+
+Rows = Sequence[Mapping[str, Any]]
+"""Rows of a JSON-lines file of metrics."""
+Points = tuple[list[float], list[float]]
+"""Consumed tokens and values; NaN is a gap in the line."""
+_CLOCKS = frozenset({"kind", "iteration", "consumed_samples", "consumed_tokens"})
+_VALIDATION_COLOURS = ("#c8442f", "#e08a3c", "#8c3b6f", "#6b6b1e", "#444444") * 9
+_TASK_COLOURS = ("#7b4fa3", "#c77f1a", "#2a8f8f", "#b0426a", "#4f6f2f", "#555555") * 9
 
 
 def plot_loss(
@@ -20,26 +30,31 @@ def plot_loss(
     title: str | None = None,
 ) -> None:
     """Draws training and validation loss over consumed tokens, with the resumes marked;
-    ``unigram_entropy``, in nats per token, is a horizontal line. Replaces ``output_png``. Raises
+    ``unigram_entropy``, in nats per token, is a horizontal line. What the tasks of a run measured
+    (``--eval-tasks``) is drawn below, a panel for each metric. Replaces ``output_png``. Raises
     FileNotFoundError if ``metrics_jsonl`` does not exist. Raises ValueError if it is broken or has
     no training steps."""
     # Figure rather than pyplot: no window system, no global state. Imported late: it takes seconds.
     from matplotlib.figure import Figure
     from matplotlib.ticker import EngFormatter
 
-    rows = _read(Path(metrics_jsonl))
-    train, validation = _curve(rows, "train"), _curve(rows, "validation")
+    rows = read_metrics(metrics_jsonl)
+    train = points(rows, "train", "loss")
     if not train[0]:
         raise ValueError(f"{metrics_jsonl}: no rows of kind 'train', so no loss to plot")
 
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
+    tasks = task_metrics(rows)
+    figure = Figure(figsize=(9, 5 + 2.2 * len(tasks)), dpi=150, layout="constrained")
+    heights = [5.0, *[2.2] * len(tasks)]
+    axes, *below = figure.subplots(
+        len(heights), sharex=True, squeeze=False, height_ratios=heights
+    ).flat
     label = f"training, {train[1][-1]:.2f} at the end"
     axes.plot(*train, color="#7aa6d8", linewidth=1.2, label=label, zorder=2)
-    if validation[0]:
-        label = f"validation, {validation[1][-1]:.2f} at the end"
-        style: dict[str, Any] = {"linewidth": 2.0, "marker": "o", "markersize": 4.5, "zorder": 3}
-        axes.plot(*validation, color="#c8442f", label=label, **style)
+    style: dict[str, Any] = {"linewidth": 2.0, "marker": "o", "markersize": 4.5, "zorder": 3}
+    validations = validation_losses(rows).items()
+    for colour, (kind, curve) in zip(_VALIDATION_COLOURS, validations, strict=False):
+        axes.plot(*curve, color=colour, label=f"{kind}, {curve[1][-1]:.2f} at the end", **style)
     if unigram_entropy is not None:
         label = f"unigram entropy, {unigram_entropy:.2f}"
         axes.axhline(unigram_entropy, color="#444444", linestyle="--", linewidth=1.2, label=label)
@@ -47,16 +62,37 @@ def plot_loss(
     for number, tokens in enumerate(resumes):
         style = {"color": "#5b8c5a", "linestyle": ":", "linewidth": 1.6, "zorder": 1}
         axes.axvline(tokens, label=None if number else "resumed", **style)
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_xlim(left=0)
-    axes.set_xlabel("consumed tokens")
     axes.set_ylabel("loss (nats per token)")
+    names = dict.fromkeys(task for curves in tasks.values() for task in curves)
+    colours = dict(zip(names, _TASK_COLOURS, strict=False))
+    for panel, (metric, curves) in zip(below, tasks.items(), strict=True):
+        for task, curve in curves.items():
+            label = f"{task}, {curve[1][-1]:.4g} at the end"
+            panel.plot(*curve, color=colours[task], marker="o", markersize=4, label=label)
+        panel.set_ylabel(metric.replace("_", " "))
+    for each in (axes, *below):
+        decorate(each)
+        where = "upper right" if each is axes else "best"
+        each.legend(loc=where, frameon=True, framealpha=0.9, edgecolor="none")
+    last = [axes, *below][-1]
+    last.xaxis.set_major_formatter(EngFormatter(sep=""))
+    last.set_xlim(left=0)
+    last.set_xlabel("consumed tokens")
+    if title is not None:
+        axes.set_title(title, loc="left", fontweight="bold")
+    figure.align_ylabels()
+    save_picture(figure, output_png)
+
+
+def decorate(axes: Any) -> None:
+    """A grid behind the curves, and no frame above and to the right of them."""
     axes.grid(color="#e6e6e6", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="upper right", frameon=True, framealpha=0.9, edgecolor="none")
-    if title is not None:
-        axes.set_title(title, loc="left", fontweight="bold")
+
+
+def save_picture(figure: Any, output_png: str | os.PathLike[str]) -> None:
+    """Writes or replaces a PNG file, and makes its folder."""
     picture = io.BytesIO()
     figure.savefig(picture, format="png")
     output = Path(output_png)
@@ -64,9 +100,11 @@ def plot_loss(
     write_whole(output, picture.getvalue())
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The rows of a run's JSON-lines file. Raises FileNotFoundError; ValueError for a broken
+    line."""
     rows = []
-    with path.open(encoding="utf-8") as lines:
+    with Path(path).open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, start=1):
             # A process that still runs, or was killed, may have left half a line at the end.
             if not line.endswith("\n"):
@@ -78,8 +116,39 @@ def _read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _curve(rows: list[dict[str, Any]], kind: str) -> tuple[list[float], list[float]]:
-    """Tokens and loss; a null loss becomes NaN, a gap in the line."""
-    chosen = [row for row in rows if row["kind"] == kind]
-    losses = [math.nan if row["loss"] is None else float(row["loss"]) for row in chosen]
-    return [float(row["consumed_tokens"]) for row in chosen], losses
+def points(rows: Rows, kind: str, name: str) -> Points:
+    """The values of a name in the rows of a kind that have it; null becomes NaN."""
+    chosen = [row for row in rows if row["kind"] == kind and name in row]
+    values = [math.nan if row[name] is None else float(row[name]) for row in chosen]
+    return [float(row["consumed_tokens"]) for row in chosen], values
+
+
+def validation_losses(rows: Rows) -> dict[str, Points]:
+    """The validation losses by kind, ``validation`` followed by the name of the data set where
+    there are several."""
+    kinds = dict.fromkeys(row["kind"] for row in rows)
+    curves = {k: points(rows, k, "loss") for k in kinds if k.partition(" ")[0] == "validation"}
+    return {kind: curve for kind, curve in curves.items() if curve[0]}
+
+
+def task_metrics(rows: Rows) -> dict[str, dict[str, Points]]:
+    """What the tasks of a run measured: curves by metric and task, bits per byte first."""
+    names: dict[str, dict[str, None]] = {}
+    for row in rows:
+        kind, _, task = row["kind"].partition(" ")
+        if kind == "task":
+            found = (n for n in row if n not in _CLOCKS and n not in TASK_COSTS)
+            names.setdefault(task, {}).update(dict.fromkeys(found))
+    curves: dict[str, dict[str, Points]] = {}
+    for task, metrics in names.items():
+        for metric in shown_metrics(metrics):
+            curves.setdefault(metric, {})[task] = points(rows, f"task {task}", metric)
+    return dict(sorted(curves.items(), key=lambda item: item[0] != "bits_per_byte"))
+
+
+def shown_metrics(names: Iterable[str]) -> list[str]:
+    """The metrics of a task that pictures show: without ratios, which depend on the text alone, and
+    without loss and perplexity beside bits per byte, which say the same."""
+    names = [name for name in names if not name.endswith("ratio")]
+    said = ("loss", "perplexity") if "bits_per_byte" in names else ()
+    return [name for name in names if not name.endswith(said)]

@@ -16,8 +16,8 @@ from megatron.config.parallel import ParallelConfig
 from megatron.families import family_of
 from megatron.parallel.mesh import Mesh
 from megatron.training.metrics import (
-    Evaluation,
     IntervalMeter,
+    Reported,
     StepMetrics,
     measure_matmul_peak,
     peak_flops,
@@ -178,7 +178,7 @@ class Reporter(Callback):
         self.say(metrics.line().strip())
         self._write("train", iteration, samples, metrics.row())
 
-    def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
+    def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
         self.say(evaluation.line().strip())
         self._write(
             evaluation.kind, evaluation.iteration, trainer.consumed_samples, evaluation.row()

@@ -12,6 +12,7 @@ import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import Any, Generic, TypeVar
 
 from megatron.config import (
@@ -54,6 +55,10 @@ from megatron.util.processes import is_main_process
 
 Config = TypeVar("Config")
 
+EVAL_TASKS = "megatron.tasks.during_training:EvalTasks"
+"""The callback of ``--eval-tasks``, which is made of the run's configuration and its tokenizer. It
+uses training and is imported for runs with the flag only."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -86,11 +91,16 @@ def parse_run(
                 f"or start pretrain_{given.value}.py"
             )
     run = run_of(settings, start_processes(settings, argv))
+    show_configuration(run)
+    return run
+
+
+def show_configuration(run: Run) -> None:
+    """With ``--explain-config`` prints every value with its origin and ends the process."""
     if run.config.training.explain_config:
         if is_main_process():
             print(explain(run.resolved))
         sys.exit(0)
-    return run
 
 
 def run_of(settings: Settings, processes: int, samples: str | None = None) -> Run:
@@ -146,7 +156,7 @@ def _with_tokenizer_type(settings: Settings, family: Family) -> Settings:
 
 class RunToolParser(FlagParser, Generic[Config]):
     """Parser of a tool about a run: the flags of the tool's ``config`` class, which --help shows,
-    and those of training."""
+    and those of training, except where the tool has a field of the same name."""
 
     def __init__(
         self, config: type[Config], description: str | None, epilog: str | None = None
@@ -190,6 +200,7 @@ def build_trainer(
     length. Raises ValueError or OSError if data or checkpoints cannot be used; the message names
     them."""
     config, device = run.config, training_device()
+    tasks = [resolve_name(EVAL_TASKS)(config, run.tokenizer)] if config.tasks.eval_tasks else []
     data = data or run_data(run)
     request = StopRequest(
         config.training.exit_duration_in_mins, run.launched, config.training.kill_switch_file
@@ -211,6 +222,7 @@ def build_trainer(
         (
             _Closing(engine, lock),
             *callbacks,
+            *tasks,
             Stopping(request, device, mesh.world.size, config.training.exit_interval),
             report,
             NonFiniteGuard(device, config.precision.fp16, check),

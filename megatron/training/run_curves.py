@@ -1,4 +1,5 @@
-"""Curves of several runs, from their TensorBoard events: a table for each and one picture."""
+"""Curves of several runs, from their TensorBoard events or JSON-lines metrics: a table for each and
+one picture."""
 
 from __future__ import annotations
 
@@ -6,11 +7,20 @@ import csv
 import io
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron.training.plots import (
+    Points,
+    Rows,
+    decorate,
+    read_metrics,
+    save_picture,
+    task_metrics,
+    validation_losses,
+)
 from megatron.util.files import write_whole
 
 _LAYOUT = re.compile(r"tp_?(\d+).*?pp_?(\d+).*?dp_?(\d+).*?sp_?(\d+)")
@@ -18,14 +28,14 @@ _LAYOUT = re.compile(r"tp_?(\d+).*?pp_?(\d+).*?dp_?(\d+).*?sp_?(\d+)")
 
 @dataclass(frozen=True)
 class RunCurve:
-    """One scalar of one run, by step; ``name`` is its layout, such as ``tp2_pp2_dp1_sp1``, where
-    the folder's name has one."""
+    """One scalar of one run, by step or another clock; ``name`` is its layout, such as
+    ``tp2_pp2_dp1_sp1``, where the folder's name has one."""
 
     name: str
-    steps: Sequence[int]
+    steps: Sequence[float]
     values: Sequence[float]
 
-    def by_step(self) -> dict[int, float]:
+    def by_step(self) -> dict[float, float]:
         """The values by step."""
         return dict(zip(self.steps, self.values, strict=True))
 
@@ -74,32 +84,81 @@ def write_csv(curve: RunCurve, output: str | os.PathLike[str]) -> None:
     write_whole(Path(output), text.getvalue().encode())
 
 
+@dataclass(frozen=True)
+class Panel:
+    """Curves with a vertical axis in common; without ``labels`` the legend has their names and last
+    values."""
+
+    y: str
+    curves: Sequence[RunCurve]
+    labels: Sequence[str] = ()
+
+
 def plot_curves(
     curves: Sequence[RunCurve], output_png: str | os.PathLike[str], title: str, x: str, y: str
 ) -> None:
     """Draws the curves over each other, the first one widest, so that equal ones are all seen."""
+    labels = [f"{c.name}, steps {c.steps[0]} to {c.steps[-1]}" for c in curves]
+    draw_panels([Panel(y, curves, labels)], output_png, x, title, first_widest=len(curves) > 1)
+
+
+def draw_panels(
+    panels: Sequence[Panel],
+    output_png: str | os.PathLike[str],
+    x: str,
+    title: str | None = None,
+    first_widest: bool = False,
+) -> None:
+    """Draws panels below each other over one horizontal axis, and makes the picture's folder;
+    ``first_widest`` draws the first curve of each wide and pale."""
     # Figure rather than pyplot: no window system, no global state.
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
-    figure = Figure(figsize=(9, 5), dpi=150, layout="constrained")
-    axes = figure.add_subplot()
-    for number, curve in enumerate(curves):
-        width = 4.5 if number == 0 and len(curves) > 1 else 1.2
-        axes.plot(
-            curve.steps,
-            curve.values,
-            linewidth=width,
-            alpha=0.45 if width > 2 else 1,
-            marker="." if len(curve.steps) < 30 else None,
-            label=f"{curve.name}, steps {curve.steps[0]} to {curve.steps[-1]}",
-        )
-    axes.set_title(title, loc="left", fontweight="bold")
-    axes.set_xlabel(x)
-    axes.set_ylabel(y)
-    axes.grid(color="#e6e6e6", linewidth=0.8)
-    axes.set_axisbelow(True)
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(frameon=False)
-    picture = io.BytesIO()
-    figure.savefig(picture, format="png")
-    write_whole(Path(output_png), picture.getvalue())
+    height = 5 if len(panels) == 1 else 2.8 * len(panels)
+    figure = Figure(figsize=(9, height), dpi=150, layout="constrained")
+    every = list(figure.subplots(len(panels), sharex=True, squeeze=False).flat)
+    for axes, panel in zip(every, panels, strict=True):
+        labels = panel.labels or [f"{c.name}, {c.values[-1]:.4g} at the end" for c in panel.curves]
+        for number, (curve, label) in enumerate(zip(panel.curves, labels, strict=True)):
+            wide = first_widest and number == 0
+            axes.plot(
+                curve.steps,
+                curve.values,
+                linewidth=4.5 if wide else 1.2,
+                alpha=0.45 if wide else 1,
+                marker="." if len(curve.steps) < 30 else None,
+                label=label,
+            )
+        axes.set_ylabel(panel.y)
+        decorate(axes)
+        axes.legend(frameon=False)
+    if title is not None:
+        every[0].set_title(title, loc="left", fontweight="bold")
+    every[-1].set_xlabel(x)
+    if panels[0].curves[0].steps[-1] >= 10**5:
+        every[-1].xaxis.set_major_formatter(EngFormatter(sep=""))
+    figure.align_ylabels()
+    save_picture(figure, output_png)
+
+
+def read_evaluations(runs: Mapping[str, str | os.PathLike[str]]) -> list[Panel]:
+    """What runs evaluated, by the paths of their JSON-lines metrics: validation losses and the
+    metrics of tasks over consumed tokens, a panel for each. Raises FileNotFoundError; ValueError if
+    a file is broken, or has no evaluations."""
+    found: dict[str, list[RunCurve]] = {}
+    for name, path in runs.items():
+        curves = list(_evaluations(read_metrics(path)))
+        if not curves:
+            raise ValueError(f"{path}: no evaluations, so nothing to draw")
+        for y, curve in curves:
+            found.setdefault(y, []).append(RunCurve(name, *curve))
+    return [Panel(y, each) for y, each in found.items()]
+
+
+def _evaluations(rows: Rows) -> Iterator[tuple[str, Points]]:
+    for kind, curve in validation_losses(rows).items():
+        yield f"{kind} loss", curve
+    for metric, curves in task_metrics(rows).items():
+        for task, curve in curves.items():
+            yield f"{task}\n{metric.replace('_', ' ')}", curve

@@ -9,7 +9,7 @@ from typing import Any
 
 from megatron.data.loader import MicroBatches, TrainingData
 from megatron.engine.train_engine import StepResult, TrainEngine
-from megatron.training.metrics import Evaluation
+from megatron.training.metrics import Evaluation, Reported
 from megatron.training.plan import TrainingPlan
 
 
@@ -76,8 +76,12 @@ class Callback:
         """After the last step, before the last evaluations; ``reason`` is None at the end of the
         plan."""
 
-    def evaluated(self, trainer: Trainer, evaluation: Evaluation) -> None:
-        """After an evaluation on held-out data."""
+    def evaluate(self, trainer: Trainer, last: bool) -> None:
+        """Between two steps, and at the end of the plan (``last``), after the validation: makes
+        evaluations of its own, if they are due, and gives them to :meth:`Trainer.report`."""
+
+    def evaluated(self, trainer: Trainer, evaluation: Reported) -> None:
+        """After an evaluation on held-out data or of a task."""
 
 
 class Trainer:
@@ -110,6 +114,7 @@ class Trainer:
                 callback.training_ended(self, reason)
             if reason is None:
                 self.validate()
+                self._tell("evaluate", True)
                 self.test()
         return reason
 
@@ -149,6 +154,8 @@ class Trainer:
             self._tell("between_steps")
             if self.plan.evaluates_after(self.iteration):
                 self.validate()
+            if not self.at_end:
+                self._tell("evaluate", False)
             for epoch in self.plan.epochs_ended(self.iteration):
                 self._tell("epoch_ended", epoch)
             found = [callback.reason_to_stop(self) for callback in self.callbacks]
@@ -182,7 +189,11 @@ class Trainer:
         if self.plan.eval_micro_batches == 0:
             return
         losses = self.engine.evaluate(batches, self.plan.eval_micro_batches)
-        self._tell("evaluated", Evaluation(self.iteration, losses, name, test))
+        self.report(Evaluation(self.iteration, losses, name, test))
+
+    def report(self, evaluation: Reported) -> None:
+        """Tells every callback of an evaluation."""
+        self._tell("evaluated", evaluation)
 
     def reading(self, **options: Any) -> dict[str, Any]:
         """Options of ``TrainingData.batches`` for this rank."""

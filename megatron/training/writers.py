@@ -17,7 +17,7 @@ from megatron.config.output import LoggingConfig
 from megatron.util.files import replacing, sync
 
 Values = Mapping[str, float | None]
-"""Values by the names of ``IntervalMetrics.row`` and ``Evaluation.row``."""
+"""Values by the names of the ``row`` of ``IntervalMetrics``, ``Evaluation``, ``TaskEvaluation``."""
 
 TAGS: dict[str, dict[str, str]] = {
     "train": {
@@ -41,6 +41,9 @@ TAGS: dict[str, dict[str, str]] = {
 }
 """Tags of TensorBoard and Weights & Biases by kind and value; Megatron's, where it has one."""
 
+TASK_COSTS = ("examples", "seconds", "tokens_per_second", "share_of_time")
+"""What rows of the kind ``task`` say of the evaluation itself, besides the task's metrics."""
+
 
 class Writer(Protocol):
     """Receives the values of steps."""
@@ -48,8 +51,8 @@ class Writer(Protocol):
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         """Writes the values of one step; None and absent values are left out or written as null.
         ``kind`` is ``train``, ``validation``, ``test`` (the latter two followed by the name of the
-        data set, where there are several), or an event such as ``resume``, whose values may be
-        empty."""
+        data set, where there are several), ``task`` and the name of the task, or an event such as
+        ``resume``, whose values may be empty."""
         ...
 
     def close(self) -> None:
@@ -163,7 +166,8 @@ class TensorBoardWriter:
     def scalars(self, kind: str, step: int, values: Values, *, samples: int, tokens: int) -> None:
         if kind == "train" and step % self._interval:
             return
-        shown = {name: value for name, value in values.items() if name not in self._left_out}
+        left_out = frozenset[str]() if kind.startswith("task ") else self._left_out
+        shown = {name: value for name, value in values.items() if name not in left_out}
         for tag, value in _tagged(kind, shown):
             self._by_iteration.add_scalar(tag, value, step)
             self._by_samples.add_scalar(f"{tag} vs samples", value, samples)
@@ -211,7 +215,13 @@ class WandbWriter:
 
 
 def _tagged(kind: str, values: Values) -> Iterator[tuple[str, float]]:
-    kind, _, dataset = kind.partition(" ")  # one of several validation sets
+    kind, _, dataset = kind.partition(" ")  # one of several validation sets, or a task
+    if kind == "task":
+        # The part before the slash is a group in both programs.
+        for name, value in values.items():
+            if value is not None:
+                yield f"tasks/{dataset} {name.replace('_', ' ')}", value
+        return
     tags = TAGS.get(kind, {})
     named = [name for name in values if name.endswith(" loss")]
     if named:  # a family with several losses: their sum is not its "lm loss"

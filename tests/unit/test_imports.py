@@ -32,7 +32,10 @@ BELOW["tasks"] = BELOW["training"] | {"training", "inference"}
 programs: nothing imports them, and they may import all."""
 
 NAME = re.compile(r"megatron(\.\w+)+(:\w+)?")
-REGISTRIES = {"megatron/checkpoint/source.py": frozenset({"formats"})}
+REGISTRIES = {
+    "megatron/checkpoint/source.py": frozenset({"formats"}),
+    "megatron/training/run.py": frozenset({"tasks"}),
+}
 """Files that name modules of packages above them, which are imported when they are needed."""
 
 

@@ -12,24 +12,21 @@ took 9 CPU seconds where this takes 1 (LAMBADA in 1,000 documents of OpenWebText
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import re
 import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megatron.config import ConfigError
 from megatron.config.flags import option
-from megatron.corpus.collection.json_files import (
-    JsonRecord,
-    RecordStep,
-    read_lines,
-    read_records,
-    write_packed,
-)
+from megatron.corpus.collection.evaluation_sets import task_texts
+from megatron.corpus.collection.json_files import JsonRecord, RecordStep, write_packed
 from megatron.corpus.collection.line_job import (
     JobReport,
     LineJob,
@@ -54,8 +51,9 @@ class FilterConfig:
     lambada_path: str | None = option(None)
     """LAMBADA as JSON lines with the key text."""
     task_file: tuple[str, ...] = option(())
-    """Further evaluation sets: FILE:KEY for the texts under a key of JSON lines, FILE for a text
-    file with a text on each line; plain or compressed."""
+    """Further evaluation sets: FILE:KEY for the texts under a key of JSON lines or in a column of
+    a .tsv file (GLUE), FOLDER:KEY for those of all files of a folder (RACE), FILE for a text file
+    with a text on each line (WikiText); plain or compressed."""
     dedup_dataset: tuple[str, ...] = option(())
     """The corpus, JSON lines, and the key of its text: corpus.json text."""
     output: str | None = option(None)
@@ -116,13 +114,20 @@ class FilterReport(NamedTuple):
     common: int
     """In the corpus --key-threshold times or more."""
     filtered: JobReport | None
+    sets: Mapping[str, tuple[int, int]] = MappingProxyType({})
+    """Of each evaluation set: texts that share an n-gram with the corpus which is no common phrase,
+    and all texts that are long enough to have one."""
 
     def __str__(self) -> str:
         head = (
             f"{self.ngrams:,} n-grams of evaluation sets: {self.found:,} in the corpus, and "
             f"{self.common:,} common phrases, which stay"
         )
-        return f"{head}\n{self.filtered}" if self.filtered else head
+        lines = [
+            f"{name}: {found:,} of {texts:,} texts share n-grams with the corpus"
+            for name, (found, texts) in self.sets.items()
+        ]
+        return "\n".join([head, *lines, *([str(self.filtered)] if self.filtered else [])])
 
 
 def filter_ngrams(config: FilterConfig, running: LineJobConfig) -> FilterReport:
@@ -131,10 +136,13 @@ def filter_ngrams(config: FilterConfig, running: LineJobConfig) -> FilterReport:
     corpus, key = json_inputs(config.dedup_dataset[:1]), config.dedup_dataset[1]
     target = Path(config.output or f"{config.save_dictionary}")
     counted = target.with_name(target.name + ".counts")
+    sets: dict[str, list[frozenset[str]]] = {}
     if config.load_dictionary:
         counts = load_dictionary(Path(config.load_dictionary))
     else:
-        counts = count_ngrams(corpus, key, task_ngrams(config), counted, running)
+        sets = ngrams_of_sets(config)
+        every = frozenset[str]().union(*itertools.chain.from_iterable(sets.values()))
+        counts = count_ngrams(corpus, key, every, counted, running)
     limit = config.key_threshold or max(counts.values(), default=0) + 1
     rare = {ngram: count for ngram, count in sorted(counts.items()) if 0 < count < limit}
     if config.save_dictionary:
@@ -143,7 +151,11 @@ def filter_ngrams(config: FilterConfig, running: LineJobConfig) -> FilterReport:
     report = _cut(config, corpus, frozenset(rare), running) if config.output else None
     counted.unlink(missing_ok=True)
     common = sum(count >= limit for count in counts.values())
-    return FilterReport(len(counts), len(rare), common, report)
+    shared = {
+        name: (sum(not rare.keys().isdisjoint(text) for text in texts), sum(map(bool, texts)))
+        for name, texts in sets.items()
+    }
+    return FilterReport(len(counts), len(rare), common, report, shared)
 
 
 def _cut(
@@ -164,35 +176,19 @@ def _cut(
     return run(job, running)
 
 
-def task_ngrams(config: FilterConfig) -> frozenset[str]:
-    """The n-grams of all evaluation sets. Raises ValueError for a malformed line, or a set without
-    any n-gram."""
-    ngrams: set[str] = set()
+def ngrams_of_sets(config: FilterConfig) -> dict[str, list[frozenset[str]]]:
+    """The n-grams of every text of every evaluation set, by its name in the flags. Raises
+    ValueError for a malformed line, or a set without any n-gram."""
     files = [f"{config.lambada_path}:text"] if "lambada" in config.tasks else []
+    found: dict[str, list[frozenset[str]]] = {}
     for file in [*files, *config.task_file]:
-        found: set[str] = set()
-        for text in task_texts(file):
-            found.update(ngrams_of_task(text, config.min_ngram_size, config.max_ngram_size))
-        if not found:
+        sizes = config.min_ngram_size, config.max_ngram_size
+        found[file] = [frozenset(ngrams_of_task(text, *sizes)) for text in task_texts(file)]
+        count = len(frozenset[str]().union(*found[file]))
+        if not count:
             raise ValueError(f"{file} has no text of {config.min_ngram_size} words or more")
-        print(f"{file}: {len(found):,} n-grams", file=sys.stderr)
-        ngrams |= found
-    return frozenset(ngrams)
-
-
-def task_texts(file: str) -> Iterator[str]:
-    """The texts of FILE:KEY or FILE. Raises FileNotFoundError; ValueError for a malformed line."""
-    path, key = Path(file), ""
-    if not path.exists() and ":" in file:
-        name, _, key = file.rpartition(":")
-        path = Path(name)
-    if not path.is_file():
-        raise FileNotFoundError(f"the evaluation set {path} is not a file")
-    if key:
-        yield from (record.fields[key] for record in read_records(path, (key,)))
-    else:
-        for batch in read_lines([path]):
-            yield from (line.decode("utf-8", "replace") for line in batch.lines)
+        print(f"{file}: {count:,} n-grams", file=sys.stderr)
+    return found
 
 
 def count_ngrams(

@@ -60,6 +60,35 @@ def test_bloom_groups(tmp_path) -> None:
     assert not found.valid["books"].is_plain
 
 
+def test_several_validation_sets_by_path(tmp_path) -> None:
+    """Megatron-LM's flags: each path is a set, as it is."""
+    sets = {"valid_data_path": ("x/books", "y/code@0.9:1"), "multiple_validation_sets": True}
+    found = parts(train_data_path=("t",), **sets)
+    assert list(found.valid) == ["books", "code@0.9:1"] and list(found.test) == []
+    assert found.valid["books"].sources == (plain("x/books"),) and found.valid["books"].is_plain
+    named = parts(train_data_path=("t",), **sets, validation_set_names=("first", "second"))
+    assert list(named.valid) == ["first", "second"]
+    assert named.valid["second"].sources == (plain("y/code", None, (0.9, 1.0)),)
+    splits = tmp_path / "splits.json"
+    splits.write_text(json.dumps({"train": ["a"], "valid": ["b", "c"], "test": ["d"]}))
+    found = parts(per_split_data_args_path=str(splits), multiple_validation_sets=True)
+    assert list(found.valid) == ["b", "c"] and list(found.test) == ["test"]
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ({"valid_data_path": ("1", "a", "2", "b")}, "no weights; leave out 1 2"),
+        ({"valid_data_path": ("x/a", "y/a")}, "two validation sets have the name a; give --valid"),
+        ({"valid_data_path": ("a", "b"), "validation_set_names": ("one",)}, "1 names for the 2"),
+        ({"valid_weighted_split_paths": ("n: 1 0:1 a",)}, "are the paths of --valid-data-path"),
+    ],
+)
+def test_what_is_wrong_with_several_validation_sets(flags, message) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parts(train_data_path=("t",), multiple_validation_sets=True, **flags)
+
+
 def corpora(tmp_path, content) -> BlendReader:
     file = tmp_path / "corpora.json"
     file.write_text(json.dumps(content))

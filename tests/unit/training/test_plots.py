@@ -58,6 +58,38 @@ def test_curves_resume_and_entropy_are_drawn(tmp_path, drawn):
     assert [file.name for file in output.parent.iterdir()] == ["loss.png"]
 
 
+def test_tasks_and_named_validation_sets_are_drawn(tmp_path, drawn):
+    rows = [
+        {"kind": "train", "iteration": n, "consumed_tokens": 10 * n, "loss": 9.0 / n}
+        for n in (1, 2, 3)
+    ]
+    for n in (1, 3):
+        clock = {"iteration": n, "consumed_samples": n, "consumed_tokens": 10 * n}
+        rows += [
+            {"kind": "validation books", **clock, "loss": 5.0 / n},
+            {"kind": "validation code", **clock, "loss": 4.0 / n},
+            {"kind": "task wikitext", **clock, "perplexity": 90.0 / n, "adjusted_perplexity": 1.0}
+            | {"bits_per_byte": 2.0 / n, "token_ratio": 1.5, "examples": 7, "seconds": 0.1},
+            {"kind": "task lambada", **clock, "accuracy": n / 10, "bits_per_byte": None},
+            {"kind": "task plain", **clock, "perplexity": 8.0 / n, "share_of_time": 0.1},
+        ]
+    (tmp_path / "m.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    plot_loss(tmp_path / "m.jsonl", tmp_path / "loss.png")
+    curves = {
+        style["label"]: [list(map(float, c)) for c in points] for points, style in drawn["plot"]
+    }
+    assert curves.pop("lambada, nan at the end")[0] == [10, 30]
+    assert curves == {
+        "training, 3.00 at the end": [[10, 20, 30], [9, 4.5, 3]],
+        "validation books, 1.67 at the end": [[10, 30], [5, 5 / 3]],
+        "validation code, 1.33 at the end": [[10, 30], [4, 4 / 3]],
+        "wikitext, 0.6667 at the end": [[10, 30], [2, 2 / 3]],
+        "lambada, 0.3 at the end": [[10, 30], [0.1, 0.3]],
+        "plain, 2.667 at the end": [[10, 30], [8, 8 / 3]],
+    }
+    assert imread(tmp_path / "loss.png").shape[0] > 1500
+
+
 def test_training_rows_alone_are_enough_and_half_a_line_at_the_end_is_ignored(tmp_path, drawn):
     path = tmp_path / "metrics.jsonl"
     row = {"kind": "train", "iteration": 1, "consumed_tokens": 10, "loss": 2.0}

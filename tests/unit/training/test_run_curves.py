@@ -1,13 +1,20 @@
 """Tables and pictures of runs, from the events that a run and Megatron-DeepSpeed write."""
 
 import csv
+import json
 
 import pytest
 from matplotlib.image import imread
 from torch.utils.tensorboard import SummaryWriter
 
 from megatron.config.output import LoggingConfig
-from megatron.training.run_curves import plot_curves, read_curves, write_csv
+from megatron.training.run_curves import (
+    RunCurve,
+    plot_curves,
+    read_curves,
+    read_evaluations,
+    write_csv,
+)
 from megatron.training.writers import TensorBoardWriter
 from tools import plot_runs
 
@@ -81,3 +88,49 @@ def test_a_folder_without_the_scalar(runs, tmp_path, capsys):
     assert "no run has the scalar 'accuracy'; there are " in capsys.readouterr().err
     with pytest.raises(ValueError, match="no TensorBoard events"):
         read_curves(tmp_path / "none", "lm loss")
+
+
+def metrics_of(path, factor):
+    clock = {"consumed_samples": 1}
+    rows = [
+        row
+        for n in (1, 2)
+        for row in (
+            {"kind": "train", "iteration": n, **clock, "consumed_tokens": n, "loss": 1.0},
+            {"kind": "validation", "iteration": n, **clock, "consumed_tokens": n, "loss": factor},
+            {"kind": "task lambada", "iteration": n, **clock, "consumed_tokens": n}
+            | {"accuracy": factor / n, "seconds": 1.0},
+        )
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def test_evaluations_of_several_runs(tmp_path, monkeypatch, capsys):
+    for name, factor in (("a", 2.0), ("b", 4.0)):
+        metrics_of(tmp_path / f"{name}.jsonl", factor)
+    validation, lambada = read_evaluations({n: tmp_path / f"{n}.jsonl" for n in "ab"})
+    assert (validation.y, lambada.y) == ("validation loss", "lambada\naccuracy")
+    assert lambada.curves == [RunCurve("a", [1, 2], [2, 1]), RunCurve("b", [1, 2], [4, 2])]
+    monkeypatch.chdir(tmp_path)
+    plot_runs.main("--metrics a=a.jsonl b=b.jsonl --plot-name p.png".split())
+    assert capsys.readouterr().out == "p.png: validation loss, lambada accuracy\n"
+    assert imread(tmp_path / "p.png").std() > 0.05
+
+
+@pytest.mark.parametrize(
+    "words, message",
+    [
+        (["a.jsonl"], "give NAME=FILE"),
+        (["a=a.jsonl", "a=a.jsonl"], "each NAME once"),
+        (["a=none.jsonl"], "none.jsonl"),
+        (["a=empty.jsonl"], "empty.jsonl: no evaluations"),
+    ],
+)
+def test_metrics_that_cannot_be_drawn(tmp_path, monkeypatch, capsys, words, message):
+    monkeypatch.chdir(tmp_path)
+    metrics_of(tmp_path / "a.jsonl", 1.0)
+    (tmp_path / "empty.jsonl").write_text("")
+    with pytest.raises(SystemExit):
+        plot_runs.main(["--metrics", *words])
+    assert message in capsys.readouterr().err

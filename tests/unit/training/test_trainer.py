@@ -137,6 +137,38 @@ def test_the_order_of_events():
     assert engine.evaluated == [[0, 1, 2, 3], [4, 5, 6, 7], [0, 1, 2, 3]]  # reads on; then tests
 
 
+class Evaluates(Callback):
+    """Reports every second iteration, and the last."""
+
+    def evaluate(self, trainer, last) -> None:
+        if last or trainer.iteration % 2 == 0:
+            trainer.report(SimpleNamespace(kind=f"task, last {last}", losses={}))
+
+
+@pytest.mark.parametrize(
+    "changes, at, evaluated",
+    [
+        ({"train_iters": 4}, 0, ["2: task, last False", "4: task, last True"]),
+        ({"train_iters": 5}, 2, ["4: task, last False", "5: task, last True"]),
+        ({"train_iters": 4}, 4, ["4: task, last True"]),
+        ({"skip_train": True}, 1, ["1: task, last True"]),
+    ],
+)
+def test_evaluations_of_callbacks(changes, at, evaluated):
+    """After the validation of the same moment, before the test; again on the same schedule."""
+    told: list[str] = []
+    engine = Engine()
+    notes = Notes("a", told)
+    course = trainer(engine, plan(**changes), Evaluates(), notes, at=at)
+    notes.note = lambda what: told.append(f"{course.iteration}: {what}")  # type: ignore
+    course.fit()
+    found = [line.removesuffix(" {}") for line in told if "task" in line]
+    assert found == evaluated
+    kinds = [line.split()[1].strip(",") for line in told if "loss" in line or "task" in line]
+    assert kinds[-3:] == ["validation", "task", "test"]
+    assert all(kinds[n - 1] == "validation" for n, kind in enumerate(kinds) if kind == "task")
+
+
 def test_a_callback_can_stop_it():
     told: list[str] = []
     engine = Engine()

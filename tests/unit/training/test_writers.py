@@ -18,6 +18,7 @@ from megatron.training.metrics import Evaluation, IntervalMetrics, MemoryUse
 from megatron.training.writers import (
     TAGS,
     JsonLinesWriter,
+    TeeWriter,
     TensorBoardWriter,
     WandbWriter,
     build_writers,
@@ -221,6 +222,21 @@ def test_losses_of_their_own_name_have_tags_of_it(tmp_path):
     expected = {"loss": 5.0, "lm loss": 4.0, "sop loss": 1.0}
     expected |= {f"{tag} validation": value for tag, value in expected.items()}
     assert found.items() >= expected.items()
+
+
+def test_tasks_have_a_group_of_tags(tmp_path):
+    """And what is left out of validation is not left out of them."""
+    logging = tensorboard_config(tmp_path)
+    writers = TeeWriter([JsonLinesWriter(tmp_path / "m.jsonl"), TensorBoardWriter(logging)])
+    values = {"perplexity": 2.0, "bits_per_byte": 0.5, "other": None}
+    writers.scalars("task wikitext", 3, values, samples=6, tokens=12)
+    writers.close()
+    clock = {"iteration": 3, "consumed_samples": 6, "consumed_tokens": 12}
+    assert rows(tmp_path / "m.jsonl") == [{"kind": "task wikitext", **clock, **values}]
+    assert events(tmp_path / "tb") == {
+        "tasks/wikitext perplexity": [(3, 2.0)],
+        "tasks/wikitext bits per byte": [(3, 0.5)],
+    }
 
 
 def test_every_tag_belongs_to_a_value_that_is_reported():

@@ -15,6 +15,7 @@ from megatron.corpus.collection.decontamination import (
     ngrams_of_task,
     pieces,
 )
+from megatron.corpus.collection.evaluation_sets import task_texts
 from megatron.corpus.collection.line_job import LineJobConfig
 
 QUESTION = (
@@ -291,3 +292,89 @@ def test_lambada_and_wikitext_planted_in_real_text(files, realdata):
     for passage in passages:
         words = re.findall(r"\w+", passage.lower())
         assert " ".join(words[5:18]) not in " ".join(re.findall(r"\w+", left))
+
+
+RACE = {
+    "article": f"{sentences(4, 50)} {QUESTION}.",
+    "questions": [f"why was it that {QUESTION} ?", "who?"],
+    "options": [["dust", "silence"], [f"because {QUESTION}", "no"]],
+    "answers": ["A"],
+}
+
+
+def test_the_layouts_of_race_glue_and_wikitext(files):
+    """Each has one text with the planted question, beside one that the corpus does not have."""
+    other = sentences(3, 60)
+    files.lines("race/1.txt", [RACE])
+    files.lines("race/2.txt", [RACE | {"article": other, "questions": [other], "options": [["x"]]}])
+    table = f"index\tsentence1\tsentence2\n0\t{QUESTION}\tshort\n1\t{other}\t{QUESTION} now\n"
+    files.lines("dev.tsv", [table.encode()])
+    files.lines("cola.tsv", [f"gj04\t1\t\t{QUESTION}\nbc01\t1\t\t{other}\n".encode()])
+    files.lines("wiki.tokens", [f" = Title = \n \n {QUESTION} , and <unk> .\n {other} \n".encode()])
+    corpus = files.lines(
+        "corpus.jsonl", [{"text": f"{sentences(12, 1)} {QUESTION}."}, {"text": sentences(12, 2)}]
+    )
+    names = {
+        f"{files / 'race'}:article": (1, 2),
+        f"{files / 'race'}:questions": (1, 2),
+        f"{files / 'dev.tsv'}:sentence1": (1, 2),
+        f"{files / 'dev.tsv'}:sentence2": (1, 1),
+        f"{files / 'cola.tsv'}:3": (1, 2),
+        files / "wiki.tokens": (1, 2),
+    }
+    config = FilterConfig(
+        task_file=tuple(names), dedup_dataset=(corpus, "text"), output=files / "out.jsonl"
+    )
+    report = filter_ngrams(config, LineJobConfig())
+    assert dict(report.sets) == names
+    assert f"{files / 'race'}:article: 1 of 2 texts share n-grams" in str(report)
+    assert report.filtered is not None and report.filtered.counts["documents unchanged"] == 1
+    assert list(task_texts(f"{files / 'race'}:options"))[:2] == ["dust", "silence"]
+
+
+@pytest.mark.parametrize(
+    "name, line, key, message",
+    [
+        ("race/1.txt", RACE, "passage", r'1.txt, line 1: no key "passage"; its keys: article, q'),
+        ("race/1.txt", RACE, "", "is a folder: give FOLDER:KEY"),
+        ("race/1.md", RACE, "article", "has no .txt or .json file"),
+        ("a.jsonl", {"q": 7}, "q", 'line 1: "q" has no text'),
+        ("a.tsv", b"one\ttwo\n", "three", "line 1: no column 'three'; its columns: one, two"),
+        ("a.tsv", b"one\ttwo\n1\n", "two", "a.tsv, line 2: 1 columns, none is two"),
+        ("a.tsv", b"1\n", "7", "a.tsv, line 1: 1 columns, none is 7"),
+    ],
+)
+def test_what_evaluation_sets_lack(files, name, line, key, message):
+    files.lines(name, [line])
+    path = files / name.partition("/")[0]
+    with pytest.raises(ValueError, match=message):
+        list(task_texts(f"{path}:{key}" if key else path))
+
+
+@pytest.mark.proof
+@pytest.mark.realdata
+def test_real_evaluation_sets_planted_in_200_documents(files, realdata):
+    """Rows of LAMBADA, RACE, MNLI and WikiText, each in a document of its own: those documents are
+    found and cut, and of 200 others none is."""
+    source = realdata / "openwebtext" / "openwebtext-1000.decoded.jsonl"
+    documents = [json.loads(line)["text"] for line in source.open()][:280]
+    sets = {
+        f"{realdata / 'lambada' / 'lambada_test_first1000.jsonl'}:text": 40,
+        f"{realdata / 'race' / 'dev' / 'middle'}:article": 20,
+        f"{realdata / 'glue' / 'MNLI' / 'dev_matched.tsv'}:sentence1": 15,
+        str(realdata / "wikitext2" / "wiki.valid.raw"): 5,
+    }
+    texts, rows, planted = documents[:200], documents[200:], {}
+    for file, count in sets.items():
+        long = [text for text in task_texts(file) if len(text.split()) > 20]
+        chosen = [long[n * len(long) // count] for n in range(count)]
+        texts += [f"{rows.pop()}\n\n{text}\n\n{sentences(9, 1)}" for text in chosen]
+        planted[file] = sum(text in chosen for text in task_texts(file))  # MNLI repeats premises
+    corpus = files.lines("corpus.jsonl", [{"n": n, "text": t} for n, t in enumerate(texts)])
+    config = FilterConfig(
+        task_file=tuple(sets), dedup_dataset=(corpus, "text"), output=files / "out.jsonl"
+    )
+    report = filter_ngrams(config, LineJobConfig())
+    assert {file: found for file, (found, _) in report.sets.items()} == planted
+    kept = {r["n"]: r["text"] for r in files.records("out.jsonl") if "split_id" not in r}
+    assert sorted(kept) == list(range(200)) and all(kept[n] == texts[n] for n in kept)

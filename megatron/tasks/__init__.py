@@ -1,0 +1,1 @@
+"""Evaluation of models on tasks, and fine-tuning for them."""

@@ -1,0 +1,52 @@
+"""The checkpoints that are evaluated: the one that a flag names, or all of a folder."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+from megatron.checkpoint.files import CheckpointError
+from megatron.checkpoint.source import FoundCheckpoint, locate_checkpoint
+from megatron.config import CheckpointConfig
+from megatron.training.resume import find_origin
+
+_NAMES = re.compile(r"(?:global_step|iter_|checkpoint-)(\d+)")
+"""Folders of one checkpoint: of this project and DeepSpeed, of Megatron, of Hugging Face."""
+
+
+def wanted_checkpoints(
+    options: CheckpointConfig, all_iterations: bool
+) -> list[FoundCheckpoint | None]:
+    """The checkpoint of ``--load``, [None] without a flag that names one, or else all of its
+    checkpoints, in the order of their iterations. Raises CheckpointError if there is none."""
+    if all_iterations:
+        return list(checkpoints_in(options))
+    origin = find_origin(options)
+    if origin is None and options.load:
+        raise CheckpointError(f"--load {options.load} has no checkpoint; name one to evaluate")
+    return [None if origin is None else origin.found]
+
+
+def checkpoints_in(options: CheckpointConfig) -> list[FoundCheckpoint]:
+    """Every complete checkpoint of the folder ``--load``, the first iteration first. Raises
+    CheckpointError if it has none, or --load-tag chooses one."""
+    if not options.load:
+        raise CheckpointError("--all-iterations needs --load, the folder with the checkpoints")
+    if options.load_tag:
+        raise CheckpointError(
+            f"--load-tag {options.load_tag} contradicts --all-iterations: give one of them"
+        )
+    load = Path(options.load)
+    folders = {}
+    for path in load.iterdir() if load.is_dir() else ():
+        match = _NAMES.fullmatch(path.name)
+        if match is not None and path.is_dir():
+            folders[int(match[1])] = path
+    found = [locate_checkpoint(folders[iteration]) for iteration in sorted(folders)]
+    complete = [each for each in found if each is not None]
+    if not complete:
+        raise CheckpointError(
+            f"--all-iterations: --load {load} has no checkpoint; it must be the folder of a run, "
+            "with folders such as global_step100"
+        )
+    return complete

@@ -1,0 +1,165 @@
+"""Tasks for an encoder with a head: the label of a text or a pair, a number, the best option."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from megatron.config import ConfigError, Setting, Settings
+from megatron.data.labelled_text import LabelledText, collate_labelled
+from megatron.data.samples import SampleDataset
+from megatron.model.layer_list import LayerState
+from megatron.model.spec import Measure
+from megatron.tasks.fine_tuning.encoding import EncodedExamples, EncodedQuestions, PairEncoder
+from megatron.tasks.fine_tuning.examples import Example, Question
+from megatron.tasks.fine_tuning.predictions import Prediction, chosen, estimated
+from megatron.tasks.fine_tuning.race import LETTERS, read_race
+from megatron.tasks.fine_tuning.scores import SCORERS, Scores, accuracy_scores
+from megatron.tasks.fine_tuning.tables import TableTask
+from megatron.tasks.fine_tuning.task import (
+    FineTuning,
+    HeldOutSamples,
+    Prepared,
+    TrainingSamples,
+)
+
+MULTIPLE = 8
+"""Texts are padded to a multiple of it."""
+
+
+def _logits(state: LayerState, batch: Any) -> Mapping[str, Tensor]:
+    assert state.pooled is not None
+    return {"logits": state.pooled}
+
+
+LOGITS = Measure(("logits",), _logits, ends="logits", per_sample=True)
+
+
+@dataclass(frozen=True)
+class EncoderTask(FineTuning):
+    """A task whose samples are labelled texts."""
+
+    def training_samples(self, examples: Sequence[Any], run: Prepared) -> TrainingSamples:
+        missing = next((each for each in examples if each.label is None), None)
+        if missing is not None:
+            raise ConfigError(
+                f"--train-data: {missing.identity} has no label; a test file cannot be trained on"
+            )
+        return TrainingSamples(self.dataset(examples, run), collator(run))
+
+    def held_out_samples(self, examples: Sequence[Any], run: Prepared) -> HeldOutSamples:
+        encoded = self.dataset(examples, run)
+        samples = [encoded[number] for number in range(len(encoded))]
+        labelled = all(example.label is not None for example in examples)
+        pad = run.tokenizer.pad
+
+        def collate(some: Sequence[LabelledText], length: int) -> Any:
+            return collate_labelled(some, pad=pad, length=length)
+
+        return HeldOutSamples(
+            samples,
+            [sample.length for sample in samples],
+            collate,
+            LOGITS,
+            lambda numbers: self.predictions(examples, numbers["logits"]),
+            encoded if labelled else None,
+        )
+
+    @abstractmethod
+    def dataset(self, examples: Sequence[Any], run: Prepared) -> SampleDataset[LabelledText]:
+        """The examples, encoded when they are read."""
+
+    @abstractmethod
+    def predictions(
+        self, examples: Sequence[Any], logits_NL: npt.NDArray[np.float64]
+    ) -> list[Prediction]:
+        """Predictions of logits, a row for each example."""
+
+
+@dataclass(frozen=True)
+class Classification(EncoderTask):
+    """The tasks of :data:`megatron.tasks.fine_tuning.tables.TABLES`."""
+
+    table: TableTask
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        return self.table.name
+
+    def settings(self) -> Settings:
+        origin, labels = f"task {self.name}", self.table.labels
+        return {
+            "head": Setting("classification", origin),
+            "num_labels": Setting(max(1, len(labels)), origin),
+            "label_names": Setting(labels, origin),
+        }
+
+    def read(self, path: Path) -> list[Example]:
+        return self.table.read(path)
+
+    def dataset(self, examples: Sequence[Example], run: Prepared) -> EncodedExamples:
+        return EncodedExamples(examples, encoder(run))
+
+    def predictions(
+        self, examples: Sequence[Example], logits_NL: npt.NDArray[np.float64]
+    ) -> list[Prediction]:
+        identities = [example.identity for example in examples]
+        labels: list[Any] = [example.label for example in examples]
+        if not self.table.labels:
+            return estimated(identities, labels, logits_NL)
+        return chosen(identities, labels, self.table.labels, logits_NL)
+
+    def scores(self, predictions: Sequence[Prediction]) -> Scores:
+        return SCORERS[self.table.metric](predictions)
+
+
+@dataclass(frozen=True)
+class MultipleChoice(EncoderTask):
+    """RACE."""
+
+    name = "RACE"
+    folders = True
+
+    def settings(self) -> Settings:
+        return {"head": Setting("multiple_choice", f"task {self.name}")}
+
+    def read(self, path: Path) -> list[Question]:
+        return read_race(path)
+
+    def dataset(self, examples: Sequence[Question], run: Prepared) -> EncodedQuestions:
+        return EncodedQuestions(examples, encoder(run), run.task.max_qa_length)
+
+    def predictions(
+        self, examples: Sequence[Question], logits_NL: npt.NDArray[np.float64]
+    ) -> list[Prediction]:
+        identities = [example.identity for example in examples]
+        return chosen(identities, [example.label for example in examples], LETTERS, logits_NL)
+
+    def scores(self, predictions: Sequence[Prediction]) -> Scores:
+        return accuracy_scores(predictions)
+
+
+def encoder(run: Prepared) -> PairEncoder:
+    """The encoder of a run's texts."""
+    return PairEncoder(run.tokenizer, run.config.model.seq_length)
+
+
+def collator(run: Prepared) -> Callable[[Sequence[LabelledText]], Any]:
+    """Pads a batch to its longest text, or to --seq-length where the micro batches of a step must
+    have one shape, as in a pipeline."""
+    parallel = run.config.parallel
+    multiple, length = MULTIPLE, None
+    if parallel.sequence_parallel:
+        multiple = int(np.lcm(MULTIPLE, parallel.tensor_model_parallel_size))
+    if parallel.pipeline_model_parallel_size > 1:
+        length = run.config.model.seq_length
+    pad = run.tokenizer.pad
+    return partial(collate_labelled, pad=pad, length=length, multiple=multiple)
