@@ -76,6 +76,7 @@ COMMANDS = [
     "megatron-pretrain-gpt = pretrain_gpt:main",
     "megatron-pretrain-bert = pretrain_bert:main",
     "megatron-pretrain-t5 = pretrain_t5:main",
+    "megatron-run-task = megatron.tasks.main:main",
     "megatron-train-tokenizer = megatron.tools.train_tokenizer:main",
     "megatron-preprocess-data = megatron.tools.preprocess_data:main",
     "megatron-merge-datasets = megatron.tools.merge_datasets:main",

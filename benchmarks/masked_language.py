@@ -177,7 +177,11 @@ def prepare(folder: Path, texts: Sequence[str], vocab_size: int) -> list[str]:
 
 
 def read(path: Path) -> Iterator[str]:
-    """The documents of a file."""
+    """The documents of a file, or the articles of a folder of RACE."""
+    if path.is_dir():
+        for file in sorted(path.rglob("*.txt")):
+            yield from (json.loads(line)["article"] for line in file.read_text().splitlines())
+        return
     for line in path.read_text().splitlines():
         if line.strip():
             yield json.loads(line)["text"] if path.suffix == ".jsonl" else line

@@ -4,6 +4,7 @@
 #     source "$(dirname "$0")/common.sh"
 #     pretrain NAME --flag value ... "$@"        trains; everything goes to $RUNS/NAME
 #     megatron_lm PROGRAM --flag value ... "$@"  as Megatron-LM's scripts of 2023 do
+#     megatron_lm_task PROCESSES TASK --flag value ... "$@"    those that run tasks/main.py
 #     oneflow_gpt NAME --flag value ... "$@"     as OneFlow GPT's scripts do
 #
 # Settings, from the environment:
@@ -14,6 +15,8 @@
 #     TOKENIZER    the folder of a Hugging Face tokenizer, which comes before those two
 #     RUNS         folder of all runs (default: runs)
 #     CHECKPOINT_PATH    Megatron-LM's scripts: folder of the checkpoints
+#     TRAIN_DATA, VALID_DATA    of tasks/main.py: paths, separated by spaces
+#     PRETRAINED_CHECKPOINT     the BERT that a fine-tuning starts from
 #     ONEFLOW_GPT_NODE_IPS, ONEFLOW_GPT_DATASET    OneFlow GPT's: the nodes; as DATA_PATH
 #     LAUNCHER     deepspeed (default), torchrun or python (one process)
 #     GPUS         processes on each node (default: as many as there are GPUs)
@@ -57,21 +60,29 @@ tokenizer() {
         FLAGS+=(--tokenizer-type HFTokenizer --tokenizer-model "$TOKENIZER")
     elif [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]]; then
         FLAGS+=(--tokenizer-type GPT2BPETokenizer)
-        vocabulary pretrain_gpt.py
+        vocabulary gpt
     else
         fail "set TOKENIZER, or VOCAB_FILE and MERGE_FILE"
     fi
 }
 
-# The files of the program's usual tokenizer.
+# The files of the usual tokenizer of a family.
 vocabulary() {
-    if [[ $1 == pretrain_gpt.py ]]; then
+    if [[ $1 == gpt ]]; then
         [[ -n ${VOCAB_FILE:-} && -n ${MERGE_FILE:-} ]] || fail "set VOCAB_FILE and MERGE_FILE"
         FLAGS+=(--vocab-file "$VOCAB_FILE" --merge-file "$MERGE_FILE")
     else
         [[ -n ${VOCAB_FILE:-} ]] || fail "set VOCAB_FILE to BERT's vocab.txt"
         FLAGS+=(--vocab-file "$VOCAB_FILE")
     fi
+}
+
+# One flag of tasks/main.py with the paths in a setting.
+task_data() { # FLAG NAME PATHS
+    local paths
+    [[ -n $3 ]] || fail "set $2 to the file, files or folders of the task"
+    read -ra paths <<<"$3"
+    FLAGS+=("$1" "${paths[@]}")
 }
 
 data() {
@@ -126,10 +137,10 @@ pretrain() {
 
 # Megatron-LM's scripts name no type of tokenizer and start torchrun.
 megatron_lm() {
-    local FLAGS=() LAUNCHER=${LAUNCHER:-torchrun} program=$1
+    local FLAGS=() LAUNCHER=${LAUNCHER:-torchrun} program=$1 family=${1#pretrain_}
     [[ -n ${CHECKPOINT_PATH:-} ]] || fail "set CHECKPOINT_PATH to the folder of the checkpoints"
     data
-    vocabulary "$program"
+    vocabulary "${family%.py}"
     start "$program" "${FLAGS[@]}" --save "$CHECKPOINT_PATH" --load "$CHECKPOINT_PATH" \
         --tensorboard-dir "$CHECKPOINT_PATH/tensorboard" --fp16 "${@:2}"
 }
@@ -159,6 +170,24 @@ megatron_lm_t5() {
     megatron_lm_2023 pretrain_t5.py "$1" ${MODEL[t5-220m]} --train-iters 1000000 --lr 0.0001 \
         --min-lr 0.00001 --lr-decay-style linear --lr-decay-iters 1000000 --vocab-extra-ids 100 \
         "${@:2}"
+}
+
+megatron_lm_task() {
+    local GPUS=${GPUS:-$1} LAUNCHER=${LAUNCHER:-torchrun}
+    start tasks/main.py --task "$2" "${FLAGS[@]}" --fp16 "${@:3}"
+}
+
+# Fine-tunes a BERT of 345 million weights.
+megatron_lm_finetune() { # PROCESSES TASK FOLDER --flag value ...
+    local FLAGS=()
+    vocabulary bert
+    task_data --train-data TRAIN_DATA "${TRAIN_DATA:-}"
+    task_data --valid-data VALID_DATA "${VALID_DATA:-}"
+    # shellcheck disable=SC2086
+    megatron_lm_task "$1" "$2" ${MODEL[bert-345m]} --tokenizer-type BertWordPieceLowerCase \
+        --pretrained-checkpoint "${PRETRAINED_CHECKPOINT:-checkpoints/bert_345m}" \
+        --save "${CHECKPOINT_PATH:-checkpoints/$3}" --lr-decay-style linear --weight-decay 1.0e-1 \
+        --log-interval 10 --eval-interval 100 --eval-iters 50 "${@:4}"
 }
 
 # OneFlow GPT's scripts: one command starts all processes of a node, and no tokenizer is needed.

@@ -28,6 +28,8 @@ PROGRAMS: tuple[tuple[str, ...], ...] = (
         for command in ("to-hf", "from-hf", "to-megatron", "to-universal")
     ),
     ("tools/checkpoint/util.py",),
+    ("tasks/main.py",),
+    ("scripts/run_gpt2_eval.py",),
     *(
         (f"tools/openwebtext/{path.name}",)
         for path in sorted((ROOT / "tools" / "openwebtext").glob("[a-z]*.py"))

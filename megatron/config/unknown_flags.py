@@ -251,6 +251,8 @@ OWN_FLAGS = {
     "tools/check_parity.py": "--layouts",
     "tools/plan.py": "--gpus --gpus-per-node --gpu-memory --inter-node-bandwidth",
     "tools/show_batch.py": "--world-size",
+    "tasks/main.py": "--task --overlapping-eval --strict-lambada --all-iterations",
+    "scripts/run_gpt2_eval.py": "--model-path --cloze-eval --webtext-eval --load-openai",
 }
 """Flags that people give to another program, by the program that has them."""
 
@@ -258,10 +260,7 @@ OF_2019 = {
     "--use-npy-data-loader --input-data-sizes-file": (
         "tools/preprocess_data.py makes indexed files for --data-path"
     ),
-    "--load-openai --eval-hf --pretrained-bert": "--load reads a folder of Hugging Face",
-    "--cloze-eval --webtext-eval --strict-lambada --overlapping-eval": (
-        "this program trains, and evaluates on --valid-data-path only"
-    ),
+    "--eval-hf --pretrained-bert": "--load reads a folder of Hugging Face",
     "--out-seq-length --top_k --top_p --genfile --sample-input-file --sample-output-file "
     "--recompute": "tools/generate.py generates text, with flags of its own",
     "--max-num-samples --data-epochs": "--train-iters or --train-samples is the length of a run",

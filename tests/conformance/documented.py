@@ -134,7 +134,7 @@ def shrunk(text: str, sizes: Mapping[str, str], where: str) -> tuple[str, list[s
 
 def small_flags(printed: str, sizes: Mapping[str, str], where: str) -> str:
     """What is put behind a script to make it small: the sizes of the flags that it has."""
-    flags = shlex.join(training_flags(printed) or [])
+    flags = shlex.join(_behind(SIZED, printed) or [])
     _, used = shrunk(f" {flags} ", sizes, where)
     return " ".join(f"{flag} {(SIZES | dict(sizes))[flag]}" for flag in used)
 
@@ -215,10 +215,16 @@ def _strings(values: Mapping[str, Any]) -> dict[str, str]:
 
 def training_flags(text: str) -> list[str] | None:
     """The words behind the training program of a command, if it starts one."""
+    return _behind(TRAINING, text)
+
+
+def _behind(program: re.Pattern[str], text: str) -> list[str] | None:
     words = shlex.split(text.replace("\\\n", " "))
-    places = [i for i, word in enumerate(words) if TRAINING.search(word)]
+    places = [i for i, word in enumerate(words) if program.search(word)]
     return words[places[0] + 1 :] if places else None
 
 
 TRAINING = re.compile(r"(^|/)pretrain_(gpt2?|bert|t5)\.py$|^oneflow_gpt\.training$")
 """The programs that train, as a word of a command."""
+SIZED = re.compile(rf"{TRAINING.pattern}|(^|/)tasks/main\.py$")
+"""Those whose flags a script gets small sizes for."""

@@ -109,7 +109,7 @@ class Runner:
             done = self._shell(f"set -e; {case.prepare}", folder, case.environment)
             if done.status:
                 raise Failed(f"{case.prepare}\nstatus {done.status}\n{done.output}")
-        if case.is_script and not case.to_come and training_script(text):
+        if case.is_script and not case.to_come and sized_script(text):
             printed = self.printed(case, folder)
             text = f"{text} {small_flags(printed, sizes, case.id)}"
         # Tests run beside each other; a launcher's documented port may be another's.
@@ -167,6 +167,11 @@ def free_port() -> str:
 def training_script(text: str) -> bool:
     """Whether a command is one of the scripts that train."""
     return re.search(r"/(distribute_)?(pretrain|run_universal|run_bf16|run_fp16)", text) is not None
+
+
+def sized_script(text: str) -> bool:
+    """Whether a command is one of the scripts that train or run a task, whose sizes are flags."""
+    return training_script(text) or re.search(r"/(evaluate|finetune|lambada)_", text) is not None
 
 
 def plain_program(text: str) -> list[str] | None:

@@ -15,7 +15,7 @@ import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -48,11 +48,13 @@ SMALLER = {
     "tools/preprocess_data.py": "--workers 1",
     "tools/train_tokenizer.py": "--vocab-size 300",
     "tools/generate.py": "--max-new-tokens 8",
+    "tasks/main.py": "--num-workers 0 --peak-tflops 1 --log-interval 1",
 }
 """What is appended to the commands of each program."""
 
 LINKS = (
     "tools",
+    "tasks",
     "deepspeed_configs",
     "examples_deepspeed",
     "scripts",
@@ -130,7 +132,7 @@ def _program(word: str) -> str | None:
     if word in scripts:
         return scripts[word]
     ours = re.match(
-        r"(tools|benchmarks|examples_deepspeed|scripts)/.*\.(py|sh|sbatch)$|\w+\.py$", word
+        r"(tools|tasks|benchmarks|examples_deepspeed|scripts)/.*\.(py|sh|sbatch)$|\w+\.py$", word
     )
     if ours and (ROOT / word).is_file():
         return word
@@ -338,6 +340,10 @@ def prepare(folder: Path, programs: Programs) -> None:
         )
     )
 
+    evaluation_files(folder / "evaluation")
+    (folder / "bert").mkdir()
+    bert(folder / "bert", programs, text / "corpus")
+
     work = folder / "hf"
     work.mkdir()
     _must(
@@ -347,6 +353,53 @@ def prepare(folder: Path, programs: Programs) -> None:
             work,
         )
     )
+
+
+def evaluation_files(folder: Path) -> None:
+    """Small files of the form that evaluation tasks read."""
+    rows = [[prose(500 + i, 1), prose(600 + i, 1)] for i in range(16)]
+    labels = ["contradiction", "entailment", "neutral"]
+    first = "index promptID pairID genre parse1 parse2 parse3 parse4 sentence1 sentence2".split()
+    for name, others in (("train", 1), ("dev_matched", 5), ("dev_mismatched", 5)):
+        lines = [[*first, *(f"label{i + 1}" for i in range(others)), "gold_label"]]
+        for number, row in enumerate(rows):
+            lines.append([str(number), *"-------", *row, *[labels[number % 3]] * (others + 1)])
+        _written(folder / "glue_data/MNLI" / f"{name}.tsv", map("\t".join, lines))
+    question = {
+        "article": prose(700, 2),
+        "questions": ["What was near the _ ?", "Who wrote this?"],
+        "options": [["river", "town", "house", "road"], ["I", "you", "she", "they"]],
+        "answers": ["A", "D"],
+    }
+    for part in ("train/middle", "dev/middle", "dev/high"):
+        _written(folder / "RACE" / part / "1.txt", [json.dumps(question)])
+    texts = [json.dumps({"text": prose(800 + i, 1).removesuffix(".")}) for i in range(8)]
+    for name in ("lambada_test.jsonl", "held-out.jsonl"):
+        _written(folder / name, texts)
+    _written(folder / "wikitext-103/wiki.test.tokens", [prose(900, 4).replace(".", " .")])
+
+
+def _written(path: Path, lines: Iterable[str]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(f"{line}\n" for line in lines))
+
+
+def bert(folder: Path, programs: Programs, corpus: Path) -> None:
+    """A vocabulary, and checkpoints of a BERT."""
+    wordpiece = ["--tokenizer-type", "BertWordPieceLowerCase"]
+    vocab = ["--vocab-file", "bert-vocab.txt"]
+    for program, words in (
+        ("train_tokenizer", ["--vocab-size", "300", "--output", "made"]),
+        ("preprocess_data", ["--split-sentences", "--output-prefix", "text", "--workers", "1"]),
+    ):
+        words += ["--input", str(corpus), *wordpiece, *(vocab if "made" not in words else ())]
+        _must(programs.run(str(ROOT / "tools" / f"{program}.py"), words, folder))
+        if "made" in words:
+            (folder / "made" / "vocab.txt").rename(folder / "bert-vocab.txt")
+            shutil.rmtree(folder / "made")
+    flags = f"{RUN} --seq-length 96 --train-iters 2 --lr 1e-3 --save checkpoints/bert"
+    words = [*flags.split(), *vocab, "--data-path", "text_text_sentence"]
+    _must(programs.run(str(ROOT / "pretrain_bert.py"), words, folder))
 
 
 def _must(result: tuple[int, str]) -> None:

@@ -23,16 +23,19 @@ _PATTERN = frozenset("*?[")
 
 
 def load_tasks(
-    names: Sequence[str], include_path: str | None, metadata: dict[str, Any] | None
+    names: Sequence[str],
+    include_path: str | None,
+    metadata: dict[str, Any] | None,
+    flag: str = "--tasks",
 ) -> tuple[TaskManager, list[Task | Group]]:
-    """Tasks and groups with their documents, and what found them. ``names`` are those of tasks,
-    groups or tags, patterns, or YAML files. Raises ConfigError if one is unknown, or its data are
-    not on this machine."""
+    """Tasks and groups with their documents, and what found them. ``names``, those of ``flag``, are
+    those of tasks, groups or tags, patterns, or YAML files. Raises ConfigError if one is unknown,
+    or its data are not on this machine."""
     manager = _manager(names, include_path, metadata)
-    specs = [found for name in names for found in _matching(name, manager)]
+    specs = [found for name in names for found in _matching(name, manager, flag)]
     loaded: list[Task | Group] = []
     for spec in dict.fromkeys(specs):
-        loaded += _loaded(spec, manager)
+        loaded += _loaded(spec, manager, flag)
     return manager, loaded
 
 
@@ -58,18 +61,18 @@ def _is_file(name: Any) -> bool:
     return isinstance(name, str) and name.endswith((".yaml", ".yml")) and Path(name).is_file()
 
 
-def _matching(name: str, manager: TaskManager) -> list[str]:
+def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
     """The known names that a name of the command line means."""
     if name in manager.task_index or _is_file(name):
         return [name]
     found = fnmatch.filter(manager.all_tasks, name) if _PATTERN & set(name) else []
     if not found:
         hint = nearest(name, manager.all_tasks, "; the nearest is {}")
-        raise ConfigError(f"--tasks {name}: no task, group or tag of this name{hint}")
+        raise ConfigError(f"{flag} {name}: no task, group or tag of this name{hint}")
     return found
 
 
-def _loaded(spec: str, manager: TaskManager) -> list[Task | Group]:
+def _loaded(spec: str, manager: TaskManager, flag: str) -> list[Task | Group]:
     # datasets reports a missing data set by several kinds of errors, some of them its own.
     logging.getLogger("datasets").setLevel(logging.ERROR)
     try:
@@ -81,12 +84,12 @@ def _loaded(spec: str, manager: TaskManager) -> list[Task | Group]:
         if isinstance(error, ConnectionError) or "offline" in str(error).lower():
             data = data or "its data"
             raise ConfigError(
-                f"--tasks {spec}: {data} would be downloaded, which is turned off: {LOCAL_FILES}; "
+                f"{flag} {spec}: {data} would be downloaded, which is turned off: {LOCAL_FILES}; "
                 "or set HF_DATASETS_OFFLINE=0 HF_HUB_OFFLINE=0"
             ) from error
         if isinstance(error, FileNotFoundError):
-            raise ConfigError(f"--tasks {spec}: {first}; {LOCAL_FILES}") from error
-        raise ConfigError(f"--tasks {spec}: lm-eval cannot load it: {first}") from error
+            raise ConfigError(f"{flag} {spec}: {first}; {LOCAL_FILES}") from error
+        raise ConfigError(f"{flag} {spec}: lm-eval cannot load it: {first}") from error
     inside = {task for group in built.get("groups", {}).values() for task in group.child_names}
     groups = [group for name, group in built.get("groups", {}).items() if name not in inside]
     tasks = [task for name, task in built["tasks"].items()]

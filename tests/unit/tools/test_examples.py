@@ -14,11 +14,22 @@ from megatron.config import FLAG_CLASSES, FlagParser, resolve
 from megatron.engine import deepspeed_json
 from megatron.engine.deepspeed_json import read_json
 from megatron.families import family_of
+from megatron.tasks.config import TaskConfig
+from megatron.training.run import RunToolParser
 
 ROOT = Path(__file__).parents[3]
 FOLDER = ROOT / "examples_deepspeed"
 APART = ("common.sh", "universal.sh", "pretrain_shakespeare_char.sh", "run_tb_analysis.sh")
 """What the others source, and what does more than train; tests/e2e has the latter."""
+
+TASKS = {
+    "evaluate_zeroshot_gpt.sh": ("torchrun", "LAMBADA", (24, 1024, 1024, 8)),
+    "finetune_mnli_distributed.sh": ("torchrun", "MNLI", (24, 1024, 512, 8)),
+    "finetune_race_distributed.sh": ("torchrun", "RACE", (24, 1024, 512, 4)),
+    "lambada_cloze_accuracy.sh": ("python", "LAMBADA", (24, 1024, 1024, 8)),
+}
+"""Scripts that run tasks/main.py: what they start, the task; layers, hidden size, length and micro
+batch."""
 
 LINEAGE = {
     "pretrain_gpt.sh": ("torchrun", 1, (1, 1, 1), (24, 1024, 1024, 4, 8)),
@@ -49,7 +60,9 @@ LINEAGE = {
 """Scripts under the names of Megatron-LM, OneFlow GPT and Megatron-DeepSpeed: what they start, how
 many processes, data x tensor x pipeline; layers, hidden size, length, micro and global batch."""
 
-SCRIPTS = sorted(path for path in FOLDER.rglob("*.sh") if path.name not in APART)
+SCRIPTS = sorted(
+    path for path in FOLDER.rglob("*.sh") if path.name not in APART and path.name not in TASKS
+)
 OWN = [path for path in SCRIPTS if str(path.relative_to(FOLDER)) not in LINEAGE]
 SETTINGS = {
     "DRY_RUN": "1",
@@ -67,6 +80,9 @@ GIVEN = {
 """What a script has to be given; resume.sh would take the model from the checkpoint."""
 
 
+PROGRAM = r"pretrain_\w+\.py|tasks/main\.py"
+
+
 def script(path, *flags, **settings):
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
     return subprocess.run(
@@ -82,7 +98,7 @@ def printed(path, *flags, **settings):
     result = script(path, *flags, **settings)
     assert result.returncode == 0, result.stderr
     words = shlex.split(result.stdout)
-    cut = next(at for at, word in enumerate(words) if re.fullmatch(r"pretrain_\w+\.py", word))
+    cut = next(at for at, word in enumerate(words) if re.fullmatch(PROGRAM, word))
     return words[:cut], words[cut + 1 :]
 
 
@@ -133,6 +149,25 @@ def test_command_of_the_lineage_is_what_its_name_says(name):
     else:
         assert "--tokenizer-type" not in flags
         assert config.tokenizer.vocab_file == "my vocab.json"
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_task_of_the_lineage_is_what_its_name_says(name):
+    start, task, sizes = TASKS[name]
+    launcher, flags = printed(FOLDER / name, VALID_DATA="lambada/a.json b.json")
+    assert launcher[0] == start
+    own, settings = RunToolParser(TaskConfig, None).parse(flags)
+    assert own.task == task and own.valid_data == ("lambada/a.json", "b.json")
+    assert bool(own.train_data) == bool(own.epochs) == (name.startswith("finetune"))
+    assert own.strict_lambada == (task == "LAMBADA")
+    model = ("num_layers", "hidden_size", "seq_length", "micro_batch_size")
+    assert sizes == tuple(settings[name].value for name in model)
+    checkpoint = "pretrained_checkpoint" if own.epochs else "load"
+    expected = "checkpoints/bert_345m" if own.epochs else "my checkpoints"
+    assert settings[checkpoint].value == expected
+    assert settings["vocab_file"].value == "my vocab.json" and settings["fp16"].value
+    result = script(FOLDER / name, VALID_DATA="", VOCAB_FILE="")
+    assert result.returncode == 2 and "set VOCAB_FILE" in result.stderr
 
 
 def test_universal_checkpoints_are_read_where_they_were_saved():
@@ -277,4 +312,4 @@ def test_shellcheck():
 
 def test_readme_names_every_script():
     text = (FOLDER / "README.md").read_text()
-    assert {path.name for path in SCRIPTS} <= set(re.findall(r"\w+\.sh", text))
+    assert {path.name for path in SCRIPTS} | TASKS.keys() <= set(re.findall(r"\w+\.sh", text))

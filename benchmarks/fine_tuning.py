@@ -1,0 +1,176 @@
+#!/usr/bin/env python
+"""Fine-tunes a small BERT that was pretrained here, and the same without pretraining.
+
+    python benchmarks/fine_tuning.py --text data/RACE/train web.jsonl --glue glue --folder runs
+    python benchmarks/fine_tuning.py --text ... --glue glue --folder runs --tasks QQP -- --lr 1e-3
+
+--glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. Vocabulary, data,
+the pretrained encoder and finished runs are kept in --folder, and used again. Both starts have the
+same flags; what follows "--" is appended to those of the fine-tuning. Printed are the accuracies on
+the validation rows after the last epoch, over the seeds.
+"""
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from masked_language import ROOT, prepare
+from trainings import new_parser
+
+from megatron.tasks.command import run_task
+from megatron.training.run import ending_process, errors_for_users
+
+MODEL = (
+    "--num-layers 4 --hidden-size 128 --num-attention-heads 4 --position-embedding-type rope "
+    "--sliding-window 2 --window-attn-skip-freq 2 --init-method-std 0.05 --bf16 "
+    "--tokenizer-type BertWordPieceLowerCase"
+).split()
+"""Every other block sees a token on either side, the rest all: that is learned sooner."""
+COMMON = (
+    "--adam-beta2 0.98 --weight-decay 0.01 --num-workers 0 --zero-stage 0 --peak-tflops 1 "
+    "--micro-batch-size 32"
+).split()
+PRETRAINING = (
+    "--seq-length 64 --bert-pair-task next-sentence --mask-prob 0.2 --attention-dropout 0 "
+    "--hidden-dropout 0 --lr 3e-3 --min-lr 1e-5 --lr-warmup-iters 150 --lr-decay-style WSD "
+    "--lr-wsd-decay-style linear --lr-wsd-decay-iters 1000 --eval-interval 1000 --eval-iters 20 "
+    "--log-interval 50 --save-interval 500 --keep-last 2"
+).split()
+FINE_TUNING = (
+    "--seq-length 48 --lr 5e-4 --lr-decay-style linear --lr-warmup-fraction 0.1 --log-interval 100"
+).split()
+FILES = {"QQP": "dev.tsv", "MNLI": "dev_matched.tsv"}
+"""What each task is evaluated on."""
+STARTS = ("pretrained", "random")
+ACCURACY = re.compile(r">> \|epoch: (\d+)\| overall: correct / total = (\d+) / (\d+)")
+
+
+@dataclass(frozen=True)
+class Run:
+    """Accuracies of a fine-tuning, in percent, after each epoch."""
+
+    task: str
+    start: str
+    seed: int
+    accuracies: Sequence[float]
+
+
+def main() -> int:
+    options = parser().parse_args()
+    folder = Path(options.folder)
+    data = prepare(folder, options.text, options.vocab_size)
+    vocabulary = data[:2]
+    encoder = folder / "pretrained"
+    if not (encoder / "latest").exists():
+        steps = ["--train-iters", str(options.steps), "--save", str(encoder)]
+        words = [*MODEL, *COMMON, *PRETRAINING, *data, *steps]
+        subprocess.run([sys.executable, str(ROOT / "pretrain_bert.py"), *words], check=True)
+    record = Path(options.json or folder / "fine-tunings.json")
+    runs = [Run(**row) for row in json.loads(record.read_text())] if record.exists() else []
+    for task, seed, start in product(options.tasks, options.seeds, options.starts):
+        if (task, start, seed) in {(run.task, run.start, run.seed) for run in runs}:
+            continue
+        begins = ["--pretrained-checkpoint", str(encoder)] if start == "pretrained" else []
+        words = [*vocabulary, *begins, *options.flags, "--epochs", str(options.epochs)]
+        runs.append(fine_tuned(Path(options.glue), task, start, seed, words))
+        print(runs[-1], flush=True)
+        record.write_text(json.dumps([asdict(run) for run in runs], indent=1))
+    print(table(runs))
+    if options.plot:
+        plot(runs, Path(options.plot))
+    return 0
+
+
+def fine_tuned(glue: Path, task: str, start: str, seed: int, words: Sequence[str]) -> Run:
+    """Runs ``tasks/main.py``, in a process that has imported everything."""
+    files = ["--train-data", str(glue / task / "train.tsv")]
+    files += ["--valid-data", str(glue / task / FILES[task]), "--seed", str(seed)]
+    words = ["--task", task, *MODEL, *COMMON, *FINE_TUNING, *files, *words]
+    with tempfile.TemporaryFile() as printed:
+        process = get_context("fork").Process(target=run_printed, args=(words, printed.fileno()))
+        process.start()
+        process.join()
+        printed.seek(0)
+        text = printed.read().decode()
+    if process.exitcode:
+        raise SystemExit(f"tasks/main.py {' '.join(words)}\n{text}")
+    found = [100 * int(right) / int(total) for _, right, total in ACCURACY.findall(text)]
+    return Run(task, start, seed, tuple(found))
+
+
+def run_printed(words: Sequence[str], file: int) -> None:
+    """Runs a task; what it prints goes to a file."""
+    torch.set_num_threads(1)
+    for stream in (1, 2):
+        os.dup2(file, stream)
+    with ending_process(), errors_for_users():
+        run_task(None, words)
+
+
+def table(runs: Sequence[Run]) -> str:
+    """Median, smallest and largest last accuracy of each task and start."""
+    lines = ["| task | start | median | smallest | largest |", "|---|---|---|---|---|"]
+    for task, start in dict.fromkeys((run.task, run.start) for run in runs):
+        found = [run.accuracies[-1] for run in runs if (run.task, run.start) == (task, start)]
+        cells = (statistics.median(found), min(found), max(found))
+        lines.append(f"| {task} | {start} | {' | '.join(f'{cell:.1f}' for cell in cells)} |")
+    return "\n".join(lines)
+
+
+def plot(runs: Sequence[Run], path: Path) -> None:
+    """Writes a panel for each task: medians over the seeds, and their range."""
+    from pictures import FIRST, SECOND, new_figure, save
+
+    tasks = list(dict.fromkeys(run.task for run in runs))
+    figure = new_figure(3.2)
+    panels = figure.subplots(1, len(tasks), squeeze=False)[0]
+    for axes, task in zip(panels, tasks, strict=True):
+        for start, color in zip(STARTS, (FIRST, SECOND), strict=True):
+            epochs = list(by_epoch(runs, task, start))
+            numbers = range(1, len(epochs) + 1)
+            axes.plot(numbers, [statistics.median(each) for each in epochs], "o-", color=color,
+                      label=start)  # fmt: skip
+            axes.fill_between(numbers, [min(each) for each in epochs],
+                              [max(each) for each in epochs], color=color, alpha=0.2)  # fmt: skip
+        axes.set_title(task, loc="left")
+        axes.set_xlabel("epoch")
+        axes.set_xticks(numbers)
+        axes.grid(axis="y", alpha=0.3)
+    panels[0].set_ylabel("validation accuracy, %")
+    panels[0].legend(frameon=False)
+    save(figure, path)
+
+
+def by_epoch(runs: Iterable[Run], task: str, start: str) -> Iterable[tuple[float, ...]]:
+    """The accuracies of all seeds after each epoch."""
+    kept = [run.accuracies for run in runs if (run.task, run.start) == (task, start)]
+    return zip(*kept, strict=True)
+
+
+def parser() -> argparse.ArgumentParser:
+    result = new_parser(__doc__, steps=6000)
+    result.add_argument("--text", nargs="+", required=True, metavar="FILE", help="to pretrain on")
+    result.add_argument("--glue", required=True, metavar="FOLDER")
+    result.add_argument("--folder", required=True, help="keeps vocabulary, data and encoder")
+    result.add_argument("--vocab-size", type=int, default=4000)
+    result.add_argument("--tasks", nargs="+", choices=FILES, default=list(FILES))
+    result.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))
+    result.add_argument("--seeds", nargs="+", type=int, default=list(range(1234, 1239)))
+    result.add_argument("--epochs", type=int, default=2)
+    result.add_argument("--plot", help="a PNG file of the accuracies")
+    return result
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
