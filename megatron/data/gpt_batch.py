@@ -32,6 +32,8 @@ class GPTBatch(NamedTuple):
     positions_BP: Tensor | None = None
     """Where loss_mask_BS is 1, ascending, then positions where it is 0; int64. The head needs no
     others. None for all."""
+    choices_BK: Tensor | None = None
+    """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
 
     @classmethod
     def scoring(cls, texts: Sequence[ScoredText], length: int) -> GPTBatch:
@@ -41,15 +43,23 @@ class GPTBatch(NamedTuple):
         tokens_BS = padded([row[:-1] for row in rows], length)
         labels_BS = padded([row[1:] for row in rows], length)
         loss_mask_BS = np.zeros((len(rows), length), np.float32)
+        choices_BK = np.stack([text.choices for text in texts])
+        chosen = choices_BK.shape[1]
         for mask_S, row, text in zip(loss_mask_BS, rows, texts, strict=True):
-            mask_S[len(text.context) - 1 : len(row) - 1] = 1.0
-        most = max(len(text.continuation) for text in texts)
+            mask_S[len(text.context) - 1 : len(row) - 1 - (chosen > 0)] = 1.0
+        most = int(loss_mask_BS.sum(1).max())
         positions_BP = np.argsort(loss_mask_BS == 0, axis=1, kind="stable")[:, :most]
-        tokens, labels, loss_mask, positions = map(
-            torch.from_numpy, (tokens_BS, labels_BS, loss_mask_BS, positions_BP.copy())
+        if chosen:
+            last_B1 = np.array([[len(row) - 2] for row in rows])
+            positions_BP = np.concatenate((positions_BP, last_B1.repeat(chosen, axis=1)), axis=1)
+        tokens, labels, loss_mask, positions, choices = map(
+            torch.from_numpy,
+            (tokens_BS, labels_BS, loss_mask_BS, positions_BP.copy(), choices_BK),
         )
-        everywhere = most == length
-        return cls(tokens, labels, loss_mask, None, None, None if everywhere else positions)
+        if not chosen:
+            everywhere = most == length
+            return cls(tokens, labels, loss_mask, None, None, None if everywhere else positions)
+        return cls(tokens, labels, loss_mask, None, None, positions, choices)
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
         return GPTBatch._make(

@@ -6,7 +6,7 @@ Shape suffixes: B samples, S sequence, P scored positions.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -15,10 +15,16 @@ import numpy.typing as npt
 @dataclass(frozen=True)
 class ScoredText:
     """Token ids (int64): every token of the continuation is scored, given all before it. Raises
-    ValueError if one of the two is empty."""
+    ValueError if one of the two is empty.
+
+    Attributes:
+        choices: where there are any, tokens that are each scored as the last one of the
+            continuation; then all texts of a batch have as many.
+    """
 
     context: npt.NDArray[np.int64]
     continuation: npt.NDArray[np.int64]
+    choices: npt.NDArray[np.int64] = field(default_factory=lambda: np.empty(0, np.int64))
 
     def __post_init__(self) -> None:
         for name in ("context", "continuation"):

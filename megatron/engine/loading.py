@@ -125,8 +125,8 @@ def together(engine: ModelEngine, step: Callable[[], T]) -> T:
 def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = ()) -> None:
     """Fills the float32 weights that this rank owns, and the model's working weights; the
     parameters named ``fresh`` keep their initial values."""
-    training = isinstance(engine, TrainEngine)
-    owned = {own.param: own for own in owned_slices(engine)} if training else {}
+    slices = owned_slices(engine) if isinstance(engine, TrainEngine) else ()
+    owned = {own.param: own for own in slices}
     kept = {param for param, name in engine.names.items() if name in fresh}
 
     def values(param: nn.Parameter, start: int, end: int) -> Tensor:
@@ -139,7 +139,7 @@ def load_weights(engine: ModelEngine, source: Source, fresh: Collection[str] = (
         return flat
 
     set_working_weights(engine, values, but=kept)
-    if not training:
+    if not isinstance(engine, TrainEngine):
         for param in kept:
             engine.backend.initialise(engine.names[param], param)
     engine.float8.invalidate()

@@ -50,6 +50,9 @@ class Family(ABC):
 
     heads: ClassVar[frozenset[str]] = frozenset({"lm"})
     """What the last layer of its models can be, as `ModelConfig.head` says."""
+    encodes_context: ClassVar[bool] = False
+    """Whether an encoder reads the context of a text to score, and a decoder its continuation."""
+
     head_states: ClassVar[int] = 0
     """Hidden states that a predicted token keeps between the final norm and the output head."""
 

@@ -42,7 +42,8 @@ def targets_of(batch: GPTBatch) -> Targets:
     targets = Targets(batch.labels_BS, batch.loss_mask_BS)
     if batch.positions_BP is None:
         return targets
-    return Targets(*targets.at(batch.positions_BP)[:2], batch.positions_BP)
+    targets = Targets(*targets.at(batch.positions_BP)[:2], batch.positions_BP)
+    return targets if batch.choices_BK is None else targets.ending_in(batch.choices_BK)
 
 
 class GPTData(DataPipeline):

@@ -73,6 +73,24 @@ TEXT_SCORES = Measure(("log_prob", "correct"), _text_scores, ends="scores", per_
 that the model finds most probable."""
 
 
+def _choice_scores(state: LayerState, batch: Any) -> dict[str, Tensor]:
+    assert state.scores is not None
+    log_probs_BP, correct_BP = state.scores
+    # What ranks can divide may be more than there are.
+    end, count = batch.positions_BP.shape[1], batch.choices_BK.shape[1]
+    begin = end - count
+    log_prob_B1 = log_probs_BP[:, :begin].double().sum(1, keepdim=True)
+    correct_B1 = correct_BP[:, :begin].sum(1, keepdim=True)
+    return {
+        "log_prob": log_prob_B1 + log_probs_BP[:, begin:end],
+        "correct": correct_B1 + correct_BP[:, begin:end],
+    }
+
+
+CHOICE_SCORES = Measure(("log_prob", "correct"), _choice_scores, ends="scores", per_sample=True)
+"""Those of :data:`TEXT_SCORES` for each choice of a sample's last token, [B, K]."""
+
+
 def training_dtype(config: RunConfig) -> torch.dtype:
     """The dtype of the weights that a run's model computes with."""
     if config.precision.bf16:

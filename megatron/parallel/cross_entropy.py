@@ -66,15 +66,23 @@ class Targets(NamedTuple):
 
     def at(self, positions_BP: Tensor) -> Targets:
         """Those of some positions."""
-        found = (each.gather(1, positions_BP) for each in self[:2])
-        return Targets(*found, self.positions_BP, self.scored)
+        labels_BP, mask_BP = (each.gather(1, positions_BP) for each in self[:2])
+        return Targets(labels_BP, mask_BP, self.positions_BP, self.scored)
+
+    def ending_in(self, labels_BK: Tensor) -> Targets:
+        """With other labels for the last K, all of which count."""
+        first = self.labels_BS.shape[1] - labels_BK.shape[1]
+        labels_BP = torch.cat((self.labels_BS[:, :first], labels_BK), dim=1)
+        mask_BP = self.mask_BS.clone()
+        mask_BP[:, first:] = 1.0
+        return Targets(labels_BP, mask_BP, self.positions_BP, self.scored)
 
     def padded(self, count: int) -> Targets:
         """With further ones that do not count."""
         if not count:
             return self
-        found = (F.pad(each, (0, count)) for each in self[:2])
-        return Targets(*found, self.positions_BP, self.scored)
+        labels, mask = (F.pad(each, (0, count)) for each in self[:2])
+        return Targets(labels, mask, self.positions_BP, self.scored)
 
     def taken(self, x_BSH: Tensor, tp: TensorParallel) -> tuple[Tensor, Targets]:
         """The hidden states that predict them, and themselves, as many as ranks can divide."""

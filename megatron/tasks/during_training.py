@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from typing import Protocol
 
 from megatron.config import ConfigError, EvalTasksConfig, RunConfig
 from megatron.config.kinds.raw_text import RawTextConfig
-from megatron.tasks.zeroshot import TASKS, ZeroShotTask, prepare
+from megatron.engine.train_engine import ModelEngine
+from megatron.tasks.harness.command import require_harness
+from megatron.tasks.report import TaskResult
+from megatron.tasks.zeroshot import TASKS, prepare
 from megatron.tokenizer import Tokenizer
 from megatron.training.metrics import TaskEvaluation
 from megatron.training.trainer import Callback, Trainer
+
+
+class EvaluatedTask(Protocol):
+    """A task whose files are read; see :class:`megatron.tasks.zeroshot.ZeroShotTask`."""
+
+    name: str
+
+    def evaluate(self, engine: ModelEngine, micro_batch_size: int) -> TaskResult: ...
 
 
 class EvalTasks(Callback):
@@ -21,10 +33,7 @@ class EvalTasks(Callback):
     def __init__(self, config: RunConfig, tokenizer: Tokenizer) -> None:
         self._interval = config.tasks.eval_tasks_interval or 0
         self._micro_batch_size = config.training.micro_batch_size
-        self._tasks = [
-            _prepared(name, path, config, tokenizer)
-            for name, path in files_of(config.tasks).items()
-        ]
+        self._tasks = prepared_tasks(config, tokenizer)
         self._since = time.perf_counter()
 
     def __enter__(self) -> EvalTasks:
@@ -52,22 +61,31 @@ class EvalTasks(Callback):
         self._since = time.perf_counter()
 
 
-def files_of(config: EvalTasksConfig) -> dict[str, Path]:
-    """The file of each task. Raises ConfigError if it does not exist, or a name alone does not say
-    which of the folder it is."""
-    found = {}
-    for name, given in config.files.items():
-        path = Path(given) if given is not None else _in_folder(name, config.eval_tasks_path or "")
+def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTask]:
+    """The tasks of ``--eval-tasks``: wikitext and lambada with their files, any other name with a
+    file of documents, and names alone that are lm-eval's. Raises ConfigError or OSError, which
+    name task and file."""
+    found: list[EvaluatedTask] = []
+    for name, given in config.tasks.files.items():
+        if given is None and name not in TASKS:
+            found.append(_harness_task(name, config, tokenizer))
+            continue
+        path = Path(given) if given is not None else _in_folder(name, config.tasks)
         if not path.is_file():
             raise ConfigError(f"--eval-tasks {name}={path}: there is no such file")
-        found[name] = path
+        found.append(_zero_shot_task(name, path, config, tokenizer))
     return found
 
 
-def _in_folder(name: str, folder: str) -> Path:
-    if not Path(folder).is_dir():
-        raise ConfigError(f"--eval-tasks-path {folder} is not a folder")
-    fitting = sorted(p for p in Path(folder).iterdir() if p.name.startswith(name) and p.is_file())
+def _in_folder(name: str, config: EvalTasksConfig) -> Path:
+    """The file of a task that is given by its name alone."""
+    folder = Path(config.eval_tasks_path or "")
+    if not folder.is_dir():
+        raise ConfigError(
+            f"--eval-tasks {name}: its file is looked for in --eval-tasks-path "
+            f"{config.eval_tasks_path or '(missing)'}, which is no folder; write {name}=FILE"
+        )
+    fitting = sorted(p for p in folder.iterdir() if p.name.startswith(name) and p.is_file())
     if len(fitting) != 1:
         what = ", ".join(path.name for path in fitting) or "none"
         raise ConfigError(
@@ -77,13 +95,22 @@ def _in_folder(name: str, folder: str) -> Path:
     return fitting[0]
 
 
-def _prepared(name: str, path: Path, config: RunConfig, tokenizer: Tokenizer) -> ZeroShotTask:
+def _zero_shot_task(
+    name: str, path: Path, config: RunConfig, tokenizer: Tokenizer
+) -> EvaluatedTask:
     kind = name if name in TASKS else "json"
     if kind == "json" and path.suffix not in (".json", ".jsonl"):
         raise ConfigError(
-            f"--eval-tasks {name}={path}: {name} is no task ({', '.join(TASKS)}), and the name of "
-            "a file of documents must end in .json or .jsonl"
+            f"--eval-tasks {name}={path}: {name} is none of {', '.join(TASKS)}, and so the name of "
+            "a file of documents, which must end in .json or .jsonl"
         )
     stride = config.tasks.eval_tasks_stride or config.model.seq_length
     raw = config.kind(RawTextConfig)
     return prepare(kind, [path], tokenizer, config.model, stride, True, raw=raw, name=name)
+
+
+def _harness_task(name: str, config: RunConfig, tokenizer: Tokenizer) -> EvaluatedTask:
+    require_harness()
+    from megatron.tasks.harness.task import HarnessTask
+
+    return HarnessTask(name, config.tasks.eval_tasks_path, tokenizer)

@@ -143,7 +143,7 @@ def write_results(path: Path, evaluations: Sequence[Evaluation]) -> None:
     """Writes what was evaluated, with which versions, and the results, an entry for each model; the
     file appears when it is complete. NaN and infinity are null, as JSON has neither."""
     content = {
-        "versions": _versions(),
+        "versions": versions(),
         "evaluations": [
             {
                 "model": asdict(model),
@@ -168,7 +168,7 @@ def _values(result: TaskResult) -> dict[str, Any]:
     }
 
 
-def _versions() -> dict[str, str]:
+def versions() -> dict[str, str]:
     found = {"megatron-deepspeed": megatron.__version__, "python": platform.python_version()}
     for package in _PACKAGES:
         try:

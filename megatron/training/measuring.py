@@ -84,15 +84,17 @@ def measure_texts(
     texts: Sequence[ScoredText],
     micro_batch_size: int,
     progress: Callable[[int], object] | None = None,
+    measure: Measure = TEXT_SCORES,
 ) -> dict[str, npt.NDArray[np.float64]]:
     """The numbers of TEXT_SCORES for every text, [n]: ``log_prob`` and ``correct`` of its
-    continuation. Every rank must call it. Raises ConfigError if the model's family does not predict
-    text; ValueError if a text is longer than the model's positions."""
+    continuation; those of CHOICE_SCORES, [n, K], where texts have choices. Every rank must call it.
+    Raises ConfigError if the model's family does not predict text; ValueError if a text is longer
+    than the model's positions."""
     config = engine.config
     family = family_of(config.model.family)
     lengths = family.scored_lengths(config, texts)
     collate = partial(family.scored_batch, config, tokenizer)
-    return measure_samples(engine, texts, collate, TEXT_SCORES, micro_batch_size, lengths, progress)
+    return measure_samples(engine, texts, collate, measure, micro_batch_size, lengths, progress)
 
 
 def _runs(engine: ModelEngine, count: int, size: int, lengths: Any = None) -> Iterator[list[Round]]:

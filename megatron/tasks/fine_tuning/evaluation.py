@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from megatron.engine.train_engine import ModelEngine
 from megatron.tasks.fine_tuning.best_epoch import EpochRecord, Epochs
@@ -15,6 +14,7 @@ from megatron.tasks.fine_tuning.scores import Scores, overall_line, set_line
 from megatron.tasks.fine_tuning.task import FineTuning, HeldOutSamples
 from megatron.tasks.report import TaskResult
 from megatron.training.measuring import measure_samples
+from megatron.training.report import say
 from megatron.training.trainer import Callback, Trainer
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar
@@ -173,13 +173,11 @@ class EvaluateEpochs(Callback):
 
     def _evaluate(self, trainer: Trainer, epoch: int) -> None:
         """Epochs of the trainer count from 1, those of the lines from 0."""
-        found = self.sets.evaluate(
-            trainer.engine, epoch - 1, trainer.iteration, lambda each: _report(trainer, each)
-        )
+        found = self.sets.evaluate(trainer.engine, epoch - 1, trainer.iteration, trainer.report)
         self.evaluations.append(found)
         if found.overall is None:
             return
-        _say(overall_line(found.epoch, found.overall))
+        tell(overall_line(found.epoch, found.overall))
         metrics = {each.name: each.metrics for each in found.sets}
         name, value = found.overall.compared
         self.epochs.add(EpochRecord(found.epoch, found.iteration, name, value, metrics))
@@ -188,10 +186,7 @@ class EvaluateEpochs(Callback):
             self.sets.task.write_predictions(self._predictions, found.predictions)
 
 
-def _report(trainer: Trainer, evaluation: Any) -> None:
-    trainer.report(evaluation)
-
-
-def _say(line: str) -> None:
+def tell(line: str) -> None:
+    """Prints a line with the time, on the main process."""
     if is_main_process():
-        print(line, flush=True)
+        say(line.strip())

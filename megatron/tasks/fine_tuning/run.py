@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.folder import tag
 from megatron.checkpoint.manifest import MANIFEST
+from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import ConfigError, Setting, Settings
 from megatron.config.training import LENGTHS
 from megatron.data.build import Datasets
@@ -20,6 +20,7 @@ from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
 from megatron.parallel.mesh import Mesh
+from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.fine_tuning.best_epoch import Epochs
 from megatron.tasks.fine_tuning.evaluation import (
@@ -27,19 +28,17 @@ from megatron.tasks.fine_tuning.evaluation import (
     EpochEvaluation,
     EvaluateEpochs,
     ValidationSets,
+    tell,
 )
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
 from megatron.tasks.fine_tuning.scores import overall_line
 from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
 from megatron.tasks.report import EvaluatedModel, Evaluation, finish
+from megatron.tasks.zeroshot.command import evaluation_settings
 from megatron.training import plan as plans
 from megatron.training.plan import TrainingPlan
-from megatron.training.report import say
-from megatron.training.resume import ResumeSource, find_origin
 from megatron.training.run import Run, build_trainer, run_of, show_configuration
 from megatron.util.processes import is_main_process
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ def fine_tune(
     sets = ValidationSets(task, held_out, size)
     with distributed(run.config.parallel) as mesh:
         if train is None:
-            return [_evaluate(config, run, mesh, sets)]
+            return _evaluate(config, run, mesh, sets)
         return _train(config, run, mesh, sets, train)
 
 
@@ -109,13 +108,13 @@ def _completed(task: FineTuning, config: TaskConfig, settings: Settings) -> Sett
         if config.keep_last:
             settings["keep_last"] = Setting(config.keep_last, "flag --keep-last")
         else:
-            logger.info("--keep-last changes nothing: no batch is left out, also not the last one")
+            tell("--keep-last without a number changes nothing: the last batch is always kept")
     if not config.epochs:
-        settings["skip_train"] = Setting(True, "--epochs 0")
         settings.pop("keep_last", None)
-        micro = Setting(config.eval_micro_batch_size or 1, origin)
-        settings.setdefault("micro_batch_size", micro)
-        return settings
+        used, unused = evaluation_settings(config, settings)
+        if unused:
+            tell(f"--epochs 0 evaluates and does not use {', '.join(sorted(unused))}")
+        return used
     for unit in LENGTHS:
         name = f"train_{unit}"
         if name in settings:
@@ -140,13 +139,15 @@ def _train(
     evaluations = EvaluateEpochs(sets, record, predictions)
     data = _training_data(run, sets, train, TrainingPlan(run.config, epochs))
     build_trainer(run, mesh, (evaluations,), data, epochs).fit()
+    found = evaluations.evaluations
     if is_main_process():
+        folders = [Path(save) / tag(each.iteration) if save else None for each in found]
+        _finish(config, run, found, folders)
         if record.best is not None:
             best = record.best
             where = f", in {Path(save) / tag(best.iteration)}" if save else ""
-            say(f"best epoch {best.epoch}: {best.metric} {best.value:.6g}{where}")
-        _finish(config, run, evaluations.evaluations, None)
-    return evaluations.evaluations
+            tell(f"best epoch {best.epoch}: {best.metric} {best.value:.6g}{where}")
+    return found
 
 
 def _training_data(
@@ -163,54 +164,61 @@ def _training_data(
     return TrainingData(datasets, train.collate)
 
 
-def _evaluate(config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets) -> EpochEvaluation:
-    origin = find_origin(run.config.checkpoint)
-    if origin is None:
+def _evaluate(
+    config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets
+) -> list[EpochEvaluation]:
+    found = wanted_checkpoints(run.config.checkpoint, config.all_iterations)
+    checkpoints = [each for each in found if each is not None]
+    if not checkpoints:
         raise ConfigError("--epochs 0 evaluates a fine-tuned model: name it with --load")
-    _check_head(origin, run, sets.task)
+    for each in checkpoints:
+        _check_head(each, run, sets.task)
     spec = spec_of(run.config.model, run.config.parallel)
     engine = build_evaluator(run.config, spec, mesh, training_device())
-    source = load_checkpoint(engine, origin.found, weights_only=True)
-    iteration = source.state.get("iteration", 0) if source.state else 0
-
-    def report(line: str) -> None:
-        if is_main_process():
-            print(line, flush=True)
-
-    found = sets.evaluate(engine, NOT_TRAINED, iteration, lambda each: report(each.line()))
-    if found.overall is not None:
-        report(overall_line(NOT_TRAINED, found.overall))
+    evaluations = []
+    for each in checkpoints:
+        source = load_checkpoint(engine, each, weights_only=True)
+        iteration = source.state.get("iteration", 0)
+        tell(f"evaluating {each.folder}")
+        evaluations.append(
+            sets.evaluate(engine, NOT_TRAINED, iteration, lambda found: tell(found.line()))
+        )
+        overall = evaluations[-1].overall
+        if overall is not None:
+            tell(overall_line(NOT_TRAINED, overall))
     if is_main_process():
-        path = _predictions_path(config, origin, sets)
-        sets.task.write_predictions(path, found.predictions)
-        say(f"predictions: {path}")
-        _finish(config, run, [found], origin.found.folder)
-    return found
+        path = _predictions_path(config, checkpoints[-1], sets)
+        sets.task.write_predictions(path, evaluations[-1].predictions)
+        tell(f"predictions: {path}")
+        _finish(config, run, evaluations, [each.folder for each in checkpoints])
+    return evaluations
 
 
-def _check_head(origin: ResumeSource, run: Run, task: FineTuning) -> None:
-    model = origin.found.open(verify=False).model
-    wanted = run.config.model
+def _check_head(found: FoundCheckpoint, run: Run, task: FineTuning) -> None:
+    model, wanted = found.open(verify=False).model, run.config.model
     if (model.head, model.num_labels) != (wanted.head, wanted.num_labels):
         labels = f" of {model.num_labels} labels" if model.num_labels else ""
         raise CheckpointError(
-            f"{origin.flag}: {origin.found.folder} has the head {model.head}{labels}, not that of "
-            f"{task.name}: fine-tune it with --pretrained-checkpoint, --train-data and --epochs"
+            f"{found.folder} has the head {model.head}{labels}, which is not that of {task.name}: "
+            "fine-tune the model with --pretrained-checkpoint, --train-data and --epochs"
         )
 
 
-def _predictions_path(config: TaskConfig, origin: ResumeSource, sets: ValidationSets) -> Path:
+def _predictions_path(config: TaskConfig, found: FoundCheckpoint, sets: ValidationSets) -> Path:
     if config.predictions:
         return Path(config.predictions)
-    folder = origin.found.folder
+    folder = found.folder
     load = folder.parent if (folder / MANIFEST).is_file() else folder
     return load / f"predictions_{'_'.join(sets.sets)}{sets.task.predictions_suffix}"
 
 
 def _finish(
-    config: TaskConfig, run: Run, evaluations: Sequence[EpochEvaluation], folder: Path | None
+    config: TaskConfig,
+    run: Run,
+    evaluations: Sequence[EpochEvaluation],
+    folders: Sequence[Path | None],
 ) -> None:
-    """The table, the JSON file and, of several epochs, the curves."""
+    """The table, the JSON file and, of several checkpoints, the curves."""
     if not evaluations:
         return
     found = [
@@ -218,7 +226,8 @@ def _finish(
             EvaluatedModel.of(run.config, folder, each.iteration),
             [one.result for one in each.sets],
         )
-        for each in evaluations
+        for each, folder in zip(evaluations, folders, strict=True)
     ]
-    beside = run.config.checkpoint.save or (config.output and Path(config.output).parent) or "."
+    options = run.config.checkpoint
+    beside = options.save or options.load or "."
     finish(found, config.output, Path(beside, f"{config.task}.png"))

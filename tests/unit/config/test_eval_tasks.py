@@ -31,7 +31,6 @@ def test_without_tasks_nothing_is_derived():
     "flags, message",
     [
         ("--eval-tasks-interval 5", "--eval-tasks-interval 5 has an effect with --eval-tasks only"),
-        ("--eval-tasks lambada", "a name alone needs --eval-tasks-path"),
         ("--eval-tasks a=x.json,a=y.json", "names a task twice"),
         ("--eval-tasks =x.json", "a task without a name; write NAME=FILE"),
         ("--eval-tasks a=x.json --eval-tasks-stride 33", "--eval-tasks-stride 33 is above --seq"),

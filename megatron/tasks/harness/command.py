@@ -1,0 +1,198 @@
+"""An evaluation with lm-eval, from a command line."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import logging
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megatron.checkpoint.source import Source
+from megatron.config import ConfigError
+from megatron.engine.environment import distributed, training_device
+from megatron.engine.evaluator import build_evaluator
+from megatron.engine.loading import load_checkpoint
+from megatron.families import spec_of
+from megatron.tasks.checkpoints import wanted_checkpoints
+from megatron.tasks.command import task_settings
+from megatron.tasks.config import TaskConfig
+from megatron.tasks.harness.config import HarnessConfig
+from megatron.tasks.report import EvaluatedModel, versions
+from megatron.tasks.zeroshot.command import evaluation_settings
+from megatron.training.launch import start_processes
+from megatron.training.run import Run, RunToolParser, run_of, show_configuration
+from megatron.util.files import write_whole
+from megatron.util.processes import is_main_process
+from megatron.util.progress import say
+
+if TYPE_CHECKING:
+    from megatron.tasks.harness.model import HarnessModel
+
+EXTRA = "evaluate"
+
+
+def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
+    """Evaluates the checkpoint of a command line. Raises ValueError or OSError if a flag, a file or
+    a checkpoint cannot be used; the message names it."""
+    config, settings = RunToolParser(HarnessConfig, description).parse(argv)
+    require_harness()
+    if "load" not in settings:
+        raise ConfigError("--load is missing: the checkpoint to evaluate")
+    processes = start_processes(settings, argv)
+    used, unused = evaluation_settings(TaskConfig(), task_settings(settings))
+    run = run_of(used, processes)
+    show_configuration(run)
+    tell: Callable[[str], None] = say if is_main_process() else lambda line: None
+    notes = [*run.resolved.notes]
+    if unused:
+        notes.append(f"an evaluation does not use {', '.join(unused)}")
+    for note in notes:
+        tell(note)
+    with distributed(run.config.parallel) as mesh:
+        from megatron.tasks.harness.tasks import load_tasks
+
+        if not is_main_process():
+            logging.getLogger("lm_eval").setLevel(logging.ERROR)
+
+        manager, tasks = load_tasks(config.task_names, config.include_path, _values(config))
+        (found,) = wanted_checkpoints(run.config.checkpoint, all_iterations=False)
+        assert found is not None
+        spec = spec_of(run.config.model, run.config.parallel)
+        engine = build_evaluator(run.config, spec, mesh, training_device())
+        source = load_checkpoint(engine, found, weights_only=True)
+        for note in source.notes:
+            tell(note)
+        model = _model(engine, run, config, source)
+        results = evaluate(model, config, manager, tasks)
+        if is_main_process():
+            evaluated = EvaluatedModel.of(run.config, source.folder, source.state.get("iteration"))
+            _report(results, config, run, evaluated, model)
+        if model.answer_cache is not None:
+            model.answer_cache.close()
+
+
+def require_harness() -> None:
+    """Raises ConfigError if lm-eval is not installed; otherwise prepares its import. Data sets come
+    from this machine, unless the user has set the variables that say so."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise ConfigError(
+            f"lm_eval is not installed: pip install 'megatron-deepspeed[{EXTRA}]', or from a "
+            f"source tree pip install -e '.[{EXTRA}]'"
+        )
+    # Read when these packages are imported.
+    os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
+    os.environ.setdefault("HF_HUB_OFFLINE", os.environ["HF_DATASETS_OFFLINE"])
+
+
+def _model(engine: Any, run: Run, config: HarnessConfig, source: Source) -> HarnessModel:
+    from megatron.tasks.harness.cache import AnswerCache
+    from megatron.tasks.harness.model import HarnessModel
+    from megatron.tasks.harness.scoring import TextScorer
+
+    scorer = TextScorer(engine, run.tokenizer, config.batch_size, config.max_batch_size)
+    model = HarnessModel(scorer, config.max_length, config.prefix_token_id)
+    if config.use_cache is not None:
+        dtype = model.get_model_info()["model_dtype"]
+        name = f"{source.folder.resolve()}, {dtype}, {model.max_length} tokens"
+        model.answer_cache = AnswerCache(config.use_cache, name)
+    return model
+
+
+def _values(config: HarnessConfig) -> dict[str, Any] | None:
+    """What --metadata gives to tasks."""
+    from lm_eval.utils import simple_parse_args_string
+
+    text = (config.metadata or "").strip()
+    try:
+        return json.loads(text) if text.startswith("{") else simple_parse_args_string(text) or None
+    except ValueError as error:
+        raise ConfigError(f"--metadata {text} is no JSON: {error}") from None
+
+
+def evaluate(
+    model: HarnessModel, config: HarnessConfig, manager: Any, tasks: Sequence[Any]
+) -> dict[str, Any]:
+    """lm-eval's results. Every rank must call it, and gets the same numbers, but standard errors
+    that are drawn are only on the main one."""
+    import lm_eval
+
+    python, numpy, torch, fewshot = config.seeds
+    results = lm_eval.simple_evaluate(
+        model,
+        tasks=list(tasks),
+        task_manager=manager,
+        num_fewshot=config.num_fewshot,
+        limit=config.limit,
+        samples=config.documents,
+        bootstrap_iters=config.bootstrap_iters if is_main_process() else 0,
+        write_out=config.write_out and is_main_process(),
+        log_samples=config.logs_samples,
+        predict_only=config.predict_only,
+        system_instruction=config.system_instruction,
+        apply_chat_template=config.template,
+        fewshot_as_multiturn=config.multiturn,
+        gen_kwargs=config.gen_kwargs,
+        batch_size=config.micro_batch_size,
+        random_seed=python,
+        numpy_random_seed=numpy,
+        torch_random_seed=torch,
+        fewshot_random_seed=fewshot,
+        confirm_run_unsafe_code=config.confirm_run_unsafe_code,
+        metadata=_values(config),
+    )
+    return results or {}
+
+
+def _report(
+    results: dict[str, Any],
+    config: HarnessConfig,
+    run: Run,
+    evaluated: EvaluatedModel,
+    model: HarnessModel,
+) -> None:
+    """Prints lm-eval's table, and writes the files."""
+    from lm_eval.utils import make_table
+
+    samples = results.pop("samples", None) or {}
+    say(make_table(results))
+    if "groups" in results:
+        say(make_table(results, "groups"))
+    speed = model.scorer.speed
+    if speed.seconds:
+        say(
+            f"{speed.requests:,} requests, {speed.tokens:,} tokens in {speed.seconds:.1f} s: "
+            f"{speed.tokens / speed.seconds:,.0f} tokens/s"
+        )
+    if config.output is None:
+        return
+    path = Path(config.output)
+    for task, rows in samples.items() if config.logs_samples else ():
+        write_whole(samples_path(path, task), "".join(map(_json_line, rows)).encode())
+    results["megatron"] = {
+        "versions": versions(),
+        "model": asdict(evaluated),
+        "flags": config.to_dict(),
+        "run": run.config.to_dict(),
+        "speed": asdict(speed),
+    }
+    write_whole(path, (_json(results, indent=2) + "\n").encode())
+
+
+def samples_path(output: Path, task: str) -> Path:
+    """The file of a task's requests beside the file of results."""
+    name = task.replace("/", "__").replace(" ", "_")
+    return output.with_name(f"{output.stem}_samples_{name}.jsonl")
+
+
+def _json_line(row: Any) -> str:
+    return _json(row) + "\n"
+
+
+def _json(value: Any, indent: int | None = None) -> str:
+    from lm_eval.utils import handle_non_serializable
+
+    return json.dumps(value, indent=indent, default=handle_non_serializable, ensure_ascii=False)
