@@ -34,6 +34,8 @@ class Task(ABC):
 
     settings: ClassVar[Mapping[str, Any]] = {}
     """Keys that config.json has in addition."""
+    unit: ClassVar[str] = "tokens"
+    """What has logits."""
     generates: ClassVar[bool] = False
     """Whether a folder has a generation_config.json."""
 
