@@ -7,7 +7,6 @@ import json
 import math
 import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -18,12 +17,12 @@ from megatron.checkpoint.source import open_checkpoint
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "unit" / "model"))
 
-from bert_pairs import PRE_NORM, BLOCKS, names_in  # noqa: E402
+from bert_pairs import BLOCKS, PRE_NORM, names_in  # noqa: E402
 
-TRAINING = ("--epochs", "2", "--lr", "1e-3", "--lr-warmup-fraction", "0.1", "--weight-decay", "0.1")
+TRAINING = ("--epochs", "4", "--lr", "1e-3", "--lr-warmup-fraction", "0.1", "--weight-decay", "0.1")
 WIDE = ("--init-method-std", "0.1", "--no-bias-gelu-fusion")
 LENGTH = 24
-EPOCHS, PEAK, DECAY, SEED, CLIP = 2, 1e-3, 0.1, 1234, 1.0
+EPOCHS, PEAK, DECAY, SEED, CLIP = 4, 1e-3, 0.1, 1234, 1.0
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +128,7 @@ class Reference:
             total.backward()
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), CLIP)
             optimizer.step()
-            losses.append(float(total))
+            losses.append(float(total.detach()))
         return losses
 
     @torch.no_grad()
@@ -169,14 +168,140 @@ def test_against_transformers(task, size, pool, files, tmp_path):
     train, valid = SETS[task]
     saved = tmp_path / "saved"
     more = [*TRAINING, *WIDE, *STEADY, "--save", str(saved), "--save-init"]
-    batch = ["--global-batch-size", "4"]
+    batch = ["--micro-batch-size", "1", "--global-batch-size", "2"]
     found = pool.run(size, run, flags(files, *more, *batch, task=task), tmp_path)[0]
     reference = Reference(files, task)
     reference.take_weights(saved / "global_step0")
-    expected = reference.train(files / train, 4)
+    expected = reference.train(files / train, 2)
+    assert len(expected) > 30
     np.testing.assert_allclose(found.losses, expected, rtol=1e-5)
     metrics = last_metrics(found)
     assert metrics.keys() == valid.keys()
     for name, path in valid.items():
         wanted = reference.evaluate(files / path)
         assert metrics[name] == pytest.approx(wanted, rel=1e-4), name
+
+
+ONE = ("--epochs", "1", "--lr", "1e-3", "--lr-warmup-fraction", "0.1")
+
+
+def saved_run(pool, files, folder, size, *more, task="QQP"):
+    """The first rank's run, with checkpoints in ``folder``."""
+    given = [*more, "--save", str(folder / "saved"), "--load", str(folder / "saved")]
+    return pool.run(size, run, flags(files, *given, task=task), folder)[0]
+
+
+def test_epochs_of_two_ranks_and_an_evaluation(pool, files, tmp_path):
+    """Lines, results and files of a fine-tuning, and of its evaluation by another layout."""
+    trained = saved_run(pool, files, tmp_path, 2, *ONE, "--keep-last")
+    assert len(trained.losses) == 5  # 19 samples, 4 a step: the last batch is kept
+    sets = [("dev", 11), ("dev-other", 5)]
+    for name, total in sets:
+        line = next(line for line in trained.printed.splitlines() if f"for {name}:" in line)
+        assert f"> |epoch: 0| metrics for {name}: correct / total = " in line
+        assert f" / {total} = " in line
+    (overall,) = (line for line in trained.printed.splitlines() if "overall:" in line)
+    correct = int(overall.split("correct / total = ")[1].split()[0])
+    assert f">> |epoch: 0| overall: correct / total = {correct} / 16 = " in overall
+    assert "--keep-last without a number changes nothing" in trained.printed
+    best = json.loads((tmp_path / "saved" / "best_epoch.json").read_text())
+    assert (best["epoch"], best["checkpoint"], best["value"]) == (0, "global_step5", correct / 16)
+
+    argv = flags(files, "--epochs", "0", "--load", str(tmp_path / "saved"))
+    argv.insert(argv.index("--valid-data") + 1, str(files / "test.tsv"))
+    found = pool.run(1, run, argv, tmp_path, "evaluated")[0]
+    assert f">> |epoch: -1| overall: correct / total = {correct} / 16 = " in found.printed
+    assert "3 predictions for test, whose labels are not known" in found.printed
+    rows = [
+        json.loads(line)
+        for line in (tmp_path / "saved" / "predictions_test_dev_dev-other.jsonl").open()
+    ]
+    assert [row["set"] for row in rows] == ["test"] * 3 + ["dev"] * 11 + ["dev-other"] * 5
+    assert [row["id"] for row in rows[:3]] == ["0", "1", "2"]
+    assert sum(row["prediction"] == row["label"] for row in rows[3:]) == correct
+
+
+LAYOUTS = {
+    "dp2": (2, []),
+    "dp3": (3, []),
+    "tp2": (2, ["--tensor-model-parallel-size", "2"]),
+    "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "tp2-dp2": (4, ["--tensor-model-parallel-size", "2"]),
+    "pp2-dp2-zero1": (4, ["--pipeline-model-parallel-size", "2", "--zero-stage", "1"]),
+    "dp2-zero3": (2, ["--zero-stage", "3"]),
+}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("task", SETS)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layouts(layout, task, pool, files, tmp_path):
+    """The same steps, and the same metrics after them, as one process; dropout aside."""
+    size, more = LAYOUTS[layout]
+    micro = ["--micro-batch-size", "1", "--global-batch-size", "6"]
+    given = [*ONE, *WIDE, *STEADY, *micro]
+    (tmp_path / "one").mkdir()
+    wanted = pool.run(1, run, flags(files, *given, task=task), tmp_path / "one")[0]
+    found = pool.run(size, run, flags(files, *given, *more, task=task), tmp_path)[0]
+    np.testing.assert_allclose(found.losses, wanted.losses, rtol=2e-5)
+    metrics, expected = last_metrics(found), last_metrics(wanted)
+    for name, values in expected.items():
+        assert metrics[name] == pytest.approx(values, rel=1e-4), name
+        assert metrics[name].get("accuracy") == values.get("accuracy")
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("task, stop", [("QQP", 7), ("RACE", 3)])
+def test_stopped_in_an_epoch_and_continued(task, stop, pool, files, tmp_path):
+    """With dropout: bit for bit the same; to rounding in another layout, without."""
+    epochs = ["--epochs", "3", *ONE[2:], *WIDE]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    expected = saved_run(pool, files, whole, 2, *epochs, task=task)
+    first = saved_run(pool, files, parts, 2, *epochs, "--exit-interval", str(stop), task=task)
+    assert "stopped by" in first.printed and len(first.losses) == stop
+    second = saved_run(pool, files, parts, 2, *epochs, task=task)
+    assert second.losses == expected.losses  # the file keeps the first rows
+    assert last_metrics(second) == last_metrics(expected)
+    last = f"global_step{len(expected.losses)}"
+    ours, theirs = (open_checkpoint(folder / "saved" / last) for folder in (parts, whole))
+    for name in theirs.names():
+        assert torch.equal(ours.tensor(name), theirs.tensor(name)), name
+    records = [json.loads((f / "saved" / "best_epoch.json").read_text()) for f in (parts, whole)]
+    assert records[0] == records[1] and len(records[0]["epochs"]) == 3
+
+
+@pytest.mark.proof
+def test_continued_in_another_layout(pool, files, tmp_path):
+    epochs = ["--epochs", "3", *ONE[2:], *WIDE, *STEADY, "--global-batch-size", "4"]
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    for folder in (whole, parts):
+        folder.mkdir()
+    expected = saved_run(pool, files, whole, 1, *epochs)
+    saved_run(pool, files, parts, 2, *epochs, "--exit-interval", "7")
+    tp = ["--tensor-model-parallel-size", "2"]
+    second = saved_run(pool, files, parts, 2, *epochs, *tp)
+    np.testing.assert_allclose(second.losses, expected.losses, rtol=2e-5)
+
+
+@pytest.mark.proof
+def test_an_epoch_whose_evaluation_was_killed(pool, files, tmp_path):
+    """The checkpoint of an epoch without a record of it: evaluated when it is loaded."""
+    saved_run(pool, files, tmp_path, 1, *ONE)
+    best = tmp_path / "saved" / "best_epoch.json"
+    content = json.loads(best.read_text())
+    best.unlink()
+    again = saved_run(pool, files, tmp_path, 1, *ONE)
+    assert "|epoch: 0| overall" in again.printed
+    assert json.loads(best.read_text()) == content
+
+
+@pytest.mark.proof
+def test_the_best_epoch_survives_retention(pool, files, tmp_path):
+    given = ["--epochs", "4", "--lr", "3e-3", "--keep-last", "1"]
+    found = saved_run(pool, files, tmp_path, 1, *given)
+    best = json.loads((tmp_path / "saved" / "best_epoch.json").read_text())
+    kept = {path.name for path in (tmp_path / "saved").glob("global_step*")}
+    assert kept == {best["checkpoint"], f"global_step{len(found.losses)}"}
