@@ -6,13 +6,14 @@ import importlib.util
 import json
 import logging
 import os
-from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.checkpoint.source import Source
-from megatron.config import ConfigError
+from megatron.config import ConfigError, Settings
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
@@ -35,42 +36,63 @@ if TYPE_CHECKING:
 EXTRA = "evaluate"
 
 
+@dataclass(frozen=True)
+class Opened:
+    """A checkpoint as lm-eval sees it, the run that computes with it, and where it was read."""
+
+    model: HarnessModel
+    run: Run
+    source: Source
+
+
 def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
     """Evaluates the checkpoint of a command line. Raises ValueError or OSError if a flag, a file or
     a checkpoint cannot be used; the message names it."""
+    config, settings, processes = parsed(description, argv)
+    from megatron.tasks.harness.tasks import load_tasks
+
+    manager, tasks = load_tasks(config.task_names, config.include_path, _values(config))
+    with opened_model(config, settings, processes) as opened:
+        results = evaluate(opened.model, config, manager, tasks)
+        if is_main_process():
+            _report(results, config, opened)
+
+
+def parsed(
+    description: str | None, argv: Sequence[str] | None = None
+) -> tuple[HarnessConfig, Settings, int]:
+    """The flags of an evaluation, the settings of its run, and the number of its processes, of
+    which this is one. Raises ConfigError if a flag is wrong, or lm-eval is not installed."""
     config, settings = RunToolParser(HarnessConfig, description).parse(argv)
-    require_harness()
     if "load" not in settings:
         raise ConfigError("--load is missing: the checkpoint to evaluate")
-    processes = start_processes(settings, argv)
+    require_harness()
+    return config, settings, start_processes(settings, argv)
+
+
+@contextmanager
+def opened_model(config: HarnessConfig, settings: Settings, processes: int) -> Iterator[Opened]:
+    """The checkpoint of ``--load`` in the layout of the flags, until the block ends. Raises
+    ConfigError, CheckpointError or OSError if it cannot be used."""
     used, unused = evaluation_settings(TaskConfig(), task_settings(settings))
     run = run_of(used, processes)
     show_configuration(run)
     tell: Callable[[str], None] = say if is_main_process() else lambda line: None
-    notes = [*run.resolved.notes]
+    notes = list(run.resolved.notes)
     if unused:
         notes.append(f"an evaluation does not use {', '.join(unused)}")
-    for note in notes:
-        tell(note)
+    (found,) = wanted_checkpoints(run.config.checkpoint, all_iterations=False)
+    assert found is not None
     with distributed(run.config.parallel) as mesh:
-        from megatron.tasks.harness.tasks import load_tasks
-
-        if not is_main_process():
-            logging.getLogger("lm_eval").setLevel(logging.ERROR)
-
-        manager, tasks = load_tasks(config.task_names, config.include_path, _values(config))
-        (found,) = wanted_checkpoints(run.config.checkpoint, all_iterations=False)
-        assert found is not None
+        for note in notes:
+            tell(note)
         spec = spec_of(run.config.model, run.config.parallel)
         engine = build_evaluator(run.config, spec, mesh, training_device())
         source = load_checkpoint(engine, found, weights_only=True)
         for note in source.notes:
             tell(note)
         model = _model(engine, run, config, source)
-        results = evaluate(model, config, manager, tasks)
-        if is_main_process():
-            evaluated = EvaluatedModel.of(run.config, source.folder, source.state.get("iteration"))
-            _report(results, config, run, evaluated, model)
+        yield Opened(model, run, source)
         if model.answer_cache is not None:
             model.answer_cache.close()
 
@@ -83,6 +105,8 @@ def require_harness() -> None:
             f"lm_eval is not installed: pip install 'megatron-deepspeed[{EXTRA}]', or from a "
             f"source tree pip install -e '.[{EXTRA}]'"
         )
+    if not is_main_process():
+        logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # Read when these packages are imported.
     os.environ.setdefault("HF_DATASETS_OFFLINE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", os.environ["HF_DATASETS_OFFLINE"])
@@ -147,13 +171,7 @@ def evaluate(
     return results or {}
 
 
-def _report(
-    results: dict[str, Any],
-    config: HarnessConfig,
-    run: Run,
-    evaluated: EvaluatedModel,
-    model: HarnessModel,
-) -> None:
+def _report(results: dict[str, Any], config: HarnessConfig, opened: Opened) -> None:
     """Prints lm-eval's table, and writes the files."""
     from lm_eval.utils import make_table
 
@@ -161,7 +179,7 @@ def _report(
     say(make_table(results))
     if "groups" in results:
         say(make_table(results, "groups"))
-    speed = model.scorer.speed
+    speed = opened.model.scorer.speed
     if speed.seconds:
         say(
             f"{speed.requests:,} requests, {speed.tokens:,} tokens in {speed.seconds:.1f} s: "
@@ -172,11 +190,13 @@ def _report(
     path = Path(config.output)
     for task, rows in samples.items() if config.logs_samples else ():
         write_whole(samples_path(path, task), "".join(map(_json_line, rows)).encode())
+    run, source = opened.run.config, opened.source
+    model = EvaluatedModel.of(run, source.folder, source.state.get("iteration"))
     results["megatron"] = {
         "versions": versions(),
-        "model": asdict(evaluated),
+        "model": asdict(model),
         "flags": config.to_dict(),
-        "run": run.config.to_dict(),
+        "run": run.to_dict(),
         "speed": asdict(speed),
     }
     write_whole(path, (_json(results, indent=2) + "\n").encode())
