@@ -58,6 +58,14 @@ def check_lengths(lengths: npt.NDArray[np.int64], longest: int | None) -> None:
         )
 
 
+def too_long(answer: str, tokens: int, longest: int, flag: str) -> ValueError:
+    """What is wrong with an answer of more tokens than a model reads."""
+    return ValueError(
+        f"the answer {answer!r:.60} has {tokens} tokens, and the model reads {longest} ({flag}): "
+        "shorten it, or use a model of longer sequences"
+    )
+
+
 def fitted(pad_to: int | None, needed: int, longest: int | None) -> int:
     """The length to pad texts to: as wanted, but no more than the model can read."""
     length = needed if pad_to is None else pad_to

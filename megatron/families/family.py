@@ -44,6 +44,9 @@ class Family(ABC):
     """Whether its models generate text, token by token."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
+    prompts: ClassVar[str | None] = None
+    """How a question is put to its models as text, one of the columns of the prompts of tasks; None
+    if they do not predict text."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""
@@ -73,6 +76,14 @@ class Family(ABC):
         """The numbers that the model FLOPs of a sample depend on; without a run, whose data may
         decide how many tokens are predicted, those of the flags' defaults."""
         return TransformerShape.of(model)
+
+    def answered(
+        self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str
+    ) -> ScoredText:
+        """A prompt with one of its answers, of at most ``--seq-length`` tokens: what does not fit
+        of the prompt is left out. Raises ValueError if the tokenizer lacks a token for it, or an
+        answer is too long."""
+        raise NotImplementedError
 
     def scored_lengths(
         self, config: RunConfig, texts: Sequence[ScoredText]

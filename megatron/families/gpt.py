@@ -15,7 +15,7 @@ from megatron.data.gpt_batch import GPTBatch, GPTCollator
 from megatron.data.gpt_dataset import GPTRecipe, MockGPTDataset
 from megatron.data.pipeline import DataPipeline, SampleTokens, SampleView
 from megatron.data.samples import SampleRecipe
-from megatron.data.scored_text import ScoredText, check_lengths, fitted
+from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import Family
 from megatron.model.attention_flex import block_masks
 from megatron.model.attention_masks import AttentionMasks
@@ -123,12 +123,25 @@ class GPT(Family):
     name = "gpt"
     generates = True
     tokenizer_type = "GPT2BPETokenizer"
+    prompts = "continued"
     unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:
         layers = partial(gpt_layers, model, parallel)
         crossing = partial(only_hidden_travels, model.hidden_size)
         return ModelSpec(layers, partial(begin, model), crossing)
+
+    def answered(
+        self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str
+    ) -> ScoredText:
+        """The answer follows the prompt after a space; the beginning of a prompt that is too long
+        is left out."""
+        context, whole = tokenizer.tokenize(prompt), tokenizer.tokenize(f"{prompt} {answer}")
+        continuation = whole[len(context) :]
+        room = model.seq_length + 1 - len(continuation)
+        if room < 1:
+            raise too_long(answer, len(continuation), model.seq_length, "--seq-length")
+        return ScoredText(np.array(context[-room:]), np.array(continuation))
 
     def scored_lengths(
         self, config: RunConfig, texts: Sequence[ScoredText]

@@ -19,7 +19,7 @@ from megatron.data.kinds.masked_data.mock import mock_data
 from megatron.data.kinds.masked_data.t5 import T5Recipe, decoder_length, start_token
 from megatron.data.pipeline import DataPipeline, SampleView
 from megatron.data.samples import SampleDataset
-from megatron.data.scored_text import ScoredText, check_lengths, fitted
+from megatron.data.scored_text import ScoredText, check_lengths, fitted, too_long
 from megatron.families.family import STREAM_FLAGS, BlockLengths, Family
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.flops import TransformerShape
@@ -96,6 +96,7 @@ class T5Data(DataPipeline):
 class T5(Family):
     name = "t5"
     encodes_context = True
+    prompts = "prefixed"
     unused_flags = STREAM_FLAGS | {
         "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
         "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",
@@ -131,6 +132,19 @@ class T5(Family):
         assert model.decoder_num_layers is not None and decoded is not None
         encoder = (BlockLengths(encoded),) * model.num_layers
         return encoder + (BlockLengths(decoded, encoded),) * model.decoder_num_layers
+
+    def answered(
+        self, model: ModelConfig, tokenizer: Tokenizer, prompt: str, answer: str
+    ) -> ScoredText:
+        """The encoder reads the prompt, the decoder answers; both end with the end-of-sequence
+        token. The end of a prompt that is too long is left out."""
+        assert model.decoder_seq_length is not None
+        asked, said = tokenizer.tokenize_sentences([prompt, answer])
+        if len(said) >= model.decoder_seq_length:
+            flag = "--decoder-seq-length"
+            raise too_long(answer, len(said) + 1, model.decoder_seq_length, flag)
+        eos = tokenizer.eos
+        return ScoredText(np.append(asked[: model.seq_length - 1], eos), np.append(said, eos))
 
     def scored_lengths(
         self, config: RunConfig, texts: Sequence[ScoredText]

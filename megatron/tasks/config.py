@@ -26,6 +26,20 @@ class TaskConfig:
     trained."""
     max_qa_length: int = option(128, bounds=POSITIVE)
     """RACE: tokens of a question with an option; longer ones are cut."""
+    version_2_with_negative: bool = option(False)
+    """SQUAD: some questions cannot be answered from their text (SQuAD 2.0)."""
+    null_score_diff_threshold: float = option(0.0)
+    """SQUAD with --version-2-with-negative: "no answer" is predicted where its score exceeds that
+    of the best answer by more."""
+    doc_stride: int = option(128, bounds=POSITIVE)
+    """SQUAD: a text that is too long is read in windows, each this many tokens after the one before
+    it."""
+    max_query_length: int = option(64, bounds=POSITIVE)
+    """SQUAD: tokens of a question; longer ones are cut."""
+    max_answer_length: int = option(30, bounds=POSITIVE)
+    """SQUAD: tokens of the longest answer that is predicted."""
+    n_best_size: int = option(20, bounds=POSITIVE)
+    """SQUAD: starts and ends of each window that are combined, and answers that are written."""
     keep_last: int | None = option(None, bare=0, bounds=NOT_NEGATIVE)
     """Number of newest checkpoints to keep, besides that of the best epoch; older ones are deleted.
     Without a number: keep a last batch that is not full, which is always kept here."""

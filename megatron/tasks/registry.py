@@ -15,6 +15,7 @@ TASKS: dict[str, str] = {
     **dict.fromkeys(
         ("RACE", "MNLI", "QQP", "QNLI", "SST-2", "CoLA", "STS-B", "MRPC", "RTE"), _FINE_TUNING
     ),
+    "SQUAD": _FINE_TUNING,
 }
 """``package.module:OBJECT`` of every :class:`Task`, by its name in ``--task``."""
 

@@ -21,6 +21,8 @@ TextSource = Callable[[], Iterable[str]]
 """Gives texts, the same ones each time it is called."""
 TokenIds = npt.NDArray[np.int32]
 """The ids of one text, 1-D."""
+Offsets = npt.NDArray[np.int64]
+"""The characters of a text that each token covers: first, and behind the last, [tokens, 2]."""
 WordStarts = npt.NDArray[np.bool_]
 """Whether each token begins a word, [vocab_size]."""
 _SENTINEL = re.compile(r"<extra_id_(\d+)>")
@@ -119,6 +121,16 @@ class Tokenizer(ABC):
         have their own."""
         return self.tokenize_batch(texts)
 
+    def tokenize_with_offsets(self, text: str) -> tuple[TokenIds, Offsets]:
+        """Ids of one text, as `tokenize_sentences` gives them, and the characters of it that each
+        token stands for: whatever the tokenizer changes (case, accents), they are those of `text`.
+        Raises ValueError if the tokenizer does not know them."""
+        raise ValueError(
+            f"{self.source} does not say which characters a token stands for, which answers taken "
+            "from a text need; use --tokenizer-type BertWordPieceLowerCase, BertWordPieceCase, or "
+            "HFTokenizer with a folder that contains tokenizer.json"
+        )
+
     @abstractmethod
     def detokenize(self, ids: Sequence[int]) -> str:
         """Text of ids; bytes that are not UTF-8 (a character cut in two) become U+FFFD. Raises
@@ -141,6 +153,11 @@ class Tokenizer(ABC):
                 raise ValueError(
                     f"token id {i} is outside the vocabulary of {self._vocab_size} ({self.source})"
                 )
+
+
+def offsets_of(encoding: Any) -> tuple[TokenIds, Offsets]:
+    """Ids and offsets of a text that `tokenizers` encoded."""
+    return np.array(encoding.ids, np.int32), np.array(encoding.offsets, np.int64).reshape(-1, 2)
 
 
 def sentinel_ids(vocab: Mapping[str, int]) -> tuple[int, ...]:

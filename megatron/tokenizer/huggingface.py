@@ -11,10 +11,12 @@ from tokenizers import models
 
 from megatron.config import TokenizerConfig
 from megatron.tokenizer.base import (
+    Offsets,
     SpecialIds,
     TokenIds,
     Tokenizer,
     WordStarts,
+    offsets_of,
     refuse_extra_ids,
     required,
     sentinel_ids,
@@ -81,6 +83,13 @@ class HFTokenizer(Tokenizer):
 
     def tokenize_sentences(self, texts: Sequence[str]) -> list[TokenIds]:
         return [np.array(ids, np.int32) for ids in self._ids(texts, template=False)]
+
+    def tokenize_with_offsets(self, text: str) -> tuple[TokenIds, Offsets]:
+        if not self._tokenizer.is_fast:
+            return super().tokenize_with_offsets(text)
+        text.encode()
+        backend = self._tokenizer.backend_tokenizer
+        return offsets_of(backend.encode(text, add_special_tokens=False))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         self._check_ids(ids)

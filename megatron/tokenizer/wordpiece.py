@@ -13,10 +13,12 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from megatron.config import ConfigError, TokenizerConfig
 from megatron.tokenizer.base import (
+    Offsets,
     SpecialIds,
     TokenIds,
     Tokenizer,
     WordStarts,
+    offsets_of,
     read_text,
     required,
     sentinel_ids,
@@ -96,6 +98,10 @@ class WordPieceTokenizer(Tokenizer):
     def _encode(self, text: str) -> TokenIds:
         text.encode()  # a lone surrogate is a ValueError that says so, not a TypeError
         return self._cached.encode(text)
+
+    def tokenize_with_offsets(self, text: str) -> tuple[TokenIds, Offsets]:
+        text.encode()
+        return offsets_of(self._encoding.encode(text, add_special_tokens=False))
 
     def detokenize(self, ids: Sequence[int]) -> str:
         """Words with a space between, special tokens included; the text's own spaces are lost."""

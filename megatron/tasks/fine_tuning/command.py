@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from megatron.config import Setting, Settings
-from megatron.families import family_names, family_of
+from megatron.config import ConfigError, Setting, Settings
+from megatron.families import Family, family_names, family_of
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.fine_tuning.encoder import Classification, EncoderTask, MultipleChoice
+from megatron.tasks.fine_tuning.encoder import Classification, MultipleChoice
 from megatron.tasks.fine_tuning.run import fine_tune
+from megatron.tasks.fine_tuning.squad.task import Squad
 from megatron.tasks.fine_tuning.tables import TABLES
+from megatron.tasks.fine_tuning.task import FineTuning
+from megatron.tasks.fine_tuning.text_to_text import TextRace, TextTable
 from megatron.tasks.task import Task
 
 
@@ -15,21 +18,41 @@ class FineTuningTask(Task):
     """Fine-tunes a model for a task, or evaluates a fine-tuned one."""
 
     def run(self, config: TaskConfig, settings: Settings, processes: int) -> None:
-        assert config.task is not None
-        task = encoder_task(config.task)
-        fine_tune(task, config, with_family(settings, task), processes)
+        task = with_head(config)
+        head = task.settings()["head"].value
+        if "family" not in settings:
+            name = next(name for name in family_names() if head in family_of(name).heads)
+            settings = settings | {"family": Setting(name, f"task {task.name}")}
+        family = family_of(settings["family"].value)
+        if head not in family.heads:
+            task = as_text(config, family)
+        fine_tune(task, config, settings, processes)
 
 
 FINE_TUNING = FineTuningTask()
 
 
-def encoder_task(name: str) -> EncoderTask:
-    """The task of a name for an encoder with a head."""
-    return MultipleChoice() if name == MultipleChoice.name else Classification(TABLES[name])
+def with_head(config: TaskConfig) -> FineTuning:
+    """The task for a model with a head of its own."""
+    assert config.task is not None
+    if config.task == Squad.name:
+        return Squad(config)
+    if config.task == MultipleChoice.name:
+        return MultipleChoice()
+    return Classification(TABLES[config.task])
 
 
-def with_family(settings: Settings, task: EncoderTask) -> Settings:
-    """The settings, with the first family that has the task's head where they have none."""
-    head = task.settings()["head"].value
-    family = next(name for name in family_names() if head in family_of(name).heads)
-    return {"family": Setting(family, f"task {task.name}")} | settings
+def as_text(config: TaskConfig, family: Family) -> FineTuning:
+    """The task for a model that predicts text. Raises ConfigError if the family does not, or the
+    task's answers are places in a text."""
+    assert config.task is not None
+    if family.prompts is None or config.task == Squad.name:
+        head = with_head(config).settings()["head"].value
+        able = [name for name in family_names() if head in family_of(name).heads]
+        raise ConfigError(
+            f"--task {config.task}: models of the family {family.name} have no {head} head for it; "
+            f"those of {', '.join(able)} have"
+        )
+    if config.task == TextRace.name:
+        return TextRace(family)
+    return TextTable(family, TABLES[config.task])

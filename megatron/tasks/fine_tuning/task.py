@@ -52,7 +52,7 @@ class HeldOutSamples:
             where labels are missing.
     """
 
-    samples: Sequence[Any]
+    samples: SampleDataset[Any] | Sequence[Any]
     lengths: Sequence[int] | npt.NDArray[np.int64]
     collate: Callable[..., Any]
     measure: Measure

@@ -6,6 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron.tokenizer import wordpiece
+from megatron.tokenizer.huggingface import HFTokenizer
+from megatron.tokenizer.null import NullTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 
 
@@ -51,6 +53,25 @@ def uncased(wordpiece_file, tmp_path_factory):
 def test_against_transformers_bert_hypothesis(uncased, text):
     ours, reference = uncased
     assert ours.tokenize(text) == reference.encode(text, add_special_tokens=False)
+
+
+def test_offsets(uncased, tmp_path, fuzzed_strings):
+    """Characters of tokens: those of transformers, and of the same files as a folder."""
+    ours, reference = uncased
+    ours.save_pretrained(tmp_path)
+    folder = HFTokenizer(tmp_path)
+    for text in ["Café İzmir 中文-Straße, can't", *fuzzed_strings(300, 4), ""]:
+        wanted = reference(text, add_special_tokens=False, return_offsets_mapping=True)
+        for tokenizer in (ours, folder):
+            ids, offsets = tokenizer.tokenize_with_offsets(text)
+            assert ids.tolist() == wanted["input_ids"] == ours.tokenize(text)
+            assert offsets.shape == (len(ids), 2)
+            assert list(map(tuple, offsets.tolist())) == wanted["offset_mapping"]
+
+
+def test_a_tokenizer_without_offsets():
+    with pytest.raises(ValueError, match="which characters .* use --tokenizer-type BertWordPiece"):
+        NullTokenizer(10).tokenize_with_offsets("1 2")
 
 
 @pytest.mark.realdata

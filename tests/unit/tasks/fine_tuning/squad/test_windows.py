@@ -1,0 +1,138 @@
+"""Rows of questions against the procedure of BERT's run_squad.py, one word and token at a time."""
+
+import pytest
+from squad_files import squad_content, write_squad
+
+from megatron.config import ConfigError
+from megatron.tasks.fine_tuning.squad.questions import Answer, Question, read_questions
+from megatron.tasks.fine_tuning.squad.windows import Passage, WindowMaker
+
+SEQ, STRIDE, QUERY = 40, 12, 12
+
+
+def slow_windows(question, tokenizer, seq_length=SEQ, stride=STRIDE, query=QUERY):
+    """(tokens, types, span, whether each token of the text is seen best here) of each window."""
+    words, starts = [], []
+    for place, character in enumerate(question.context):
+        if character.isspace():
+            continue
+        if place == 0 or question.context[place - 1].isspace():
+            words.append("")
+            starts.append(place)
+        words[-1] += character
+    tokens, word_of = [], []
+    for number, word in enumerate(words):
+        for token in tokenizer.tokenize(word):
+            tokens.append(token)
+            word_of.append(number)
+    gold = None
+    if question.answers:
+        answer = question.answers[0]
+        last = answer.start + len(answer.text) - 1
+        first_word = max(n for n, start in enumerate(starts) if start <= answer.start)
+        last_word = max(n for n, start in enumerate(starts) if start <= last)
+        inside = [n for n, word in enumerate(word_of) if first_word <= word <= last_word]
+        # Of the words around the answer, the tokens that spell it.
+        wanted = tokenizer.tokenize(answer.text)
+        gold = inside[0], inside[-1]
+        for i in inside:
+            if tokens[i : i + len(wanted)] == wanted:
+                gold = i, i + len(wanted) - 1
+                break
+    asked = tokenizer.tokenize(question.question)[:query]
+    room = seq_length - len(asked) - 3
+    spans, begin = [], 0
+    while True:
+        length = min(len(tokens) - begin, room)
+        spans.append((begin, length))
+        if begin + length == len(tokens):
+            break
+        begin += stride
+    found = []
+    for place, (begin, length) in enumerate(spans):
+        row = [tokenizer.cls, *asked, tokenizer.sep, *tokens[begin : begin + length], tokenizer.sep]
+        types = [0] * (len(asked) + 2) + [1] * (length + 1)
+        best = []
+        for token in range(begin, begin + length):
+            scores = [
+                min(token - b, b + n - 1 - token) + 0.01 * n if b <= token < b + n else -1
+                for b, n in spans
+            ]
+            best.append(scores.index(max(scores)) == place)
+        span = (0, 0)
+        if gold and begin <= gold[0] and gold[1] < begin + length:
+            span = tuple(t - begin + len(asked) + 2 for t in gold)
+        found.append((row, types, span, best))
+    return found
+
+
+@pytest.mark.parametrize("kind, negative", [("pieces", 0.0), ("pieces", 0.5), ("whole", 0.0)])
+def test_windows(request, tmp_path, kind, negative):
+    tokenizer = request.getfixturevalue(kind)
+    path = write_squad(tmp_path / "train.json", squad_content(3, 6, 5, 50, negative))
+    questions = read_questions(path, bool(negative))
+    maker = WindowMaker(tokenizer, SEQ, STRIDE, QUERY)
+    found = maker.windows(questions)
+    most = 0
+    for question, windows in zip(questions, found, strict=True):
+        wanted = slow_windows(question, tokenizer)
+        assert len(windows) == len(wanted)
+        most = max(most, len(windows))
+        for window, (row, types, span, best) in zip(windows, wanted, strict=True):
+            (tokens,), (kinds,), label, _ = window.row()
+            assert tokens.tolist() == row and kinds.tolist() == types and label == span
+            assert window.length == len(row)
+            assert window.span == span, question.identity
+            assert window.best_N.tolist() == best
+            assert window.text == types.index(1)
+    assert most > 3
+    spans = [w.span for windows in found for w in windows]
+    assert sum(span == (0, 0) for span in spans) > 5 and sum(span != (0, 0) for span in spans) > 5
+
+
+@pytest.mark.parametrize(
+    "text, answer",
+    [
+        ("Das Café in İzmir", "Café"),
+        ("Das Cafe\u0301 in Izmir", "Cafe\u0301"),  # accents of their own
+        ("das Straße 中文中 x", "中文"),
+        ("  two\u00a0 words,\u200b here", "words"),
+        ("in 1889-1990 (x)", "1990"),
+        ("한국어 river", "국"),
+        ("old [SEP] queen", "[SEP] queen"),
+        ("the U.S. fire", "U.S."),
+    ],
+)
+def test_the_answer_is_text_of_the_context(pieces, text, answer):
+    passage = Passage.of(text, pieces)
+    first, last = passage.tokens_of(text.index(answer), text.index(answer) + len(answer))
+    assert passage.answer(first, last) == answer
+    ids = pieces.tokenize(text)
+    assert passage.tokens_T.tolist() == ids and len(passage.offsets_T2) == len(ids)
+
+
+def question(identity, context, *answers, asked="queen?"):
+    return Question(identity, asked, context, answers, "t.json")
+
+
+def test_refused(pieces, whole):
+    river = Answer("river", 0)
+    maker = WindowMaker(pieces, 32, 30, 8)
+    with pytest.raises(ConfigError, match="t.json: question q7: --seq-length 32 leaves .*smaller"):
+        maker.windows([question("q7", "river " * 60, river)])
+    # A stride matters only to texts that are cut.
+    assert len(maker.windows([question("q7", "river", river)])[0]) == 1
+    with pytest.raises(ConfigError, match="leaves 0 tokens"):
+        long = question("q", "river", river, asked="queen queen queen queen")
+        WindowMaker(whole, 6, 1, 8).windows([long])
+    with pytest.raises(ValueError, match="t.json: question q8: its context has no tokens"):
+        maker.windows([question("q8", "\u200b ")])
+    with pytest.raises(ValueError, match="question q9: its answer .* has no tokens"):
+        maker.windows([question("q9", "river \u200b", Answer("\u200b", 6))])
+
+
+def test_questions_about_one_text_share_its_tokens(pieces):
+    answer = Answer("river", 0)
+    questions = [question(str(n), "river queen", answer) for n in range(2)]
+    (first,), (second,) = WindowMaker(pieces, 32, 16, 8).windows(questions)
+    assert first.passage is second.passage
