@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,6 +17,9 @@ from megatron.config import ConfigError
 from megatron.families import family_of
 from megatron.tasks.harness.cache import AnswerCache
 from megatron.tasks.harness.scoring import Answer, TextScorer, TokenRequest
+from megatron.util.processes import is_main_process
+
+logger = logging.getLogger(__name__)
 
 EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation: the texts, None for a window of a longer one, and their token ids."""
@@ -165,6 +169,15 @@ class HarnessModel(TemplateLM):
                 known = [(text, answer) for text, answer in texts if text is not None]
                 self.answer_cache.add("loglikelihood", known)
 
+        shortened = sum(
+            len(pair.context) < len(context)
+            for pair, (_, context, _) in zip(pairs, requests, strict=True)
+        )
+        if shortened and is_main_process():
+            logger.warning(
+                f"{shortened} of {len(pairs)} requests are longer than {self.max_length} tokens, "
+                "and lose the beginning of their context"
+            )
         with self._timed(pairs):
             found = self.scorer.answers(pairs, self.backend == "causal", keep)
         return [(log_prob, greedy) for log_prob, greedy in found]

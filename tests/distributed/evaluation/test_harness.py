@@ -201,7 +201,7 @@ def refused(folder: Path) -> list[str]:
     gone = (folder / "tasks" / "cloze.yaml").read_text().replace("cloze", "gone")
     (folder / "tasks" / "gone.yaml").write_text(gone)
     said = []
-    for task in ("far", "gone", "far*", "wrods"):
+    for task in ("far", "gone", "wrods"):
         with pytest.raises(ConfigError) as error:
             load_tasks([task], str(folder / "tasks"), None)
         said.append(str(error.value))
@@ -211,7 +211,7 @@ def refused(folder: Path) -> list[str]:
 @pytest.mark.proof
 def test_tasks_without_data_are_refused(pool, made):
     (said,) = pool.run(1, refused, made)
-    far, gone, pattern, unknown = said
-    assert "would be downloaded" in far and "--include-path" in far and pattern == far
+    far, gone, unknown = said
+    assert "would be downloaded" in far and "--include-path" in far
     assert "gone.jsonl" in gone
     assert "no task, group or tag" in unknown and "words" in unknown
