@@ -9,11 +9,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.config import ConfigError
+from megatron.data.scored_text import ScoredText
 from megatron.families import family_of
 from megatron.tasks.harness.cache import AnswerCache
 from megatron.tasks.harness.scoring import Answer, TextScorer, TokenRequest
@@ -35,7 +37,7 @@ class HarnessModel(TemplateLM):
             or else its end.
 
     Raises:
-        ConfigError: the model has no number of positions, and none is given.
+        ConfigError: a model of its family does not predict text.
     """
 
     def __init__(
@@ -46,12 +48,15 @@ class HarnessModel(TemplateLM):
         cache: AnswerCache | None = None,
     ) -> None:
         super().__init__()
-        model = scorer.engine.config.model
+        config = scorer.engine.config
+        model, family = config.model, family_of(config.model.family)
+        # A family that predicts no text is refused before prompts are made.
+        family.scored_lengths(config, [ScoredText(np.zeros(1), np.zeros(1))])
         self.scorer, self.answer_cache = scorer, cache
         self.text_tokenizer = scorer.tokenizer
         # What only transformers' tokenizers have, chat templates above all.
         self.tokenizer = getattr(self.text_tokenizer, "transformers_tokenizer", None)
-        self.backend = "seq2seq" if family_of(model.family).encodes_context else "causal"
+        self.backend = "seq2seq" if family.encodes_context else "causal"
         self.max_length = max_length or model.positions.max_position_embeddings
         self._device = scorer.engine.device
         self._prefix_token_id = prefix_token_id
