@@ -18,7 +18,7 @@ from megatron.config import ConfigError
 from megatron.data.scored_text import ScoredText
 from megatron.families import family_of
 from megatron.tasks.harness.cache import AnswerCache
-from megatron.tasks.harness.scoring import Answer, TextScorer, TokenRequest
+from megatron.tasks.harness.scoring import Likelihood, TextScorer, TokenRequest
 from megatron.util.processes import is_main_process
 
 logger = logging.getLogger(__name__)
@@ -168,7 +168,7 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs = [self._cut(context, continuation) for _, context, continuation in requests]
 
-        def keep(answers: Sequence[tuple[int, Answer]]) -> None:
+        def keep(answers: Sequence[tuple[int, Likelihood]]) -> None:
             if self.answer_cache is not None:
                 texts = [(requests[number][0], tuple(answer)) for number, answer in answers]
                 known = [(text, answer) for text, answer in texts if text is not None]
