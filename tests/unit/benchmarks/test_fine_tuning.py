@@ -5,7 +5,7 @@ import json
 import masked_language
 from fine_tuning import ACCURACY, Run, by_epoch, table
 
-PRINTED = """ > |epoch: 0| metrics for dev: correct / total = 5 / 8 = 62.5000 %, elapsed time (sec): 1.000
+PRINTED = """ > |epoch: 0| metrics for dev: correct / total = 5 / 8 = 62.5000 %, elapsed
  >> |epoch: 0| overall: correct / total = 5 / 8 = 62.5000 %
 [2026-11-23 06:11:31] iteration       20/      20 | lm loss: 6.197530E-01 |
 [2026-11-23 06:11:32] >> |epoch: 1| overall: correct / total = 6 / 8 = 75.0000 %
