@@ -156,17 +156,19 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
 
 def _head(given: HFConfigReader, fields: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
     """The flags of a head for labelled text; none of a model without one."""
-    tasks = [task for name in classes for task in (name.rpartition("For")[2],) if task in _TASKS]
-    if not tasks:
+    tasks = {name.rpartition("For")[2] for name in classes}
+    if tasks & {"TokenClassification", "NextSentencePrediction"}:
+        given.refuse("architectures", classes, "its head cannot be represented")
+    if not tasks & _TASKS.keys():
         return {}
-    if len(set(tasks)) > 1:
+    if len(tasks) > 1:
         given.refuse("architectures", classes, "they have different heads")
     given.only(
         "classifier_dropout",
         (None, fields["hidden_dropout"]),
         "the dropout before the head is that of the blocks, hidden_dropout_prob",
     )
-    head = _TASKS[tasks[0]]
+    head = _TASKS[tasks.pop()]
     if head != "classification":
         return {"head": head}
     names = given.table("id2label")

@@ -65,7 +65,7 @@ def compare_logits(
         return Comparison(
             largest=max(float((found - wanted).abs().max()) for found, wanted in pairs),
             magnitude=max(float(found.abs().max()) for found, _ in pairs),
-            compared=f"{pairs[0][0].shape[:-1].numel()} {task.unit}",
+            compared=f"{task.count(pairs[0][0])} {task.unit}",
             dtype=dtype,
             agree=all(
                 bool(torch.isclose(wanted, found, rtol=RTOL, atol=ATOL).all())

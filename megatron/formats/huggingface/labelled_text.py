@@ -55,5 +55,8 @@ class LabelledTextTask(MaskedLM):
         assert state.pooled is not None
         return {"logits": state.pooled}
 
+    def count(self, logits: Tensor) -> int:
+        return len(logits)
+
 
 LABELLED_TEXT = LabelledTextTask()

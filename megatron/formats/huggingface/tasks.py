@@ -48,6 +48,10 @@ class Task(ABC):
         """Our logits after the last layer, without padding of the vocabulary, by the name that
         they have in the output of `transformers`."""
 
+    def count(self, logits: Tensor) -> int:
+        """How many of :attr:`unit` the logits that are compared are of."""
+        return logits.shape[:-1].numel()
+
     @abstractmethod
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:
         """Keys of config.json about tokens; ``tokenizer`` is that of `transformers`, ``source`` the

@@ -109,6 +109,9 @@ class ZeroShot(Task):
         texts, per_round = len(task.texts), size * engine.mesh.data.size
         with Progress(self.name, texts, per_round, every, tell) as shown:
             result = task.evaluate(engine, size, shown)
+        read = sum(len(text.context) + len(text.continuation) - 1 for text in task.texts)
+        speed = read / max(result.seconds, 1e-9)
+        tell(f" > {read:,} tokens read in {result.seconds:.1f} s: {speed:,.0f} tokens/s")
         for line in result.lines:
             tell(line)
         return Evaluation(EvaluatedModel.of(config, folder, iteration), [result])
@@ -171,6 +174,9 @@ def evaluation_settings(config: TaskConfig, settings: Settings) -> tuple[Setting
         kept["micro_batch_size"] = kept.get("eval_batch_size", Setting(MICRO_BATCH_SIZE, _OWN))
     kept["eval_batch_size"] = kept["micro_batch_size"]
     kept["skip_train"] = Setting(True, _OWN)
+    if "deepspeed_config" not in kept:
+        # The stage at which weights of half precision are all that there is.
+        kept.setdefault("zero_stage", Setting(1, _OWN))
     origins = (setting.origin for setting in unused.values())
     return kept, [o.removeprefix("flag ") for o in origins if o.startswith("flag ")]
 

@@ -84,7 +84,7 @@ def test_what_an_evaluation_uses_of_a_trainings_flags():
     used, unused = evaluation_settings(config, settings)
     assert used.keys() == {
         *("fp16", "micro_batch_size", "eval_batch_size", "text_key", "load_optim", "eval_iters"),
-        "skip_train",
+        *("skip_train", "zero_stage"),
     }
     assert used["micro_batch_size"].value == 2
     assert sorted(unused) == sorted(

@@ -141,6 +141,7 @@ def test_optimizer(
         ({"lm_head_activation": "relu"}, "no --lm-head-activation"),
         ({"add_bias_linear": False}, "no --disable-bias-linear"),
         ({"embed_layernorm": True}, "no --embed-layernorm"),
+        ({"head": "span"}, "the head of a language model"),
     ],
 )
 def test_what_megatron_does_not_have(changes, wanted, tmp_path, legacy_model):
