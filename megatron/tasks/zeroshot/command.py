@@ -25,7 +25,7 @@ from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
 from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.report import EvaluatedModel, Evaluation, finish
+from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.task import TaskCommand
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
 from megatron.training.run import Run, run_of, show_configuration
@@ -94,7 +94,7 @@ class ZeroShot(TaskCommand):
         engine: Evaluator,
         found: FoundCheckpoint | None,
         tell: Callable[[str], None],
-    ) -> Evaluation:
+    ) -> ModelResults:
         """A checkpoint's results; None: those of random weights."""
         config, iteration, folder = engine.config, None, None
         if found is None:
@@ -114,7 +114,7 @@ class ZeroShot(TaskCommand):
         tell(f" > {read:,} tokens read in {result.seconds:.1f} s: {speed:,.0f} tokens/s")
         for line in result.lines:
             tell(line)
-        return Evaluation(EvaluatedModel.of(config, folder, iteration), [result])
+        return ModelResults(EvaluatedModel.of(config, folder, iteration), [result])
 
     def _check_family(self, settings: Settings) -> None:
         family = settings.get("family", Setting(ModelConfig.family, "default"))
