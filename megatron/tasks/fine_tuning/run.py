@@ -33,7 +33,7 @@ from megatron.tasks.fine_tuning.evaluation import (
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
 from megatron.tasks.fine_tuning.scores import overall_line
 from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
-from megatron.tasks.report import EvaluatedModel, Evaluation, finish
+from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.zeroshot.command import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.run import Run, build_trainer, run_of, show_configuration
@@ -221,7 +221,7 @@ def _finish(
     if not evaluations:
         return
     found = [
-        Evaluation(
+        ModelResults(
             EvaluatedModel.of(run.config, folder, each.iteration),
             [one.result for one in each.sets],
         )
