@@ -147,9 +147,7 @@ TRAINED = {
     "multiple_choice": ("pre-norm",),
     "span": ("pre-norm",),
 }
-TRAINED_SAMPLE = {
-    "bert-tp2-sp-zero1-post-norm", "t5-pp2-zero1-relative", "multiple_choice-tp2-sp-zero1-pre-norm"
-}  # fmt: skip
+TRAINED_SAMPLE = {"t5-pp2-zero1-relative", "multiple_choice-tp2-sp-zero1-pre-norm"}
 STEPS = 8
 
 

@@ -110,6 +110,7 @@ def test_chances_of_near_duplicates():
             assert float(written) == round(1 - (1 - value**width) ** int(bands), 3)
 
 
+@pytest.mark.proof
 def test_wikipedia(corpus):
     articles = read(corpus / "wikipedia.jsonl.zst")
     assert [a["id"] for a in articles] == [str(i) for i in range(60) if i != 7]
@@ -122,6 +123,7 @@ def test_wikipedia(corpus):
     assert len(sentences) == sum(len(a["text"].split("\n")) for a in presplit) == 30 * len(parts[0])
 
 
+@pytest.mark.proof
 def test_web_pages(corpus):
     assert (corpus / "clean_urls.txt").read_text() == "http://example.com/a\n"
     assert (corpus / "rejected_urls.txt").read_text().split() == [
