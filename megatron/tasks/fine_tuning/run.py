@@ -53,7 +53,7 @@ def fine_tune(
     task: FineTuning, config: TaskConfig, settings: Settings, processes: int
 ) -> list[EpochEvaluation]:
     """Fine-tunes and evaluates after every epoch, or evaluates only; returns the evaluations of
-    this process. Raises what :meth:`megatron.tasks.task.Task.run` raises."""
+    this process. Raises what :meth:`megatron.tasks.task.TaskCommand.run` raises."""
     if config.epochs is None:
         raise ConfigError("--epochs is missing: how often to train on all samples, 0 to evaluate")
     examples = read_examples(task, config)
