@@ -46,7 +46,7 @@ SAMPLE = {
     "bert": (
         "tp2-sp/pre-norm pp2-dualpipev/post-norm tp2-pp2/untied pp2-interleaved/recompute-full"
     ).split(),
-    "classification": ["tp2-pp2/post-norm"],
+    "classification": [],
     "regression": [],
     "multiple_choice": ["pp2-dualpipev/pre-norm"],
     "span": ["tp2-sp/pre-norm"],
