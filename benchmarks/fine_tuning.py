@@ -2,7 +2,7 @@
 """Fine-tunes a small BERT that was pretrained here, and the same without pretraining.
 
     python benchmarks/fine_tuning.py --text data/RACE/train web.jsonl --glue glue --folder runs
-    python benchmarks/fine_tuning.py --text ... --glue glue --folder runs --tasks QQP -- --lr 1e-3
+    python benchmarks/fine_tuning.py --text ... --glue glue --folder runs --tasks QQP -- --lr 5e-4
 
 --glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. Vocabulary, data,
 the pretrained encoder and finished runs are kept in --folder, and used again. Both starts have the
@@ -48,7 +48,7 @@ PRETRAINING = (
     "--log-interval 50 --save-interval 500 --keep-last 2"
 ).split()
 FINE_TUNING = (
-    "--seq-length 48 --lr 5e-4 --lr-decay-style linear --lr-warmup-fraction 0.1 --log-interval 100"
+    "--seq-length 48 --lr 1e-3 --lr-decay-style linear --lr-warmup-fraction 0.1 --log-interval 100"
 ).split()
 FILES = {"QQP": "dev.tsv", "MNLI": "dev_matched.tsv"}
 """What each task is evaluated on."""

@@ -20,7 +20,7 @@ FEATURES = (
     "final_logit_softcapping", "qk_layernorm", "apply_layernorm_1p", "embed_layernorm",
     "scale_embeddings", "scale_head_input", "post_norm",
     "apply_residual_connection_post_layernorm", "parallel_residual", "shared_parallel_norm",
-    "num_tokentypes", "lm_head_activation",
+    "num_tokentypes", "lm_head_activation", "head",
 )  # fmt: skip
 """The features, as fields of :class:`ModelFlags`."""
 
@@ -29,6 +29,7 @@ _PLAIN = {
     "num_query_groups": "--num-query-groups equal to --num-attention-heads",
     "kv_channels": "--num-attention-heads times --kv-channels equal to --hidden-size",
     "rotary_percent": "--rotary-percent 1.0",
+    "head": "the head of a language model",
 }
 
 

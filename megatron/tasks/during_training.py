@@ -83,7 +83,7 @@ def _in_folder(name: str, config: EvalTasksConfig) -> Path:
     if not folder.is_dir():
         raise ConfigError(
             f"--eval-tasks {name}: its file is looked for in --eval-tasks-path "
-            f"{config.eval_tasks_path or '(missing)'}, which is no folder; write {name}=FILE"
+            f"{config.eval_tasks_path or '(missing)'}, which is not a folder; write {name}=FILE"
         )
     fitting = sorted(p for p in folder.iterdir() if p.name.startswith(name) and p.is_file())
     if len(fitting) != 1:

@@ -52,8 +52,8 @@ def data(folder: Path) -> None:
     table("dev_other.tsv", header, 5, paraphrase)
     table("test.tsv", "id question1 question2", 3, lambda n: (n, words(3), words(4)))
     header = "index genre file year old source1 source2 sentence1 sentence2 score"
-    table("similar.tsv", header, 9, similarity)
-    for part, count in (("train", 5), ("dev", 3)):
+    table("similar.tsv", header, 17, similarity)
+    for part, count in (("train", 11), ("dev", 3)):
         (folder / "RACE" / part / "middle").mkdir(parents=True)
         for n in range(count):
             options = [[words(2) for _ in range(4)] for _ in range(n % 2 + 1)]

@@ -80,7 +80,7 @@ class Architecture:
         endings: other endings of names in files: ours of the table, theirs.
         copies: their names of tensors that files of a model may have in addition, and our name of
             the parameter of which they are copies.
-        ignored: their names of tensors in old files that `transformers` does not read.
+        ignored: their names of tensors in old files of a model that `transformers` does not read.
         constants: tensors of such a model that one of ours lacks, with values by which they have no
             effect.
         seen: completes the content of config.json by what the tensors of the files show.
@@ -88,7 +88,7 @@ class Architecture:
             the same parameters, and why it is another; the model itself and "" for all others.
         stacks: number of blocks by the first part of their canonical names.
         family: family of our models.
-        task: what its models do.
+        task: what its models do, or one of them.
     """
 
     title: str
@@ -109,13 +109,13 @@ class Architecture:
     base_prefix: str = "model."
     endings: Mapping[str, str] = field(default_factory=dict)
     copies: Callable[[ModelConfig], Mapping[str, str]] = lambda model: _tied_heads(model)
-    ignored: frozenset[str] = frozenset()
+    ignored: Callable[[ModelConfig], frozenset[str]] = lambda model: frozenset()
     constants: Callable[[ModelConfig], Mapping[str, Tensor]] = lambda model: {}
     seen: Callable[[dict[str, Any], Tensors], dict[str, Any]] = lambda content, tensors: content
     nearest: Callable[[ModelConfig], tuple[ModelConfig, str]] = lambda model: (model, "")
     stacks: Mapping[str, Callable[[ModelConfig], int]] = field(default_factory=lambda: _STACKS)
     family: str = ModelConfig.family
-    task: Task = CAUSAL_LM
+    task: Task | Callable[[ModelConfig], Task] = CAUSAL_LM
 
     def __post_init__(self) -> None:
         assert self.features <= set(FEATURES)
@@ -124,6 +124,10 @@ class Architecture:
         """The class of a model in `transformers`."""
         named = self.model_class
         return named if isinstance(named, str) else named(model)
+
+    def task_of(self, model: ModelConfig) -> Task:
+        """What a model does."""
+        return self.task if isinstance(self.task, Task) else self.task(model)
 
     def config(self, model: ModelConfig) -> dict[str, Any]:
         """The keys of config.json that describe the network, as transformers 4 and 5 read them."""

@@ -10,6 +10,7 @@ that of the output of the block before it, and the final norm that of the last b
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,7 +32,9 @@ from megatron.formats.huggingface.entries import (
     untied,
     weight,
 )
+from megatron.formats.huggingface.labelled_text import LABELLED_TEXT
 from megatron.formats.huggingface.masked_lm import MASKED_LM
+from megatron.formats.huggingface.tasks import Task
 
 _TYPES = "bert.embeddings.token_type_embeddings.weight"
 _SECOND_HEAD = "cls.seq_relationship.weight"
@@ -41,12 +44,27 @@ def _typed(model: ModelConfig) -> bool:
     return model.token_types > 0
 
 
+def _has(head: str) -> Condition:
+    return lambda model: model.head == head
+
+
+_predicts = _has("lm")
+
+
 def _paired(model: ModelConfig) -> bool:
-    return model.bert_binary_head
+    return _predicts(model) and model.bert_binary_head
+
+
+def _pooled(model: ModelConfig) -> bool:
+    return _paired(model) or model.head in ("classification", "multiple_choice")
 
 
 def _tied(model: ModelConfig) -> bool:
-    return model.embedding.tied
+    return _predicts(model) and model.embedding.tied
+
+
+def _untied(model: ModelConfig) -> bool:
+    return _predicts(model) and untied(model)
 
 
 def _dense(ours: str, theirs: str, when: Condition) -> tuple[Entry, ...]:
@@ -74,22 +92,25 @@ _QKV = linear(
 _PROJ = linear("attention.proj", "attention.output.dense")
 _MLP = (*linear("mlp.up", "intermediate.dense"), *linear("mlp.down", "output.dense"))
 _HEADS = (
-    *_dense("pooler.dense", "bert.pooler.dense", _paired),
+    *_dense("pooler.dense", "bert.pooler.dense", _pooled),
     *_dense("binary_head", "cls.seq_relationship", _paired),
-    *linear("lm_head.dense", "cls.predictions.transform.dense"),
-    *norm("lm_head.norm", "cls.predictions.transform.LayerNorm"),
+    *_dense("classification_head", "classifier", _has("classification")),
+    *_dense("multichoice_head", "classifier", _has("multiple_choice")),
+    *_dense("span_head", "qa_outputs", _has("span")),
+    *_dense("lm_head.dense", "cls.predictions.transform.dense", _predicts),
+    *norm("lm_head.norm", "cls.predictions.transform.LayerNorm", _predicts),
     Entry("embedding.word_embeddings.bias", ("cls.predictions.bias",), SAME, _tied),
-    *weight("output_layer", "cls.predictions.decoder", when=untied),
+    *weight("output_layer", "cls.predictions.decoder", when=_untied),
     # transformers 5 uses the first then, transformers 4 makes the first of the second.
     Entry(
         "output_layer.bias", ("cls.predictions.decoder.bias", "cls.predictions.bias"), TWICE,
-        untied,
+        _untied,
     ),
 )  # fmt: skip
 
 
 def _copies(model: ModelConfig) -> dict[str, str]:
-    if not model.embedding.tied:
+    if not _tied(model):
         return {}
     return {
         "cls.predictions.decoder.weight": "embedding.word_embeddings.weight",
@@ -124,19 +145,66 @@ def _read(given: HFConfigReader, fields: dict[str, Any]) -> dict[str, Any]:
     )  # fmt: skip
     classes = given.names("architectures") or []
     types = given.whole("type_vocab_size") if given.content.get("_token_types", True) else 0
-    second = given.content.get("_second_head", any("ForPreTraining" in name for name in classes))
+    head = _head(given, fields, classes)
+    if head:
+        second = types > 1  # without an effect
+    else:
+        second = given.content.get("_second_head", any("PreTraining" in name for name in classes))
     usual = 2 if second else 0
-    return {"bert_binary_head": second, "num_tokentypes": None if types == usual else types}
+    return {"bert_binary_head": second, "num_tokentypes": None if types == usual else types} | head
+
+
+def _head(given: HFConfigReader, fields: dict[str, Any], classes: Sequence[str]) -> dict[str, Any]:
+    """The flags of a head for labelled text; none of a model without one."""
+    tasks = {name.rpartition("For")[2] for name in classes}
+    if tasks & {"TokenClassification", "NextSentencePrediction"}:
+        given.refuse("architectures", classes, "its head cannot be represented")
+    if not tasks & _TASKS.keys():
+        return {}
+    if len(tasks) > 1:
+        given.refuse("architectures", classes, "they have different heads")
+    given.only(
+        "classifier_dropout",
+        (None, fields["hidden_dropout"]),
+        "the dropout before the head is that of the blocks, hidden_dropout_prob",
+    )
+    head = _TASKS[tasks.pop()]
+    if head != "classification":
+        return {"head": head}
+    names = given.table("id2label")
+    labels = len(names) or given.optional_whole("num_labels") or 2
+    kinds = (None, "regression") if labels == 1 else (None, "single_label_classification")
+    given.only("problem_type", kinds, f"a head with {labels} labels has one for each text")
+    if names and names.keys() != set(map(str, range(labels))):
+        given.refuse("id2label", names, "expected the numbers from 0 as names of labels")
+    shown = tuple(str(names.get(str(label))) for label in range(labels))
+    usual = shown == _unnamed(labels) or not names
+    return {
+        "head": head, "num_labels": labels, "label_names": () if usual else shown
+    }  # fmt: skip
+
+
+def _unnamed(labels: int) -> tuple[str, ...]:
+    """The names of labels without one in `transformers`."""
+    return tuple(f"LABEL_{label}" for label in range(labels))
 
 
 def _write(model: ModelConfig) -> dict[str, Any]:
-    return {"type_vocab_size": max(model.token_types, 1)}
+    found: dict[str, Any] = {"type_vocab_size": max(model.token_types, 1)}
+    if model.num_labels is None:
+        return found
+    names = model.label_names or _unnamed(model.num_labels)
+    return found | {
+        "id2label": {str(label): name for label, name in enumerate(names)},
+        "label2id": {name: label for label, name in enumerate(names)},
+        "problem_type": "regression" if model.num_labels == 1 else "single_label_classification",
+    }
 
 
 def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
     """Megatron's head computes GELU exactly, whatever the MLP does."""
     head, inner = model.head_activation, model.mlp.activation
-    if head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
+    if not _predicts(model) or head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
         return model, ""
     why = (
         f"hidden_act is the activation of MLP and output head, and here they differ: {inner} is "
@@ -147,11 +215,31 @@ def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
 
 def _one_activation(model: ModelConfig) -> bool:
     near, _ = _nearest(model)
-    return near.head_activation == near.mlp.activation
+    return not _predicts(model) or near.head_activation == near.mlp.activation
+
+
+_TASKS = {
+    "SequenceClassification": "classification",
+    "MultipleChoice": "multiple_choice",
+    "QuestionAnswering": "span",
+}
+"""Our heads by the part of the name of a class in `transformers` that says what it is for."""
 
 
 def _named(prefix: str, model: ModelConfig) -> str:
-    return prefix + ("ForPreTraining" if model.bert_binary_head else "ForMaskedLM")
+    pretrained = "PreTraining" if model.bert_binary_head else "MaskedLM"
+    heads = {head: task for task, head in _TASKS.items()}
+    return f"{prefix}For{heads.get(model.head, pretrained)}"
+
+
+def _task(model: ModelConfig) -> Task:
+    return MASKED_LM if model.head == "lm" else LABELLED_TEXT
+
+
+def _old(model: ModelConfig) -> frozenset[str]:
+    """Files of models without a pooler had one."""
+    names = ("bert.pooler.dense.weight", "bert.pooler.dense.bias")
+    return frozenset(names) if model.head == "span" else frozenset()
 
 
 def _bert(
@@ -193,7 +281,8 @@ def _bert(
             "cls.predictions.bias": "cls.predictions.decoder.bias",
             "cls.predictions.decoder.bias": "cls.predictions.bias",
         },
-        features=frozenset({"num_tokentypes", "lm_head_activation"}),
+        ignored=_old,
+        features=frozenset({"num_tokentypes", "lm_head_activation", "head"}),
         requirements=(
             Requirement(_one_activation, "--lm-head-activation with the activation of the MLP"),
         ),
@@ -202,7 +291,7 @@ def _bert(
         constants=_constants,
         seen=_seen,
         family="bert",
-        task=MASKED_LM,
+        task=_task,
     )
 
 

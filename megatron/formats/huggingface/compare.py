@@ -24,18 +24,18 @@ RTOL, ATOL = 1.3e-6, 1e-5
 @dataclass(frozen=True)
 class Comparison:
     """Logits of two models on the same tokens: largest absolute difference, largest absolute logit,
-    and whether all agree within :data:`RTOL` and :data:`ATOL`."""
+    how many were compared of what, and whether all agree within :data:`RTOL` and :data:`ATOL`."""
 
     largest: float
     magnitude: float
-    tokens: int
+    compared: str
     dtype: torch.dtype
     agree: bool
 
     def __str__(self) -> str:
         dtype = str(self.dtype).removeprefix("torch.")
         return (
-            f"logits of {self.tokens} tokens agree, largest difference {self.largest:.2g} of "
+            f"logits of {self.compared} agree, largest difference {self.largest:.2g} of "
             f"logits up to {self.magnitude:.3g} (computed in {dtype})"
         )
 
@@ -51,7 +51,8 @@ def compare_logits(
     folder."""
     form = architecture_named(read_json(folder / "config.json"), folder / "config.json")
     theirs = _load(folder, model, form.class_of(model), strict)
-    inputs = form.task.inputs(model, seed)
+    task = form.task_of(model)
+    inputs = task.inputs(model, seed)
 
     def compared(dtype: torch.dtype) -> Comparison:
         state = ours.to(dtype)(inputs.ours)
@@ -59,12 +60,12 @@ def compare_logits(
             output = theirs.to(dtype)(**inputs.theirs)
         pairs = [
             (_counted(values, inputs), _counted(getattr(output, name), inputs))
-            for name, values in form.task.outputs(state, model).items()
+            for name, values in task.outputs(state, model).items()
         ]
         return Comparison(
             largest=max(float((found - wanted).abs().max()) for found, wanted in pairs),
             magnitude=max(float(found.abs().max()) for found, _ in pairs),
-            tokens=pairs[0][0].shape[:-1].numel(),
+            compared=f"{task.count(pairs[0][0])} {task.unit}",
             dtype=dtype,
             agree=all(
                 bool(torch.isclose(wanted, found, rtol=RTOL, atol=ATOL).all())
@@ -97,8 +98,9 @@ def largest_difference(
 ) -> float:
     """The largest absolute difference of the logits of two models of ours (float32, on the CPU), on
     the tokens of :func:`compare_logits`."""
-    inputs = form.task.inputs(model, seed)
-    found, wanted = (form.task.outputs(ours(inputs.ours), model) for ours in (first, second))
+    task = form.task_of(model)
+    inputs = task.inputs(model, seed)
+    found, wanted = (task.outputs(ours(inputs.ours), model) for ours in (first, second))
     return max(
         float((_counted(found[name], inputs) - _counted(wanted[name], inputs)).abs().max())
         for name in found

@@ -49,14 +49,15 @@ def write_model(
             f"{source.folder} differs from its configuration: "
             f"missing {', '.join(missing) or 'nothing'}; unexpected {', '.join(foreign) or 'none'}"
         )
-    tokens, sample = _copy_tokenizer(source, folder, form.task, progress)
+    task = form.task_of(model)
+    tokens, sample = _copy_tokenizer(source, folder, task, progress)
     stored = DTYPES[dtype]
     constants = {name: values.to(stored) for name, values in form.constants(model).items()}
     _write_weights(source, folder, parameters, stored, max_shard_bytes, progress, constants)
-    content = form.config(model) | {"torch_dtype": dtype, **form.task.settings} | tokens
+    content = form.config(model) | {"torch_dtype": dtype, **task.settings} | tokens
     write_json(folder / "config.json", content)
     generation = folder / "generation_config.json"
-    if form.task.generates and not generation.exists():
+    if task.generates and not generation.exists():
         write_json(generation, tokens)
     elif generation.exists() and tokens.get("use_cache") is False:
         write_json(generation, read_json(generation) | {"use_cache": False})

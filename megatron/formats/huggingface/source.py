@@ -248,7 +248,7 @@ class HuggingFaceFolder(Source):
             )
         foreign = [
             name
-            for name in sorted(set(files) - set(stored.values()) - form.ignored)
+            for name in sorted(set(files) - set(stored.values()) - form.ignored(self.model))
             if not _BUFFERS.fullmatch(name) and not self._is_copy(name, stored)
         ]
         if foreign:

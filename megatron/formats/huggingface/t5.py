@@ -206,6 +206,8 @@ T5 = Architecture(
     copies=_copies,
     endings={_HEAD: "shared.weight"},
     # transformers does not read it: there is one in old files of version 1.0.
-    ignored=frozenset({"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}),
+    ignored=lambda model: frozenset(
+        {"decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight"}
+    ),
     base_prefix="",
 )

@@ -34,6 +34,8 @@ class Task(ABC):
 
     settings: ClassVar[Mapping[str, Any]] = {}
     """Keys that config.json has in addition."""
+    unit: ClassVar[str] = "tokens"
+    """What has logits."""
     generates: ClassVar[bool] = False
     """Whether a folder has a generation_config.json."""
 
@@ -45,6 +47,10 @@ class Task(ABC):
     def outputs(self, state: LayerState, model: ModelConfig) -> dict[str, Tensor]:
         """Our logits after the last layer, without padding of the vocabulary, by the name that
         they have in the output of `transformers`."""
+
+    def count(self, logits: Tensor) -> int:
+        """How many of :attr:`unit` the logits that are compared are of."""
+        return logits.shape[:-1].numel()
 
     @abstractmethod
     def special_tokens(self, tokenizer: Any, source: Source) -> dict[str, Any]:

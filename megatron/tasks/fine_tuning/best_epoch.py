@@ -29,7 +29,7 @@ class EpochRecord:
     sets: Mapping[str, Mapping[str, float]]
 
 
-class Epochs:
+class EpochRecords:
     """The records so far. ``save`` is the folder of the checkpoints, None without; ``writes``
     whether this process writes the file. Raises ConfigError if the file of an earlier run cannot be
     read."""

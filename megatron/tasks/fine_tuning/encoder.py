@@ -19,7 +19,7 @@ from megatron.data.samples import SampleDataset
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.tasks.fine_tuning.encoding import EncodedExamples, EncodedQuestions, PairEncoder
-from megatron.tasks.fine_tuning.examples import Example, Question
+from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
 from megatron.tasks.fine_tuning.predictions import Prediction, chosen, estimated
 from megatron.tasks.fine_tuning.race import LETTERS, read_race
 from megatron.tasks.fine_tuning.scores import SCORERS, Scores, accuracy_scores
@@ -102,14 +102,14 @@ class Classification(EncoderTask):
             "label_names": Setting(labels, origin),
         }
 
-    def read(self, path: Path) -> list[Example]:
+    def read(self, path: Path) -> list[LabelledExample]:
         return self.table.read(path)
 
-    def dataset(self, examples: Sequence[Example], run: Prepared) -> EncodedExamples:
+    def dataset(self, examples: Sequence[LabelledExample], run: Prepared) -> EncodedExamples:
         return EncodedExamples(examples, encoder(run))
 
     def predictions(
-        self, examples: Sequence[Example], logits_NL: npt.NDArray[np.float64]
+        self, examples: Sequence[LabelledExample], logits_NL: npt.NDArray[np.float64]
     ) -> list[Prediction]:
         identities = [example.identity for example in examples]
         labels: list[Any] = [example.label for example in examples]
@@ -131,14 +131,14 @@ class MultipleChoice(EncoderTask):
     def settings(self) -> Settings:
         return {"head": Setting("multiple_choice", f"task {self.name}")}
 
-    def read(self, path: Path) -> list[Question]:
+    def read(self, path: Path) -> list[RaceQuestion]:
         return read_race(path)
 
-    def dataset(self, examples: Sequence[Question], run: Prepared) -> EncodedQuestions:
+    def dataset(self, examples: Sequence[RaceQuestion], run: Prepared) -> EncodedQuestions:
         return EncodedQuestions(examples, encoder(run), run.task.max_qa_length)
 
     def predictions(
-        self, examples: Sequence[Question], logits_NL: npt.NDArray[np.float64]
+        self, examples: Sequence[RaceQuestion], logits_NL: npt.NDArray[np.float64]
     ) -> list[Prediction]:
         identities = [example.identity for example in examples]
         return chosen(identities, [example.label for example in examples], LETTERS, logits_NL)

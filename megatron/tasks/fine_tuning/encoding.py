@@ -12,7 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.data.labelled_text import LabelledText
-from megatron.tasks.fine_tuning.examples import Example, Question
+from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
 from megatron.tasks.fine_tuning.race import answered
 from megatron.tokenizer import Tokenizer
 
@@ -52,7 +52,7 @@ class PairEncoder:
 class EncodedExamples:
     """Examples as samples, encoded when they are read."""
 
-    examples: Sequence[Example]
+    examples: Sequence[LabelledExample]
     encoder: PairEncoder
 
     def __len__(self) -> int:
@@ -74,7 +74,7 @@ class EncodedQuestions:
     """Questions as samples of one text per option: the question with the option, at most
     ``max_qa_length`` tokens of it, and the article."""
 
-    questions: Sequence[Question]
+    questions: Sequence[RaceQuestion]
     encoder: PairEncoder
     max_qa_length: int
 

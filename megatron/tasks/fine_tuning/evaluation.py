@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.engine.train_engine import ModelEngine
-from megatron.tasks.fine_tuning.best_epoch import EpochRecord, Epochs
+from megatron.tasks.fine_tuning.best_epoch import EpochRecord, EpochRecords
 from megatron.tasks.fine_tuning.predictions import Prediction, mean_loss
 from megatron.tasks.fine_tuning.scores import Scores, overall_line, set_line
 from megatron.tasks.fine_tuning.task import FineTuning, HeldOutSamples
@@ -146,7 +146,9 @@ class EvaluateEpochs(Callback):
     the best one to ``predictions``. An epoch whose evaluation a killed run has missed is evaluated
     when its checkpoint is loaded."""
 
-    def __init__(self, sets: ValidationSets, epochs: Epochs, predictions: Path | None) -> None:
+    def __init__(
+        self, sets: ValidationSets, epochs: EpochRecords, predictions: Path | None
+    ) -> None:
         self.sets, self.epochs, self._predictions = sets, epochs, predictions
         self.evaluations: list[EpochEvaluation] = []
         self._begun = False

@@ -11,7 +11,7 @@ from megatron.config import ConfigError
 
 
 @dataclass(frozen=True)
-class Example:
+class LabelledExample:
     """A text or a pair of texts with its label: the number of one, or the number to be predicted;
     None in a test file. ``identity`` is what predictions are written under: the value of the file's
     first column, or the number of the line."""
@@ -22,7 +22,7 @@ class Example:
 
 
 @dataclass(frozen=True)
-class Question:
+class RaceQuestion:
     """A question about an article, with options, of which one, counted from 0, is the answer; None
     in a test file."""
 

@@ -22,7 +22,7 @@ class Prediction:
     Attributes:
         predicted: the label's word as in the files, the letter of an option, a number or a text.
         label: what is right, None if that is not known.
-        loss: of this example, in nats or as a squared error; None where there is none.
+        loss: of this example, in nats or as a squared error; None where the label is not known.
         details: further JSON values, such as the score of each label.
     """
 

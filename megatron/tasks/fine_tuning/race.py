@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError
-from megatron.tasks.fine_tuning.examples import Question, clean_text, numbered_lines
+from megatron.tasks.fine_tuning.examples import RaceQuestion, clean_text, numbered_lines
 
 OPTIONS = 4
 LETTERS = "ABCD"
@@ -16,7 +16,7 @@ LETTERS = "ABCD"
 _KEYS = ("article", "questions", "options")
 
 
-def read_race(folder: Path) -> list[Question]:
+def read_race(folder: Path) -> list[RaceQuestion]:
     """The questions of all files ``*.txt`` of a folder, in the order of their names. Raises
     ConfigError, with file and line, if something cannot be read."""
     if not folder.is_dir():
@@ -44,7 +44,7 @@ def answered(question: str, option: str) -> str:
     return clean_text(question.replace("_", option) if "_" in question else f"{question} {option}")
 
 
-def _questions(path: Path, number: int, line: str) -> list[Question]:
+def _questions(path: Path, number: int, line: str) -> list[RaceQuestion]:
     where = f"{path}, line {number}"
     try:
         passage = json.loads(line)
@@ -68,7 +68,7 @@ def _questions(path: Path, number: int, line: str) -> list[Question]:
             raise ConfigError(f"{of}: the question and its options must be strings")
         label = None if answers is None else _answer(of, answers[index])
         identity = f"{path.name}:{number}:{index + 1}"
-        questions.append(Question(article, text, tuple(choices), label, identity))
+        questions.append(RaceQuestion(article, text, tuple(choices), label, identity))
     return questions
 
 

@@ -22,7 +22,7 @@ from megatron.families import spec_of
 from megatron.parallel.mesh import Mesh
 from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.fine_tuning.best_epoch import Epochs
+from megatron.tasks.fine_tuning.best_epoch import EpochRecords
 from megatron.tasks.fine_tuning.evaluation import (
     NOT_TRAINED,
     EpochEvaluation,
@@ -33,10 +33,9 @@ from megatron.tasks.fine_tuning.evaluation import (
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
 from megatron.tasks.fine_tuning.scores import overall_line
 from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
-from megatron.tasks.report import EvaluatedModel, Evaluation, finish
+from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.zeroshot.command import evaluation_settings
-from megatron.training import plan as plans
-from megatron.training.plan import TrainingPlan
+from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.run import Run, build_trainer, run_of, show_configuration
 from megatron.util.processes import is_main_process
 
@@ -53,7 +52,7 @@ def fine_tune(
     task: FineTuning, config: TaskConfig, settings: Settings, processes: int
 ) -> list[EpochEvaluation]:
     """Fine-tunes and evaluates after every epoch, or evaluates only; returns the evaluations of
-    this process. Raises what :meth:`megatron.tasks.task.Task.run` raises."""
+    this process. Raises what :meth:`megatron.tasks.task.TaskCommand.run` raises."""
     if config.epochs is None:
         raise ConfigError("--epochs is missing: how often to train on all samples, 0 to evaluate")
     examples = read_examples(task, config)
@@ -79,7 +78,7 @@ def fine_tune(
 
 
 def read_examples(task: FineTuning, config: TaskConfig) -> Examples:
-    """Reads all files. Raises ConfigError if there are none, or one cannot be used."""
+    """Reads all files. Raises ConfigError if a flag does not name one, or one cannot be used."""
     kind = "folders" if task.folders else "files"
     if config.epochs and not config.train_data:
         raise ConfigError(
@@ -132,9 +131,9 @@ def _train(
     config: TaskConfig, run: Run, mesh: Mesh, sets: ValidationSets, train: TrainingSamples
 ) -> list[EpochEvaluation]:
     assert config.epochs
-    epochs = plans.Epochs(config.epochs, len(train.dataset))
+    epochs = Epochs(config.epochs, len(train.dataset))
     save = run.config.checkpoint.save
-    record = Epochs(Path(save) if save else None, is_main_process())
+    record = EpochRecords(Path(save) if save else None, is_main_process())
     predictions = Path(config.predictions) if config.predictions else None
     evaluations = EvaluateEpochs(sets, record, predictions)
     data = _training_data(run, sets, train, TrainingPlan(run.config, epochs))
@@ -222,7 +221,7 @@ def _finish(
     if not evaluations:
         return
     found = [
-        Evaluation(
+        ModelResults(
             EvaluatedModel.of(run.config, folder, each.iteration),
             [one.result for one in each.sets],
         )

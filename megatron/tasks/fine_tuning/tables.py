@@ -13,14 +13,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import ConfigError
-from megatron.tasks.fine_tuning.examples import Example, clean_text, numbered_lines
+from megatron.tasks.fine_tuning.examples import LabelledExample, clean_text, numbered_lines
 
 _SHOWN = 3
 _WORDS_SHOWN = 60
 
 
 @dataclass(frozen=True)
-class Columns:
+class TableColumns:
     """Where the values of a row are.
 
     Attributes:
@@ -51,8 +51,8 @@ class TableTask:
 
     name: str
     labels: tuple[str, ...]
-    train: Columns
-    test: Columns
+    train: TableColumns
+    test: TableColumns
     metric: str = "accuracy"
     bounds: tuple[float, float] = (-math.inf, math.inf)
 
@@ -61,7 +61,7 @@ class TableTask:
         """Texts of a row."""
         return len(self.train.texts)
 
-    def read(self, path: Path) -> list[Example]:
+    def read(self, path: Path) -> list[LabelledExample]:
         """The rows of a file; a warning counts those of a wrong width or with an empty text. Raises
         ConfigError, with the line, if a label is unknown, or nothing can be read."""
         lines = list(numbered_lines(path))
@@ -81,7 +81,7 @@ class TableTask:
         self._report(path, columns, examples, skipped)
         return examples
 
-    def _columns(self, path: Path, lines: Sequence[tuple[int, str]]) -> Columns:
+    def _columns(self, path: Path, lines: Sequence[tuple[int, str]]) -> TableColumns:
         if not any(line.strip() for _, line in lines):
             raise ConfigError(f"{path} is empty; {self._wanted(self.train)}")
         first = lines[0][1].split("\t")
@@ -98,12 +98,12 @@ class TableTask:
             )
         return columns
 
-    def _labelled(self, columns: Columns, row: Sequence[str]) -> bool:
+    def _labelled(self, columns: TableColumns, row: Sequence[str]) -> bool:
         assert columns.label is not None
         word = row[columns.label].strip()
         return word in self.labels if self.labels else _is_number(word)
 
-    def _unreadable(self, columns: Columns, row: Sequence[str]) -> str | None:
+    def _unreadable(self, columns: TableColumns, row: Sequence[str]) -> str | None:
         """Why a row cannot be an example, if so."""
         if len(row) != columns.width and (columns.exact or len(row) < columns.width):
             return f"{len(row)} columns instead of {columns.width}"
@@ -112,11 +112,13 @@ class TableTask:
                 return f"column {column} (from 0), a text, is empty"
         return None
 
-    def _example(self, path: Path, number: int, columns: Columns, row: Sequence[str]) -> Example:
+    def _example(
+        self, path: Path, number: int, columns: TableColumns, row: Sequence[str]
+    ) -> LabelledExample:
         texts = tuple(clean_text(row[column].strip()) for column in columns.texts)
         named = None if columns.identity is None else row[columns.identity].strip()
         label = None if columns.label is None else self._label(path, number, row[columns.label])
-        return Example(texts, label, str(number) if named is None else named)
+        return LabelledExample(texts, label, str(number) if named is None else named)
 
     def _label(self, path: Path, number: int, word: str) -> int | float:
         word = word.strip()
@@ -138,8 +140,8 @@ class TableTask:
     def _report(
         self,
         path: Path,
-        columns: Columns,
-        examples: Sequence[Example],
+        columns: TableColumns,
+        examples: Sequence[LabelledExample],
         skipped: Sequence[tuple[int, str]],
     ) -> None:
         if not examples:
@@ -151,7 +153,7 @@ class TableTask:
             count = "1 row is" if len(skipped) == 1 else f"{len(skipped)} rows are"
             logging.getLogger(__name__).warning("%s: %s left out: %s%s", path, count, shown, more)
 
-    def _wanted(self, columns: Columns) -> str:
+    def _wanted(self, columns: TableColumns) -> str:
         texts = " and ".join(map(str, columns.texts))
         label = "the last" if columns.label == -1 else columns.label
         words = "" if label is None else f", the label in {label}"
@@ -184,29 +186,36 @@ TABLES: dict[str, TableTask] = {
             "MNLI",
             ("contradiction", "entailment", "neutral"),
             # Files have 12 or 16 columns, as many as people labelled a row.
-            Columns(11, (8, 9), -1, exact=False),
-            Columns(10, (8, 9), None, exact=False),
+            TableColumns(11, (8, 9), -1, exact=False),
+            TableColumns(10, (8, 9), None, exact=False),
         ),
-        TableTask("QQP", _YES_NO, Columns(6, (3, 4), 5), Columns(3, (1, 2), None)),
-        TableTask("QNLI", _ENTAILMENT, Columns(4, (1, 2), -1), Columns(3, (1, 2), None)),
-        TableTask("SST-2", _YES_NO, Columns(2, (0,), 1, identity=None), Columns(2, (1,), None)),
+        TableTask("QQP", _YES_NO, TableColumns(6, (3, 4), 5), TableColumns(3, (1, 2), None)),
+        TableTask("QNLI", _ENTAILMENT, TableColumns(4, (1, 2), -1), TableColumns(3, (1, 2), None)),
+        TableTask(
+            "SST-2", _YES_NO, TableColumns(2, (0,), 1, identity=None), TableColumns(2, (1,), None)
+        ),
         TableTask(
             "CoLA",
             _YES_NO,
-            Columns(4, (3,), 1, identity=None, header=False),
-            Columns(2, (1,), None),
+            TableColumns(4, (3,), 1, identity=None, header=False),
+            TableColumns(2, (1,), None),
             metric="matthews",
         ),
         TableTask(
             "STS-B",
             (),
-            Columns(10, (7, 8), -1),
-            Columns(9, (7, 8), None),
+            TableColumns(10, (7, 8), -1),
+            TableColumns(9, (7, 8), None),
             metric="correlation",
             bounds=(0.0, 5.0),
         ),
-        TableTask("MRPC", _YES_NO, Columns(5, (3, 4), 0, identity=None), Columns(5, (3, 4), None)),
-        TableTask("RTE", _ENTAILMENT, Columns(4, (1, 2), -1), Columns(3, (1, 2), None)),
+        TableTask(
+            "MRPC",
+            _YES_NO,
+            TableColumns(5, (3, 4), 0, identity=None),
+            TableColumns(5, (3, 4), None),
+        ),
+        TableTask("RTE", _ENTAILMENT, TableColumns(4, (1, 2), -1), TableColumns(3, (1, 2), None)),
     )
 }
 """The tasks of GLUE by the name in ``--task``."""

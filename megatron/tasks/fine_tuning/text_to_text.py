@@ -20,7 +20,7 @@ from megatron.config import ConfigError, Settings
 from megatron.data.scored_text import ScoredText
 from megatron.families import Family
 from megatron.model.spec import TEXT_SCORES
-from megatron.tasks.fine_tuning.examples import Example, Question
+from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
 from megatron.tasks.fine_tuning.predictions import Prediction, chosen
 from megatron.tasks.fine_tuning.prompts import NUMBERS, PROMPTS, QUESTIONS, number_word
 from megatron.tasks.fine_tuning.race import LETTERS, read_race
@@ -33,7 +33,7 @@ from megatron.tasks.fine_tuning.task import (
     TrainingSamples,
 )
 
-Row = TypeVar("Row", Example, Question)
+Row = TypeVar("Row", LabelledExample, RaceQuestion)
 
 
 class Asked(NamedTuple):
@@ -131,7 +131,7 @@ class TextTask(FineTuning, Generic[Row]):
 
 
 @dataclass(frozen=True)
-class TextTable(TextTask[Example]):
+class TextTable(TextTask[LabelledExample]):
     """The tasks of :data:`megatron.tasks.fine_tuning.tables.TABLES` as text."""
 
     table: TableTask
@@ -140,10 +140,10 @@ class TextTable(TextTask[Example]):
     def name(self) -> str:  # type: ignore[override]
         return self.table.name
 
-    def read(self, path: Path) -> list[Example]:
+    def read(self, path: Path) -> list[LabelledExample]:
         return self.table.read(path)
 
-    def asked(self, example: Example) -> Asked:
+    def asked(self, example: LabelledExample) -> Asked:
         assert self.family.prompts is not None
         prompt = PROMPTS[self.family.prompts][self.name]
         words, right = self.table.labels or NUMBERS, example.label
@@ -155,7 +155,7 @@ class TextTable(TextTask[Example]):
     def text(self, run: Prepared) -> Callable[[str, str], ScoredText]:
         """See `TextTask.text`; raises ConfigError if the tokens of two answers are the same."""
         text, words = super().text(run), self.table.labels or NUMBERS
-        asked = self.asked(Example(("",) * self.table.texts, None, ""))
+        asked = self.asked(LabelledExample(("",) * self.table.texts, None, ""))
         known: dict[tuple[int, ...], str] = {}
         for answer in asked.answers:
             tokens = tuple(text(asked.prompt, answer).continuation.tolist())
@@ -169,7 +169,7 @@ class TextTable(TextTask[Example]):
         return text
 
     def predictions(
-        self, examples: Sequence[Example], log_probs_NA: npt.NDArray[np.float64]
+        self, examples: Sequence[LabelledExample], log_probs_NA: npt.NDArray[np.float64]
     ) -> list[Prediction]:
         identities = [example.identity for example in examples]
         labels: list[Any] = [example.label for example in examples]
@@ -186,23 +186,23 @@ class TextTable(TextTask[Example]):
 
 
 @dataclass(frozen=True)
-class TextRace(TextTask[Question]):
+class TextRace(TextTask[RaceQuestion]):
     """RACE: the option that is the most probable answer."""
 
     name = "RACE"
     folders = True
 
-    def read(self, path: Path) -> list[Question]:
+    def read(self, path: Path) -> list[RaceQuestion]:
         return read_race(path)
 
-    def asked(self, example: Question) -> Asked:
+    def asked(self, example: RaceQuestion) -> Asked:
         assert self.family.prompts is not None
         text = QUESTIONS[self.family.prompts]
         prompt = text.format(article=example.article, question=example.question)
         return Asked(prompt, example.options, example.label)
 
     def predictions(
-        self, examples: Sequence[Question], log_probs_NA: npt.NDArray[np.float64]
+        self, examples: Sequence[RaceQuestion], log_probs_NA: npt.NDArray[np.float64]
     ) -> list[Prediction]:
         identities = [example.identity for example in examples]
         return chosen(identities, [example.label for example in examples], LETTERS, log_probs_NA)

@@ -32,8 +32,9 @@ class HarnessTask:
         micro_batch_size: int,
         progress: Callable[[int], object] | None = None,
     ) -> TaskResult:
-        """lm-eval's metrics, of a group those of each task before its own; every rank must call it.
-        No generator of random numbers is set. Raises ConfigError if the task generates text."""
+        """lm-eval's metrics, on the main process; every rank must call it. Those of a group's tasks
+        begin with the task's name. No generator of random numbers is set. Raises ConfigError if the
+        task generates text."""
         model = HarnessModel(TextScorer(engine, self._tokenizer, micro_batch_size))
         start = time.perf_counter()
         results = lm_eval.simple_evaluate(
@@ -47,7 +48,8 @@ class HarnessTask:
             torch_random_seed=None,
         )
         seconds, tokens = time.perf_counter() - start, model.scorer.speed.tokens
-        assert results is not None
+        if results is None:  # lm-eval has them on the main process only
+            return TaskResult(self.name, {}, 0, tokens, seconds)
         examples = sum(count["effective"] for count in results["n-samples"].values())
         return TaskResult(self.name, self._metrics(results["results"]), examples, tokens, seconds)
 

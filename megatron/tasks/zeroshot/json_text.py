@@ -28,6 +28,7 @@ class JsonText(ZeroShotTask):
     """
 
     name = "json"
+    texts: Windows
 
     def __init__(
         self,

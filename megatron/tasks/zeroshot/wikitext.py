@@ -37,6 +37,7 @@ class WikiText(ZeroShotTask):
     """
 
     name = "wikitext"
+    texts: Windows
 
     def __init__(self, path: str, tokenizer: Tokenizer, seq_length: int, stride: int) -> None:
         """Reads and tokenizes a file. Raises OSError; ConfigError if the stride is above the

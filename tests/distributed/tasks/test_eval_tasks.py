@@ -72,6 +72,14 @@ def main_py(argv: list[str]) -> None:
     run_task(None, argv)
 
 
+def evaluate_py(argv: list[str]) -> None:
+    """tools/evaluate.py with these flags; for the pool."""
+    from megatron.tasks.harness.command import run_evaluation
+
+    sys.argv = ["tools/evaluate.py", *argv]
+    run_evaluation(None, argv)
+
+
 def rows_of(folder: Path) -> list[dict]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
@@ -144,3 +152,44 @@ def test_a_resumed_run_evaluates_where_the_whole_one_does(pool, files, tmp_path)
         for each in (tmp_path, tmp_path / "x")
     ]
     assert numbers[0] == numbers[1] and list(numbers[0]) == [("lambada", 3), ("lambada", 6)]
+
+
+CHOICES = [
+    {"q": "the sky is", "choices": ["blue", "a fish", "green"], "answer": 0},
+    {"q": "two and two are", "choices": ["five", "four"], "answer": 1},
+    {"q": "cats", "choices": ["fly", "meow"], "answer": 1},
+]
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", ["one", "tp2-sp-dp2", "pp2"])
+def test_tasks_of_lm_eval(pool, layout, tmp_path):
+    """A name alone is a task of lm-eval's; training stays bitwise what it is, and the numbers are
+    those of tools/evaluate.py."""
+    pytest.importorskip("lm_eval", reason="lm-eval is in the extra evaluate")
+    size, flags = LAYOUTS[layout]
+    rows = "".join(json.dumps(row) + "\n" for row in CHOICES)
+    (tmp_path / "choices.jsonl").write_text(rows)
+    (tmp_path / "local_choice.yaml").write_text(
+        "task: local_choice\ndataset_path: json\ntest_split: test\n"
+        f"dataset_kwargs: {{data_files: {{test: {tmp_path / 'choices.jsonl'}}}}}\n"
+        "output_type: multiple_choice\ndoc_to_text: '{{q}}'\ndoc_to_choice: '{{choices}}'\n"
+        "doc_to_target: '{{answer}}'\nmetric_list: [{metric: acc}, {metric: acc_norm}]\n"
+    )
+    argv = [*MODEL, *COURSE, *flags.split()]
+    without = pool.run(size, train, argv)
+    tasks = ["--eval-tasks", "local_choice", "--eval-tasks-path", str(tmp_path)]
+    saving = ["--save", str(tmp_path / "x")]
+    with_tasks = pool.run(size, train, [*argv, *saving, *tasks])
+    for one, other in zip(without, with_tasks, strict=True):
+        assert (one.losses, one.norms) == (other.losses, other.norms)
+        assert all(np.array_equal(one.state[name], other.state[name]) for name in one.state)
+    found = measured(tmp_path / "x")
+    assert list(found) == [("local_choice", 4), ("local_choice", 6)]
+    output = tmp_path / "results.json"
+    argv = ["--load", str(tmp_path / "x"), "--tasks", "local_choice", "--output", str(output)]
+    pool.run(1, evaluate_py, [*argv, "--include-path", str(tmp_path)])
+    wanted = json.loads(output.read_text())["results"]["local_choice"]
+    last = found["local_choice", 6]
+    assert (last["acc"], last["acc_norm"]) == (wanted["acc,none"], wanted["acc_norm,none"])
+    assert last["examples"] == 3

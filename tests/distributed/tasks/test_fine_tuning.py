@@ -193,7 +193,7 @@ def saved_run(pool, files, folder, size, *more, task="QQP"):
 
 def test_epochs_of_two_ranks_and_an_evaluation(pool, files, tmp_path):
     """Lines, results and files of a fine-tuning, and of its evaluation by another layout."""
-    trained = saved_run(pool, files, tmp_path, 2, *ONE, "--keep-last")
+    trained = saved_run(pool, files, tmp_path, 2, *ONE, *WIDE, "--keep-last")
     assert len(trained.losses) == 5  # 19 samples, 4 a step: the last batch is kept
     sets = [("dev", 11), ("dev-other", 5)]
     for name, total in sets:
@@ -207,11 +207,14 @@ def test_epochs_of_two_ranks_and_an_evaluation(pool, files, tmp_path):
     best = json.loads((tmp_path / "saved" / "best_epoch.json").read_text())
     assert (best["epoch"], best["checkpoint"], best["value"]) == (0, "global_step5", correct / 16)
 
-    argv = flags(files, "--epochs", "0", "--load", str(tmp_path / "saved"))
+    argv = flags(files, "--epochs", "0", *WIDE, "--load", str(tmp_path / "saved"))
     argv.insert(argv.index("--valid-data") + 1, str(files / "test.tsv"))
     found = pool.run(1, run, argv, tmp_path, "evaluated")[0]
     assert f">> |epoch: -1| overall: correct / total = {correct} / 16 = " in found.printed
     assert "3 predictions for test, whose labels are not known" in found.printed
+    metrics, before = last_metrics(found), last_metrics(trained)
+    assert metrics.pop("test") == {}
+    assert metrics == {name: pytest.approx(values, rel=1e-5) for name, values in before.items()}
     rows = [
         json.loads(line)
         for line in (tmp_path / "saved" / "predictions_test_dev_dev-other.jsonl").open()

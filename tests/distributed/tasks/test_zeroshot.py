@@ -64,6 +64,8 @@ class Corpus:
     """A model that knows its few sentences well enough to predict some of their words, and files
     of them."""
 
+    length = LENGTH
+
     def __init__(self, folder: Path) -> None:
         random.seed(5)
         names = ["the wolf", "a fox", "Lord Ash", "my caf\u00e9", "no one", "Ms. O'Hara"]
@@ -93,13 +95,34 @@ class Corpus:
             "".join(json.dumps({"text": text}) + "\n" for text in self.sentences[30:42])
         )
 
-    def lines(self, path: Path) -> list[str]:
-        return path.read_text().splitlines()
-
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory) -> Corpus:
     return Corpus(tmp_path_factory.mktemp("zeroshot"))
+
+
+class RealCorpus:
+    """The same with GPT-2's vocabulary, WikiText-2 and LAMBADA, each in part."""
+
+    length = 128
+
+    def __init__(self, folder: Path, realdata: Path) -> None:
+        self.folder = folder
+        text = (realdata / "wikitext2" / "wiki.valid.raw").read_text()
+        shape = {"n_positions": 128, "n_embd": 32, "n_layer": 2, "n_head": 4}
+        files = realdata / "gpt2_bpe"
+        self.model, self.tokenizer = make_gpt2(folder / "hf", [text[-200_000:]], 8, files, **shape)
+        self.wiki = folder / "wiki.valid.raw"
+        self.wiki.write_text(text[:30_000])
+        self.lambada = folder / "lambada.jsonl"
+        rows = (realdata / "lambada" / "lambada_test_first1000.jsonl").read_text().splitlines(True)
+        self.lambada.write_text("".join(rows[:200]))
+        self.json = realdata / "openwebtext" / "openwebtext-1000.decoded.jsonl"
+
+
+@pytest.fixture(scope="module")
+def real_corpus(tmp_path_factory, realdata) -> RealCorpus:
+    return RealCorpus(tmp_path_factory.mktemp("zeroshot"), realdata)
 
 
 def check_wikitext(pool, corpus, layout, stride, *flags):
@@ -117,7 +140,7 @@ def check_wikitext(pool, corpus, layout, stride, *flags):
 
     raw = corpus.wiki.read_bytes().decode()
     wanted = wikitext(
-        corpus.model, corpus.tokenizer, raw, detokenizer_of("wiki")[1](raw), LENGTH, stride
+        corpus.model, corpus.tokenizer, raw, detokenizer_of("wiki")[1](raw), corpus.length, stride
     )
     found = result["metrics"]
     assert found.keys() == wanted.keys()
@@ -145,9 +168,8 @@ def check_lambada(pool, corpus, layout, strict, *flags):
         *["--strict-lambada"] * strict,
         *flags,
     )
-    lines = corpus.lines(corpus.lambada)
-    right, total = lambada(corpus.model, corpus.tokenizer, lines, strict, LENGTH)
-    assert 0 < right < len(lines)  # else the test would show little
+    lines = corpus.lambada.read_text().splitlines()
+    right, total = lambada(corpus.model, corpus.tokenizer, lines, strict, corpus.length)
     assert (result["correct"], result["examples"]) == (right, len(lines))
     assert result["metrics"]["accuracy"] == right / len(lines)
     loss = -total / result["label_tokens"]
@@ -159,7 +181,13 @@ def check_lambada(pool, corpus, layout, strict, *flags):
 
 def check_raw(pool, corpus, layout, *flags):
     result, _ = evaluated(pool, corpus.folder, layout, "RAW", corpus.json, *flags)
-    loss = raw_json(corpus.model, corpus.tokenizer, corpus.lines(corpus.json), LENGTH, LENGTH)
+    loss = raw_json(
+        corpus.model,
+        corpus.tokenizer,
+        corpus.json.read_text().splitlines(),
+        corpus.length,
+        corpus.length,
+    )
     assert result["metrics"]["loss"] == pytest.approx(loss, abs=1e-6)
     assert result["metrics"]["perplexity"] == pytest.approx(math.exp(loss), rel=1e-5)
     return result
@@ -174,8 +202,9 @@ def test_wikitext_on_one_process(pool, corpus):
 
 
 def test_lambada_on_two_processes(pool, corpus):
-    result = check_lambada(pool, corpus, "tp2", True, "--eval-micro-batch-size", "5")
+    result = check_lambada(pool, corpus, "dp2", True, "--eval-micro-batch-size", "5")
     assert result["contexts_cut"] >= 1
+    assert 0 < result["correct"] < result["examples"] - 1  # else the test would show little
 
 
 @pytest.mark.proof
@@ -197,3 +226,12 @@ def test_a_limit_of_batches(pool, corpus):
     one, _ = evaluated(pool, corpus.folder, "one", "RAW", corpus.json, *flags)
     two, _ = evaluated(pool, corpus.folder, "dp2", "RAW", corpus.json, *flags)
     assert (one["examples"], two["examples"]) == (6, 12)
+
+
+@pytest.mark.proof
+@pytest.mark.realdata
+@pytest.mark.parametrize("layout", ["one", "tp2", "pp2", "tp2-dp2"])
+def test_real_text(pool, real_corpus, layout):
+    check_wikitext(pool, real_corpus, layout, 32)
+    check_lambada(pool, real_corpus, layout, True)
+    check_lambada(pool, real_corpus, layout, False)

@@ -8,25 +8,22 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, GPT2TokenizerFast
 
 
-def log_probs(model, ids: list[int]) -> torch.Tensor:
-    """log p of every token given the ones before it, [len(ids) - 1, V]; float64."""
+def log_probs(model, ids: list[int], last: int) -> torch.Tensor:
+    """log p of each of the ``last`` tokens given all before it, [last, V]; float64."""
     with torch.no_grad():
-        logits = model(torch.tensor([ids[:-1]])).logits[0]
+        logits = model(torch.tensor([ids[:-1]])).logits[0, -last:]
     return logits.double().log_softmax(-1)
 
 
 def window_sum(model, ids: list[int], length: int, stride: int) -> float:
     """Sum of log p over all tokens but the first, each in the first window that predicts it."""
-    total, scored, start = 0.0, set(), 0
-    while len(scored) < len(ids) - 1:
+    total, scored, start = 0.0, 0, 0
+    while scored < len(ids) - 1:
         window = ids[start : start + length + 1]
-        found = log_probs(model, window)
-        for place, token in enumerate(window[1:]):
-            target = start + place + 1
-            if target not in scored:
-                scored.add(target)
-                total += found[place, token].item()
-        start += stride
+        new = window[scored - start + 1 :]
+        found = log_probs(model, window, len(new))
+        total += sum(found[place, token].item() for place, token in enumerate(new))
+        scored, start = scored + len(new), start + stride
     return total
 
 
@@ -57,7 +54,7 @@ def lambada(model, tokenizer, lines: list[str], strict: bool, longest: int) -> t
             *context, last = tokenizer(text)["input_ids"]
             label = [last]
         ids = (context + label)[-(longest + 1) :]
-        found = log_probs(model, ids)[-len(label) :]
+        found = log_probs(model, ids, len(label))
         right += found.argmax(-1).tolist() == label
         total += sum(found[place, token].item() for place, token in enumerate(label))
     return right, total

@@ -35,7 +35,7 @@ def hf_model() -> Callable[..., PreTrainedModel]:
         model = model_class(model_type, **settings)(config)
         # transformers 5 ties the head of every T5.
         head = model.get_output_embeddings()
-        if settings.get("tie_word_embeddings") is False:
+        if settings.get("tie_word_embeddings") is False and head is not None:
             head.weight = torch.nn.Parameter(head.weight.detach().clone())
         generator = torch.Generator().manual_seed(seed)
         with torch.no_grad():

@@ -73,13 +73,22 @@ _BERT = {
     "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
 
+_LABELS = {
+    "id2label": {0: "entailment", 1: "neutral", 2: "contradiction"},
+    "label2id": {"entailment": 0, "neutral": 1, "contradiction": 2},
+    "problem_type": "single_label_classification",
+}
+
 
 def _berts(name: str) -> dict[str, Case]:
     """With the second head and without, and what a BERT has besides."""
-    both, one = (
-        {"architectures": [f"{name}ForPreTraining"]},
-        {"architectures": [f"{name}ForMaskedLM"]},
-    )
+    both, one, labels, choices, span = (
+        {"architectures": [f"{name}For{task}"]}
+        for task in (
+            "PreTraining", "MaskedLM", "SequenceClassification", "MultipleChoice",
+            "QuestionAnswering",
+        )
+    )  # fmt: skip
     return {
         case: _BERT | changes
         for case, changes in {
@@ -89,6 +98,12 @@ def _berts(name: str) -> dict[str, Case]:
             "masked_lm": one,
             "masked_lm,relu": one | {"hidden_act": "relu", "type_vocab_size": 1},
             "masked_lm,untied": one | {"tie_word_embeddings": False, "layer_norm_eps": 1e-2},
+            "labels": labels | _LABELS,
+            "labels,unnamed": labels
+            | {"num_labels": 4, "problem_type": "single_label_classification"},
+            "number": labels | {"num_labels": 1, "problem_type": "regression"},
+            "choices": choices | {"hidden_act": "gelu_new", "type_vocab_size": 3},
+            "span": span | {"type_vocab_size": 1},
         }.items()
     }
 

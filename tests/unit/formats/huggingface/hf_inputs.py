@@ -14,6 +14,7 @@ from megatron.data.kinds.masked_data.masked_batch import (
     T5Batch,
     collate_bert,
 )
+from megatron.data.labelled_text import LabelledBatch
 from megatron.families import spec_of
 from megatron.model.attention_masks import AttentionMasks
 from megatron.model.layer_list import LayerState
@@ -73,7 +74,32 @@ def _t5(model: ModelConfig, length: int) -> Pair:
     return Pair(spec_of(model).begin(batch), theirs, lambda output: output.loss, mask_BD > 0)
 
 
+_CHOICES = 2
+
+
+def _labelled(model: ModelConfig, length: int) -> Pair:
+    """Three texts, or as many questions with two choices."""
+    rows = _CHOICES if model.head == "multiple_choice" else 1
+    tokens_BS = torch.cat([random_tokens(length, 5 + n) for n in range(rows)])
+    mask_BS = _padded(length, 3).repeat(rows, 1)
+    types_BS = tokens_BS % max(model.token_types, 1)
+    labels_B = torch.arange(SAMPLES) % (model.num_labels or _CHOICES)
+    theirs = {"input_ids": tokens_BS, "token_type_ids": types_BS, "attention_mask": mask_BS}
+    if model.head == "span":
+        labels_B = torch.tensor([[0, 3], [2, length + 1], [5, 7]])
+        theirs |= {"start_positions": labels_B[:, 0], "end_positions": labels_B[:, 1]}
+    else:
+        labels_B = labels_B.float() if model.num_labels == 1 else labels_B
+        if rows > 1:
+            theirs = {name: each.view(SAMPLES, rows, -1) for name, each in theirs.items()}
+        theirs["labels"] = labels_B
+    batch = LabelledBatch(tokens_BS, types_BS, mask_BS, labels_B, rows)
+    return Pair(spec_of(model).begin(batch), theirs, lambda output: output.loss)
+
+
 def _bert(model: ModelConfig, length: int) -> Pair:
+    if model.head != "lm":
+        return _labelled(model, length)
     tokens_BS, mask_BS = random_tokens(length), _padded(length, 3)
     types_BS = random_tokens(length, 2) % max(model.token_types, 1)
     predicted_BS = (random_tokens(length, 3) % 4 == 0) & (mask_BS > 0)

@@ -18,6 +18,7 @@ from megatron.formats.huggingface.entries import (
     SAME,
     SEPARATE_KV,
     SEPARATE_QKV,
+    TRANSPOSED,
     Reordering,
 )
 from megatron.formats.huggingface.registry import architecture_named
@@ -48,7 +49,7 @@ def ours_of(source):
 @torch.no_grad()
 def assert_same_logits(source, theirs, model_type):
     """Of all outputs, at all positions that are not padding."""
-    ours, task = ours_of(source), source.architecture.task
+    ours, task = ours_of(source), source.architecture.task_of(source.model)
     for length in (LENGTH, SHORT):
         inputs = pair(source.model, length)
         state, output = ours(inputs.ours.changed(targets=None)), theirs(**inputs.theirs)
@@ -119,7 +120,14 @@ GRADIENTS = [
     ("opt", "tied"), ("falcon", "7b"), ("falcon", "40b"), ("bloom", "tied"),
     ("t5", "1.0"), ("t5", "1.1"), ("bert", "pretraining"), ("bert", "masked_lm,relu"),
     ("megatron-bert", "pretraining"), ("megatron-bert", "masked_lm"),
+    ("bert", "labels"), ("megatron-bert", "number"), ("bert", "choices"), ("megatron-bert", "span"),
 ]  # fmt: skip
+
+
+_SHIFTING = {
+    "multiple_choice": ["classifier.bias"],
+    "span": ["qa_outputs.bias", "encoder.ln.bias"],
+}
 
 
 def test_every_architecture_is_compared():
@@ -144,8 +152,9 @@ def test_gradients_against_hf(model_type, case, hf_model, tmp_path):
         found["lm_head.weight"] = found.pop("embed_out.weight")
     assert found.keys() == {name for name, _ in theirs.named_parameters()}
     for name, param in theirs.named_parameters():
-        # A bias on all keys moves all scores of a query alike.
-        shifting = name.endswith(("k_proj.bias", "key.bias"))
+        # A bias on all keys moves all scores of a query alike, and so do those below the scores of
+        # choices and places.
+        shifting = name.endswith(("k_proj.bias", "key.bias", *_SHIFTING.get(source.model.head, ())))
         assert param.grad.abs().max() > 1e-7 or shifting, name
         torch.testing.assert_close(
             found[name], param.grad, **close(model_type), msg=lambda m, n=name: f"{n}: {m}"
@@ -161,6 +170,11 @@ def exchanged(form, *order):
         lambda values, model: [form.to_hf(values, model)[place] for place in order],
         lambda tensors, model: form.from_hf([tensors[place] for place in inverse], model),
     )
+
+
+REVERSED = Reordering(
+    "reversed", 1, lambda values, _: (values.flip(0),), lambda tensors, _: tensors[0].flip(0)
+)
 
 
 def renamed(entries, first, second):
@@ -203,6 +217,10 @@ MISTAKES = {
         "megatron-bert", "pretraining", "lm_head.norm.weight", "final_norm.norm.weight"),
     "megatron-bert: dense layers of the heads exchanged": (
         "megatron-bert", "pretraining", "lm_head.dense.weight", "pooler.dense.weight"),
+    "bert: pooler and classifier's inputs": (
+        "bert", "labels", "pooler.dense.weight", TRANSPOSED),
+    "megatron-bert: start and end exchanged": (
+        "megatron-bert", "span", "span_head.weight", REVERSED),
     "t5: cross-attention's key and value exchanged": (
         "t5", "1.0", "decoder.layers.{n}.cross_attention.kv.weight", exchanged(SEPARATE_KV, 1, 0)),
     "t5: biases of encoder and decoder exchanged": (

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 
+import numpy as np
 import pytest
 import torch
 from configs import run_config
@@ -12,12 +13,15 @@ from transformers import AutoModelForMaskedLM, AutoModelForPreTraining, AutoToke
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.checkpoint.reader import CheckpointReader
-from megatron.families import build_model
-from megatron.formats.conversion.commands import export_hf
+from megatron.checkpoint.source import open_checkpoint
+from megatron.data.labelled_text import LabelledText, collate_labelled
+from megatron.families import build_model, spec_of
+from megatron.formats.conversion.commands import export_hf, from_hf
 from megatron.formats.huggingface import write_model
 from megatron.formats.huggingface.compare import compare_logits
 from megatron.formats.huggingface.source import HuggingFaceFolder
 from megatron.inference.load import model_of
+from megatron.model.heads import HEAD_NAMES
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 
 WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat sat on mat ##s .".split()
@@ -198,3 +202,90 @@ def test_what_is_refused(config, message, bert_folder):
 
 def test_the_family_of_a_folder(bert_folder):
     assert HuggingFaceFolder.family(bert_folder()) == "bert"
+
+
+HEADS = {
+    "classification": {"head": "classification", "num_labels": 3},
+    "multiple_choice": {"head": "multiple_choice"},
+    "span": {"head": "span"},
+}
+
+
+@pytest.mark.parametrize("post_norm", [False, True])
+@pytest.mark.parametrize("head", HEADS)
+def test_heads_for_labelled_text(head, post_norm, saved, tmp_path, capsys):
+    """To a folder of Hugging Face and back, by what the tool runs."""
+    names = ("yes", "no", "maybe") if head == "classification" else ()
+    source = saved(
+        label_names=names, bert_binary_head=not post_norm,
+        apply_residual_connection_post_layernorm=post_norm, **HEADS[head],
+    )  # fmt: skip
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    assert "logits of 2 texts agree" in export_hf(source, folder, 10**9)
+    assert "approximated" not in capsys.readouterr().out  # no activation but the MLP's
+    back = HuggingFaceFolder(folder)
+    assert back.model.head == head and back.model.label_names == names
+    assert_equal(weights_of(folder), {n: source.tensor(n) for n in source.names()})
+    from_hf(["--input", str(folder), "--output", str(tmp_path / "back")])
+    assert f"with tasks/main.py --load {tmp_path / 'back'}" in capsys.readouterr().out
+    again = open_checkpoint(tmp_path / "back")
+    assert again.model.num_labels == source.model.num_labels
+    assert_equal({n: again.tensor(n) for n in again.names()}, weights_of(folder))
+    ours = model_of(source, torch.float32, torch.device("cpu"))
+    with torch.no_grad():
+        dict(ours.canonical_parameters())[f"{HEAD_NAMES[head]}.weight"][-1, 3] += 1e-2
+    assert not compare_logits(ours, folder, source.model).agree
+
+
+def test_text_classification(saved, tmp_path):
+    tokenizer = WordPieceTokenizer({word: n for n, word in enumerate(WORDS)}, lower_case=True)
+    names = ("yes", "no", "maybe")
+    source = saved(
+        tokenizer, bias_gelu_fusion=False, head="classification", num_labels=3, label_names=names,
+        seq_length=16, max_position_embeddings=16,
+    )  # fmt: skip
+    (tmp_path / "hf").mkdir()
+    write_model(source, tmp_path / "hf", "float32", 10**9)
+    classify = pipeline("text-classification", model=str(tmp_path / "hf"), top_k=None)
+    found = classify({"text": "the cat sat .", "text_pair": "cats on the mat"})
+    texts = ["the cat sat .", "cats on the mat"]
+    first, second = (np.array(tokenizer.tokenize(text)) for text in texts)
+    tokens = np.array([2, *first, 3, *second, 3])
+    types = np.array([0] * (len(first) + 2) + [1] * (len(second) + 1))
+    batch = collate_labelled([LabelledText((tokens,), (types,), 0)], pad=0)
+    ours = model_of(source, torch.float32, torch.device("cpu"))
+    logits = ours(spec_of(source.model).begin(batch).changed(targets=None)).pooled
+    expected = dict(zip(names, logits[0].softmax(0).tolist(), strict=True))
+    assert {each["label"]: each["score"] for each in found} == pytest.approx(expected, rel=1e-4)
+
+
+def test_files_of_a_head_for_spans_may_have_a_pooler(bert_folder):
+    """Those of transformers 3 do."""
+    folder = bert_folder("span")
+    wanted = weights_of(folder)
+    pooler = {
+        "bert.pooler.dense.weight": torch.ones(36, 36),
+        "bert.pooler.dense.bias": torch.ones(36),
+    }
+    rewrite(folder, lambda tensors: tensors.update(pooler))
+    assert_equal(weights_of(folder), wanted)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"problem_type": "multi_label_classification"}, "has one for each text"),
+        ({"problem_type": "regression"}, "a head with 3 labels has one for each text"),
+        ({"classifier_dropout": 0.5}, "classifier_dropout is 0.5 .*hidden_dropout_prob"),
+        ({"id2label": {"1": "a", "2": "b", "3": "c"}}, "expected the numbers from 0"),
+        ({"id2label": {"0": "a", "1": "b"}}, "classifier.weight has the shape"),
+        ({"architectures": ["BertForTokenClassification"]}, "its head cannot be represented"),
+        ({"architectures": ["BertForMultipleChoice"]}, "classifier.weight has the shape"),
+    ],
+)
+def test_heads_that_are_refused(config, message, bert_folder):
+    folder = bert_folder("labels")
+    rewrite(folder, lambda tensors: None, **config)
+    with pytest.raises(CheckpointError, match=message):
+        HuggingFaceFolder(folder)

@@ -158,6 +158,7 @@ UNUSUAL = {
     "decoder_num_layers": 3, "scale_head_input": True,
     "relative_attention_num_buckets": 16, "relative_attention_max_distance": 64,
     "bert_binary_head": False, "num_tokentypes": 3, "lm_head_activation": "relu",
+    "head": "span", "num_labels": 3, "label_names": ("yes", "no"),
 }  # fmt: skip
 """Another value of each field that changes the network."""
 BASES = {

@@ -57,7 +57,7 @@ def test_transformers_4_reads_and_writes_the_same(hf_model, tmp_path):
             torch.save(inputs[written].theirs, written / "inputs.pt")
             begin = inputs[written].ours.changed(targets=None)
             state = model_of(source, torch.float32, torch.device("cpu"))(begin)
-            keys = list(source.architecture.task.outputs(state, source.model))
+            keys = list(source.architecture.task_of(source.model).outputs(state, source.model))
             torch.save(keys, written / "keys.pt")
     environment = os.environ | {"PYTHONPATH": str(Path(FOLDER).resolve())}
     command = [sys.executable, "-c", SCRIPT, str(tmp_path)]
@@ -69,7 +69,9 @@ def test_transformers_4_reads_and_writes_the_same(hf_model, tmp_path):
             source = HuggingFaceFolder(folder)
             ours = model_of(source, torch.float32, torch.device("cpu"))
             state = ours(begin.changed(targets=None))
-            for name, found in source.architecture.task.outputs(state, source.model).items():
+            for name, found in (
+                source.architecture.task_of(source.model).outputs(state, source.model).items()
+            ):
                 counted = theirs.get("labels", torch.zeros(found.shape[:2])) >= 0
                 torch.testing.assert_close(
                     found[counted], expected[name][counted], rtol=1.3e-6, atol=3e-5,

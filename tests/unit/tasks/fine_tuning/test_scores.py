@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from megatron.checkpoint.folder import superseded, tag
 from megatron.config import ConfigError
-from megatron.tasks.fine_tuning.best_epoch import EpochRecord, Epochs
+from megatron.tasks.fine_tuning.best_epoch import EpochRecord, EpochRecords
 from megatron.tasks.fine_tuning.metrics import accuracy, matthews, pearson, spearman
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs
 from megatron.tasks.fine_tuning.predictions import (
@@ -113,7 +113,7 @@ def test_the_order_of_epochs_is_that_of_torchs_sampler():
 
 
 def records(path, *values):
-    epochs = Epochs(path, writes=True)
+    epochs = EpochRecords(path, writes=True)
     for epoch, value in enumerate(values):
         epochs.add(EpochRecord(epoch, 10 * epoch + 10, "accuracy", value, {"dev": {"loss": value}}))
     return epochs
@@ -134,11 +134,11 @@ def test_the_best_epoch_is_recorded_and_its_checkpoint_kept(tmp_path):
 
 def test_a_restart_continues_the_record(tmp_path):
     records(tmp_path, 0.5, 0.7, 0.6)
-    again = Epochs(tmp_path, writes=False)
+    again = EpochRecords(tmp_path, writes=False)
     again.forget_after(20)
     assert [record.epoch for record in again.records] == [0, 1] and not again.has(2)
     assert again.best.value == 0.7
     (tmp_path / "best_epoch.json").write_text("{}")
     with pytest.raises(ConfigError, match=r"best_epoch\.json cannot be read; delete it"):
-        Epochs(tmp_path, writes=False)
-    assert Epochs(None, writes=True).best is None
+        EpochRecords(tmp_path, writes=False)
+    assert EpochRecords(None, writes=True).best is None

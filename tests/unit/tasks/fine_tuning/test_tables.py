@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from megatron.config import ConfigError
-from megatron.tasks.fine_tuning.examples import Example, clean_text
+from megatron.tasks.fine_tuning.examples import LabelledExample, clean_text
 from megatron.tasks.fine_tuning.order import set_names
 from megatron.tasks.fine_tuning.tables import TABLES
 
@@ -51,7 +51,7 @@ CASES = {
 def test_columns(case, tmp_path):
     header, row, expected = CASES[case]
     path = file(tmp_path / "x.tsv", *([header] if header else []), row)
-    assert TABLES[case.split()[0]].read(path) == [Example(*expected)]
+    assert TABLES[case.split()[0]].read(path) == [LabelledExample(*expected)]
 
 
 def test_every_task_is_covered():

@@ -24,12 +24,12 @@ def vocabulary(letters=True):
     return [*specials, *dict.fromkeys([*some, *marks, *pieces, *(f"##{c}" for c in pieces)])]
 
 
-def squad_content(seed=0, paragraphs=4, questions=4, words=40, negative=0.0):
+def squad_content(seed=0, paragraphs=4, questions=4, words=40, negative=0.0, chosen=WORDS):
     """The content of a file; ``negative`` is the share of questions without an answer."""
     rng = random.Random(seed)
     articles = []
     for p in range(paragraphs):
-        parts = [rng.choice(WORDS) for _ in range(words)]
+        parts = [rng.choice(chosen) for _ in range(words)]
         context = "".join(part + rng.choice([" ", " ", " ", "  ", "\n"]) for part in parts).strip()
         qas = []
         for q in range(questions):

@@ -5,53 +5,13 @@ import math
 import numpy as np
 import pytest
 from squad_files import squad_content, write_squad
+from squad_reference import slow_prediction
 
 from megatron.tasks.fine_tuning.squad.answers import AnswerSearch
 from megatron.tasks.fine_tuning.squad.questions import read_questions
 from megatron.tasks.fine_tuning.squad.windows import WindowMaker
 
 SEQ = 40
-
-
-def slow_prediction(windows, logits, search):
-    spans, null, passage = [], None, windows[0].passage
-    for window, row in zip(windows, logits, strict=True):
-        order = [
-            sorted(range(window.length), key=lambda i, side=side: -row[i][side])[
-                : search.n_best_size
-            ]
-            for side in (0, 1)
-        ]
-        cls = float(row[0][0]), float(row[0][1])
-        if null is None or sum(cls) < sum(null):
-            null = cls
-        for start in order[0]:
-            for end in order[1]:
-                text = range(window.text, window.length - 1)
-                if start not in text or end not in text:
-                    continue
-                if not window.best_N[start - window.text] or end < start:
-                    continue
-                if end - start + 1 > search.max_answer_length:
-                    continue
-                first, last = (t - window.text + window.first for t in (start, end))
-                words = passage.text[passage.offsets_T2[first][0] : passage.offsets_T2[last][1]]
-                spans.append((words, float(row[start][0]), float(row[end][1])))
-    if search.with_negative:
-        spans.append(("", *null))
-    spans.sort(key=lambda s: s[1] + s[2], reverse=True)
-    best = []
-    for span in spans:
-        if len(best) < search.n_best_size and span[0] not in [b[0] for b in best]:
-            best.append(span)
-    if search.with_negative and "" not in [b[0] for b in best]:
-        best.append(("", *null))
-    answer = next((b for b in best if b[0]), ("", 0.0, 0.0))
-    odds = sum(null) - sum(answer[1:])
-    said = answer[0]
-    if search.with_negative and odds > search.null_score_diff_threshold:
-        said = ""
-    return said, best, odds
 
 
 @pytest.mark.parametrize(

@@ -2,68 +2,13 @@
 
 import pytest
 from squad_files import squad_content, write_squad
+from squad_reference import slow_windows
 
 from megatron.config import ConfigError
 from megatron.tasks.fine_tuning.squad.questions import Answer, Question, read_questions
 from megatron.tasks.fine_tuning.squad.windows import Passage, WindowMaker
 
 SEQ, STRIDE, QUERY = 40, 12, 12
-
-
-def slow_windows(question, tokenizer, seq_length=SEQ, stride=STRIDE, query=QUERY):
-    """(tokens, types, span, whether each token of the text is seen best here) of each window."""
-    words, starts = [], []
-    for place, character in enumerate(question.context):
-        if character.isspace():
-            continue
-        if place == 0 or question.context[place - 1].isspace():
-            words.append("")
-            starts.append(place)
-        words[-1] += character
-    tokens, word_of = [], []
-    for number, word in enumerate(words):
-        for token in tokenizer.tokenize(word):
-            tokens.append(token)
-            word_of.append(number)
-    gold = None
-    if question.answers:
-        answer = question.answers[0]
-        last = answer.start + len(answer.text) - 1
-        first_word = max(n for n, start in enumerate(starts) if start <= answer.start)
-        last_word = max(n for n, start in enumerate(starts) if start <= last)
-        inside = [n for n, word in enumerate(word_of) if first_word <= word <= last_word]
-        # Of the words around the answer, the tokens that spell it.
-        wanted = tokenizer.tokenize(answer.text)
-        gold = inside[0], inside[-1]
-        for i in inside:
-            if tokens[i : i + len(wanted)] == wanted:
-                gold = i, i + len(wanted) - 1
-                break
-    asked = tokenizer.tokenize(question.question)[:query]
-    room = seq_length - len(asked) - 3
-    spans, begin = [], 0
-    while True:
-        length = min(len(tokens) - begin, room)
-        spans.append((begin, length))
-        if begin + length == len(tokens):
-            break
-        begin += stride
-    found = []
-    for place, (begin, length) in enumerate(spans):
-        row = [tokenizer.cls, *asked, tokenizer.sep, *tokens[begin : begin + length], tokenizer.sep]
-        types = [0] * (len(asked) + 2) + [1] * (length + 1)
-        best = []
-        for token in range(begin, begin + length):
-            scores = [
-                min(token - b, b + n - 1 - token) + 0.01 * n if b <= token < b + n else -1
-                for b, n in spans
-            ]
-            best.append(scores.index(max(scores)) == place)
-        span = (0, 0)
-        if gold and begin <= gold[0] and gold[1] < begin + length:
-            span = tuple(t - begin + len(asked) + 2 for t in gold)
-        found.append((row, types, span, best))
-    return found
 
 
 @pytest.mark.parametrize("kind, negative", [("pieces", 0.0), ("pieces", 0.5), ("whole", 0.0)])
@@ -75,7 +20,7 @@ def test_windows(request, tmp_path, kind, negative):
     found = maker.windows(questions)
     most = 0
     for question, windows in zip(questions, found, strict=True):
-        wanted = slow_windows(question, tokenizer)
+        wanted = slow_windows(question, tokenizer, SEQ, STRIDE, QUERY)
         assert len(windows) == len(wanted)
         most = max(most, len(windows))
         for window, (row, types, span, best) in zip(windows, wanted, strict=True):
