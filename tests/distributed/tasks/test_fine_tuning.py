@@ -193,7 +193,10 @@ def saved_run(pool, files, folder, size, *more, task="QQP"):
 
 def test_epochs_of_two_ranks_and_an_evaluation(pool, files, tmp_path):
     """Lines, results and files of a fine-tuning, and of its evaluation by another layout."""
-    trained = saved_run(pool, files, tmp_path, 2, *ONE, *WIDE, "--keep-last")
+    trained = saved_run(
+        pool, files, tmp_path, 2, *ONE, *WIDE, "--keep-last", "--predictions",
+        str(tmp_path / "best.jsonl"),
+    )  # fmt: skip
     assert len(trained.losses) == 5  # 19 samples, 4 a step: the last batch is kept
     sets = [("dev", 11), ("dev-other", 5)]
     for name, total in sets:
@@ -222,6 +225,10 @@ def test_epochs_of_two_ranks_and_an_evaluation(pool, files, tmp_path):
     assert [row["set"] for row in rows] == ["test"] * 3 + ["dev"] * 11 + ["dev-other"] * 5
     assert [row["id"] for row in rows[:3]] == ["0", "1", "2"]
     assert sum(row["prediction"] == row["label"] for row in rows[3:]) == correct
+    of_best = [json.loads(line) for line in (tmp_path / "best.jsonl").open()]
+    assert [(row["set"], row["id"], row["prediction"]) for row in of_best] == [
+        (row["set"], row["id"], row["prediction"]) for row in rows[3:]
+    ]
 
 
 LAYOUTS = {
@@ -308,3 +315,22 @@ def test_the_best_epoch_survives_retention(pool, files, tmp_path):
     best = json.loads((tmp_path / "saved" / "best_epoch.json").read_text())
     kept = {path.name for path in (tmp_path / "saved").glob("global_step*")}
     assert kept == {best["checkpoint"], f"global_step{len(found.losses)}"}
+
+
+@pytest.mark.proof
+@pytest.mark.realdata
+@pytest.mark.parametrize("task", ["QQP", "MNLI"])
+def test_few_rows_are_learned(task, pool, realdata, tmp_path):
+    """Training accuracy reaches 1.0 on the k-shot files of GLUE."""
+    (train,) = sorted((realdata / "glue" / "kshot").glob(f"*{task}*train.tsv"))
+    vocab = realdata / "bert_wordpiece" / "bert-base-uncased-vocab.txt"
+    argv = (
+        f"--task {task} --train-data {train} --valid-data {train} --vocab-file {vocab} "
+        "--num-layers 2 --hidden-size 128 --num-attention-heads 4 --seq-length 128 "
+        "--max-position-embeddings 128 --tokenizer-type BertWordPieceLowerCase --num-workers 0 "
+        "--micro-batch-size 8 --epochs 12 --lr 1e-3 --lr-warmup-fraction 0.1 --peak-tflops 1 "
+        "--init-method-std 0.1 --hidden-dropout 0 --attention-dropout 0 --log-interval 1"
+    )
+    found = pool.run(1, run, argv.split(), tmp_path)[0]
+    (metrics,) = last_metrics(found).values()
+    assert metrics["accuracy"] == 1.0
