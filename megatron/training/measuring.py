@@ -53,7 +53,7 @@ def measure_samples(
     Args:
         collate: makes a batch of a list of samples.
         measure: with ``per_sample``.
-        micro_batch_size: samples of a batch.
+        micro_batch_size: most samples of a batch.
         lengths: of every sample, [n], or [n, 2] for encoder and decoder. Samples of similar lengths
             then share a batch, and ``collate`` is called with the samples and the padded length, an
             int or a pair. Without lengths all batches have one shape.
