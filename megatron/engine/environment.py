@@ -203,6 +203,14 @@ def _keep_freed_memory() -> None:
         mallopt(trim_threshold, 2**31 - 1)
 
 
+def return_freed_memory() -> None:
+    """Gives memory back to the system that glibc keeps for the next tensors: after a checkpoint was
+    read it is more than an evaluation needs again."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
+
+
 @contextmanager
 def own_cores(device: torch.device) -> Iterator[None]:
     """Divides the cores among this node's processes until the block ends: a thread per core, unless

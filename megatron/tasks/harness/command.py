@@ -13,9 +13,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megatron.checkpoint.source import Source
 from megatron.config import ConfigError, Settings
-from megatron.engine.environment import distributed, training_device
+from megatron.engine.environment import distributed, return_freed_memory, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
@@ -39,11 +38,11 @@ EXTRA = "evaluate"
 
 @dataclass(frozen=True)
 class Opened:
-    """A checkpoint as lm-eval sees it, the run that computes with it, and where it was read."""
+    """A checkpoint as lm-eval sees it, the run that computes with it, and which one it is."""
 
     model: HarnessModel
     run: Run
-    source: Source
+    checkpoint: EvaluatedModel
 
 
 def run_evaluation(description: str | None, argv: Sequence[str] | None = None) -> None:
@@ -92,8 +91,11 @@ def opened_model(config: HarnessConfig, settings: Settings, processes: int) -> I
         source = load_checkpoint(engine, found, weights_only=True)
         for note in source.notes:
             tell(note)
-        model = _model(engine, run, config, source)
-        yield Opened(model, run, source)
+        folder, iteration = source.folder, source.state.get("iteration")
+        del source  # and with it the mapped files
+        return_freed_memory()
+        model = _model(engine, run, config, folder)
+        yield Opened(model, run, EvaluatedModel.of(run.config, folder, iteration))
         if model.answer_cache is not None:
             model.answer_cache.close()
 
@@ -117,7 +119,7 @@ def require_harness() -> None:
     os.environ.setdefault("HF_HUB_OFFLINE", os.environ["HF_DATASETS_OFFLINE"])
 
 
-def _model(engine: Any, run: Run, config: HarnessConfig, source: Source) -> HarnessModel:
+def _model(engine: Any, run: Run, config: HarnessConfig, folder: Path) -> HarnessModel:
     from megatron.tasks.harness.cache import AnswerCache
     from megatron.tasks.harness.model import HarnessModel
     from megatron.tasks.harness.scoring import TextScorer
@@ -126,7 +128,7 @@ def _model(engine: Any, run: Run, config: HarnessConfig, source: Source) -> Harn
     model = HarnessModel(scorer, config.max_length, config.prefix_token_id)
     if config.use_cache is not None:
         dtype = model.get_model_info()["model_dtype"]
-        name = f"{source.folder.resolve()}, {dtype}, {model.max_length} tokens"
+        name = f"{folder.resolve()}, {dtype}, {model.max_length} tokens"
         model.answer_cache = AnswerCache(config.use_cache, name)
     return model
 
@@ -195,13 +197,11 @@ def _report(results: dict[str, Any], config: HarnessConfig, opened: Opened) -> N
     path = Path(config.output)
     for task, rows in samples.items() if config.logs_samples else ():
         write_whole(samples_path(path, task), "".join(map(_json_line, rows)).encode())
-    run, source = opened.run.config, opened.source
-    model = EvaluatedModel.of(run, source.folder, source.state.get("iteration"))
     results["megatron"] = {
         "versions": versions(),
-        "model": asdict(model),
+        "model": asdict(opened.checkpoint),
         "flags": config.to_dict(),
-        "run": run.to_dict(),
+        "run": opened.run.config.to_dict(),
         "speed": asdict(speed),
     }
     write_whole(path, (_json(results, indent=2) + "\n").encode())

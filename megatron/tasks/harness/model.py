@@ -52,7 +52,7 @@ class HarnessModel(TemplateLM):
         config = scorer.engine.config
         model, family = config.model, family_of(config.model.family)
         # A family that predicts no text is refused before prompts are made.
-        family.scored_lengths(config, [ScoredText(np.zeros(1), np.zeros(1))])
+        family.scored_lengths(config, [ScoredText(np.zeros(1, np.int64), np.zeros(1, np.int64))])
         self.scorer, self.answer_cache = scorer, cache
         self.text_tokenizer = scorer.tokenizer
         # What only transformers' tokenizers have, chat templates above all.

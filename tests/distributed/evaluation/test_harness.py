@@ -155,28 +155,31 @@ def test_every_layout_answers_as_the_export(layout, size, pool, exported):
     assert most_probable > 0
 
 
-def twice(folder: Path) -> tuple[int, int]:
-    """For the pool: requests that were computed the first and the second time."""
+def computed(folder: Path, first: bool) -> int:
+    """For the pool: how many requests the model answered itself; the rest are in the cache."""
     from megatron.tasks.harness.scoring import TextScorer
 
-    computed = []
-    measure = TextScorer.answers
+    counts, answers = [0], TextScorer.answers
 
     def counting(scorer, requests, *args):
-        computed.append(len(requests))
-        return measure(scorer, requests, *args)
+        counts.append(len(requests))
+        return answers(scorer, requests, *args)
 
     with patch.object(TextScorer, "answers", counting):
-        argv = [*flags(folder), "--use-cache", str(folder / "answers")]
-        first = ours(argv)
-        count = sum(computed)
-        computed.clear()
-        again = ours(argv)
+        found = ours([*flags(folder), "--use-cache", str(folder / "answers")])
     if is_main_process():
-        check_equal(again, first)
+        kept = folder / "computed"
+        if first:
+            kept.write_bytes(pickle.dumps({name: found[name] for name in ("samples", "results")}))
+        else:
+            check_equal(found, pickle.loads(kept.read_bytes()))
+    return sum(counts)
+
+
+def of_another_model(folder: Path) -> None:
+    """For the pool."""
     with pytest.raises(ConfigError, match="has the answers of"):
-        ours([*argv, "--max-length", "32"])
-    return count, sum(computed)
+        ours([*flags(folder), "--use-cache", str(folder / "answers"), "--max-length", "32"])
 
 
 @pytest.mark.proof
@@ -184,9 +187,11 @@ def twice(folder: Path) -> tuple[int, int]:
 def test_answers_in_the_cache_are_not_computed_again(processes, pool, made):
     for path in made.glob("answers*"):
         path.unlink()
-    for first, second in pool.run(processes, twice, made, timeout=900):
-        assert first > 50 and second == 0
+    (count, *others) = pool.run(processes, computed, made, True, timeout=900)
+    assert count > 50 and others == [count] * (processes - 1)
+    assert pool.run(processes, computed, made, False, timeout=900) == [0] * processes
     assert [path.name for path in made.glob("answers*")] == ["answers_rank0.db"]
+    pool.run(processes, of_another_model, made, timeout=900)
 
 
 def refused(folder: Path) -> list[str]:
