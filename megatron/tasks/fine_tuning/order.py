@@ -58,9 +58,9 @@ class Repeated(RenumberedSamples[Sample]):
 
 
 def set_names(paths: Sequence[str], task: str, folders: bool) -> list[str]:
-    """Names of validation sets: the part of their paths after the task's name, without ``.tsv`` and
-    with dashes: ``dev-matched``. Where a path lacks the task's name: the file's name, or of
-    ``folders`` the last two. A name that occurs again gets a number."""
+    """Names of validation sets: the part of their paths after the task's name, without ``.tsv`` or
+    ``.json`` and with dashes: ``dev-matched``. Where a path lacks the task's name: the file's name,
+    or of ``folders`` the last two. A name that occurs again gets a number."""
     names: list[str] = []
     for path in paths:
         name = found = _name(path, task, folders)
@@ -77,4 +77,5 @@ def _name(path: str, task: str, folders: bool) -> str:
     after = path[at + len(task) :] if at >= 0 else ""
     if not after.strip("/_-."):
         after = "-".join(parts[-2:] if folders else parts[-1:])
-    return after.removesuffix(".tsv").strip("/").replace("/", "-").replace("_", "-").strip("-.")
+    after = after.removesuffix(".tsv").removesuffix(".json").strip("/")
+    return after.replace("/", "-").replace("_", "-").strip("-.")

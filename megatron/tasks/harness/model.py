@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
+from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
@@ -231,13 +232,22 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation in the tokenizer's chat template. Raises ConfigError if it has none."""
-        return self._chat_tokenizer().apply_chat_template(
-            chat_history,
+        """The conversation in the tokenizer's chat template, without system messages if the
+        template refuses them. Raises ConfigError if it has none."""
+        apply = functools.partial(
+            self._chat_tokenizer().apply_chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        try:
+            return apply(chat_history)
+        except TemplateError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            logger.warning(f"the chat template refuses system messages, left out: {error}")
+            return apply(others)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, for the results."""

@@ -63,6 +63,7 @@ def metrics_of(found) -> dict[str, float]:
 def test_a_small_file_is_learnt(pool, files, tmp_path, name, epochs):
     said = tmp_path / "predictions.json"
     more = ["--epochs", str(epochs), "--lr", "4e-3", "--predictions", str(said)]
+    more += ["--save", str(tmp_path / "saved"), "--save-interval", "1000"]
     found = pool.run(1, run, command(files, name, *more), tmp_path)[0]
     metrics = metrics_of(found)
     version_2 = name == "v2.json"
@@ -142,6 +143,7 @@ def results(pool, layout, argv, folder):
     size, parallel = LAYOUTS[layout]
     folder.mkdir()
     argv = [*argv, *parallel, "--predictions", str(folder / "predictions.json")]
+    argv += [] if "--save" in argv or "--load" in argv else ["--save", str(folder / "saved")]
     found = pool.run(size, run, argv, folder)[0]
     return json.loads((folder / "predictions.json").read_text()), metrics_of(found), found.losses
 

@@ -257,6 +257,7 @@ def test_training_against_transformers(pool, files, tmp_path, kind, layout):
     size, parallel = LAYOUTS[layout]
     train = ["--train-data", str(files / "train.tsv"), "--global-batch-size", "4"]
     load = ["--pretrained-checkpoint", str(reference.folder), *TRAINING]
+    load += ["--save", str(tmp_path / "saved")]
     argv = command(reference, "QQP", *train, *load, *parallel)
     found = pool.run(size, run, argv, tmp_path)[0]
     expected = reference.train("QQP", "train.tsv", 4, 2)

@@ -21,7 +21,7 @@ _TOLERANCE = 2
 
 
 @dataclass(frozen=True)
-class Answer:
+class GoldAnswer:
     """A gold answer: ``text`` is ``context[start : start + len(text)]``."""
 
     text: str
@@ -36,7 +36,7 @@ class Question:
     identity: str
     question: str
     context: str
-    answers: tuple[Answer, ...]
+    answers: tuple[GoldAnswer, ...]
     file: str = "a file"
 
 
@@ -112,7 +112,7 @@ class _Reader:
             )
         return Question(identity, text, context, answers, str(self._path))
 
-    def _answer(self, answer: Any, context: str, identity: str) -> Answer:
+    def _answer(self, answer: Any, context: str, identity: str) -> GoldAnswer:
         where = f"an answer of question {identity}"
         text = self._value(answer, "text", str, where)
         start = self._value(answer, "answer_start", int, where)
@@ -125,7 +125,7 @@ class _Reader:
                 if begin >= 0 and context.startswith(text, begin):
                     if distance:
                         self.moved.append(identity)
-                    return Answer(text, begin)
+                    return GoldAnswer(text, begin)
         self._fail(
             f"question {identity}: the context has {context[max(start, 0) :][: len(text)]!r} at "
             f"answer_start {start}, and not the answer {text!r}; correct answer_start (it counts "

@@ -10,12 +10,12 @@ from megatron.config import ConfigError
 from megatron.families import family_of
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.fine_tuning.command import as_text, with_head
-from megatron.tasks.fine_tuning.examples import Example, Question
+from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
 from megatron.tasks.fine_tuning.prompts import NUMBERS, PROMPTS, number_word
 from megatron.tasks.fine_tuning.tables import TABLES
 from megatron.tasks.fine_tuning.task import Prepared
 from megatron.tasks.fine_tuning.text_to_text import TextTable
-from megatron.tokenizer.byte import ByteTokenizer
+from megatron.tokenizer.byte import ByteLevelTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
 
 ROWS = {
@@ -77,8 +77,8 @@ def prepared(tokenizer, length):
 
 def test_what_is_trained_and_scored():
     task = as_text(TaskConfig(task="QQP"), family_of("gpt"))
-    run = prepared(ByteTokenizer(), 400)
-    rows = [Example(("a b", "c"), 1, "x"), Example(("d", "e"), 0, "y")]
+    run = prepared(ByteLevelTokenizer(0, {"eos": 256}), 400)
+    rows = [LabelledExample(("a b", "c"), 1, "x"), LabelledExample(("d", "e"), 0, "y")]
     held_out = task.held_out_samples(rows, run)
     said = [run.tokenizer.detokenize(t.continuation.tolist()) for t in held_out.samples]
     assert said == [" no", " yes", " no", " yes"]
@@ -98,7 +98,7 @@ def test_what_is_trained_and_scored():
 
 def test_what_does_not_fit():
     """A model that continues text loses the beginning of the prompt, and nothing of the answer."""
-    family, tokenizer = family_of("gpt"), ByteTokenizer()
+    family, tokenizer = family_of("gpt"), ByteLevelTokenizer(0, {"eos": 256})
     model = SimpleNamespace(seq_length=8)
     text = family.answered(model, tokenizer, "a long prompt", "yes")
     assert tokenizer.detokenize(text.context.tolist()) == "rompt"
@@ -125,7 +125,7 @@ def test_answers_of_an_encoder_and_decoder():
 
 def test_labels_that_the_vocabulary_lacks():
     task = TextTable(family_of("t5"), TABLES["SST-2"])
-    rows = [Example(("so good",), 1, "1")]
+    rows = [LabelledExample(("so good",), 1, "1")]
     task.held_out_samples(rows, prepared(vocabulary("so", "negative", "positive"), 16))
     with pytest.raises(ConfigError, match="'negative' and 'positive' are the same tokens"):
         task.training_samples(rows, prepared(vocabulary("so"), 16))
@@ -134,17 +134,19 @@ def test_labels_that_the_vocabulary_lacks():
 def test_numbers():
     task = TextTable(family_of("gpt"), TABLES["STS-B"])
     assert (number_word(3.75), number_word(0.0), number_word(5)) == ("3.8", "0.0", "5.0")
-    asked = task.asked(Example(("a", "b"), 2.5, "1"))
+    asked = task.asked(LabelledExample(("a", "b"), 2.5, "1"))
     assert asked.answers[asked.right] == "2.4" and len(asked.answers) == 26
     scores = np.full((1, 26), -9.0)
     scores[0, 7] = -1
-    (found,) = task.predictions([Example(("a", "b"), 2.5, "1")], scores)
+    (found,) = task.predictions([LabelledExample(("a", "b"), 2.5, "1")], scores)
     assert (found.predicted, found.label) == (1.4, 2.5)
 
 
 def test_race():
     task = as_text(TaskConfig(task="RACE"), family_of("gpt"))
-    question = Question("It rained.", "What happened?", ("sun", "rain", "snow", "fog"), 1, "1:0")
+    question = RaceQuestion(
+        "It rained.", "What happened?", ("sun", "rain", "snow", "fog"), 1, "1:0"
+    )
     asked = task.asked(question)
     assert asked.prompt == "Article: It rained.\n\nQuestion: What happened?\nAnswer:"
     assert asked.answers[asked.right] == "rain"

@@ -6,7 +6,7 @@ import json
 import pytest
 from squad_files import squad_content, write_squad
 
-from megatron.tasks.fine_tuning.squad.questions import Answer, read_questions
+from megatron.tasks.fine_tuning.squad.questions import GoldAnswer, read_questions
 
 
 @pytest.mark.parametrize("negative", [0.0, 0.5])
@@ -24,7 +24,7 @@ def test_read(tmp_path, negative):
         assert (question.identity, question.question) == (qa["id"], qa["question"])
         assert question.context == context
         assert question.answers == tuple(
-            Answer(a["text"], a["answer_start"]) for a in qa["answers"]
+            GoldAnswer(a["text"], a["answer_start"]) for a in qa["answers"]
         )
 
 

@@ -5,7 +5,7 @@ from squad_files import squad_content, write_squad
 from squad_reference import slow_windows
 
 from megatron.config import ConfigError
-from megatron.tasks.fine_tuning.squad.questions import Answer, Question, read_questions
+from megatron.tasks.fine_tuning.squad.questions import GoldAnswer, Question, read_questions
 from megatron.tasks.fine_tuning.squad.windows import Passage, WindowMaker
 
 SEQ, STRIDE, QUERY = 40, 12, 12
@@ -61,7 +61,7 @@ def question(identity, context, *answers, asked="queen?"):
 
 
 def test_refused(pieces, whole):
-    river = Answer("river", 0)
+    river = GoldAnswer("river", 0)
     maker = WindowMaker(pieces, 32, 30, 8)
     with pytest.raises(ConfigError, match="t.json: question q7: --seq-length 32 leaves .*smaller"):
         maker.windows([question("q7", "river " * 60, river)])
@@ -73,11 +73,11 @@ def test_refused(pieces, whole):
     with pytest.raises(ValueError, match="t.json: question q8: its context has no tokens"):
         maker.windows([question("q8", "\u200b ")])
     with pytest.raises(ValueError, match="question q9: its answer .* has no tokens"):
-        maker.windows([question("q9", "river \u200b", Answer("\u200b", 6))])
+        maker.windows([question("q9", "river \u200b", GoldAnswer("\u200b", 6))])
 
 
 def test_questions_about_one_text_share_its_tokens(pieces):
-    answer = Answer("river", 0)
+    answer = GoldAnswer("river", 0)
     questions = [question(str(n), "river queen", answer) for n in range(2)]
     (first,), (second,) = WindowMaker(pieces, 32, 16, 8).windows(questions)
     assert first.passage is second.passage
