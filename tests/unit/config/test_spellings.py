@@ -157,8 +157,9 @@ def test_two_spellings_of_different_values_are_refused(refusal, words, told):
     "flag, told",
     [
         ("--use-npy-data-loader", "tools/preprocess_data.py"),
-        ("--load-openai", "--load reads a folder of Hugging Face"),
-        ("--cloze-eval", "--valid-data-path"),
+        ("--load-openai", "is a flag of scripts/run_gpt2_eval.py"),
+        ("--cloze-eval", "is a flag of scripts/run_gpt2_eval.py"),
+        ("--eval-hf", "--load reads a folder of Hugging Face"),
         ("--top_k", "tools/generate.py"),
     ],
 )
