@@ -165,7 +165,7 @@ def _fresh_head(engine: ModelEngine, source: Source) -> tuple[str, ...]:
     source.notes = (
         *source.notes,
         f"the model of {source.folder} has {source.model.head_shown}: "
-        f"random {', '.join(fresh) or 'nothing'}; left out {', '.join(left_out) or 'nothing'}",
+        f"initialised {', '.join(fresh) or 'nothing'}; left out {', '.join(left_out) or 'nothing'}",
     )
     return fresh
 

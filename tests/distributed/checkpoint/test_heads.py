@@ -130,7 +130,7 @@ LOADED = {
     "span to choice": ("span", (), "multiple_choice", POOLER | of("multichoice_head")),
     "labels to both": ("classification", (), "bert", HEAD),
 }
-"""Family of the checkpoint, its flags, family of the run, and what is random."""
+"""Family of the checkpoint, its flags, family of the run, and what is initialised."""
 SAMPLE = ("both to classification", "labels to a number", "labels to both")
 PLACES = {
     "lm to choice": "dp2-zero3", "labels to a number": "tp2-sp-zero1", "labels to both": "pp2-zero1"
