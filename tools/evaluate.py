@@ -13,15 +13,8 @@ lm-eval has too mean the same, and may be written with underscores. Nothing is d
 HF_DATASETS_OFFLINE=0 is set: tasks read files of this machine. Needs the extra "evaluate".
 """
 
-import sys
-from pathlib import Path
-
-# lm-eval imports a package of this file's name, which must not be found in this folder.
-_HERE = Path(__file__).resolve().parent
-sys.path[:] = [folder for folder in sys.path if Path(folder or ".").resolve() != _HERE]
-
-from megatron.tasks.harness.command import run_evaluation  # noqa: E402
-from megatron.training.run import ending_process, errors_for_users  # noqa: E402
+from megatron.tasks.harness.command import run_evaluation
+from megatron.training.run import ending_process, errors_for_users
 
 
 def main() -> None:

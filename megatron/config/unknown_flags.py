@@ -246,6 +246,8 @@ OWN_FLAGS = {
     "tools/checkpoint/util.py": """--model-type --load-dir --save-dir --loader --saver
         --megatron-path --max-queue-size --true-vocab-size --target-tensor-parallel-size
         --target-pipeline-parallel-size --no-checking""",
+    "tools/evaluate.py": """--tasks --include-path --num-fewshot --limit --use-cache --log-samples
+        --gen-kwargs --apply-chat-template --system-instruction --fewshot-as-multiturn""",
     "tools/train_tokenizer.py": "--min-frequency --byte-fallback",
     "tools/analyze_data.py": "--analyzing-metric --analyzing-num-threads",
     "tools/check_parity.py": "--layouts",

@@ -18,7 +18,7 @@ def wanted_checkpoints(
     options: CheckpointConfig, all_iterations: bool
 ) -> list[FoundCheckpoint | None]:
     """The checkpoint of ``--load``, [None] without a flag that names one, or else all of its
-    checkpoints, in the order of their iterations. Raises CheckpointError if there is none."""
+    checkpoints, in the order of their iterations. Raises CheckpointError without any."""
     if all_iterations:
         return list(checkpoints_in(options))
     origin = find_origin(options)

@@ -79,12 +79,14 @@ def prepared_tasks(config: RunConfig, tokenizer: Tokenizer) -> list[EvaluatedTas
 
 def _in_folder(name: str, config: EvalTasksConfig) -> Path:
     """The file of a task that is given by its name alone."""
-    folder = Path(config.eval_tasks_path or "")
-    if not folder.is_dir():
+    if config.eval_tasks_path is None:
         raise ConfigError(
-            f"--eval-tasks {name}: its file is looked for in --eval-tasks-path "
-            f"{config.eval_tasks_path or '(missing)'}, which is no folder; write {name}=FILE"
+            f"--eval-tasks {name} needs --eval-tasks-path, the folder with its file; or write "
+            f"{name}=FILE"
         )
+    folder = Path(config.eval_tasks_path)
+    if not folder.is_dir():
+        raise ConfigError(f"--eval-tasks-path {folder} is not a folder")
     fitting = sorted(p for p in folder.iterdir() if p.name.startswith(name) and p.is_file())
     if len(fitting) != 1:
         what = ", ".join(path.name for path in fitting) or "none"

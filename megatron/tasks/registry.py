@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pkgutil import resolve_name
 
-from megatron.tasks.task import Task
+from megatron.tasks.task import TaskCommand
 
 _FINE_TUNING = "megatron.tasks.fine_tuning.command:FINE_TUNING"
 
@@ -17,9 +17,9 @@ TASKS: dict[str, str] = {
     ),
     "SQUAD": _FINE_TUNING,
 }
-"""``package.module:OBJECT`` of every :class:`Task`, by its name in ``--task``."""
+"""``package.module:OBJECT`` of every :class:`TaskCommand`, by its name in ``--task``."""
 
 
-def task_named(name: str) -> Task:
+def task_named(name: str) -> TaskCommand:
     """The task of a name in :data:`TASKS`."""
     return resolve_name(TASKS[name])

@@ -73,7 +73,7 @@ class EvaluatedModel:
         return cls(where, iteration, shown, config.tokenizer.tokenizer_type)
 
 
-class Evaluation(NamedTuple):
+class ModelResults(NamedTuple):
     """A model, and what tasks measured with it."""
 
     model: EvaluatedModel
@@ -98,7 +98,7 @@ def table(results: Sequence[TaskResult]) -> str:
     return _aligned(rows, texts=2)
 
 
-def table_of_checkpoints(evaluations: Sequence[Evaluation]) -> str:
+def table_of_checkpoints(evaluations: Sequence[ModelResults]) -> str:
     """A line per iteration, a column per task and metric."""
     every = [result for each in evaluations for result in each.results]
     columns = dict.fromkeys((result.name, name) for result in every for name in result.metrics)
@@ -123,7 +123,7 @@ def _aligned(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
     return "\n".join((lines[0], "  ".join("-" * width for width in widths), *lines[1:]))
 
 
-def finish(evaluations: Sequence[Evaluation], output: str | None, plot: Path) -> None:
+def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path) -> None:
     """Prints the final table, and writes the JSON file ``output`` if there is one; of several
     checkpoints it draws ``plot`` too."""
     if len(evaluations) == 1:
@@ -139,7 +139,7 @@ def finish(evaluations: Sequence[Evaluation], output: str | None, plot: Path) ->
         write_results(Path(output), evaluations)
 
 
-def write_results(path: Path, evaluations: Sequence[Evaluation]) -> None:
+def write_results(path: Path, evaluations: Sequence[ModelResults]) -> None:
     """Writes what was evaluated, with which versions, and the results, an entry for each model; the
     file appears when it is complete. NaN and infinity are null, as JSON has neither."""
     content = {
@@ -178,7 +178,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def draw_checkpoints(evaluations: Sequence[Evaluation], output_png: Path) -> None:
+def draw_checkpoints(evaluations: Sequence[ModelResults], output_png: Path) -> None:
     """Draws, over iterations, a panel for each metric that tasks share, bits per byte first."""
     series: dict[str, dict[str, tuple[list[int], list[float]]]] = {}
     for model, results in evaluations:

@@ -8,7 +8,7 @@ from megatron.config import Settings
 from megatron.tasks.config import TaskConfig
 
 
-class Task(ABC):
+class TaskCommand(ABC):
     """A task of ``tasks/main.py``."""
 
     @abstractmethod

@@ -21,7 +21,7 @@ ROUNDS = 8
 once in a run, and progress is reported after each."""
 
 MULTIPLE = 8
-"""Padded lengths are multiples of it: few different shapes, with fast kernels."""
+"""On GPUs padded lengths are multiples of it: few different shapes, with fast kernels."""
 
 WASTE = 1.125
 """How much longer than its own samples need a batch may be, for the one shape of a pipeline's
@@ -102,7 +102,12 @@ def _runs(engine: ModelEngine, count: int, size: int, lengths: Any = None) -> It
     mesh, slices = engine.mesh, 1
     if engine.config.parallel.sequence_parallel:
         slices = mesh.tensor.size
-    rounds = _rounds(count, mesh.data.size, size, lengths, int(np.lcm(MULTIPLE, slices)))
+    multiple = slices if engine.device.type == "cpu" else int(np.lcm(MULTIPLE, slices))
+    if count:
+        # As many batches as that size needs, of one smaller size if fewer are then filled up.
+        batches = -(-count // (mesh.data.size * size))
+        size = -(-count // (mesh.data.size * batches))
+    rounds = _rounds(count, mesh.data.size, size, lengths, multiple)
     run: list[Round] = []
     for each in rounds:
         if run and (

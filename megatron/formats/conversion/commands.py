@@ -182,7 +182,10 @@ def from_hf(argv: Sequence[str]) -> None:
         f"{output}: {source.architecture.title} of {path}, {len(source.names())} parameters; "
         f"{result}"
     )
-    print(f"train on it with --load {output} --use-checkpoint-args")
+    if source.model.head == "lm":
+        print(f"train on it with --load {output} --use-checkpoint-args")
+    else:
+        print(f"evaluate it, or train on it, with tasks/main.py --load {output}")
 
 
 @dataclass(frozen=True)

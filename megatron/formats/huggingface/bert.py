@@ -204,7 +204,7 @@ def _write(model: ModelConfig) -> dict[str, Any]:
 def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
     """Megatron's head computes GELU exactly, whatever the MLP does."""
     head, inner = model.head_activation, model.mlp.activation
-    if head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
+    if not _predicts(model) or head == inner or not {head, inner} <= {"gelu_erf", "gelu_tanh"}:
         return model, ""
     why = (
         f"hidden_act is the activation of MLP and output head, and here they differ: {inner} is "
@@ -215,7 +215,7 @@ def _nearest(model: ModelConfig) -> tuple[ModelConfig, str]:
 
 def _one_activation(model: ModelConfig) -> bool:
     near, _ = _nearest(model)
-    return near.head_activation == near.mlp.activation
+    return not _predicts(model) or near.head_activation == near.mlp.activation
 
 
 _TASKS = {

@@ -131,12 +131,14 @@ def arguments_of_model(model: ModelConfig) -> dict[str, Any]:
         ),
     }
     wanted = [flag for flag, fits in conditions.items() if not fits]
+    written_too: set[str] = set()
     if model.family in families:
         names = names_of_family(model.family)
         if model.encoder_decoder != names.flags.get("encoder_decoder", False):
             wanted.append("a decoder behind an encoder in the families that have one, and no other")
         wanted += [need.wanted for need in names.requirements if not need.holds(model)]
-    surplus = features_of(model) - _FEATURES
+        written_too = {"head"} if names.heads else set()
+    surplus = features_of(model) - _FEATURES - written_too
     wanted += [without(feature) for feature in FEATURES if feature in surplus]
     if wanted:
         raise ValueError(f"Megatron's old layout requires {', '.join(wanted)}")

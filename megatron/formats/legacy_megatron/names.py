@@ -34,6 +34,8 @@ HEADS = {
     "lm_head.layernorm": "lm_head.norm",
     "lm_head.norm": "lm_head.norm",
     "binary_head": "binary_head",
+    "classification_head": "classification_head",
+    "multichoice_head": "multichoice_head",
 }
 """Modules beside ``language_model``."""
 
@@ -90,42 +92,54 @@ class FamilyNames:
     """How the parameters of a family's models are called.
 
     Attributes:
-        mark: start of the name of a parameter that only its files have, on the last pipeline rank;
-            None for the family of all others.
+        marks: starts of names of parameters of which only its files have one, on the last pipeline
+            rank; none for the family of all others.
         stacks: by Megatron's name, in the order of the pipeline.
         flags: fields of :class:`ModelFlags` that all its models have.
         requirements: conditions on a network that is written, besides those of all families.
         seen: fields of :class:`ModelFlags` that follow from which parameters there are.
+        heads: by the name of a head's weight [outputs, hidden], the fields that it shows.
     """
 
     family: str
-    mark: str | None
+    marks: tuple[str, ...]
     stacks: Mapping[str, Stack]
     flags: Mapping[str, Any] = field(default_factory=dict)
     requirements: tuple[Requirement, ...] = ()
     seen: Callable[[Collection[str]], dict[str, Any]] = lambda names: {}
+    heads: Mapping[str, Callable[[int], dict[str, Any]]] = field(default_factory=dict)
 
 
 _ONE_STACK = {"encoder": Stack("", "num_layers", lambda model: model.num_layers)}
 
-GPT = FamilyNames("gpt", None, _ONE_STACK)
+GPT = FamilyNames("gpt", (), _ONE_STACK)
 BERT = FamilyNames(
     "bert",
-    "lm_head.dense.",
+    ("lm_head.dense.", "classification_head.", "multichoice_head."),
     _ONE_STACK,
     requirements=(
         Requirement(lambda model: model.mlp.bias, "no --disable-bias-linear"),
         Requirement(
-            lambda model: model.token_types == (2 if model.bert_binary_head else 0),
+            lambda model: (
+                model.token_types == (2 if model.bert_binary_head or model.head != "lm" else 0)
+            ),
             "--num-tokentypes 2, or 0 with --bert-no-binary-head",
         ),
+        Requirement(lambda model: model.head != "span", "another head than for spans"),
     ),
     seen=lambda names: {"bert_binary_head": "binary_head.weight" in names},
+    heads={
+        "classification_head.weight": lambda labels: {
+            "head": "classification",
+            "num_labels": labels,
+        },
+        "multichoice_head.weight": lambda _: {"head": "multiple_choice"},
+    },  # fmt: skip
 )
 
 T5 = FamilyNames(
     "t5",
-    "language_model.decoder.",
+    ("language_model.decoder.",),
     {
         "encoder": Stack("encoder.", "num_layers", lambda model: model.num_layers),
         "decoder": Stack(
@@ -167,7 +181,7 @@ def family_of_names(names: Iterable[str]) -> FamilyNames:
     return next(
         known
         for known in FAMILIES
-        if known.mark is None or any(name.startswith(known.mark) for name in names)
+        if not known.marks or any(name.startswith(known.marks) for name in names)
     )
 
 

@@ -212,6 +212,10 @@ class MegatronCheckpoint(Source):
         types = self._locations.get("embedding.tokentype_embeddings.weight")
         if types is not None and types.shape[0] != model.token_types:
             model = dataclasses.replace(model, num_tokentypes=types.shape[0])
+        for name, fields in self._names.heads.items():
+            if name in self._locations:
+                shown = fields(self._locations[name].shape[0])
+                model = dataclasses.replace(model, **shown)
         size = unpadded_vocabulary(self._arguments, rows)
         if self._described is not None and not self._arguments:
             size = min(self._described.vocabulary.size, rows)

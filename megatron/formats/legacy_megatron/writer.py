@@ -130,7 +130,7 @@ def _rank(
             placed = to_megatron(name, stages.first_block(theirs, rank.pipeline), names)
             assert placed is not None
             found[placed] = share(name)
-    if model.embedding.tied and 0 < rank.pipeline == sizes.pipeline - 1:
+    if model.head == "lm" and model.embedding.tied and 0 < rank.pipeline == sizes.pipeline - 1:
         found[HEAD_COPY] = share("embedding.word_embeddings.weight")
     return found
 

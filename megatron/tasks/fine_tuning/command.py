@@ -11,10 +11,10 @@ from megatron.tasks.fine_tuning.squad.task import Squad
 from megatron.tasks.fine_tuning.tables import TABLES
 from megatron.tasks.fine_tuning.task import FineTuning
 from megatron.tasks.fine_tuning.text_to_text import TextRace, TextTable
-from megatron.tasks.task import Task
+from megatron.tasks.task import TaskCommand
 
 
-class FineTuningTask(Task):
+class FineTuningTask(TaskCommand):
     """Fine-tunes a model for a task, or evaluates a fine-tuned one."""
 
     def run(self, config: TaskConfig, settings: Settings, processes: int) -> None:

@@ -33,7 +33,7 @@ from megatron.tasks.fine_tuning.evaluation import (
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
 from megatron.tasks.fine_tuning.scores import overall_line
 from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
-from megatron.tasks.report import EvaluatedModel, Evaluation, finish
+from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.zeroshot.command import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.run import Run, build_trainer, run_of, show_configuration
@@ -52,7 +52,7 @@ def fine_tune(
     task: FineTuning, config: TaskConfig, settings: Settings, processes: int
 ) -> list[EpochEvaluation]:
     """Fine-tunes and evaluates after every epoch, or evaluates only; returns the evaluations of
-    this process. Raises what :meth:`megatron.tasks.task.Task.run` raises."""
+    this process. Raises what :meth:`megatron.tasks.task.TaskCommand.run` raises."""
     if config.epochs is None:
         raise ConfigError("--epochs is missing: how often to train on all samples, 0 to evaluate")
     examples = read_examples(task, config)
@@ -221,7 +221,7 @@ def _finish(
     if not evaluations:
         return
     found = [
-        Evaluation(
+        ModelResults(
             EvaluatedModel.of(run.config, folder, each.iteration),
             [one.result for one in each.sets],
         )

@@ -12,7 +12,7 @@ from megatron.config import ConfigError
 from megatron.util.processes import is_main_process
 
 MADE_BY = "model"
-"""Key of the description of the model, which is no key of lm-eval's."""
+"""Key of the description of the model, which lm-eval itself never asks for."""
 
 
 class AnswerCache:
@@ -24,7 +24,7 @@ class AnswerCache:
         model: what the answers depend on; another model does not get them.
 
     Raises:
-        ConfigError: the file is of another model, or is no such file.
+        ConfigError: the file is of another model, or not a file of that kind.
     """
 
     def __init__(self, path: str, model: str) -> None:
@@ -57,7 +57,7 @@ class AnswerCache:
         return None
 
     def find(self, method: str, requests: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """The kept answer to each request, None where there is none; the same on every rank."""
+        """The kept answer to each request, None where it is missing; the same on every rank."""
         found = None
         if self._answers is not None:
             found = [self._answers.get(hash_args(method, arguments)) for arguments in requests]

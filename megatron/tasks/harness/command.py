@@ -6,6 +6,7 @@ import importlib.util
 import json
 import logging
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -105,6 +106,10 @@ def require_harness() -> None:
             f"lm_eval is not installed: pip install 'megatron-deepspeed[{EXTRA}]', or from a "
             f"source tree pip install -e '.[{EXTRA}]'"
         )
+    # lm-eval imports a package named evaluate, which must not be found among the tools.
+    tools = Path(sys.argv[0]).resolve().parent
+    if (tools / "evaluate.py").is_file():
+        sys.path[:] = [folder for folder in sys.path if Path(folder).resolve() != tools]
     if not is_main_process():
         logging.getLogger("lm_eval").setLevel(logging.ERROR)
     # Read when these packages are imported.
@@ -134,7 +139,7 @@ def _values(config: HarnessConfig) -> dict[str, Any] | None:
     try:
         return json.loads(text) if text.startswith("{") else simple_parse_args_string(text) or None
     except ValueError as error:
-        raise ConfigError(f"--metadata {text} is no JSON: {error}") from None
+        raise ConfigError(f"--metadata {text} is not JSON: {error}") from None
 
 
 def evaluate(

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 import functools
+import logging
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
+from jinja2.exceptions import TemplateError
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
 from megatron.config import ConfigError
+from megatron.data.scored_text import ScoredText
 from megatron.families import family_of
 from megatron.tasks.harness.cache import AnswerCache
-from megatron.tasks.harness.scoring import Answer, TextScorer, TokenRequest
+from megatron.tasks.harness.scoring import Likelihood, TextScorer, TokenRequest
+from megatron.util.processes import is_main_process
+
+logger = logging.getLogger(__name__)
 
 EncodedPair = tuple[tuple[str, str] | None, list[int], list[int]]
 """Context and continuation: the texts, None for a window of a longer one, and their token ids."""
@@ -31,7 +38,7 @@ class HarnessModel(TemplateLM):
             or else its end.
 
     Raises:
-        ConfigError: the model has no number of positions, and none is given.
+        ConfigError: a model of its family does not predict text.
     """
 
     def __init__(
@@ -42,12 +49,15 @@ class HarnessModel(TemplateLM):
         cache: AnswerCache | None = None,
     ) -> None:
         super().__init__()
-        model = scorer.engine.config.model
+        config = scorer.engine.config
+        model, family = config.model, family_of(config.model.family)
+        # A family that predicts no text is refused before prompts are made.
+        family.scored_lengths(config, [ScoredText(np.zeros(1), np.zeros(1))])
         self.scorer, self.answer_cache = scorer, cache
         self.text_tokenizer = scorer.tokenizer
         # What only transformers' tokenizers have, chat templates above all.
         self.tokenizer = getattr(self.text_tokenizer, "transformers_tokenizer", None)
-        self.backend = "seq2seq" if family_of(model.family).encodes_context else "causal"
+        self.backend = "seq2seq" if family.encodes_context else "causal"
         self.max_length = max_length or model.positions.max_position_embeddings
         self._device = scorer.engine.device
         self._prefix_token_id = prefix_token_id
@@ -159,12 +169,21 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         pairs = [self._cut(context, continuation) for _, context, continuation in requests]
 
-        def keep(answers: Sequence[tuple[int, Answer]]) -> None:
+        def keep(answers: Sequence[tuple[int, Likelihood]]) -> None:
             if self.answer_cache is not None:
                 texts = [(requests[number][0], tuple(answer)) for number, answer in answers]
                 known = [(text, answer) for text, answer in texts if text is not None]
                 self.answer_cache.add("loglikelihood", known)
 
+        shortened = sum(
+            len(pair.context) < len(context)
+            for pair, (_, context, _) in zip(pairs, requests, strict=True)
+        )
+        if shortened and is_main_process():
+            logger.warning(
+                f"{shortened} of {len(pairs)} requests are longer than {self.max_length} tokens, "
+                "and lose the beginning of their context"
+            )
         with self._timed(pairs):
             found = self.scorer.answers(pairs, self.backend == "causal", keep)
         return [(log_prob, greedy) for log_prob, greedy in found]
@@ -213,13 +232,22 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The conversation in the tokenizer's chat template. Raises ConfigError if it has none."""
-        return self._chat_tokenizer().apply_chat_template(
-            chat_history,
+        """The conversation in the tokenizer's chat template, without system messages if the
+        template refuses them. Raises ConfigError if it has none."""
+        apply = functools.partial(
+            self._chat_tokenizer().apply_chat_template,
             tokenize=False,
             add_generation_prompt=add_generation_prompt,
             continue_final_message=not add_generation_prompt,
         )
+        try:
+            return apply(chat_history)
+        except TemplateError as error:
+            others = [message for message in chat_history if message["role"] != "system"]
+            if len(others) == len(chat_history):
+                raise
+            logger.warning(f"the chat template refuses system messages, left out: {error}")
+            return apply(others)
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """The template itself, for the results."""

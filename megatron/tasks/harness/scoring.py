@@ -22,7 +22,7 @@ ROUNDS = 64
 """Micro batches of a rank, times the stages of a pipeline, after which answers are handed on."""
 
 
-class Answer(NamedTuple):
+class Likelihood(NamedTuple):
     """The log-probability (natural logarithm) of a continuation, and whether every token of it is
     the most probable one."""
 
@@ -37,7 +37,7 @@ class TokenRequest(NamedTuple):
     continuation: Sequence[int]
 
 
-OnAnswers = Callable[[Sequence[tuple[int, Answer]]], object]
+OnAnswers = Callable[[Sequence[tuple[int, Likelihood]]], object]
 """Called with numbers of requests and their answers."""
 
 
@@ -71,13 +71,13 @@ class TextScorer:
 
     def answers(
         self, requests: Sequence[TokenRequest], share: bool = True, on_answers: OnAnswers = id
-    ) -> list[Answer]:
+    ) -> list[Likelihood]:
         """The answer to each request. Requests that differ in their last token only are one text,
         which the model reads once, if they may ``share``. ``on_answers`` is called from time to
         time. Raises ConfigError if the model's family does not predict text; ValueError if a
         request is longer than its positions."""
         texts = _texts(requests, share)
-        found: list[Answer | None] = [None] * len(requests)
+        found: list[Likelihood | None] = [None] * len(requests)
         with progress_bar("scoring", total=len(requests), unit=" requests") as bar:
             for measure, several in ((TEXT_SCORES, False), (CHOICE_SCORES, True)):
                 chosen = [text for text in texts if (len(text.last) > 1) == several]
@@ -100,14 +100,17 @@ class TextScorer:
 
     def _measured(
         self, texts: Sequence[_Text], measure: Measure, size: int
-    ) -> list[tuple[int, Answer]]:
+    ) -> list[tuple[int, Likelihood]]:
         most = max(len(text.last) for text in texts)
         scored = [text.scored(most) for text in texts]
         numbers = measure_texts(self.engine, self.tokenizer, scored, size, measure=measure)
         shape = (len(texts), -1)
         log_probs, correct = (numbers[name].reshape(shape) for name in ("log_prob", "correct"))
         return [
-            (number, Answer(float(log_probs[row, place]), bool(correct[row, place] == text.scores)))
+            (
+                number,
+                Likelihood(float(log_probs[row, place]), bool(correct[row, place] == text.scores)),
+            )
             for row, text in enumerate(texts)
             for place, last in enumerate(text.last.values())
             for number in last

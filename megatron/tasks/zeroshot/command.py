@@ -25,8 +25,8 @@ from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
 from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.report import EvaluatedModel, Evaluation, finish
-from megatron.tasks.task import Task
+from megatron.tasks.report import EvaluatedModel, ModelResults, finish
+from megatron.tasks.task import TaskCommand
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
 from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
@@ -50,7 +50,7 @@ _SAVING = {
 
 
 @dataclass(frozen=True)
-class ZeroShot(Task):
+class ZeroShot(TaskCommand):
     """A zero-shot task of ``tasks/main.py``.
 
     Attributes:
@@ -64,7 +64,7 @@ class ZeroShot(Task):
     stride: int | None = None
 
     def run(self, config: TaskConfig, settings: Settings, processes: int) -> None:
-        """See :meth:`Task.run`."""
+        """See :meth:`TaskCommand.run`."""
         if not config.valid_data:
             raise ConfigError(f"--task {self.name} needs --valid-data, the file to evaluate on")
         self._check_family(settings)
@@ -94,7 +94,7 @@ class ZeroShot(Task):
         engine: Evaluator,
         found: FoundCheckpoint | None,
         tell: Callable[[str], None],
-    ) -> Evaluation:
+    ) -> ModelResults:
         """A checkpoint's results; None: those of random weights."""
         config, iteration, folder = engine.config, None, None
         if found is None:
@@ -107,14 +107,14 @@ class ZeroShot(Task):
                 tell(note)
         size, every = config.training.micro_batch_size, config.logging.log_interval
         texts, per_round = len(task.texts), size * engine.mesh.data.size
-        with Progress(self.name, texts, per_round, every, tell) as shown:
+        with EvaluationProgress(self.name, texts, per_round, every, tell) as shown:
             result = task.evaluate(engine, size, shown)
         read = sum(len(text.context) + len(text.continuation) - 1 for text in task.texts)
         speed = read / max(result.seconds, 1e-9)
         tell(f" > {read:,} tokens read in {result.seconds:.1f} s: {speed:,.0f} tokens/s")
         for line in result.lines:
             tell(line)
-        return Evaluation(EvaluatedModel.of(config, folder, iteration), [result])
+        return ModelResults(EvaluatedModel.of(config, folder, iteration), [result])
 
     def _check_family(self, settings: Settings) -> None:
         family = settings.get("family", Setting(ModelConfig.family, "default"))
@@ -181,7 +181,7 @@ def evaluation_settings(config: TaskConfig, settings: Settings) -> tuple[Setting
     return kept, [o.removeprefix("flag ") for o in origins if o.startswith("flag ")]
 
 
-class Progress:
+class EvaluationProgress:
     """Shows how far an evaluation is: a bar on a terminal, and upstream's lines.
 
     Args:
@@ -199,7 +199,7 @@ class Progress:
         self._told = -1
         self._done = 0
 
-    def __enter__(self) -> Progress:
+    def __enter__(self) -> EvaluationProgress:
         self(0)
         return self
 

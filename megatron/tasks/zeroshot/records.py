@@ -35,9 +35,9 @@ class Record(NamedTuple):
 
 
 def records_of(path: str, key: str, delim: str | None = None) -> Iterator[Record]:
-    """The texts under a key in the lines of a file, blank lines left out; of a folder or glob, file
-    by file. Raises FileNotFoundError; ConfigError if there is none; ValueError, which names the
-    line, if one is not a JSON object with a string under the key."""
+    """The texts under a key in the lines of a file, blank lines left out; of a folder or glob, one
+    after the other. Raises FileNotFoundError; ConfigError if no line has a text; ValueError, which
+    names the line, if one is not a JSON object with a string under the key."""
     empty = True
     for records in text_records(path, key, delim):
         for span in records.ranges():

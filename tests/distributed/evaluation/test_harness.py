@@ -3,6 +3,7 @@ same weights. Everything that imports lm-eval runs in the pool, whose processes 
 
 import pickle
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -41,9 +42,7 @@ def make(folder: Path) -> None:
     write_tasks(folder / "tasks", texts, folder / "hf", documents=8)
 
 
-def flags(
-    folder: Path, model: str = "hf", size: int = 8, tasks: str = ",".join(KINDS)
-) -> list[str]:
+def flags(folder: Path, size: int = 8, model: str = "hf") -> list[str]:
     return [
         *("--load", str(folder / model), "--include-path", str(folder / "tasks")),
         *("--tasks", ",".join(KINDS), "--batch-size", str(size), "--bootstrap-iters", "0"),
@@ -59,7 +58,7 @@ def both(folder: Path, size: int, mutation: str | None = None) -> int:
 
 
 def test_answers_are_those_of_the_hf_model(pool, made):
-    (most_probable,) = pool.run(1, both, made, 8)
+    (most_probable,) = pool.run(1, both, made, 8, timeout=300)
     assert most_probable > 0
 
 
@@ -115,14 +114,14 @@ MUTATIONS = {
 @pytest.mark.parametrize("mutation", MUTATIONS)
 def test_what_is_wrong_shows(mutation, pool, made):
     with pytest.raises(RankError, match="AssertionError"):
-        pool.run(1, both, made, 8, mutation)
+        pool.run(1, both, made, 8, mutation, timeout=900)
 
 
 @pytest.fixture(scope="module")
 def exported(pool, made) -> Path:
     """As ``made``, with the model in this project's format, ``hf`` exported from that, and the hf
     model's results for both batch sizes."""
-    pool.run(1, export, made)
+    pool.run(1, export, made, timeout=900)
     return made
 
 
@@ -152,7 +151,7 @@ def compare(folder: Path, argv: list[str], size: int) -> int:
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_every_layout_answers_as_the_export(layout, size, pool, exported):
     processes = PROCESSES.get(layout, 2)
-    most_probable, *_ = pool.run(processes, compare, exported, LAYOUTS[layout], size)
+    most_probable, *_ = pool.run(processes, compare, exported, LAYOUTS[layout], size, timeout=900)
     assert most_probable > 0
 
 
@@ -185,14 +184,16 @@ def twice(folder: Path) -> tuple[int, int]:
 def test_answers_in_the_cache_are_not_computed_again(processes, pool, made):
     for path in made.glob("answers*"):
         path.unlink()
-    for first, second in pool.run(processes, twice, made):
+    for first, second in pool.run(processes, twice, made, timeout=900):
         assert first > 50 and second == 0
     assert [path.name for path in made.glob("answers*")] == ["answers_rank0.db"]
 
 
 def refused(folder: Path) -> list[str]:
     """For the pool: what is said about tasks that cannot be loaded."""
-    from megatron.tasks.harness.tasks import load_tasks
+    from lm_eval.tasks import TaskManager
+
+    from megatron.tasks.harness import tasks
 
     (folder / "tasks" / "far.yaml").write_text(
         "task: far\ndataset_path: nobody/no-such-data\ntest_split: test\n"
@@ -201,17 +202,23 @@ def refused(folder: Path) -> list[str]:
     gone = (folder / "tasks" / "cloze.yaml").read_text().replace("cloze", "gone")
     (folder / "tasks" / "gone.yaml").write_text(gone)
     said = []
-    for task in ("far", "gone", "far*", "wrods"):
-        with pytest.raises(ConfigError) as error:
-            load_tasks([task], str(folder / "tasks"), None)
+    for task in ("far", "gone", "wrods"):
+        # Reading lm-eval's own task files takes ten seconds.
+        quick = patch.object(tasks, "TaskManager", partial(quick_manager, TaskManager))
+        with pytest.raises(ConfigError) as error, quick:
+            tasks.load_tasks([task], str(folder / "tasks"), None)
         said.append(str(error.value))
     return said
 
 
+def quick_manager(manager, include_defaults=False, **others):
+    return manager(include_defaults=False, **others)
+
+
 @pytest.mark.proof
 def test_tasks_without_data_are_refused(pool, made):
-    (said,) = pool.run(1, refused, made)
-    far, gone, pattern, unknown = said
-    assert "would be downloaded" in far and "--include-path" in far and pattern == far
+    (said,) = pool.run(1, refused, made, timeout=900)
+    far, gone, unknown = said
+    assert "would be downloaded" in far and "--include-path" in far
     assert "gone.jsonl" in gone
     assert "no task, group or tag" in unknown and "words" in unknown

@@ -1,18 +1,21 @@
 """Scores of text on every layout, from an evaluator and from an engine in training, against plain
 torch in float64."""
 
+import itertools
 from functools import cache
 
 import numpy as np
 import pytest
 import torch
 from family_models import FAMILIES, NO_DROPOUT, RELATIVE
-from training_jobs import TINY
+from training_jobs import TINY, train
 
+from megatron.checkpoint.source import locate_checkpoint
 from megatron.config.layouts import parse_layout
 from megatron.data.scored_text import ScoredText
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.evaluator import build_evaluator
+from megatron.engine.loading import load_checkpoint
 from megatron.families import build_model, family_of, spec_of
 from megatron.model.layer_list import initialise
 from megatron.training.measuring import measure_texts
@@ -86,18 +89,61 @@ def agree(found, model: str, tolerance: float = 1e-5) -> None:
 
 
 LAYOUTS = ["dp1", "tp2", "tp2-sp", "pp2", "dp2", "tp2-dp2", "tp2-sp-pp2", "pp2-interleaved"]
+QUICK = {("gpt", "tp2-sp", 3), ("t5", "pp2", 3), ("gpt", "dp2-zero3", 3)}
+"""Those of the default suite."""
 
 
-@pytest.mark.parametrize("size", [1, 3])
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", FLAGS)
+def cases(layouts: list[str], sizes: list[int]):
+    """Every model on every layout with every size of a micro batch."""
+    return [
+        pytest.param(*case, marks=() if case in QUICK else pytest.mark.proof)
+        for case in itertools.product(FLAGS, layouts, sizes)
+    ]
+
+
+@pytest.mark.parametrize(("model", "layout", "size"), cases(LAYOUTS, [1, 3]))
 def test_scores_are_those_of_plain_torch(pool, model, layout, size):
     parsed = parse_layout(layout)
     agree(pool.run(parsed.processes, scores, model, parsed.flags(), size), model)
 
 
-@pytest.mark.parametrize("layout", ["dp2-zero3", "tp2-sp-dp2-zero1", "pp2-zero1"])
-@pytest.mark.parametrize("model", FLAGS)
-def test_scores_of_an_engine_in_training(pool, model, layout):
+@pytest.mark.parametrize(
+    ("model", "layout", "size"), cases(["dp2-zero3", "tp2-sp-dp2-zero1", "pp2-zero1"], [3])
+)
+def test_scores_of_an_engine_in_training(pool, model, layout, size):
     parsed = parse_layout(layout)
-    agree(pool.run(parsed.processes, scores, model, parsed.flags(), 3, True), model)
+    agree(pool.run(parsed.processes, scores, model, parsed.flags(), size, True), model)
+
+
+def loaded(argv: list[str], folder: str):
+    """Scores by a checkpoint, and the dtypes of the weights; for the pool."""
+    run = parse_run(None, [*FLAGS["gpt"], *WIDE, *argv])
+    with distributed(run.config.parallel) as mesh:
+        spec = spec_of(run.config.model, run.config.parallel)
+        engine = build_evaluator(run.config, spec, mesh, training_device())
+        load_checkpoint(engine, locate_checkpoint(folder), weights_only=True)
+        assert not any(param.requires_grad for param in engine.names)
+        dtypes = {param.dtype for param in engine.model.parameters()}
+        return measure_texts(engine, WithStart(), texts(), 3), dtypes
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    ("layout", "precision", "dtype", "tolerance"),
+    [
+        ("tp2-pp2", [], torch.float32, 1e-5),
+        ("dp2", ["--bf16"], torch.bfloat16, 0.05),
+        ("pp2-interleaved", ["--bf16"], torch.bfloat16, 0.05),
+        ("tp2", ["--fp16"], torch.float16, 0.01),
+    ],
+)
+def test_a_checkpoint_of_another_layout(pool, tmp_path, layout, precision, dtype, tolerance):
+    """Initial weights, saved by two ranks at stage 3 after a step that changes nothing."""
+    still = ["--lr", "1e-12", "--weight-decay", "0", "--zero-stage", "3", "--save", str(tmp_path)]
+    pool.run(2, train, [*FLAGS["gpt"], *WIDE, *still])
+    parsed = parse_layout(layout)
+    log_prob, _ = plain_scores("gpt")
+    argv = [*parsed.flags(), *precision]
+    for found, dtypes in pool.run(parsed.processes, loaded, argv, str(tmp_path)):
+        assert dtypes == {dtype}
+        np.testing.assert_allclose(found["log_prob"], log_prob, rtol=tolerance)

@@ -12,7 +12,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig
 from megatron.tasks import checkpoints
 from megatron.tasks.checkpoints import checkpoints_in, wanted_checkpoints
-from megatron.tasks.report import EvaluatedModel, Evaluation, TaskResult, bits_per_byte, finish
+from megatron.tasks.report import EvaluatedModel, ModelResults, TaskResult, bits_per_byte, finish
 
 MODEL = EvaluatedModel.of(run_config(), Path("runs/global_step20"), 20)
 
@@ -32,7 +32,7 @@ def test_table_and_file_of_one_checkpoint(tmp_path, capsys):
         result("wikitext", perplexity=31.25, bits_per_byte=math.nan),
         result("lambada", accuracy=0.5),
     ]
-    finish([Evaluation(MODEL, results)], str(output), tmp_path / "unused.png")
+    finish([ModelResults(MODEL, results)], str(output), tmp_path / "unused.png")
     assert capsys.readouterr().out.splitlines() == [
         "task      metric         value  examples  tokens/s",
         "--------  -------------  -----  --------  --------",
@@ -67,7 +67,7 @@ def test_table_and_picture_of_several_checkpoints(tmp_path, capsys, monkeypatch)
     original = Axes.plot
     monkeypatch.setattr(Axes, "plot", lambda *a, **kw: drawn.append(a[1:]) or original(*a, **kw))
     evaluations = [
-        Evaluation(
+        ModelResults(
             EvaluatedModel.of(run_config(), Path(f"global_step{n}"), n),
             [result("wikitext", perplexity=90 / n, bits_per_byte=9 / n, token_ratio=1.5)],
         )

@@ -8,7 +8,7 @@ from megatron.config.flags import build
 from megatron.tasks.command import run_task, task_settings
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, task_named
-from megatron.tasks.task import Task
+from megatron.tasks.task import TaskCommand
 from megatron.tasks.zeroshot.command import evaluation_settings
 from megatron.training.run import RunToolParser
 
@@ -32,13 +32,13 @@ def test_help_is_about_the_task(capsys):
         run_task(load_program("tasks/main.py").__doc__, ["--help"])
     text = " ".join(capsys.readouterr().out.split())
     assert "--valid-data STR [STR ...] Files or folders to evaluate on." in text
-    assert "Number of newest checkpoints to keep" not in text and "--num-layers N" not in text
+    assert "Like --train-data, for validation" not in text and "--hidden-size" not in text
     assert all(name in text for name in TASKS)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_every_task_of_the_list_exists(name):
-    assert isinstance(task_named(name), Task)
+    assert isinstance(task_named(name), TaskCommand)
 
 
 @pytest.mark.parametrize(

@@ -217,16 +217,18 @@ def test_heads_for_labelled_text(head, post_norm, saved, tmp_path, capsys):
     """To a folder of Hugging Face and back, by what the tool runs."""
     names = ("yes", "no", "maybe") if head == "classification" else ()
     source = saved(
-        bias_gelu_fusion=False, label_names=names, bert_binary_head=not post_norm,
+        label_names=names, bert_binary_head=not post_norm,
         apply_residual_connection_post_layernorm=post_norm, **HEADS[head],
     )  # fmt: skip
     folder = tmp_path / "hf"
     folder.mkdir()
     assert "logits of 2 texts agree" in export_hf(source, folder, 10**9)
+    assert "approximated" not in capsys.readouterr().out  # no activation but the MLP's
     back = HuggingFaceFolder(folder)
     assert back.model.head == head and back.model.label_names == names
     assert_equal(weights_of(folder), {n: source.tensor(n) for n in source.names()})
     from_hf(["--input", str(folder), "--output", str(tmp_path / "back")])
+    assert f"with tasks/main.py --load {tmp_path / 'back'}" in capsys.readouterr().out
     again = open_checkpoint(tmp_path / "back")
     assert again.model.num_labels == source.model.num_labels
     assert_equal({n: again.tensor(n) for n in again.names()}, weights_of(folder))

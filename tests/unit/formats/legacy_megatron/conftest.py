@@ -115,12 +115,18 @@ def bert_weights(random_weights):
                 "pooler.dense.weight": (hidden, hidden), "pooler.dense.bias": (hidden,),
                 "binary_head.weight": (2, hidden), "binary_head.bias": (2,),
             }  # fmt: skip
+        if model.head != "lm":
+            labels, name = model.num_labels or 1, "classification_head"
+            name = name if model.num_labels else "multichoice_head"
+            heads = {n: shape for n, shape in heads.items() if "lm_head" not in n}
+            heads = {n: shape for n, shape in heads.items() if "binary_head" not in n}
+            heads |= {f"{name}.weight": (labels, hidden), f"{name}.bias": (labels,)}
         generator = torch.Generator().manual_seed(seed + 100)
         found = random_weights(model, seed, dtype)
         for name, shape in heads.items():
             found[name] = torch.randn(shape, generator=generator).to(dtype)
         order = ("embedding", "layers", "final_norm", "output_layer", "pooler", "lm_head.bias",
-                 "lm_head", "binary_head")  # fmt: skip
+                 "lm_head", "binary_head", "classification_head", "multichoice_head")  # fmt: skip
         return dict(
             sorted(found.items(), key=lambda item: next(
                 place for place, start in enumerate(order) if item[0].startswith(start)
@@ -187,6 +193,10 @@ NAMES = {
 }
 
 
+HEADS = ("lm_head", "binary_head", "classification_head", "multichoice_head")
+"""Beside the language model; the last two of its fine-tuned models, whose embedding has no copy."""
+
+
 def chunk_of(weights, model, version, tensor, layers, first, last, spelling):
     """The nested dictionary of one model chunk."""
     stack, attention = spelling
@@ -207,12 +217,13 @@ def chunk_of(weights, model, version, tensor, layers, first, last, spelling):
             language.setdefault("pooler", {})[f"dense.{kind}"] = values
         elif last and outer == "output_layer":
             language["output_layer"] = {kind: values}
-        elif last and outer.startswith(("lm_head", "binary_head")):
+        elif last and outer.startswith(HEADS):
             head, _, inner = name.partition(".")
             found.setdefault(head, {})[inner] = values
     ordered = {"embedding": embedding} if first else {}
     found = {"language_model": ordered | {stack: blocks} | language} | found
-    if last and not first and "output_layer.weight" not in weights:
+    labelled = any(name.startswith(HEADS[2:]) for name in weights)
+    if last and not first and "output_layer.weight" not in weights and not labelled:
         copy = local["embedding.word_embeddings.weight"].clone()
         found["word_embeddings_for_head"] = {"weight": copy}
     return found

@@ -1,0 +1,78 @@
+"""The flags of tools/evaluate.py, and how requests become texts to score."""
+
+import pytest
+
+from megatron.config import ConfigError
+from megatron.tasks.harness import command
+from megatron.tasks.harness.config import SEEDS, HarnessConfig
+from megatron.tasks.harness.scoring import TokenRequest, _texts
+from megatron.training.run import RunToolParser
+
+
+def config(*words: str) -> HarnessConfig:
+    return RunToolParser(HarnessConfig, None).parse(["--tasks", "a, b", *words])[0]
+
+
+def test_flags_of_lm_eval_have_both_spellings():
+    found = config("--num_fewshot", "5", "--include_path", ".", "--batch_size", "auto")
+    assert found == config("--num-fewshot", "5", "--include-path", ".", "--batch-size", "auto")
+    assert found.task_names == ["a", "b"] and found.batch_size is None
+
+
+def test_batch_size_of_requests_is_the_micro_batch_size_of_a_run():
+    found, settings = RunToolParser(HarnessConfig, None).parse(
+        ["--tasks", "a", "--micro-batch-size", "4", "--tensor-model-parallel-size", "2"]
+    )
+    assert found.batch_size == 4
+    assert list(settings) == ["tensor_model_parallel_size"]
+
+
+def test_seeds_and_templates():
+    assert config().seeds == list(SEEDS)
+    assert config("--seed", "7").seeds == [7] * 4
+    assert config("--seed", "0,None,8,52").seeds == [0, None, 8, 52]
+    assert (config().template, config().multiturn) == (False, False)
+    chat = config("--apply-chat-template")
+    assert (chat.template, chat.multiturn) == (True, True)
+    assert config("--apply-chat-template", "tools").template == "tools"
+    assert not config("--apply-chat-template", "--fewshot-as-multiturn", "false").multiturn
+    assert config("--samples", '{"a": [0, 3]}').documents == {"a": [0, 3]}
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("--batch-size auto:4", "auto needs no second number"),
+        ("--batch-size 0", "expected a positive number or auto"),
+        ("--limit 3 --samples {}", "give one of them"),
+        ("--log-samples", "--log-samples needs --output"),
+        ("--predict-only", "--predict-only needs --output"),
+        ("--output missing/file.json", "its folder does not exist"),
+        ("--include-path missing", "is not a folder"),
+        ("--fewshot-as-multiturn", "needs --apply-chat-template"),
+        ("--seed 1,2", "--seed 1,2: expected a number, or four"),
+        ("--samples missing.json", "expected JSON"),
+    ],
+)
+def test_wrong_values_are_named(words, said):
+    with pytest.raises(ConfigError, match=said):
+        config(*words.split())
+
+
+def test_a_missing_package_is_named_with_its_extra(monkeypatch):
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"megatron-deepspeed\[evaluate\]"):
+        command.run_evaluation(None, ["--tasks", "a", "--load", "checkpoints"])
+
+
+def test_requests_with_one_begin_are_one_text():
+    requests = [TokenRequest(*pair) for pair in (
+        ([1, 2], [5]), ([1, 2, 3, 4], [5, 6]), ([1, 2], [7]), ([1, 2], [5]), ([1], [2, 5]),
+    )]  # fmt: skip
+    texts = _texts(requests, share=True)
+    assert [text.tokens for text in texts] == [5, 2, 2]
+    assert texts[1].last == {5: [0, 3], 7: [2]}
+    scored = texts[1].scored(3)
+    assert scored.choices.tolist() == [5, 7, 5] and scored.continuation.tolist() == [5]
+    assert not len(texts[0].scored(1).choices)
+    assert len(_texts(requests, share=False)) == 4

@@ -1,0 +1,120 @@
+"""Which samples are in which micro batch, without an engine's layers."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from megatron.config import ConfigError
+from megatron.data.scored_text import ScoredText
+from megatron.families import family_of
+from megatron.model.spec import Measure
+from megatron.training.measuring import ROUNDS, WASTE, measure_samples
+
+VALUE = Measure(("value",), lambda state, batch: {}, per_sample=True)
+
+
+class Rank:
+    """A rank of an engine whose numbers are the samples themselves. ``seen`` are the samples and
+    padded lengths of its batches, run by run."""
+
+    def __init__(self, stages: int = 1, slices: int = 1) -> None:
+        group = lambda size: SimpleNamespace(size=size, rank=0)  # noqa: E731
+        self.mesh = SimpleNamespace(data=group(1), pipeline=group(stages), tensor=group(slices))
+        parallel = SimpleNamespace(sequence_parallel=slices > 1)
+        self.config, self.seen = SimpleNamespace(parallel=parallel), []
+
+    def rows(self, batches, count, measure):
+        """See `ModelEngine.rows`."""
+        own = [next(batches) for _ in range(count)]
+        self.seen.append(own)
+        values = torch.tensor([[[v] for v in samples] for samples, _ in own]).double()
+        return values[None]
+
+
+def together(samples, pad_to=None):
+    return list(samples), pad_to
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 7, 50])
+@pytest.mark.parametrize("size", [1, 3])
+def test_every_sample_once_in_the_order_of_the_data(count, size):
+    done, engine = [], Rank()
+    lengths = np.random.default_rng(0).integers(1, 40, count)
+    for given in (None, lengths):
+        found = measure_samples(
+            engine, range(100, 100 + count), together, VALUE, size, given, done.append
+        )
+        assert found["value"].tolist() == list(range(100, 100 + count))
+        assert done[-1] == count and done == sorted(done)
+        done.clear()
+    assert all(len(samples) == size for run in engine.seen for samples, _ in run)
+
+
+def test_no_sample():
+    assert measure_samples(Rank(), [], together, VALUE, 2)["value"].shape == (0,)
+
+
+@pytest.mark.parametrize("slices", [1, 3])
+def test_the_longest_samples_come_first_and_share_batches(slices):
+    lengths = np.random.default_rng(0).permutation(40) + 1
+    engine = Rank(slices=slices)
+    measure_samples(engine, range(40), together, VALUE, 4, lengths)
+    batches = [batch for run in engine.seen for batch in run]
+    longest = [max(lengths[number] for number in samples) for samples, _ in batches]
+    assert longest == list(range(40, 0, -4))
+    for (_, pad_to), needed in zip(batches, longest, strict=True):
+        assert needed <= pad_to < needed + 8 * slices and pad_to % (8 * slices) == 0
+
+
+def test_a_pipeline_gets_one_shape_in_a_run():
+    lengths = np.arange(1, 401)
+    engine = Rank(stages=2)
+    measure_samples(engine, range(400), together, VALUE, 4, np.stack([lengths, lengths % 9 + 1], 1))
+    assert len(engine.seen) > 5
+    for run in engine.seen:
+        ((encoder, decoder),) = {pad_to for _, pad_to in run}
+        assert len(run) <= 2 * ROUNDS and decoder in (8, 16)
+        least = min(max(lengths[number] for number in samples) for samples, _ in run)
+        assert encoder <= WASTE * (-(-least // 8) * 8)
+
+
+def text(context, continuation):
+    return ScoredText(np.arange(context), np.arange(continuation))
+
+
+def test_a_text_needs_tokens():
+    with pytest.raises(ValueError, match="the context of a text to score needs .*end-of-document"):
+        text(0, 1)
+    with pytest.raises(ValueError, match="the continuation of a text to score needs at least one"):
+        text(1, 0)
+
+
+def config(kind="learned_absolute"):
+    longest = 8 if kind != "alibi" else None
+    return SimpleNamespace(model=SimpleNamespace(positions=SimpleNamespace(longest=longest)))
+
+
+def test_a_batch_of_gpt():
+    gpt = family_of("gpt")
+    batch = gpt.scored_batch(config(), None, [text(3, 2), text(1, 4)], 8)
+    assert batch.tokens_BS.tolist() == [[0, 1, 2, 0, 0, 0, 0, 0], [0, 0, 1, 2, 0, 0, 0, 0]]
+    assert batch.labels_BS.tolist() == [[1, 2, 0, 1, 0, 0, 0, 0], [0, 1, 2, 3, 0, 0, 0, 0]]
+    assert batch.positions_BP.tolist() == [[2, 3, 0, 1], [0, 1, 2, 3]]
+    assert batch.loss_mask_BS.sum(1).tolist() == [2, 4]
+    # All of them: nothing has to be taken.
+    assert gpt.scored_batch(config(), None, [text(1, 4)]).positions_BP is None
+
+
+def test_what_is_too_long_for_the_model():
+    gpt = family_of("gpt")
+    assert gpt.scored_batch(config(), None, [text(4, 5)], 16).tokens_BS.shape == (1, 8)
+    with pytest.raises(ValueError, match="up to 9 tokens, and the model has 8 positions"):
+        gpt.scored_batch(config(), None, [text(4, 5), text(4, 6)])
+    assert gpt.scored_batch(config("alibi"), None, [text(4, 6)]).tokens_BS.shape == (1, 9)
+
+
+def test_a_family_that_predicts_no_text():
+    with pytest.raises(ConfigError, match="the family bert .* cannot score text"):
+        family_of("bert").scored_batch(config(), None, [text(1, 1)])
