@@ -57,12 +57,11 @@ def metrics_of(found) -> dict[str, float]:
     return values["metrics"]
 
 
-@pytest.mark.parametrize(
-    "name, epochs", [("v1.json", 30), pytest.param("v2.json", 40, marks=pytest.mark.proof)]
-)
-def test_a_small_file_is_learnt(pool, files, tmp_path, name, epochs):
-    said = tmp_path / "predictions.json"
-    more = ["--epochs", str(epochs), "--lr", "4e-3", "--predictions", str(said)]
+@pytest.mark.parametrize("name", ["v1.json", pytest.param("v2.json", marks=pytest.mark.proof)])
+def test_a_small_file_is_learnt(pool, files, tmp_path, name):
+    """In two epochs of 20 times the file: fewer evaluations and checkpoints than in 40 epochs."""
+    said, again = tmp_path / "predictions.json", ["--train-data", *20 * [str(files / name)]]
+    more = [*again, "--epochs", "2", "--lr", "4e-3", "--predictions", str(said)]
     more += ["--save", str(tmp_path / "saved"), "--save-interval", "1000"]
     found = pool.run(1, run, command(files, name, *more), tmp_path)[0]
     metrics = metrics_of(found)
@@ -186,7 +185,7 @@ def test_against_transformers_on_any_layout(pool, files, tmp_path, name):
         said, metrics, _ = results(pool, layout, argv, tmp_path / layout)
         assert said == {identity: text for identity, (text, _) in found.items()}, layout
         assert metrics == pytest.approx(wanted, rel=1e-4), layout
-    assert len(set(texts)) > 2
+    assert negative or len(set(texts)) > 2
 
 
 @pytest.mark.proof

@@ -103,6 +103,16 @@ def test_version_2_0(seed):
     assert set(squad2_metrics(golds, predicted)) < set(found)
 
 
+def test_the_best_threshold_of_different_odds():
+    golds = [["gold"], [], ["fire"], [], ["river"]]
+    predicted = ["gold", "bridge", "fire", "", "north"]
+    found = squad2_metrics(golds, predicted, [-3.0, -2.0, -1.0, 0.5, 1.0])
+    # After the first right answer comes one to a question that has none.
+    assert (found["best_exact"], found["best_exact_thresh"]) == (60, -3)
+    found = squad2_metrics(golds, predicted, [-3.0, 2.0, -1.0, 0.5, 1.0])
+    assert (found["best_exact"], found["best_exact_thresh"]) == (80, -1)
+
+
 def test_what_normalization_removes():
     def scores(gold, said):
         one, two = squad_metrics([[gold]], [said]), squad2_metrics([[gold]], [said])

@@ -56,6 +56,15 @@ def test_the_answer_is_text_of_the_context(pieces, text, answer):
     assert passage.tokens_T.tolist() == ids and len(passage.offsets_T2) == len(ids)
 
 
+def test_a_last_window_that_is_much_shorter(whole):
+    """A token is seen best in a long window even if a short one shows a little more around it."""
+    asked = question("q", "river " * 300, GoldAnswer("river", 0))
+    found = WindowMaker(whole, 300, 250, 8).windows([asked])[0]
+    wanted = slow_windows(asked, whole, 300, 250, 8)
+    assert [window.best_N.tolist() for window in found] == [best for *_, best in wanted]
+    assert [len(window.best_N) for window in found] == [295, 50]
+
+
 def question(identity, context, *answers, asked="queen?"):
     return Question(identity, asked, context, answers, "t.json")
 
