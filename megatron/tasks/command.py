@@ -1,18 +1,33 @@
-"""One task, from a command line."""
+r"""Evaluates a model, or fine-tunes it for a task.
+
+    python tasks/main.py --task WIKITEXT103 --valid-data wikitext-103/wiki.test.tokens \
+        --load checkpoints --micro-batch-size 8
+
+    python tasks/main.py --task LAMBADA --strict-lambada --valid-data lambada_test.jsonl \
+        --load checkpoints --micro-batch-size 8
+
+--load takes a checkpoint of this project, Hugging Face, Megatron or DeepSpeed. Model and tokenizer
+are the checkpoint's unless --num-layers is given. torchrun and deepspeed start several processes;
+the results are the same for every layout.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config import CheckpointConfig, ConfigError, Setting, Settings
-from megatron.config.flags import ConfigResolver, build, nearest
+from megatron.config import ConfigError, Setting
+from megatron.config.flags import ConfigResolver, nearest
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, task_named
+from megatron.tasks.settings import task_settings
 from megatron.training.launch import start_processes
-from megatron.training.resume import find_origin
-from megatron.training.run import RunToolParser
+from megatron.training.run import RunToolParser, ending_process, errors_for_users
 
-_OWN = "this program"
+
+def main() -> None:
+    """Parses the command line and runs the task."""
+    with ending_process(), errors_for_users():
+        run_task(__doc__)
 
 
 def run_task(description: str | None, argv: Sequence[str] | None = None) -> None:
@@ -37,20 +52,3 @@ def _check_numbers(config: TaskConfig) -> None:
         for name, value in vars(config).items()
     }
     ConfigResolver((TaskConfig,), given)
-
-
-def task_settings(settings: Settings) -> Settings:
-    """The settings of training with the model family of the checkpoint and, where the flags do not
-    describe a model, its model and tokenizer. Raises ConfigError if there is neither model nor
-    checkpoint, CheckpointError if the checkpoint does not exist or is incomplete."""
-    options = build(CheckpointConfig, settings)
-    origin = find_origin(options)
-    if origin is not None and "family" not in settings:
-        family = origin.found.form.family(origin.found.folder)
-        settings = settings | {"family": Setting(family, origin.flag)}
-    if {"num_layers", "encoder_num_layers", "use_checkpoint_args"} & settings.keys():
-        return settings
-    if origin is None:
-        where = f"--load {options.load} has no checkpoint" if options.load else "--load is missing"
-        raise ConfigError(f"{where}: name a checkpoint, or describe a model with --num-layers")
-    return settings | {"use_checkpoint_args": Setting(True, _OWN)}

@@ -11,7 +11,7 @@ from megatron.tasks.fine_tuning.squad.task import Squad
 from megatron.tasks.fine_tuning.tables import TABLES
 from megatron.tasks.fine_tuning.task import FineTuning
 from megatron.tasks.fine_tuning.text_to_text import TextRace, TextTable
-from megatron.tasks.task import TaskCommand
+from megatron.tasks.registry import TaskCommand
 
 
 class FineTuningTask(TaskCommand):

@@ -34,7 +34,7 @@ from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
 from megatron.tasks.fine_tuning.scores import overall_line
 from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
-from megatron.tasks.zeroshot.command import evaluation_settings
+from megatron.tasks.settings import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan
 from megatron.training.run import Run, build_trainer, run_of, show_configuration
 from megatron.util.processes import is_main_process
@@ -52,7 +52,7 @@ def fine_tune(
     task: FineTuning, config: TaskConfig, settings: Settings, processes: int
 ) -> list[EpochEvaluation]:
     """Fine-tunes and evaluates after every epoch, or evaluates only; returns the evaluations of
-    this process. Raises what :meth:`megatron.tasks.task.TaskCommand.run` raises."""
+    this process. Raises what :meth:`megatron.tasks.registry.TaskCommand.run` raises."""
     if config.epochs is None:
         raise ConfigError("--epochs is missing: how often to train on all samples, 0 to evaluate")
     examples = read_examples(task, config)

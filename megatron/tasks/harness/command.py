@@ -19,11 +19,10 @@ from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
 from megatron.tasks.checkpoints import wanted_checkpoints
-from megatron.tasks.command import task_settings
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.harness.config import HarnessConfig
 from megatron.tasks.report import EvaluatedModel, versions
-from megatron.tasks.zeroshot.command import evaluation_settings
+from megatron.tasks.settings import evaluation_settings, task_settings
 from megatron.training.launch import start_processes
 from megatron.training.run import Run, RunToolParser, run_of, show_configuration
 from megatron.util.files import write_whole

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,43 +9,27 @@ from pathlib import Path
 from megatron.checkpoint.source import FoundCheckpoint
 from megatron.config import (
     ConfigError,
-    DataConfig,
     ModelConfig,
-    OptimizerFlags,
     Setting,
     Settings,
-    TrainingFlags,
 )
 from megatron.config.kinds.raw_text import RawTextConfig
-from megatron.config.output import ProfilingConfig
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
 from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
+from megatron.tasks.registry import TaskCommand
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
-from megatron.tasks.task import TaskCommand
+from megatron.tasks.settings import evaluation_settings
 from megatron.tasks.zeroshot import ZeroShotTask, prepare
 from megatron.training.run import Run, run_of, show_configuration
 from megatron.util.processes import is_main_process
 from megatron.util.progress import progress_bar, say
 
-MICRO_BATCH_SIZE = 8
-"""Where no flag gives one; results do not depend on it."""
 STRIDE = 32
 """Of WIKITEXT103's windows, unless they are shorter."""
-
-_OWN = "this program"
-_FOR_TRAINING = (OptimizerFlags, TrainingFlags, DataConfig, ProfilingConfig)
-_USED = {
-    *("micro_batch_size", "eval_batch_size", "eval_seq_length", "eval_iters", "seed"),
-    "explain_config",
-}
-_SAVING = {
-    *("save", "save_interval", "save_init", "keep_every", "async_save", "save_universal"),
-    *("checkpoint_format", "save_optim", "save_rng"),
-}
 
 
 @dataclass(frozen=True)
@@ -158,27 +141,6 @@ class ZeroShot(TaskCommand):
             raw=run.config.kind(RawTextConfig),
             most_windows=most,
         )
-
-
-def evaluation_settings(config: TaskConfig, settings: Settings) -> tuple[Settings, list[str]]:
-    """The settings of a run that evaluates, and the given flags that it does not use: those about
-    training, data and what a training writes."""
-    fields = {field.name for cls in _FOR_TRAINING for field in dataclasses.fields(cls)}
-    dropped = (fields | _SAVING) - _USED
-    unused = {name: setting for name, setting in settings.items() if name in dropped}
-    kept = {name: setting for name, setting in settings.items() if name not in unused}
-    size = config.eval_micro_batch_size
-    if size is not None:
-        kept["micro_batch_size"] = Setting(size, "flag --eval-micro-batch-size")
-    elif "micro_batch_size" not in kept:
-        kept["micro_batch_size"] = kept.get("eval_batch_size", Setting(MICRO_BATCH_SIZE, _OWN))
-    kept["eval_batch_size"] = kept["micro_batch_size"]
-    kept["skip_train"] = Setting(True, _OWN)
-    if "deepspeed_config" not in kept:
-        # The stage at which weights of half precision are all that there is.
-        kept.setdefault("zero_stage", Setting(1, _OWN))
-    origins = (setting.origin for setting in unused.values())
-    return kept, [o.removeprefix("flag ") for o in origins if o.startswith("flag ")]
 
 
 class EvaluationProgress:

@@ -5,11 +5,10 @@ from tool_modules import load_program
 
 from megatron.config import ConfigError, ModelFlags, Setting
 from megatron.config.flags import build
-from megatron.tasks.command import run_task, task_settings
+from megatron.tasks.command import run_task
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.registry import TASKS, task_named
-from megatron.tasks.task import TaskCommand
-from megatron.tasks.zeroshot.command import evaluation_settings
+from megatron.tasks.registry import TASKS, TaskCommand, task_named
+from megatron.tasks.settings import evaluation_settings, task_settings
 from megatron.training.run import RunToolParser
 
 
