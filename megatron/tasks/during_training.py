@@ -113,6 +113,6 @@ def _zero_shot_task(
 
 def _harness_task(name: str, config: RunConfig, tokenizer: Tokenizer) -> EvaluatedTask:
     require_harness()
-    from megatron.tasks.harness.task import HarnessTask
+    from megatron.tasks.harness.tasks import HarnessTask
 
     return HarnessTask(name, config.tasks.eval_tasks_path, tokenizer)
