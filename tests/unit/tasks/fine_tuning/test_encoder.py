@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.tasks.fine_tuning.encoding import EncodedExamples, EncodedQuestions, PairEncoder
+from megatron.tasks.fine_tuning.encoder import EncodedExamples, EncodedQuestions, PairEncoder
 from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
 
 CLS, SEP = 1, 2
