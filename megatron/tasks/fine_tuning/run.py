@@ -31,7 +31,7 @@ from megatron.tasks.fine_tuning.evaluation import (
     tell,
 )
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
-from megatron.tasks.fine_tuning.scores import overall_line
+from megatron.tasks.fine_tuning.metrics import overall_line
 from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.settings import evaluation_settings

@@ -24,7 +24,7 @@ from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
 from megatron.tasks.fine_tuning.predictions import Prediction, chosen
 from megatron.tasks.fine_tuning.prompts import NUMBERS, PROMPTS, QUESTIONS, number_word
 from megatron.tasks.fine_tuning.race import LETTERS, read_race
-from megatron.tasks.fine_tuning.scores import SCORERS, Scores, accuracy_scores
+from megatron.tasks.fine_tuning.metrics import SCORERS, Scores, accuracy_scores
 from megatron.tasks.fine_tuning.tables import TableTask
 from megatron.tasks.fine_tuning.task import (
     FineTuning,

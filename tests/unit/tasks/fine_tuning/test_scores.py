@@ -13,7 +13,14 @@ from torch.utils.data.distributed import DistributedSampler
 from megatron.checkpoint.folder import superseded, tag
 from megatron.config import ConfigError
 from megatron.tasks.fine_tuning.best_epoch import EpochRecord, EpochRecords
-from megatron.tasks.fine_tuning.metrics import accuracy, matthews, pearson, spearman
+from megatron.tasks.fine_tuning.metrics import (
+    SCORERS,
+    matthews,
+    overall_line,
+    pearson,
+    set_line,
+    spearman,
+)
 from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs
 from megatron.tasks.fine_tuning.predictions import (
     Prediction,
@@ -22,7 +29,6 @@ from megatron.tasks.fine_tuning.predictions import (
     mean_loss,
     write_predictions,
 )
-from megatron.tasks.fine_tuning.scores import SCORERS, overall_line, set_line
 
 
 @pytest.mark.parametrize("labels", [2, 3])
@@ -31,7 +37,9 @@ def test_metrics_of_labels(labels):
     rng = np.random.default_rng(labels)
     for size in (1, 7, 300):
         wanted, found = rng.integers(labels, size=(2, size))
-        assert accuracy(found, wanted) == theirs.accuracy_score(wanted, found)
+        predictions = [Prediction("", *pair) for pair in zip(found, wanted, strict=True)]
+        accuracy = SCORERS["accuracy"](predictions).values["accuracy"]
+        assert accuracy == theirs.accuracy_score(wanted, found)
         expected = theirs.matthews_corrcoef(wanted, found)
         assert matthews(found, wanted) == pytest.approx(expected, abs=1e-14)
         assert matthews(wanted, wanted) in (0.0, pytest.approx(1.0))
