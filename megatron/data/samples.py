@@ -87,6 +87,20 @@ class RenumberedSamples(ABC, Generic[Sample_co]):
         return self.dataset.origin(self.number(index))
 
 
+class RepeatedSamples(RenumberedSamples[Sample_co]):
+    """The samples of a dataset over and over, ``num_samples`` in all."""
+
+    def __init__(self, dataset: SampleDataset[Sample_co], num_samples: int) -> None:
+        super().__init__(dataset)
+        self.num_samples = num_samples
+
+    def __len__(self) -> int:
+        return self.num_samples
+
+    def number(self, index: int) -> int:
+        return checked_index(index, len(self)) % len(self.dataset)
+
+
 class SampleRecipe(Protocol[Sample_co]):
     """How samples of one type are made from documents; a frozen dataclass of its settings."""
 

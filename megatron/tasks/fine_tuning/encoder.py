@@ -24,9 +24,9 @@ from megatron.data.samples import SampleDataset
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
+from megatron.tasks.fine_tuning.metrics import SCORERS, Scores, accuracy_scores
 from megatron.tasks.fine_tuning.predictions import Prediction, chosen, estimated
 from megatron.tasks.fine_tuning.race import LETTERS, answered, read_race
-from megatron.tasks.fine_tuning.metrics import SCORERS, Scores, accuracy_scores
 from megatron.tasks.fine_tuning.tables import TableTask
 from megatron.tasks.fine_tuning.task import (
     FineTuning,

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from megatron.engine.train_engine import ModelEngine
 from megatron.tasks.fine_tuning.best_epoch import EpochRecord, EpochRecords
-from megatron.tasks.fine_tuning.predictions import Prediction, mean_loss
 from megatron.tasks.fine_tuning.metrics import Scores, overall_line, set_line
+from megatron.tasks.fine_tuning.predictions import Prediction, mean_loss
 from megatron.tasks.fine_tuning.task import FineTuning, HeldOutSamples
 from megatron.tasks.report import TaskResult
 from megatron.training.measuring import measure_samples

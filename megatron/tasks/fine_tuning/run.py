@@ -15,6 +15,7 @@ from megatron.config import ConfigError, Setting, Settings
 from megatron.config.training import LENGTHS
 from megatron.data.build import Datasets
 from megatron.data.loader import TrainingData
+from megatron.data.samples import RepeatedSamples
 from megatron.engine.environment import distributed, training_device
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
@@ -30,8 +31,8 @@ from megatron.tasks.fine_tuning.evaluation import (
     ValidationSets,
     tell,
 )
-from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs, set_names
 from megatron.tasks.fine_tuning.metrics import overall_line
+from megatron.tasks.fine_tuning.order import ShuffledEpochs
 from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.settings import evaluation_settings
@@ -99,6 +100,30 @@ def read_examples(task: FineTuning, config: TaskConfig) -> Examples:
     return Examples(train, valid)
 
 
+def set_names(paths: Sequence[str], task: str, folders: bool) -> list[str]:
+    """Names of validation sets: the part of their paths after the task's name, without ``.tsv`` or
+    ``.json`` and with dashes: ``dev-matched``. Where a path lacks the task's name: the file's name,
+    or of ``folders`` the last two. A name that occurs again gets a number."""
+    names: list[str] = []
+    for path in paths:
+        name = found = _set_name(path, task, folders)
+        number = 2
+        while name in names:
+            name, number = f"{found}-{number}", number + 1
+        names.append(name)
+    return names
+
+
+def _set_name(path: str, task: str, folders: bool) -> str:
+    parts = [part for part in path.split("/") if part not in ("", ".", "..")]
+    at = path.rfind(task)
+    after = path[at + len(task) :] if at >= 0 else ""
+    if not after.strip("/_-."):
+        after = "-".join(parts[-2:] if folders else parts[-1:])
+    after = after.removesuffix(".tsv").removesuffix(".json").strip("/")
+    return after.replace("/", "-").replace("_", "-").strip("-.")
+
+
 def _completed(task: FineTuning, config: TaskConfig, settings: Settings) -> Settings:
     """The settings of the run of a task, with a length of one sample for each epoch."""
     origin = f"task {task.name}"
@@ -155,7 +180,7 @@ def _training_data(
     count, valid, _ = plan.sample_counts
     seed = run.config.training.seed
     held_out = {
-        name: Repeated(samples.training, valid)
+        name: RepeatedSamples(samples.training, valid)
         for name, samples in sets.sets.items()
         if samples.training is not None
     }

@@ -15,8 +15,8 @@ from megatron.config import RunConfig, Settings
 from megatron.data.samples import SampleDataset
 from megatron.model.spec import Measure
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.fine_tuning.predictions import Prediction, write_predictions
 from megatron.tasks.fine_tuning.metrics import Scores
+from megatron.tasks.fine_tuning.predictions import Prediction, write_predictions
 from megatron.tokenizer import Tokenizer
 
 Numbers = Mapping[str, npt.NDArray[np.float64]]

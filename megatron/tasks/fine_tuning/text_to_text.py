@@ -21,10 +21,10 @@ from megatron.data.scored_text import ScoredText
 from megatron.families import Family
 from megatron.model.spec import TEXT_SCORES
 from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
+from megatron.tasks.fine_tuning.metrics import SCORERS, Scores, accuracy_scores
 from megatron.tasks.fine_tuning.predictions import Prediction, chosen
 from megatron.tasks.fine_tuning.prompts import NUMBERS, PROMPTS, QUESTIONS, number_word
 from megatron.tasks.fine_tuning.race import LETTERS, read_race
-from megatron.tasks.fine_tuning.metrics import SCORERS, Scores, accuracy_scores
 from megatron.tasks.fine_tuning.tables import TableTask
 from megatron.tasks.fine_tuning.task import (
     FineTuning,

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from megatron.data.index_cache import IndexCache
 from megatron.data.kinds.masked_data.segment_samples import SegmentRecipe
 from megatron.data.pipeline import DataPipeline
-from megatron.data.samples import RenumberedSamples, SampleDataset, checked_index, checked_range
+from megatron.data.samples import RepeatedSamples, SampleDataset, checked_range
 from megatron.data.sources import PARTS
 from megatron.tokenizer.base import SpecialIds, TokenIds, Tokenizer, WordStarts
 from megatron.util.digests import digest
@@ -91,20 +91,6 @@ class MockDocuments:
 
     def verify(self) -> None:
         """Nothing can be damaged."""
-
-
-class RepeatedSamples(RenumberedSamples[Any]):
-    """The samples of a dataset over and over, ``num_samples`` in all."""
-
-    def __init__(self, dataset: SampleDataset[Any], num_samples: int) -> None:
-        super().__init__(dataset)
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def number(self, index: int) -> int:
-        return checked_index(index, len(self)) % len(self.dataset)
 
 
 def mock_data(data: DataPipeline, num_samples: int, part: int) -> SampleDataset[Any]:

@@ -20,8 +20,8 @@ from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.fine_tuning.encoder import collator
-from megatron.tasks.fine_tuning.predictions import Prediction
 from megatron.tasks.fine_tuning.metrics import Scores
+from megatron.tasks.fine_tuning.predictions import Prediction
 from megatron.tasks.fine_tuning.squad.answers import AnswerSearch
 from megatron.tasks.fine_tuning.squad.metrics import squad2_metrics, squad_metrics
 from megatron.tasks.fine_tuning.squad.questions import Question, read_questions

@@ -12,6 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from megatron.checkpoint.folder import superseded, tag
 from megatron.config import ConfigError
+from megatron.data.samples import RepeatedSamples
 from megatron.tasks.fine_tuning.best_epoch import EpochRecord, EpochRecords
 from megatron.tasks.fine_tuning.metrics import (
     SCORERS,
@@ -21,7 +22,7 @@ from megatron.tasks.fine_tuning.metrics import (
     set_line,
     spearman,
 )
-from megatron.tasks.fine_tuning.order import Repeated, ShuffledEpochs
+from megatron.tasks.fine_tuning.order import ShuffledEpochs
 from megatron.tasks.fine_tuning.predictions import (
     Prediction,
     chosen,
@@ -116,7 +117,7 @@ def test_the_order_of_epochs_is_that_of_torchs_sampler():
     ]
     with pytest.raises(IndexError):
         samples[25]
-    repeated = Repeated(range(3), 7)
+    repeated = RepeatedSamples(range(3), 7)
     assert [repeated[number] for number in range(len(repeated))] == [0, 1, 2, 0, 1, 2, 0]
 
 

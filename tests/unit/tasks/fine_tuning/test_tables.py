@@ -6,7 +6,7 @@ import pytest
 
 from megatron.config import ConfigError
 from megatron.tasks.fine_tuning.examples import LabelledExample, clean_text
-from megatron.tasks.fine_tuning.order import set_names
+from megatron.tasks.fine_tuning.run import set_names
 from megatron.tasks.fine_tuning.tables import TABLES
 
 MNLI = "index promptID pairID genre s1b s2b s1p s2p sentence1 sentence2 label1 gold_label".split()
