@@ -13,10 +13,10 @@ from megatron.config import ConfigError
 from megatron.config.kinds.raw_text import RawTextConfig
 from megatron.tasks.report import TaskResult, bits_per_byte
 from megatron.tasks.zeroshot.records import records_of
-from megatron.tasks.zeroshot.task import ZeroShotTask
-from megatron.tasks.zeroshot.wikitext import framed, perplexity
+from megatron.tasks.zeroshot.task import ZeroShotTask, framed
 from megatron.tasks.zeroshot.windows import Windows
 from megatron.tokenizer import Tokenizer
+from megatron.training.metrics import perplexity
 
 
 class JsonText(ZeroShotTask):

@@ -12,9 +12,9 @@ from megatron.config import ConfigError
 from megatron.data.scored_text import ScoredText
 from megatron.tasks.report import TaskResult, bits_per_byte
 from megatron.tasks.zeroshot.records import Record, records_of
-from megatron.tasks.zeroshot.task import ZeroShotTask
-from megatron.tasks.zeroshot.wikitext import framed, perplexity
+from megatron.tasks.zeroshot.task import ZeroShotTask, framed
 from megatron.tokenizer import Tokenizer
+from megatron.training.metrics import perplexity
 
 
 class Lambada(ZeroShotTask):

@@ -62,3 +62,9 @@ class ZeroShotTask(ABC):
     ) -> TaskResult:
         """What follows from the log-probability of every text's continuation, [n], and the tokens
         of it that the model finds most likely, [n]."""
+
+
+def framed(line: str) -> tuple[str, str, str]:
+    """A line between two of dashes, one longer, as Megatron-LM prints results."""
+    dashes = "-" * (len(line) + 1)
+    return dashes, line, dashes

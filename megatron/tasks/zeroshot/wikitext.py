@@ -10,23 +10,10 @@ import numpy.typing as npt
 from megatron.config import ConfigError
 from megatron.tasks.report import TaskResult, bits_per_byte
 from megatron.tasks.zeroshot.detokenizers import detokenizer_of
-from megatron.tasks.zeroshot.task import ZeroShotTask
+from megatron.tasks.zeroshot.task import ZeroShotTask, framed
 from megatron.tasks.zeroshot.windows import Windows
 from megatron.tokenizer import Tokenizer
-
-LARGEST_EXPONENT = 20.0
-"""Above this loss perplexities are not computed, as in Megatron-LM: exp(20) is shown."""
-
-
-def perplexity(loss: float) -> float:
-    """exp of a loss in nats, at most exp(20)."""
-    return math.exp(min(LARGEST_EXPONENT, loss))
-
-
-def framed(line: str, *, bar: int = 1) -> tuple[str, str, str]:
-    """A line between two of dashes that are ``bar`` longer."""
-    dashes = "-" * (len(line) + bar)
-    return dashes, line, dashes
+from megatron.training.metrics import perplexity
 
 
 class WikiText(ZeroShotTask):
