@@ -56,7 +56,7 @@ class LabelledBatch(NamedTuple):
 
 
 def collate_labelled(
-    samples: Sequence[LabelledText], *, pad: int, length: int | None = None, multiple: int = 8
+    samples: Sequence[LabelledText], length: int | None = None, *, pad: int, multiple: int = 8
 ) -> LabelledBatch:
     """Stacks samples with as many texts each, filled up with the token ``pad`` to ``length`` or, if
     it is None, to a multiple of ``multiple`` that holds the longest."""

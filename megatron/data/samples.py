@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import operator
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from typing import Generic, NamedTuple, Protocol, TypeVar
+from collections.abc import Callable, Sequence
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -99,6 +99,22 @@ class RepeatedSamples(RenumberedSamples[Sample_co]):
 
     def number(self, index: int) -> int:
         return checked_index(index, len(self)) % len(self.dataset)
+
+
+class MadeSamples(Generic[Sample_co]):
+    """Samples that ``make`` makes of items of a list when they are read; of no indexed file."""
+
+    def __init__(self, items: Sequence[Any], make: Callable[[Any], Sample_co]) -> None:
+        self.items, self.make = items, make
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+    def __getitem__(self, index: int, /) -> Sample_co:
+        return self.make(self.items[index])
+
+    def origin(self, index: int, /) -> Sequence[Piece]:
+        return ()
 
 
 class SampleRecipe(Protocol[Sample_co]):

@@ -18,9 +18,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
-from megatron.config import ConfigError, Setting, Settings
+from megatron.config import Setting, Settings
 from megatron.data.labelled_text import LabelledText, collate_labelled
-from megatron.data.samples import SampleDataset
+from megatron.data.samples import MadeSamples
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
@@ -33,6 +33,7 @@ from megatron.tasks.fine_tuning.task import (
     HeldOutSamples,
     Prepared,
     TrainingSamples,
+    require_labels,
 )
 from megatron.tokenizer import Tokenizer
 
@@ -55,33 +56,24 @@ class EncoderTask(FineTuning):
     """A task whose samples are labelled texts."""
 
     def training_samples(self, examples: Sequence[Any], run: Prepared) -> TrainingSamples:
-        missing = next((each for each in examples if each.label is None), None)
-        if missing is not None:
-            raise ConfigError(
-                f"--train-data: {missing.identity} has no label; a test file cannot be trained on"
-            )
+        require_labels(examples)
         return TrainingSamples(self.dataset(examples, run), collator(run))
 
     def held_out_samples(self, examples: Sequence[Any], run: Prepared) -> HeldOutSamples:
         encoded = self.dataset(examples, run)
         samples = [encoded[number] for number in range(len(encoded))]
         labelled = all(example.label is not None for example in examples)
-        pad = run.tokenizer.pad
-
-        def collate(some: Sequence[LabelledText], length: int) -> Any:
-            return collate_labelled(some, pad=pad, length=length)
-
         return HeldOutSamples(
             samples,
             [sample.length for sample in samples],
-            collate,
+            partial(collate_labelled, pad=run.tokenizer.pad),
             LOGITS,
             lambda numbers: self.predictions(examples, numbers["logits"]),
             encoded if labelled else None,
         )
 
     @abstractmethod
-    def dataset(self, examples: Sequence[Any], run: Prepared) -> SampleDataset[LabelledText]:
+    def dataset(self, examples: Sequence[Any], run: Prepared) -> MadeSamples[LabelledText]:
         """The examples, encoded when they are read."""
 
     @abstractmethod
@@ -112,8 +104,10 @@ class Classification(EncoderTask):
     def read(self, path: Path) -> list[LabelledExample]:
         return self.table.read(path)
 
-    def dataset(self, examples: Sequence[LabelledExample], run: Prepared) -> EncodedExamples:
-        return EncodedExamples(examples, encoder(run))
+    def dataset(
+        self, examples: Sequence[LabelledExample], run: Prepared
+    ) -> MadeSamples[LabelledText]:
+        return MadeSamples(examples, encoder(run).example)
 
     def predictions(
         self, examples: Sequence[LabelledExample], logits_NL: npt.NDArray[np.float64]
@@ -141,8 +135,9 @@ class MultipleChoice(EncoderTask):
     def read(self, path: Path) -> list[RaceQuestion]:
         return read_race(path)
 
-    def dataset(self, examples: Sequence[RaceQuestion], run: Prepared) -> EncodedQuestions:
-        return EncodedQuestions(examples, encoder(run), run.task.max_qa_length)
+    def dataset(self, examples: Sequence[RaceQuestion], run: Prepared) -> MadeSamples[LabelledText]:
+        cut = run.task.max_qa_length
+        return MadeSamples(examples, partial(encoder(run).question, max_qa_length=cut))
 
     def predictions(
         self, examples: Sequence[RaceQuestion], logits_NL: npt.NDArray[np.float64]
@@ -182,51 +177,20 @@ class PairEncoder:
             tokens, types = np.append(tokens, sep), np.append(types, int(second is not None))
         return tokens, types
 
-
-@dataclass(frozen=True)
-class EncodedExamples:
-    """Examples as samples, encoded when they are read."""
-
-    examples: Sequence[LabelledExample]
-    encoder: PairEncoder
-
-    def __len__(self) -> int:
-        return len(self.examples)
-
-    def __getitem__(self, index: int, /) -> LabelledText:
-        example = self.examples[index]
-        ids = self.encoder.tokens(example.texts)
-        tokens, types = self.encoder.pair(ids[0], ids[1] if len(ids) > 1 else None)
+    def example(self, example: LabelledExample) -> LabelledText:
+        """A text or a pair of texts as a sample."""
+        ids = self.tokens(example.texts)
+        tokens, types = self.pair(ids[0], ids[1] if len(ids) > 1 else None)
         return LabelledText((tokens,), (types,), _label(example.label), example.identity)
 
-    def origin(self, index: int, /) -> tuple[()]:
-        """Not of an indexed file."""
-        return ()
-
-
-@dataclass(frozen=True)
-class EncodedQuestions:
-    """Questions as samples of one text per option: the question with the option, at most
-    ``max_qa_length`` tokens of it, and the article."""
-
-    questions: Sequence[RaceQuestion]
-    encoder: PairEncoder
-    max_qa_length: int
-
-    def __len__(self) -> int:
-        return len(self.questions)
-
-    def __getitem__(self, index: int, /) -> LabelledText:
-        asked = self.questions[index]
+    def question(self, asked: RaceQuestion, max_qa_length: int) -> LabelledText:
+        """A question as a sample of one text per option: the question with the option, at most
+        ``max_qa_length`` tokens of it, and the article."""
         texts = [asked.article, *(answered(asked.question, option) for option in asked.options)]
-        article, *options = self.encoder.tokens(texts)
-        pairs = [self.encoder.pair(ids[: self.max_qa_length], article) for ids in options]
+        article, *options = self.tokens(texts)
+        pairs = [self.pair(ids[:max_qa_length], article) for ids in options]
         tokens, types = zip(*pairs, strict=True)
         return LabelledText(tokens, types, _label(asked.label), asked.identity)
-
-    def origin(self, index: int, /) -> tuple[()]:
-        """Not of an indexed file."""
-        return ()
 
 
 def _label(label: int | float | None) -> int | float:
@@ -248,5 +212,4 @@ def collator(run: Prepared) -> Callable[[Sequence[LabelledText]], Any]:
         multiple = int(np.lcm(MULTIPLE, parallel.tensor_model_parallel_size))
     if parallel.pipeline_model_parallel_size > 1:
         length = run.config.model.seq_length
-    pad = run.tokenizer.pad
-    return partial(collate_labelled, pad=pad, length=length, multiple=multiple)
+    return partial(collate_labelled, pad=run.tokenizer.pad, length=length, multiple=multiple)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from megatron.config import RunConfig, Settings
+from megatron.config import ConfigError, RunConfig, Settings
 from megatron.data.samples import SampleDataset
 from megatron.model.spec import Measure
 from megatron.tasks.config import TaskConfig
@@ -63,6 +63,15 @@ class HeldOutSamples:
     def tokens(self) -> int:
         """Tokens of all samples, without padding."""
         return int(np.sum(self.lengths))
+
+
+def require_labels(examples: Sequence[Any]) -> None:
+    """Raises ConfigError if an example to train on has no label."""
+    missing = next((each for each in examples if each.label is None), None)
+    if missing is not None:
+        raise ConfigError(
+            f"--train-data: {missing.identity} has no label; a test file cannot be trained on"
+        )
 
 
 class FineTuning(ABC):

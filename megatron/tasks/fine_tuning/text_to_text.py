@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from megatron.config import ConfigError, Settings
+from megatron.data.samples import MadeSamples
 from megatron.data.scored_text import ScoredText
 from megatron.families import Family
 from megatron.model.spec import TEXT_SCORES
@@ -31,6 +32,7 @@ from megatron.tasks.fine_tuning.task import (
     HeldOutSamples,
     Prepared,
     TrainingSamples,
+    require_labels,
 )
 
 Row = TypeVar("Row", LabelledExample, RaceQuestion)
@@ -45,26 +47,6 @@ class Asked(NamedTuple):
 
 
 @dataclass(frozen=True)
-class RightAnswers:
-    """Prompts with their right answers, made when they are read."""
-
-    asked: Sequence[Asked]
-    text: Callable[[str, str], ScoredText]
-
-    def __len__(self) -> int:
-        return len(self.asked)
-
-    def __getitem__(self, index: int, /) -> ScoredText:
-        prompt, answers, right = self.asked[index]
-        assert right is not None
-        return self.text(prompt, answers[right])
-
-    def origin(self, index: int, /) -> tuple[()]:
-        """Not of an indexed file."""
-        return ()
-
-
-@dataclass(frozen=True)
 class TextTask(FineTuning, Generic[Row]):
     """A task whose samples are prompts with an answer, for models of a family."""
 
@@ -74,11 +56,7 @@ class TextTask(FineTuning, Generic[Row]):
         return {}
 
     def training_samples(self, examples: Sequence[Row], run: Prepared) -> TrainingSamples:
-        missing = next((each for each in examples if each.label is None), None)
-        if missing is not None:
-            raise ConfigError(
-                f"--train-data: {missing.identity} has no label; a test file cannot be trained on"
-            )
+        require_labels(examples)
         answers = self._right_answers(examples, run)
         lengths = self._padded_lengths(answers, run)
         collate = partial(self.family.scored_batch, run.config, run.tokenizer, pad_to=lengths)
@@ -114,10 +92,15 @@ class TextTask(FineTuning, Generic[Row]):
         """Makes a prompt and an answer a text to score."""
         return partial(self.family.answered, run.config.model, run.tokenizer)
 
-    def _right_answers(self, examples: Sequence[Row], run: Prepared) -> RightAnswers:
-        return RightAnswers([self.asked(each) for each in examples], self.text(run))
+    def _right_answers(self, examples: Sequence[Row], run: Prepared) -> MadeSamples[ScoredText]:
+        return MadeSamples(examples, partial(self._right_answer, self.text(run)))
 
-    def _padded_lengths(self, answers: RightAnswers, run: Prepared) -> Any:
+    def _right_answer(self, text: Callable[[str, str], ScoredText], example: Row) -> ScoredText:
+        prompt, answers, right = self.asked(example)
+        assert right is not None
+        return text(prompt, answers[right])
+
+    def _padded_lengths(self, answers: MadeSamples[ScoredText], run: Prepared) -> Any:
         """Lengths to pad every batch to: those of the longest where the micro batches of a step
         must have one shape, as in a pipeline, or be divided; else None."""
         parallel = run.config.parallel

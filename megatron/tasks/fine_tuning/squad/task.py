@@ -15,7 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.config import Setting, Settings
-from megatron.data.labelled_text import LabelledText, collate_labelled
+from megatron.data.labelled_text import collate_labelled
+from megatron.data.samples import MadeSamples
 from megatron.model.layer_list import LayerState
 from megatron.model.spec import Measure
 from megatron.tasks.config import TaskConfig
@@ -44,23 +45,6 @@ def _logits(seq_length: int, state: LayerState, batch: Any) -> Mapping[str, Tens
 
 
 @dataclass(frozen=True)
-class WindowSamples:
-    """Windows as labelled texts."""
-
-    windows: Sequence[Window]
-
-    def __len__(self) -> int:
-        return len(self.windows)
-
-    def __getitem__(self, index: int, /) -> LabelledText:
-        return self.windows[index].row()
-
-    def origin(self, index: int, /) -> tuple[()]:
-        """Not of an indexed file."""
-        return ()
-
-
-@dataclass(frozen=True)
 class Squad(FineTuning):
     """SQuAD 1.1 or, with questions that have no answer, 2.0."""
 
@@ -77,24 +61,21 @@ class Squad(FineTuning):
 
     def training_samples(self, examples: Sequence[Question], run: Prepared) -> TrainingSamples:
         windows = [window for each in self._maker(run).windows(examples) for window in each]
-        return TrainingSamples(WindowSamples(windows), collator(run))
+        return TrainingSamples(MadeSamples(windows, Window.row), collator(run))
 
     def held_out_samples(self, examples: Sequence[Question], run: Prepared) -> HeldOutSamples:
         windows, length = self._maker(run).windows(examples), run.config.model.seq_length
-        samples = WindowSamples([window for each in windows for window in each])
-        pad = run.tokenizer.pad
-
-        def collate(some: Sequence[LabelledText], length: int) -> Any:
-            return collate_labelled(some, pad=pad, length=length)
+        rows = [window for each in windows for window in each]
+        samples = MadeSamples(rows, Window.row)
 
         def predictions(numbers: Numbers) -> list[Prediction]:
-            logits_NS2 = numbers["logits"].reshape(len(samples), length, 2)
+            logits_NS2 = numbers["logits"].reshape(len(rows), length, 2)
             return self._predictions(examples, windows, logits_NS2)
 
         return HeldOutSamples(
             samples,
-            [window.length for window in samples.windows],
-            collate,
+            [window.length for window in rows],
+            partial(collate_labelled, pad=run.tokenizer.pad),
             Measure(("logits",), partial(_logits, length), ends="logits", per_sample=True),
             predictions,
             samples,

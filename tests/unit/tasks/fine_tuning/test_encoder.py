@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from megatron.tasks.fine_tuning.encoder import EncodedExamples, EncodedQuestions, PairEncoder
+from megatron.tasks.fine_tuning.encoder import PairEncoder
 from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
 
 CLS, SEP = 1, 2
@@ -25,7 +25,7 @@ def text(*ids):
 
 
 def encoded(texts, length):
-    sample = EncodedExamples([LabelledExample(texts, 1, "7")], PairEncoder(Words(), length))[0]
+    sample = PairEncoder(Words(), length).example(LabelledExample(texts, 1, "7"))
     assert (sample.label, sample.identity) == (1, "7")
     return sample.tokens[0].tolist(), sample.types[0].tolist()
 
@@ -53,7 +53,7 @@ def test_pairs(texts, length, tokens, types):
 def test_a_question_has_a_text_for_each_option_in_their_order():
     options = (text(30), text(31, 32, 33), text(34), text(35))
     question = RaceQuestion(text(50, 51), f"{text(40)} _ {text(41)}", options, 2, "1.txt:1:1")
-    (sample,) = EncodedQuestions([question], PairEncoder(Words(), 12), max_qa_length=4)
+    sample = PairEncoder(Words(), 12).question(question, max_qa_length=4)
     assert [tokens.tolist() for tokens in sample.tokens] == [
         [CLS, 40, 30, 41, SEP, 50, 51, SEP],
         [CLS, 40, 31, 32, 33, SEP, 50, 51, SEP],  # the question is cut to four tokens
@@ -65,5 +65,5 @@ def test_a_question_has_a_text_for_each_option_in_their_order():
 
 
 def test_a_test_file_has_samples_too():
-    sample = EncodedExamples([LabelledExample((text(10),), None, "0")], PairEncoder(Words(), 9))[0]
+    sample = PairEncoder(Words(), 9).example(LabelledExample((text(10),), None, "0"))
     assert sample.label == 0
