@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -44,18 +44,15 @@ class Family(ABC):
     """Whether its models generate text, token by token."""
     tokenizer_type: ClassVar[str] = "BertWordPieceLowerCase"
     """The tokenizer of vocabulary files that are given without ``--tokenizer-type``."""
-    prompts: ClassVar[str | None] = None
-    """How a question is put to its models as text, one of the columns of the prompts of tasks; None
-    if they do not predict text."""
+    context_reader: ClassVar[Literal["decoder", "encoder"] | None] = None
+    """What reads the context of a text whose continuation its models predict; None if they do not
+    predict text."""
     unused_flags: ClassVar[frozenset[str]] = frozenset()
     """Fields of flags that its models and samples do not depend on, though those of other families
     do; a run refuses them."""
 
     heads: ClassVar[frozenset[str]] = frozenset({"lm"})
     """What the last layer of its models can be, as `ModelConfig.head` says."""
-    encodes_context: ClassVar[bool] = False
-    """Whether an encoder reads the context of a text to score, and a decoder its continuation."""
-
     head_states: ClassVar[int] = 0
     """Hidden states that a predicted token keeps between the final norm and the output head."""
 

@@ -123,7 +123,7 @@ class GPT(Family):
     name = "gpt"
     generates = True
     tokenizer_type = "GPT2BPETokenizer"
-    prompts = "continued"
+    context_reader = "decoder"
     unused_flags = frozenset({"bert_binary_head", "num_tokentypes", "lm_head_activation"})
 
     def spec(self, model: ModelConfig, parallel: ParallelConfig) -> ModelSpec:

@@ -95,8 +95,7 @@ class T5Data(DataPipeline):
 
 class T5(Family):
     name = "t5"
-    encodes_context = True
-    prompts = "prefixed"
+    context_reader = "encoder"
     unused_flags = STREAM_FLAGS | {
         "bert_binary_head", "num_tokentypes", "lm_head_activation", "bert_pair_task",
         "whole_word_masking", "max_preds_per_seq", "eval_max_preds_per_seq", "max_ngrams",

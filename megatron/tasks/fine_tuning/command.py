@@ -46,7 +46,7 @@ def as_text(config: TaskConfig, family: Family) -> FineTuning:
     """The task for a model that predicts text. Raises ConfigError if the family does not, or the
     task's answers are places in a text."""
     assert config.task is not None
-    if family.prompts is None or config.task == Squad.name:
+    if family.context_reader is None or config.task == Squad.name:
         head = with_head(config).settings()["head"].value
         able = [name for name in family_names() if head in family_of(name).heads]
         raise ConfigError(

@@ -1,10 +1,9 @@
 """The tasks as text: what a model is asked, and the word for each label.
 
-Two ways to ask, of which a family has one (`Family.prompts`):
+They depend on what reads them (`Family.context_reader`):
 
-- ``continued``: the answer continues the text. These are the prompts of lm-evaluation-harness.
-- ``prefixed``: the name of the task comes first. These are the ones that the published T5 was
-  trained with.
+- a decoder, whose answer continues the text: the prompts of lm-evaluation-harness.
+- an encoder: the name of the task comes first, as the published T5 was trained.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ def _same(words: Sequence[str]) -> dict[str, str]:
 
 
 PROMPTS: dict[str, dict[str, Prompt]] = {
-    "continued": {
+    "decoder": {
         "MNLI": Prompt(
             "{0}\nQuestion: {1} True, False or Neither?\nAnswer:",
             {"contradiction": "False", "entailment": "True", "neutral": "Neither"},
@@ -84,7 +83,7 @@ PROMPTS: dict[str, dict[str, Prompt]] = {
             {"entailment": "True", "not_entailment": "False"},
         ),
     },
-    "prefixed": {
+    "encoder": {
         "MNLI": Prompt(
             "mnli hypothesis: {1} premise: {0}", _same(("contradiction", "entailment", "neutral"))
         ),
@@ -101,11 +100,11 @@ PROMPTS: dict[str, dict[str, Prompt]] = {
         "RTE": Prompt("rte sentence1: {0} sentence2: {1}", _same(_ENTAILMENT)),
     },
 }
-"""By the way to ask and the task."""
+"""By what reads them, and the task."""
 
 QUESTIONS: dict[str, str] = {
-    "continued": "Article: {article}\n\nQuestion: {question}\nAnswer:",
-    "prefixed": "race question: {question} article: {article}",
+    "decoder": "Article: {article}\n\nQuestion: {question}\nAnswer:",
+    "encoder": "race question: {question} article: {article}",
 }
 """How a question about an article is put; its options are the answers."""
 

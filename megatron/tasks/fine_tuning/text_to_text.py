@@ -127,8 +127,8 @@ class TextTable(TextTask[LabelledExample]):
         return self.table.read(path)
 
     def asked(self, example: LabelledExample) -> Asked:
-        assert self.family.prompts is not None
-        prompt = PROMPTS[self.family.prompts][self.name]
+        assert self.family.context_reader is not None
+        prompt = PROMPTS[self.family.context_reader][self.name]
         words, right = self.table.labels or NUMBERS, example.label
         if not self.table.labels and right is not None:
             right = NUMBERS.index(number_word(right))
@@ -179,8 +179,8 @@ class TextRace(TextTask[RaceQuestion]):
         return read_race(path)
 
     def asked(self, example: RaceQuestion) -> Asked:
-        assert self.family.prompts is not None
-        text = QUESTIONS[self.family.prompts]
+        assert self.family.context_reader is not None
+        text = QUESTIONS[self.family.context_reader]
         prompt = text.format(article=example.article, question=example.question)
         return Asked(prompt, example.options, example.label)
 

@@ -57,7 +57,7 @@ class HarnessModel(TemplateLM):
         self.text_tokenizer = scorer.tokenizer
         # What only transformers' tokenizers have, chat templates above all.
         self.tokenizer = getattr(self.text_tokenizer, "transformers_tokenizer", None)
-        self.backend = "seq2seq" if family.encodes_context else "causal"
+        self.backend = "seq2seq" if family.context_reader == "encoder" else "causal"
         self.max_length = max_length or model.positions.max_position_embeddings
         self._device = scorer.engine.device
         self._prefix_token_id = prefix_token_id

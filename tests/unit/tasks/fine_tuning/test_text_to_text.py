@@ -29,16 +29,16 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("name", PROMPTS["continued"])
+@pytest.mark.parametrize("name", PROMPTS["decoder"])
 def test_every_label_has_a_word(name):
     table = TABLES[name]
-    for way in ("continued", "prefixed"):
+    for way in ("decoder", "encoder"):
         prompt = PROMPTS[way][name]
         assert set(prompt.answers) == set(table.labels or NUMBERS)
         assert len(set(prompt.answers.values())) == len(prompt.answers)
         text = prompt.of(["first one", "second one"][: table.texts])
         assert "first one" in text and ("second one" in text) == (table.texts == 2)
-    assert PROMPTS["continued"].keys() == PROMPTS["prefixed"].keys() == TABLES.keys()
+    assert PROMPTS["decoder"].keys() == PROMPTS["encoder"].keys() == TABLES.keys()
 
 
 @pytest.mark.parametrize("name", ROWS)
@@ -63,7 +63,7 @@ def test_prompts_of_lm_evaluation_harness(name):
         wanted = found["doc_to_text"](row)
     else:
         wanted = jinja2.Template(content["doc_to_text"]).render(**row)
-    prompt = PROMPTS["continued"][name]
+    prompt = PROMPTS["decoder"][name]
     assert prompt.of(list(row.values())) == wanted
     assert prompt.answers[label] == content["doc_to_choice"][number]
 
@@ -83,7 +83,7 @@ def test_what_is_trained_and_scored():
     said = [run.tokenizer.detokenize(t.continuation.tolist()) for t in held_out.samples]
     assert said == [" no", " yes", " no", " yes"]
     asked = [run.tokenizer.detokenize(t.context.tolist()) for t in held_out.samples]
-    assert asked[0] == asked[1] == PROMPTS["continued"]["QQP"].of(("a b", "c")) != asked[2]
+    assert asked[0] == asked[1] == PROMPTS["decoder"]["QQP"].of(("a b", "c")) != asked[2]
     trained = [held_out.training[n] for n in range(2)]
     assert [t.continuation.tolist() for t in trained] == [
         held_out.samples[n].continuation.tolist() for n in (1, 2)
