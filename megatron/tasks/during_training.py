@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
@@ -13,8 +14,8 @@ from megatron.tasks.harness.command import require_harness
 from megatron.tasks.report import TaskResult
 from megatron.tasks.zeroshot import TASKS, prepare
 from megatron.tokenizer import Tokenizer
-from megatron.training.metrics import TaskEvaluation
 from megatron.training.trainer import Callback, Trainer
+from megatron.training.writers import TASK_COSTS
 
 
 class EvaluatedTask(Protocol):
@@ -23,6 +24,43 @@ class EvaluatedTask(Protocol):
     name: str
 
     def evaluate(self, engine: ModelEngine, micro_batch_size: int) -> TaskResult: ...
+
+
+@dataclass(frozen=True)
+class TaskEvaluation:
+    """What a task measured after ``iteration`` steps; ``since`` are the seconds of the run before
+    it, from the end of the evaluations before."""
+
+    iteration: int
+    result: TaskResult
+    since: float
+
+    @property
+    def kind(self) -> str:
+        """The writers' name for these values."""
+        return f"task {self.result.name}"
+
+    def line(self) -> str:
+        """The console line; the cost is a share of the time between two evaluations."""
+        result, metrics = self.result, self.result.metrics.items()
+        fields = [
+            f"{self.kind} at iteration {self.iteration}",
+            *(f"{name.replace('_', ' ')}: {value:.6E}" for name, value in metrics),
+            f"examples: {result.examples}",
+            f"tokens per second: {result.tokens_per_second:.1f}",
+            f"elapsed: {result.seconds:.2f} s, {100 * self._share:.1f}% of the time since the last",
+        ]
+        return " " + " | ".join(fields) + " |"
+
+    def row(self) -> dict[str, float | None]:
+        """The values by name, for writers."""
+        result = self.result
+        costs = result.examples, result.seconds, result.tokens_per_second, self._share
+        return {**result.metrics, **dict(zip(TASK_COSTS, costs, strict=True))}
+
+    @property
+    def _share(self) -> float:
+        return self.result.seconds / max(self.since, 1e-9)
 
 
 class EvalTasks(Callback):
@@ -48,16 +86,7 @@ class EvalTasks(Callback):
         before = time.perf_counter() - self._since
         for task in self._tasks:
             result = task.evaluate(trainer.engine, self._micro_batch_size)
-            evaluation = TaskEvaluation(
-                trainer.iteration,
-                result.name,
-                result.metrics,
-                result.examples,
-                result.tokens,
-                result.seconds,
-                before,
-            )
-            trainer.report(evaluation)
+            trainer.report(TaskEvaluation(trainer.iteration, result, before))
         self._since = time.perf_counter()
 
 

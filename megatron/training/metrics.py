@@ -16,8 +16,6 @@ from typing import Protocol
 
 import torch
 
-from megatron.training.writers import TASK_COSTS
-
 
 @dataclass(frozen=True)
 class StepMetrics:
@@ -199,57 +197,6 @@ class Evaluation:
             return {"loss": loss, "perplexity": perplexity(loss)}
         found: dict[str, float | None] = dict(self.losses)
         return found | {f"{name} PPL": perplexity(loss) for name, loss in self.losses.items()}
-
-
-@dataclass(frozen=True)
-class TaskEvaluation:
-    """What a task of ``--eval-tasks`` measured after ``iteration`` steps.
-
-    Args:
-        name: the task's, as in the flag.
-        metrics: values by name: ``accuracy`` and the like as fractions, ``bits_per_byte`` of the
-            original text, so that models with different tokenizers compare.
-        tokens: tokens whose probability was computed.
-        seconds: wall time of this evaluation.
-        since: wall time of the run before it, from the end of the evaluations before.
-    """
-
-    iteration: int
-    name: str
-    metrics: Mapping[str, float]
-    examples: int
-    tokens: int
-    seconds: float
-    since: float
-
-    @property
-    def kind(self) -> str:
-        """The writers' name for these values."""
-        return f"task {self.name}"
-
-    def line(self) -> str:
-        """The console line; the cost is a share of the time between two evaluations."""
-        fields = [
-            f"task {self.name} at iteration {self.iteration}",
-            *(f"{name.replace('_', ' ')}: {value:.6E}" for name, value in self.metrics.items()),
-            f"examples: {self.examples}",
-            f"tokens per second: {self._tokens_per_second:.1f}",
-            f"elapsed: {self.seconds:.2f} s, {100 * self._share:.1f}% of the time since the last",
-        ]
-        return " " + " | ".join(fields) + " |"
-
-    def row(self) -> dict[str, float | None]:
-        """The values by name, for writers."""
-        costs = self.examples, self.seconds, self._tokens_per_second, self._share
-        return {**self.metrics, **dict(zip(TASK_COSTS, costs, strict=True))}
-
-    @property
-    def _tokens_per_second(self) -> float:
-        return self.tokens / max(self.seconds, 1e-9)
-
-    @property
-    def _share(self) -> float:
-        return self.seconds / max(self.since, 1e-9)
 
 
 def perplexity(loss: float) -> float:

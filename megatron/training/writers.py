@@ -17,7 +17,7 @@ from megatron.config.output import LoggingConfig
 from megatron.util.files import replacing, sync
 
 Values = Mapping[str, float | None]
-"""Values by the names of the ``row`` of ``IntervalMetrics``, ``Evaluation``, ``TaskEvaluation``."""
+"""Values by the names of the ``row`` of ``IntervalMetrics`` and of what is ``Reported``."""
 
 TAGS: dict[str, dict[str, str]] = {
     "train": {

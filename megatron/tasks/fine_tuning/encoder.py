@@ -31,7 +31,7 @@ from megatron.tasks.fine_tuning.tables import TableTask
 from megatron.tasks.fine_tuning.task import (
     FineTuning,
     HeldOutSamples,
-    Prepared,
+    TaskRun,
     TrainingSamples,
     require_labels,
 )
@@ -55,11 +55,11 @@ LOGITS = Measure(("logits",), _logits, ends="logits", per_sample=True)
 class EncoderTask(FineTuning):
     """A task whose samples are labelled texts."""
 
-    def training_samples(self, examples: Sequence[Any], run: Prepared) -> TrainingSamples:
+    def training_samples(self, examples: Sequence[Any], run: TaskRun) -> TrainingSamples:
         require_labels(examples)
         return TrainingSamples(self.dataset(examples, run), collator(run))
 
-    def held_out_samples(self, examples: Sequence[Any], run: Prepared) -> HeldOutSamples:
+    def held_out_samples(self, examples: Sequence[Any], run: TaskRun) -> HeldOutSamples:
         encoded = self.dataset(examples, run)
         samples = [encoded[number] for number in range(len(encoded))]
         labelled = all(example.label is not None for example in examples)
@@ -73,7 +73,7 @@ class EncoderTask(FineTuning):
         )
 
     @abstractmethod
-    def dataset(self, examples: Sequence[Any], run: Prepared) -> MadeSamples[LabelledText]:
+    def dataset(self, examples: Sequence[Any], run: TaskRun) -> MadeSamples[LabelledText]:
         """The examples, encoded when they are read."""
 
     @abstractmethod
@@ -105,7 +105,7 @@ class Classification(EncoderTask):
         return self.table.read(path)
 
     def dataset(
-        self, examples: Sequence[LabelledExample], run: Prepared
+        self, examples: Sequence[LabelledExample], run: TaskRun
     ) -> MadeSamples[LabelledText]:
         return MadeSamples(examples, encoder(run).example)
 
@@ -135,7 +135,7 @@ class MultipleChoice(EncoderTask):
     def read(self, path: Path) -> list[RaceQuestion]:
         return read_race(path)
 
-    def dataset(self, examples: Sequence[RaceQuestion], run: Prepared) -> MadeSamples[LabelledText]:
+    def dataset(self, examples: Sequence[RaceQuestion], run: TaskRun) -> MadeSamples[LabelledText]:
         cut = run.task.max_qa_length
         return MadeSamples(examples, partial(encoder(run).question, max_qa_length=cut))
 
@@ -198,12 +198,12 @@ def _label(label: int | float | None) -> int | float:
     return 0 if label is None else label
 
 
-def encoder(run: Prepared) -> PairEncoder:
+def encoder(run: TaskRun) -> PairEncoder:
     """The encoder of a run's texts."""
     return PairEncoder(run.tokenizer, run.config.model.seq_length)
 
 
-def collator(run: Prepared) -> Callable[[Sequence[LabelledText]], Any]:
+def collator(run: TaskRun) -> Callable[[Sequence[LabelledText]], Any]:
     """Pads a batch to its longest text, or to --seq-length where the micro batches of a step must
     have one shape, as in a pipeline."""
     parallel = run.config.parallel

@@ -33,7 +33,7 @@ from megatron.tasks.fine_tuning.evaluation import (
 )
 from megatron.tasks.fine_tuning.metrics import overall_line
 from megatron.tasks.fine_tuning.order import ShuffledEpochs
-from megatron.tasks.fine_tuning.task import FineTuning, Prepared, TrainingSamples
+from megatron.tasks.fine_tuning.task import FineTuning, TaskRun, TrainingSamples
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.settings import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan
@@ -61,14 +61,14 @@ def fine_tune(
     run = run_of(settings, processes)
     train = None
     if config.epochs:
-        train = task.training_samples(examples.train, Prepared(run.config, run.tokenizer, config))
+        train = task.training_samples(examples.train, TaskRun(run.config, run.tokenizer, config))
         count = len(train.dataset)
         length = Setting(config.epochs * count, f"derived: epochs x {count} samples")
         run = run_of(settings | {"train_samples": length}, processes)
     show_configuration(run)
-    prepared = Prepared(run.config, run.tokenizer, config)
+    task_run = TaskRun(run.config, run.tokenizer, config)
     held_out = {
-        name: task.held_out_samples(found, prepared) for name, found in examples.valid.items()
+        name: task.held_out_samples(found, task_run) for name, found in examples.valid.items()
     }
     size = config.eval_micro_batch_size or run.config.training.micro_batch_size
     sets = ValidationSets(task, held_out, size)

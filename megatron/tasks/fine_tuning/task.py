@@ -24,8 +24,8 @@ Numbers = Mapping[str, npt.NDArray[np.float64]]
 
 
 @dataclass(frozen=True)
-class Prepared:
-    """What samples are made with: the configuration of the run, its tokenizer, the task's flags."""
+class TaskRun:
+    """What samples are made with: the configuration of a run, its tokenizer, the task's flags."""
 
     config: RunConfig
     tokenizer: Tokenizer
@@ -94,11 +94,11 @@ class FineTuning(ABC):
         if it cannot be used."""
 
     @abstractmethod
-    def training_samples(self, examples: Sequence[Any], run: Prepared) -> TrainingSamples:
+    def training_samples(self, examples: Sequence[Any], run: TaskRun) -> TrainingSamples:
         """Examples as samples. Raises ConfigError, with file and line, if one has no label."""
 
     @abstractmethod
-    def held_out_samples(self, examples: Sequence[Any], run: Prepared) -> HeldOutSamples:
+    def held_out_samples(self, examples: Sequence[Any], run: TaskRun) -> HeldOutSamples:
         """Examples as samples, and predictions of them."""
 
     @abstractmethod

@@ -30,7 +30,7 @@ from megatron.tasks.fine_tuning.tables import TableTask
 from megatron.tasks.fine_tuning.task import (
     FineTuning,
     HeldOutSamples,
-    Prepared,
+    TaskRun,
     TrainingSamples,
     require_labels,
 )
@@ -55,14 +55,14 @@ class TextTask(FineTuning, Generic[Row]):
     def settings(self) -> Settings:
         return {}
 
-    def training_samples(self, examples: Sequence[Row], run: Prepared) -> TrainingSamples:
+    def training_samples(self, examples: Sequence[Row], run: TaskRun) -> TrainingSamples:
         require_labels(examples)
         answers = self._right_answers(examples, run)
         lengths = self._padded_lengths(answers, run)
         collate = partial(self.family.scored_batch, run.config, run.tokenizer, pad_to=lengths)
         return TrainingSamples(answers, collate)
 
-    def held_out_samples(self, examples: Sequence[Row], run: Prepared) -> HeldOutSamples:
+    def held_out_samples(self, examples: Sequence[Row], run: TaskRun) -> HeldOutSamples:
         text = self.text(run)
         asked = [self.asked(each) for each in examples]
         texts = [text(prompt, answer) for prompt, answers, _ in asked for answer in answers]
@@ -88,11 +88,11 @@ class TextTask(FineTuning, Generic[Row]):
     ) -> list[Prediction]:
         """Predictions of the log-probabilities of all answers, a row for each example."""
 
-    def text(self, run: Prepared) -> Callable[[str, str], ScoredText]:
+    def text(self, run: TaskRun) -> Callable[[str, str], ScoredText]:
         """Makes a prompt and an answer a text to score."""
         return partial(self.family.answered, run.config.model, run.tokenizer)
 
-    def _right_answers(self, examples: Sequence[Row], run: Prepared) -> MadeSamples[ScoredText]:
+    def _right_answers(self, examples: Sequence[Row], run: TaskRun) -> MadeSamples[ScoredText]:
         return MadeSamples(examples, partial(self._right_answer, self.text(run)))
 
     def _right_answer(self, text: Callable[[str, str], ScoredText], example: Row) -> ScoredText:
@@ -100,7 +100,7 @@ class TextTask(FineTuning, Generic[Row]):
         assert right is not None
         return text(prompt, answers[right])
 
-    def _padded_lengths(self, answers: MadeSamples[ScoredText], run: Prepared) -> Any:
+    def _padded_lengths(self, answers: MadeSamples[ScoredText], run: TaskRun) -> Any:
         """Lengths to pad every batch to: those of the longest where the micro batches of a step
         must have one shape, as in a pipeline, or be divided; else None."""
         parallel = run.config.parallel
@@ -135,7 +135,7 @@ class TextTable(TextTask[LabelledExample]):
         answers = [prompt.answers[word] for word in words]
         return Asked(prompt.of(example.texts), answers, None if right is None else int(right))
 
-    def text(self, run: Prepared) -> Callable[[str, str], ScoredText]:
+    def text(self, run: TaskRun) -> Callable[[str, str], ScoredText]:
         """See `TextTask.text`; raises ConfigError if the tokens of two answers are the same."""
         text, words = super().text(run), self.table.labels or NUMBERS
         asked = self.asked(LabelledExample(("",) * self.table.texts, None, ""))

@@ -6,7 +6,7 @@ import pytest
 from configs import model_config, run_config
 
 from megatron.config import ConfigError, EvalTasksConfig, TokenizerConfig
-from megatron.tasks.during_training import EvalTasks, prepared_tasks
+from megatron.tasks.during_training import EvalTasks, TaskEvaluation, prepared_tasks
 from megatron.tasks.report import TaskResult
 from megatron.tokenizer import build_tokenizer
 
@@ -85,3 +85,19 @@ def test_the_cost_is_a_share_of_the_time_before(monkeypatch):
     assert [each.row()["share_of_time"] for each in (first, second)] == [2 / 50, 2 / 50]
     assert [each.row()["share_of_time"] for each in (third, fourth)] == [2 / 20, 2 / 20]
     assert (first.iteration, third.iteration, third.kind) == (5, 10, "task t")
+
+
+def test_line_and_row_of_a_task():
+    metrics = {"bits_per_byte": 0.5, "accuracy": 0.25}
+    found = TaskEvaluation(10, TaskResult("lambada", metrics, 8, 100, seconds=2.0), since=40.0)
+    assert found.kind == "task lambada"
+    assert found.line() == (
+        " task lambada at iteration 10 | bits per byte: 5.000000E-01 | accuracy: 2.500000E-01 | "
+        "examples: 8 | tokens per second: 50.0 | elapsed: 2.00 s, 5.0% of the time since the last |"
+    )
+    assert found.row() == metrics | {
+        "examples": 8,
+        "seconds": 2.0,
+        "tokens_per_second": 50.0,
+        "share_of_time": 0.05,
+    }

@@ -12,7 +12,6 @@ from megatron.training.metrics import (
     Evaluation,
     IntervalMeter,
     StepMetrics,
-    TaskEvaluation,
     memory_use,
     perplexity,
 )
@@ -202,22 +201,6 @@ def test_evaluation_line():
         "lm loss PPL: 5.000000E+01 |"
     )
     assert "iteration 10 on test set |" in Evaluation(10, {"lm loss": 1.0}, test=True).line()
-
-
-def test_line_and_row_of_a_task():
-    metrics = {"bits_per_byte": 0.5, "accuracy": 0.25}
-    found = TaskEvaluation(10, "lambada", metrics, 8, 100, seconds=2.0, since=40.0)
-    assert found.kind == "task lambada"
-    assert found.line() == (
-        " task lambada at iteration 10 | bits per byte: 5.000000E-01 | accuracy: 2.500000E-01 | "
-        "examples: 8 | tokens per second: 50.0 | elapsed: 2.00 s, 5.0% of the time since the last |"
-    )
-    assert found.row() == metrics | {
-        "examples": 8,
-        "seconds": 2.0,
-        "tokens_per_second": 50.0,
-        "share_of_time": 0.05,
-    }
 
 
 @pytest.mark.parametrize(

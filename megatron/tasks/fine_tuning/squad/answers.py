@@ -27,11 +27,11 @@ class Candidate(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Said:
-    """What a model says to a question.
+class PredictedAnswer:
+    """The answer to a question that a model predicts.
 
     Attributes:
-        text: "" if it is said to have no answer.
+        text: "" if it predicts that the question has none.
         n_best: the best answers, best first, with "no answer" among them where it is possible.
         null_odds: score of "no answer" minus that of the best answer.
     """
@@ -67,7 +67,7 @@ class AnswerSearch:
     with_negative: bool = False
     null_score_diff_threshold: float = 0.0
 
-    def predict(self, windows: Sequence[Window], logits: Iterable[Logits]) -> Said:
+    def predict(self, windows: Sequence[Window], logits: Iterable[Logits]) -> PredictedAnswer:
         """The prediction for one question from the logits of its windows, [S, 2] (start, end) of at
         least the tokens of each; what follows them is padding, which is not looked at."""
         logits = list(logits)
@@ -92,7 +92,7 @@ class AnswerSearch:
         odds = null.score - (answer.score if answer else 0.0)
         silent = self.with_negative and odds > self.null_score_diff_threshold
         text = answer.text if answer and not silent else ""
-        return Said(text, tuple(best.values()), odds)
+        return PredictedAnswer(text, tuple(best.values()), odds)
 
     def _spans(self, window: Window, logits_S2: Logits) -> Iterator[tuple[int, int, float, float]]:
         """Spans of the best starts and ends of a window: tokens of the passage, and logits."""

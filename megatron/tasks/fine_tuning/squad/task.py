@@ -31,7 +31,7 @@ from megatron.tasks.fine_tuning.task import (
     FineTuning,
     HeldOutSamples,
     Numbers,
-    Prepared,
+    TaskRun,
     TrainingSamples,
 )
 from megatron.util.files import write_whole
@@ -59,11 +59,11 @@ class Squad(FineTuning):
     def read(self, path: Path) -> list[Question]:
         return read_questions(path, self.task.version_2_with_negative)
 
-    def training_samples(self, examples: Sequence[Question], run: Prepared) -> TrainingSamples:
+    def training_samples(self, examples: Sequence[Question], run: TaskRun) -> TrainingSamples:
         windows = [window for each in self._maker(run).windows(examples) for window in each]
         return TrainingSamples(MadeSamples(windows, Window.row), collator(run))
 
-    def held_out_samples(self, examples: Sequence[Question], run: Prepared) -> HeldOutSamples:
+    def held_out_samples(self, examples: Sequence[Question], run: TaskRun) -> HeldOutSamples:
         windows, length = self._maker(run).windows(examples), run.config.model.seq_length
         rows = [window for each in windows for window in each]
         samples = MadeSamples(rows, Window.row)
@@ -105,7 +105,7 @@ class Squad(FineTuning):
                 content = {each.identity: each.details[key] for each in predictions}
                 _write(own.with_name(f"{prefix}_{own.name}"), content)
 
-    def _maker(self, run: Prepared) -> WindowMaker:
+    def _maker(self, run: TaskRun) -> WindowMaker:
         task, length = self.task, run.config.model.seq_length
         return WindowMaker(run.tokenizer, length, task.doc_stride, task.max_query_length)
 

@@ -13,7 +13,7 @@ from megatron.tasks.fine_tuning.command import as_text, with_head
 from megatron.tasks.fine_tuning.examples import LabelledExample, RaceQuestion
 from megatron.tasks.fine_tuning.prompts import NUMBERS, PROMPTS, number_word
 from megatron.tasks.fine_tuning.tables import TABLES
-from megatron.tasks.fine_tuning.task import Prepared
+from megatron.tasks.fine_tuning.task import TaskRun
 from megatron.tasks.fine_tuning.text_to_text import TextTable
 from megatron.tokenizer.byte import ByteLevelTokenizer
 from megatron.tokenizer.wordpiece import WordPieceTokenizer
@@ -72,7 +72,7 @@ def prepared(tokenizer, length):
     model = SimpleNamespace(
         seq_length=length, decoder_seq_length=8, positions=SimpleNamespace(longest=None)
     )
-    return Prepared(SimpleNamespace(model=model), tokenizer, TaskConfig())
+    return TaskRun(SimpleNamespace(model=model), tokenizer, TaskConfig())
 
 
 def test_what_is_trained_and_scored():
