@@ -253,5 +253,5 @@ def _finish(
         for each, folder in zip(evaluations, folders, strict=True)
     ]
     options = run.config.checkpoint
-    beside = options.save or options.load or "."
-    finish(found, config.output, Path(beside, f"{config.task}.png"))
+    beside = options.save or options.load
+    finish(found, config.output, Path(beside, f"{config.task}.png") if beside else None)
