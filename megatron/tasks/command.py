@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from megatron.config import ConfigError, Setting
-from megatron.config.flags import ConfigResolver, nearest
+from megatron.config import ConfigError
+from megatron.config.flags import nearest
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.registry import TASKS, task_named
 from megatron.tasks.settings import task_settings
@@ -40,15 +40,5 @@ def run_task(description: str | None, argv: Sequence[str] | None = None) -> None
     if config.task not in TASKS:
         hint = nearest(config.task, TASKS, "; the nearest is {}")
         raise ConfigError(f"--task {config.task}: the tasks are {', '.join(TASKS)}{hint}")
-    _check_numbers(config)
     processes = start_processes(settings, argv)
     task_named(config.task).run(config, task_settings(settings), processes)
-
-
-def _check_numbers(config: TaskConfig) -> None:
-    """Refuses numbers out of their bounds."""
-    given = {
-        name: Setting(value, f"flag --{name.replace('_', '-')}")
-        for name, value in vars(config).items()
-    }
-    ConfigResolver((TaskConfig,), given)

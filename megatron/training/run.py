@@ -28,7 +28,7 @@ from megatron.config import (
     explain,
     resolve,
 )
-from megatron.config.flags import build
+from megatron.config.flags import ConfigResolver, build
 from megatron.data.loader import TrainingData
 from megatron.data.pipeline import training_texts
 from megatron.data.sources import with_corpora
@@ -172,9 +172,11 @@ class RunToolParser(FlagParser, Generic[Config]):
         return own.format_help()
 
     def parse(self, argv: Sequence[str] | None = None) -> tuple[Config, Settings]:
-        """The tool's options, and the settings of the run; log messages are shown from now on."""
+        """The tool's options, and the settings of the run; log messages are shown from now on.
+        Raises ConfigError if an option is out of its bounds."""
         show_log()
         settings = self.settings(argv)
+        ConfigResolver((self._config,), settings)
         own = {field.name for field in dataclasses.fields(self._config)}  # type: ignore[arg-type]
         rest = {name: setting for name, setting in settings.items() if name not in own}
         return build(self._config, settings), rest
@@ -234,16 +236,11 @@ def build_trainer(
     )
 
 
-def train(
-    run: Run,
-    callbacks: Sequence[Callback] = (),
-    data: TrainingData | None = None,
-    epochs: Epochs | None = None,
-) -> None:
-    """Trains from the checkpoint that the run loads, or the first step, to its end. Arguments and
-    errors are those of :func:`build_trainer`."""
+def train(run: Run) -> None:
+    """Trains from the checkpoint that the run loads, or the first step, to its end. Raises what
+    :func:`build_trainer` raises."""
     with distributed(run.config.parallel) as mesh:
-        build_trainer(run, mesh, callbacks, data, epochs).fit()
+        build_trainer(run, mesh).fit()
 
 
 class _Closing(Callback):

@@ -50,6 +50,7 @@ def test_seeds_and_templates():
         ("--output missing/file.json", "its folder does not exist"),
         ("--include-path missing", "is not a folder"),
         ("--fewshot-as-multiturn", "needs --apply-chat-template"),
+        ("--num-fewshot -1", "--num-fewshot -1 must not be negative"),
         ("--seed 1,2", "--seed 1,2: expected a number, or four"),
         ("--samples missing.json", "expected JSON"),
     ],
