@@ -46,14 +46,14 @@ class HarnessModel(TemplateLM):
         scorer: TextScorer,
         max_length: int | None = None,
         prefix_token_id: int | None = None,
-        cache: AnswerCache | None = None,
     ) -> None:
         super().__init__()
         config = scorer.engine.config
         model, family = config.model, family_of(config.model.family)
         # A family that predicts no text is refused before prompts are made.
         family.scored_lengths(config, [ScoredText(np.zeros(1, np.int64), np.zeros(1, np.int64))])
-        self.scorer, self.answer_cache = scorer, cache
+        self.scorer = scorer
+        self.answer_cache: AnswerCache | None = None
         self.text_tokenizer = scorer.tokenizer
         # What only transformers' tokenizers have, chat templates above all.
         self.tokenizer = getattr(self.text_tokenizer, "transformers_tokenizer", None)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import fnmatch
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,7 @@ class HarnessTask:
         self.name, self._tokenizer = name, tokenizer
         self._manager, self._tasks = load_tasks([name], include_path, None, "--eval-tasks")
 
-    def evaluate(
-        self,
-        engine: ModelEngine,
-        micro_batch_size: int,
-        progress: Callable[[int], object] | None = None,
-    ) -> TaskResult:
+    def evaluate(self, engine: ModelEngine, micro_batch_size: int) -> TaskResult:
         """lm-eval's metrics, on the main process; every rank must call it. Those of a group's tasks
         begin with the task's name. No generator of random numbers is set. Raises ConfigError if the
         task generates text."""
