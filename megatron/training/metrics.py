@@ -234,7 +234,8 @@ class TaskEvaluation:
             *(f"{name.replace('_', ' ')}: {value:.6E}" for name, value in self.metrics.items()),
             f"examples: {self.examples}",
             f"tokens per second: {self._tokens_per_second:.1f}",
-            f"elapsed: {self.seconds:.2f} s, {100 * self._share:.1f}% of the time since the last",
+            f"elapsed: {self.seconds:.2f} s, {100 * self._share:.1f}% of the time since "
+            "the last evaluation",
         ]
         return " " + " | ".join(fields) + " |"
 
