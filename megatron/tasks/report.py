@@ -126,18 +126,16 @@ def _aligned(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
 def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path | None) -> None:
     """Prints the final table, and writes the JSON file ``output`` if there is one; of several
     checkpoints it draws ``plot`` too, if there is one."""
-    if len(evaluations) == 1:
-        say(table(evaluations[0].results))
-    else:
-        say(table_of_checkpoints(evaluations))
-        if plot is not None:
-            draw_checkpoints(evaluations, plot)
-            say(f"curves of {len(evaluations)} checkpoints: {plot}")
+    several = len(evaluations) > 1
+    say(table_of_checkpoints(evaluations) if several else table(evaluations[0].results))
+    if output is not None:
+        write_results(Path(output), evaluations)
+    if several and plot is not None:
+        draw_checkpoints(evaluations, plot)
+        say(f"curves of {len(evaluations)} checkpoints: {plot}")
     tokens = sum(result.tokens for each in evaluations for result in each.results)
     seconds = sum(result.seconds for each in evaluations for result in each.results)
     say(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s")
-    if output is not None:
-        write_results(Path(output), evaluations)
 
 
 def write_results(path: Path, evaluations: Sequence[ModelResults]) -> None:

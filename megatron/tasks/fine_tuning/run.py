@@ -34,6 +34,7 @@ from megatron.tasks.fine_tuning.evaluation import (
 from megatron.tasks.fine_tuning.metrics import overall_line
 from megatron.tasks.fine_tuning.order import ShuffledEpochs
 from megatron.tasks.fine_tuning.task import FineTuning, TaskRun, TrainingSamples
+from megatron.tasks.paths import check_inputs, check_output
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.settings import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan
@@ -57,6 +58,8 @@ def fine_tune(
     if config.epochs is None:
         raise ConfigError("--epochs is missing: how often to train on all samples, 0 to evaluate")
     examples = read_examples(task, config)
+    check_output("--output", config.output)
+    check_output("--predictions", config.predictions)
     settings = _completed(task, config, settings)
     run = run_of(settings, processes)
     train = None
@@ -88,6 +91,9 @@ def read_examples(task: FineTuning, config: TaskConfig) -> Examples:
         )
     if not config.epochs and not config.valid_data:
         raise ConfigError(f"--valid-data is missing: the {kind} of {task.name} to evaluate on")
+    if config.epochs:
+        check_inputs("--train-data", config.train_data, task.folders)
+    check_inputs("--valid-data", config.valid_data, task.folders)
     train = [
         example
         for path in (config.train_data if config.epochs else ())
@@ -242,7 +248,8 @@ def _finish(
     evaluations: Sequence[EpochEvaluation],
     folders: Sequence[Path | None],
 ) -> None:
-    """The table, the JSON file and, of several checkpoints, the curves."""
+    """The table, the JSON file and, of several checkpoints, the curves: beside the JSON file, or in
+    the folder of the checkpoints."""
     if not evaluations:
         return
     found = [
@@ -253,5 +260,8 @@ def _finish(
         for each, folder in zip(evaluations, folders, strict=True)
     ]
     options = run.config.checkpoint
-    beside = options.save or options.load
-    finish(found, config.output, Path(beside, f"{config.task}.png") if beside else None)
+    folder = options.save or options.load
+    plot = Path(folder, f"{config.task}.png") if folder else None
+    if config.output:
+        plot = Path(config.output).with_suffix(".png")
+    finish(found, config.output, plot)

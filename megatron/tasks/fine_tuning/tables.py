@@ -145,8 +145,10 @@ class TableTask:
         skipped: Sequence[tuple[int, str]],
     ) -> None:
         if not examples:
-            found = f"line {skipped[0][0]}: {skipped[0][1]}" if skipped else "it has no row"
-            raise ConfigError(f"{path}, {found}; {self._wanted(columns)}")
+            found = " has no row"
+            if skipped:
+                found = f", line {skipped[0][0]}: {skipped[0][1]}"
+            raise ConfigError(f"{path}{found}; {self._wanted(columns)}")
         if skipped:
             shown = "; ".join(f"line {number}: {reason}" for number, reason in skipped[:_SHOWN])
             more = f"; {len(skipped) - _SHOWN} more" if len(skipped) > _SHOWN else ""

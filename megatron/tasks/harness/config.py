@@ -83,13 +83,16 @@ class HarnessConfig:
         if not self.tasks or not self.task_names:
             raise ConfigError("--tasks is missing: names of tasks, separated by commas")
         if self.include_path is not None and not Path(self.include_path).is_dir():
-            raise ConfigError(f"--include-path {self.include_path} is not a folder")
+            raise ConfigError(
+                f"--include-path {self.include_path} is not a folder; "
+                "name the one with your tasks' YAML files"
+            )
         if self.limit is not None and self.samples is not None:
             raise ConfigError(f"--limit {self.limit:g} and --samples: give one of them")
         if self.logs_samples and self.output is None:
             raise ConfigError(f"{self._flag_of_samples} needs --output, beside which it writes")
         if self.output is not None and not Path(self.output).absolute().parent.is_dir():
-            raise ConfigError(f"--output {self.output}: its folder does not exist")
+            raise ConfigError(f"--output {self.output}: its folder does not exist; create it")
         if self.fewshot_as_multiturn == "true" and self.apply_chat_template is None:
             raise ConfigError("--fewshot-as-multiturn needs --apply-chat-template")
         self.batch_size, self.seeds, self.documents  # noqa: B018  # each checks its value

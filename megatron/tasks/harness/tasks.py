@@ -120,6 +120,7 @@ def _matching(name: str, manager: TaskManager, flag: str) -> list[str]:
     found = fnmatch.filter(manager.all_tasks, name) if _PATTERN & set(name) else []
     if not found:
         hint = nearest(name, manager.all_tasks, "; the nearest is {}")
+        hint = hint or "; `lm-eval ls tasks` lists lm-eval's, --include-path adds your own"
         raise ConfigError(f"{flag} {name}: no task, group or tag of this name{hint}")
     return found
 

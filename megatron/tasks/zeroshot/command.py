@@ -20,6 +20,7 @@ from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
 from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
+from megatron.tasks.paths import check_inputs, check_output
 from megatron.tasks.registry import TaskCommand
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.settings import evaluation_settings
@@ -51,6 +52,8 @@ class ZeroShot(TaskCommand):
         if not config.valid_data:
             raise ConfigError(f"--task {self.name} needs --valid-data, the file to evaluate on")
         self._check_family(settings)
+        check_inputs("--valid-data", config.valid_data)
+        check_output("--output", config.output)
         used, unused = evaluation_settings(config, settings)
         run = run_of(used, processes)
         show_configuration(run)

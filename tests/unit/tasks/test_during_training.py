@@ -93,7 +93,8 @@ def test_line_and_row_of_a_task():
     assert found.kind == "task lambada"
     assert found.line() == (
         " task lambada at iteration 10 | bits per byte: 5.000000E-01 | accuracy: 2.500000E-01 | "
-        "examples: 8 | tokens per second: 50.0 | elapsed: 2.00 s, 5.0% of the time since the last |"
+        "examples: 8 | tokens per second: 50.0 | elapsed: 2.00 s, 5.0% of the time since "
+        "the last evaluation |"
     )
     assert found.row() == metrics | {
         "examples": 8,

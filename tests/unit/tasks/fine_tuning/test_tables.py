@@ -94,7 +94,7 @@ def test_rows_of_a_wrong_width_are_left_out(tmp_path, caplog):
     "task, rows, words",
     [
         ("QQP", [], "is empty; a file of QQP has 6 columns divided by tabs, texts in 3 and 4"),
-        ("QQP", [QQP], "it has no row; a file of QQP"),
+        ("QQP", [QQP], " has no row; a file of QQP"),
         ("QQP", [QQP, ["a", "b"]], "line 2: 2 columns instead of 6; a file of QQP"),
         ("QQP", [QQP, "1 2 3 a b 2".split()], "line 2: the label is '2'; QQP's are 0, 1: correct"),
         ("QQP", ["1 2 3 a b 1".split()], "line 1 has the label '1' and would be left out"),
