@@ -11,6 +11,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from megatron.checkpoint.folder import BEST, tag
 from megatron.config import ConfigError
@@ -41,8 +42,8 @@ class EpochRecords:
         if self._path is not None and self._path.is_file():
             try:
                 found = json.loads(self._path.read_text())["epochs"]
-                self.records = [EpochRecord(**record) for record in found]
-            except (ValueError, KeyError, TypeError):
+                self.records = [_record(content) for content in found]
+            except (ValueError, KeyError, TypeError, AttributeError):
                 raise ConfigError(
                     f"{self._path} cannot be read; delete it, and the best epoch is found among "
                     "those that follow"
@@ -81,7 +82,15 @@ class EpochRecords:
 
 
 def _comparable(record: EpochRecord) -> float:
-    return -math.inf if record.value is None or math.isnan(record.value) else record.value
+    return -math.inf if math.isnan(record.value) else record.value
+
+
+def _record(content: Mapping[str, Any]) -> EpochRecord:
+    sets = {
+        name: {metric: _number(value) for metric, value in metrics.items()}
+        for name, metrics in content["sets"].items()
+    }
+    return EpochRecord(**{**content, "value": _number(content["value"]), "sets": sets})
 
 
 def _json(record: EpochRecord) -> dict[str, object]:
@@ -92,6 +101,11 @@ def _json(record: EpochRecord) -> dict[str, object]:
     return asdict(record) | {"value": _json_number(record.value), "sets": sets}
 
 
-def _json_number(value: float | None) -> float | None:
-    """JSON has no NaN."""
-    return value if value is not None and math.isfinite(value) else None
+def _json_number(value: float) -> float | None:
+    """JSON has no NaN: it is null there."""
+    return value if math.isfinite(value) else None
+
+
+def _number(value: float | None) -> float:
+    """What `_json_number` wrote."""
+    return math.nan if value is None else float(value)

@@ -151,3 +151,13 @@ def test_a_restart_continues_the_record(tmp_path):
     with pytest.raises(ConfigError, match=r"best_epoch\.json cannot be read; delete it"):
         EpochRecords(tmp_path, writes=False)
     assert EpochRecords(None, writes=True).best is None
+
+
+def test_a_restart_reads_correlations_that_are_not_numbers(tmp_path):
+    records(tmp_path, math.nan, math.nan)
+    again = EpochRecords(tmp_path, writes=True)
+    assert math.isnan(again.best.value) and math.isnan(again.records[1].sets["dev"]["loss"])
+    again.add(EpochRecord(2, 30, "accuracy", -0.5, {"dev": {"loss": 1.0}}))
+    assert again.best.epoch == 2
+    content = json.loads((tmp_path / "best_epoch.json").read_text())
+    assert [each["value"] for each in content["epochs"]] == [None, None, -0.5]
