@@ -66,8 +66,9 @@ def too_long(answer: str, tokens: int, longest: int, flag: str) -> ValueError:
     )
 
 
-def fitted(pad_to: int | None, needed: int, longest: int | None) -> int:
-    """The length to pad texts to: as wanted, but no more than the model can read."""
+def fitted(pad_to: int | None, needed: int, longest: int | None, slices: int = 1) -> int:
+    """The length to pad texts to: as wanted, but no more than the model can read, or the next
+    multiple of the ``slices`` that ranks divide a sequence into."""
     length = needed if pad_to is None else pad_to
     assert length >= needed
-    return length if longest is None else min(length, longest)
+    return length if longest is None else min(length, -(-longest // slices) * slices)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import logging
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from megatron.tasks.harness.model import HarnessModel
 
 EXTRA = "evaluate"
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth"}
+"""Endings of files with weights."""
 
 
 @dataclass(frozen=True)
@@ -127,9 +130,22 @@ def _model(engine: Any, run: Run, config: HarnessConfig, folder: Path) -> Harnes
     model = HarnessModel(scorer, config.max_length, config.prefix_token_id)
     if config.use_cache is not None:
         dtype = model.get_model_info()["model_dtype"]
-        name = f"{folder.resolve()}, {dtype}, {model.max_length} tokens"
+        depends = [asdict(run.config.model), asdict(run.config.tokenizer), model.prefix_token_id]
+        mark = fingerprint(folder, depends)
+        name = f"{folder.resolve()} ({mark}), {dtype}, {model.max_length} tokens"
         model.answer_cache = AnswerCache(config.use_cache, name)
     return model
+
+
+def fingerprint(folder: Path, depends: Any) -> str:
+    """Of a checkpoint's weights, by size and time of their files, so that others in the same place
+    are known as such, and of what else the answers depend on."""
+    files = [path for path in folder.rglob("*") if path.suffix in _WEIGHTS]
+    stats = sorted(
+        (str(f.relative_to(folder)), f.stat().st_size, f.stat().st_mtime_ns) for f in files
+    )
+    content = json.dumps([stats, depends], sort_keys=True, default=str)
+    return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
 def _values(config: HarnessConfig) -> dict[str, Any] | None:

@@ -1,5 +1,7 @@
 """The flags of tools/evaluate.py, and how requests become texts to score."""
 
+import os
+
 import pytest
 
 from megatron.config import ConfigError
@@ -77,3 +79,15 @@ def test_requests_with_one_begin_are_one_text():
     assert scored.choices.tolist() == [5, 7, 5] and scored.continuation.tolist() == [5]
     assert not len(texts[0].scored(1).choices)
     assert len(_texts(requests, share=False)) == 4
+
+
+def test_other_weights_in_the_same_folder_are_another_model(tmp_path):
+    weights = tmp_path / "model.safetensors"
+    weights.write_bytes(b"first")
+    first = command.fingerprint(tmp_path, [1])
+    (tmp_path / "answers_rank0.db").write_bytes(b"kept")
+    (tmp_path / "results.json").write_text("{}")
+    assert command.fingerprint(tmp_path, [1]) == first
+    assert command.fingerprint(tmp_path, [2]) != first
+    os.utime(weights, ns=(1, 1))
+    assert command.fingerprint(tmp_path, [1]) != first

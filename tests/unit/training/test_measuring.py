@@ -98,9 +98,10 @@ def test_a_text_needs_tokens():
         text(1, 0)
 
 
-def config(kind="learned_absolute"):
-    longest = 8 if kind != "alibi" else None
-    return SimpleNamespace(model=SimpleNamespace(positions=SimpleNamespace(longest=longest)))
+def config(kind="learned_absolute", longest=8, slices=1):
+    positions = SimpleNamespace(longest=longest if kind != "alibi" else None)
+    parallel = SimpleNamespace(tensor_model_parallel_size=slices, sequence_parallel=slices > 1)
+    return SimpleNamespace(model=SimpleNamespace(positions=positions), parallel=parallel)
 
 
 def test_a_batch_of_gpt():
@@ -120,6 +121,12 @@ def test_what_is_too_long_for_the_model():
     with pytest.raises(ValueError, match="up to 9 tokens, and the model has 8 positions"):
         gpt.scored_batch(config(), None, [text(4, 5), text(4, 6)])
     assert gpt.scored_batch(config("alibi"), None, [text(4, 6)]).tokens_BS.shape == (1, 9)
+
+
+def test_ranks_divide_a_text_that_fills_an_odd_number_of_positions():
+    batch = family_of("gpt").scored_batch(config(longest=7, slices=2), None, [text(4, 4)] * 2, 8)
+    assert batch.tokens_BS.shape == (2, 8)
+    assert batch.position_ids_BS.tolist() == [[0, 1, 2, 3, 4, 5, 6, 6]] * 2
 
 
 def test_a_family_that_predicts_no_text():
