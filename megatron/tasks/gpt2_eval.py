@@ -24,12 +24,12 @@ class Gpt2EvalConfig:
     eval_iters: int = option(5000)
     """With --webtext-eval: the largest number of batches."""
     load_openai: bool = option(False)
-    """--model-path is a folder of Hugging Face, which is recognised without it as well."""
-    num_layers: int = option(12)
+    """--model-path is a folder of Hugging Face, whose sizes are those of the model."""
+    num_layers: int | None = option(None, derived="12, or that of --load-openai")
     """Number of layers."""
-    hidden_size: int = option(768)
+    hidden_size: int | None = option(None, derived="768, or that of --load-openai")
     """Width of the hidden states."""
-    num_attention_heads: int = option(12)
+    num_attention_heads: int | None = option(None, derived="12, or that of --load-openai")
     """Number of attention heads."""
     batch_size: int = option(4)
     """Samples that are evaluated together."""
@@ -56,11 +56,7 @@ class Gpt2EvalConfig:
         model = {
             "--valid-data": self.data_path,
             "--load": self.model_path,
-            "--num-layers": self.num_layers,
-            "--hidden-size": self.hidden_size,
-            "--num-attention-heads": self.num_attention_heads,
-            "--seq-length": 1024,
-            "--max-position-embeddings": 1024,
+            **self._sizes(),
             "--micro-batch-size": self.batch_size,
             "--tokenizer-type": "GPT2BPETokenizer",
             "--cache-dir": self.cache_dir,
@@ -71,4 +67,17 @@ class Gpt2EvalConfig:
             words += ["--tensor-model-parallel-size", size]
             # A launcher, where there is one, has started them.
             words += [] if "WORLD_SIZE" in os.environ else ["--num-gpus-per-node", size]
+        words += ["--use-checkpoint-args"] * self.load_openai
         return ["--task", *task, *words, "--fp16", "--no-load-optim", "--no-load-rng"]
+
+    def _sizes(self) -> dict[str, int]:
+        given = {
+            "--num-layers": self.num_layers,
+            "--hidden-size": self.hidden_size,
+            "--num-attention-heads": self.num_attention_heads,
+        }
+        sizes = {flag: size for flag, size in given.items() if size is not None}
+        if self.load_openai:
+            return sizes
+        of_2019 = {"--num-layers": 12, "--hidden-size": 768, "--num-attention-heads": 12}
+        return of_2019 | sizes | {"--seq-length": 1024, "--max-position-embeddings": 1024}

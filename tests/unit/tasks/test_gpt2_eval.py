@@ -37,7 +37,7 @@ def test_each_task(words, name, used):
 
 def test_defaults_of_2019(monkeypatch):
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    _, settings = task("--batch-size", "16", "--model-parallel-size", "2", "--load-openai")
+    _, settings = task("--batch-size", "16", "--model-parallel-size", "2")
     values = {name: setting.value for name, setting in settings.items()}
     assert values == {
         **dict(load="gpt2", num_layers=12, hidden_size=768, num_attention_heads=12),
@@ -47,6 +47,12 @@ def test_defaults_of_2019(monkeypatch):
     }
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert "num_gpus_per_node" not in task("--model-parallel-size", "2")[1]
+
+
+def test_sizes_of_a_hugging_face_folder():
+    _, settings = task("--load-openai", "--num-layers", "3")
+    assert settings["num_layers"].value == 3 and settings["use_checkpoint_args"].value
+    assert not {"hidden_size", "num_attention_heads", "seq_length"} & settings.keys()
 
 
 def test_what_is_missing():
