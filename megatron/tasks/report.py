@@ -123,15 +123,16 @@ def _aligned(rows: Sequence[Sequence[str]], texts: int = 0) -> str:
     return "\n".join((lines[0], "  ".join("-" * width for width in widths), *lines[1:]))
 
 
-def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path) -> None:
+def finish(evaluations: Sequence[ModelResults], output: str | None, plot: Path | None) -> None:
     """Prints the final table, and writes the JSON file ``output`` if there is one; of several
-    checkpoints it draws ``plot`` too."""
+    checkpoints it draws ``plot`` too, unless that is None."""
     if len(evaluations) == 1:
         say(table(evaluations[0].results))
     else:
         say(table_of_checkpoints(evaluations))
-        draw_checkpoints(evaluations, plot)
-        say(f"curves of {len(evaluations)} checkpoints: {plot}")
+        if plot is not None:
+            draw_checkpoints(evaluations, plot)
+            say(f"curves of {len(evaluations)} checkpoints: {plot}")
     tokens = sum(result.tokens for each in evaluations for result in each.results)
     seconds = sum(result.seconds for each in evaluations for result in each.results)
     say(f"{tokens:,} tokens in {seconds:.1f} s: {tokens / max(seconds, 1e-9):,.0f} tokens/s")

@@ -217,7 +217,7 @@ def _finish(
     evaluations: Sequence[EpochEvaluation],
     folders: Sequence[Path | None],
 ) -> None:
-    """The table, the JSON file and, of several checkpoints, the curves."""
+    """The table, the JSON file and, of several checkpoints in a folder, the curves beside them."""
     if not evaluations:
         return
     found = [
@@ -228,5 +228,5 @@ def _finish(
         for each, folder in zip(evaluations, folders, strict=True)
     ]
     options = run.config.checkpoint
-    beside = options.save or options.load or "."
-    finish(found, config.output, Path(beside, f"{config.task}.png"))
+    folder = options.save or options.load
+    finish(found, config.output, Path(folder, f"{config.task}.png") if folder else None)
