@@ -4,10 +4,12 @@
     python benchmarks/fine_tuning.py --text data/RACE/train web.jsonl --glue glue --folder runs
     python benchmarks/fine_tuning.py --text ... --glue glue --folder runs --tasks QQP -- --lr 5e-4
 
---glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. Vocabulary, data,
-the pretrained encoder and finished runs are kept in --folder, and used again. Both starts have the
-same flags; what follows "--" is appended to those of the fine-tuning. Printed are the accuracies on
-the validation rows after the last epoch, over the seeds.
+--glue has the folders QQP and MNLI with train.tsv and dev.tsv, dev_matched.tsv. The encoder is
+pretrained on the text, and then on the same text and the sentences of the training rows, without
+their labels, where neighbours are alike; --similar-steps 0 leaves that out, which needs
+scikit-learn. Vocabulary, data, encoders and finished runs are kept in --folder, and used again.
+Both starts have the same flags; what follows "--" is appended to those of the fine-tuning. Printed
+are the accuracies on the validation rows after the last epoch, over the seeds.
 """
 
 import argparse
@@ -25,7 +27,8 @@ from multiprocessing import get_context
 from pathlib import Path
 
 import torch
-from masked_language import ROOT, prepare
+from masked_language import ROOT, prepare, tool
+from similar_sentences import grouped, reordered
 from trainings import new_parser
 
 from megatron.tasks.command import run_task
@@ -47,11 +50,20 @@ PRETRAINING = (
     "--lr-wsd-decay-style linear --lr-wsd-decay-iters 1000 --eval-interval 1000 --eval-iters 20 "
     "--log-interval 50 --save-interval 500 --keep-last 2"
 ).split()
+SIMILAR = (
+    "--seq-length 48 --short-seq-prob 0 --no-whole-word-masking --bert-pair-task next-sentence "
+    "--mask-prob 0.2 --attention-dropout 0 --hidden-dropout 0 --micro-batch-size 64 --lr 1e-3 "
+    "--min-lr 1e-5 --lr-warmup-iters 40 --lr-decay-style linear --eval-interval 400 "
+    "--eval-iters 10 --log-interval 25"
+).split()
+"""Of the steps on similar sentences."""
 FINE_TUNING = (
     "--seq-length 48 --lr 1e-3 --lr-decay-style linear --lr-warmup-fraction 0.1 --log-interval 100"
 ).split()
 FILES = {"QQP": "dev.tsv", "MNLI": "dev_matched.tsv"}
 """What each task is evaluated on."""
+TEXTS = {"QQP": (3, 4), "MNLI": (8, 9)}
+"""The columns of the two texts of a row."""
 STARTS = ("pretrained", "random")
 ACCURACY = re.compile(r">> \|epoch: (\d+)\| overall: correct / total = (\d+) / (\d+)")
 
@@ -72,10 +84,13 @@ def main() -> int:
     data = prepare(folder, options.text, options.vocab_size)
     vocabulary = data[:2]
     encoder = folder / "pretrained"
-    if not (encoder / "latest").exists():
-        steps = ["--train-iters", str(options.steps), "--save", str(encoder)]
-        words = [*MODEL, *COMMON, *PRETRAINING, *data, *steps]
-        subprocess.run([sys.executable, str(ROOT / "pretrain_bert.py"), *words], check=True)
+    if "pretrained" in options.starts:
+        pretrain(encoder, options.steps, [*PRETRAINING, *data])
+        if options.similar_steps:
+            start, encoder = encoder, folder / "similar"
+            words = [*SIMILAR, *similar_data(folder, Path(options.glue), data)]
+            words += ["--load", str(start), "--finetune"]
+            pretrain(encoder, options.similar_steps, words)
     record = Path(options.json or folder / "fine-tunings.json")
     runs = [Run(**row) for row in json.loads(record.read_text())] if record.exists() else []
     for task, seed, start in product(options.tasks, options.seeds, options.starts):
@@ -92,6 +107,37 @@ def main() -> int:
     return 0
 
 
+def pretrain(encoder: Path, steps: int, words: Sequence[str]) -> None:
+    """Runs ``pretrain_bert.py`` unless the folder has a checkpoint."""
+    if not (encoder / "latest").exists():
+        words = [*MODEL, *COMMON, *words, "--train-iters", str(steps), "--save", str(encoder)]
+        subprocess.run([sys.executable, str(ROOT / "pretrain_bert.py"), *words], check=True)
+
+
+def similar_data(folder: Path, glue: Path, data: Sequence[str]) -> list[str]:
+    """Writes the data of similar sentences unless they exist; their flags, the vocabulary and the
+    held-out data of ``data``."""
+    parts = {name: folder / f"similar-{name}.jsonl" for name in ("text", "rows")}
+    if not parts["rows"].exists():
+        lines = (folder / "train.jsonl").read_text().splitlines()
+        texts = reordered(json.loads(line)["text"] for line in lines)
+        vocabulary = ["--tokenizer-type", "BertWordPieceLowerCase", *data[:2]]
+        for path, found in zip(parts.values(), (texts, grouped(row_texts(glue))), strict=True):
+            path.write_text("".join(json.dumps({"text": text}) + "\n" for text in found))
+            output = ["--output-prefix", str(path.with_suffix("")), "--split-sentences"]
+            tool("preprocess_data", "--input", str(path), *output, *vocabulary)
+    blend = [word for name in parts for word in ("0.5", f"{folder}/similar-{name}_text_sentence")]
+    return [*data[:2], "--train-data-path", *blend, *data[4:]]
+
+
+def row_texts(glue: Path) -> Iterable[str]:
+    """Both texts of all training rows."""
+    for task, columns in TEXTS.items():
+        for line in (glue / task / "train.tsv").read_text().splitlines()[1:]:
+            row = line.split("\t")
+            yield from (row[column].strip() for column in columns)
+
+
 def fine_tuned(glue: Path, task: str, start: str, seed: int, words: Sequence[str]) -> Run:
     """Runs ``tasks/main.py``, in a process that has imported everything."""
     files = ["--train-data", str(glue / task / "train.tsv")]
@@ -103,9 +149,9 @@ def fine_tuned(glue: Path, task: str, start: str, seed: int, words: Sequence[str
         process.join()
         printed.seek(0)
         text = printed.read().decode()
-    if process.exitcode:
-        raise SystemExit(f"tasks/main.py {' '.join(words)}\n{text}")
     found = [100 * int(right) / int(total) for _, right, total in ACCURACY.findall(text)]
+    if process.exitcode or not found:
+        raise SystemExit(f"tasks/main.py {' '.join(words)}\n{text}")
     return Run(task, start, seed, tuple(found))
 
 
@@ -163,6 +209,7 @@ def parser() -> argparse.ArgumentParser:
     result.add_argument("--text", nargs="+", required=True, metavar="FILE", help="to pretrain on")
     result.add_argument("--glue", required=True, metavar="FOLDER")
     result.add_argument("--folder", required=True, help="keeps vocabulary, data and encoder")
+    result.add_argument("--similar-steps", type=int, default=800)
     result.add_argument("--vocab-size", type=int, default=4000)
     result.add_argument("--tasks", nargs="+", choices=FILES, default=list(FILES))
     result.add_argument("--starts", nargs="+", choices=STARTS, default=list(STARTS))

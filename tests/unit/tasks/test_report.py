@@ -3,6 +3,7 @@
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from configs import run_config
@@ -12,6 +13,7 @@ from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig
 from megatron.tasks import checkpoints
 from megatron.tasks.checkpoints import checkpoints_in, wanted_checkpoints
+from megatron.tasks.fine_tuning.run import _finish
 from megatron.tasks.report import EvaluatedModel, ModelResults, TaskResult, bits_per_byte, finish
 
 MODEL = EvaluatedModel.of(run_config(), Path("runs/global_step20"), 20)
@@ -83,6 +85,20 @@ def test_table_and_picture_of_several_checkpoints(tmp_path, capsys, monkeypatch)
     assert (tmp_path / "plot.png").stat().st_size > 5000
     finish(evaluations, None, None)
     assert "curves" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("save", ["runs", None])
+def test_a_fine_tuning_draws_beside_its_checkpoints_alone(save, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run = SimpleNamespace(config=run_config(checkpoint=CheckpointConfig(save=save)))
+    epochs = [
+        SimpleNamespace(iteration=n, sets=[SimpleNamespace(result=result("dev", accuracy=n / 9))])
+        for n in (1, 2)
+    ]
+    (tmp_path / "runs").mkdir()
+    _finish(SimpleNamespace(task="QQP", output=None), run, epochs, [None, None])
+    found = [str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.png")]
+    assert found == (["runs/QQP.png"] if save else [])
 
 
 def test_all_checkpoints_of_a_folder(tmp_path, monkeypatch):
