@@ -21,8 +21,8 @@ _UNPARTITIONED = {"zero_optimization": {"stage": 0}}
 
 
 class Evaluator(ModelEngine):
-    """A model over the ranks of a layout, with weights in the dtype of its training and neither
-    gradients nor an optimizer; made by :func:`build_evaluator`."""
+    """A model over the ranks of a layout, with neither gradients nor an optimizer; made by
+    :func:`build_evaluator`."""
 
     def initialise(self) -> None:
         """Gives all weights the values that a training starts with."""
@@ -34,8 +34,9 @@ class Evaluator(ModelEngine):
 def build_evaluator(
     config: RunConfig, spec: ModelSpec, mesh: Mesh, device: torch.device
 ) -> Evaluator:
-    """The model of a run's layout, in its dtype. Its weights are undefined until a checkpoint is
-    loaded. ZeRO, which shares out what trains a model, plays no part."""
+    """The model of a run's layout, in the dtype of its training, which on a CPU is not float16. Its
+    weights are undefined until a checkpoint is loaded. ZeRO, which shares out what trains a model,
+    plays no part."""
     check_float8(config, device)
     if config.engine.zero_stage > 1 and is_main_process():
         print(
@@ -43,7 +44,13 @@ def build_evaluator(
             "gradients to partition; every data-parallel rank has its whole model",
             flush=True,
         )
-    with _default_dtype(training_dtype(config)), device:
+    dtype = training_dtype(config)
+    if dtype == torch.float16 and device.type == "cpu":
+        # Its GEMMs take about two hundred times as long as those of float32 (torch 2.13).
+        dtype = torch.float32
+        if is_main_process():
+            print("--fp16: on a CPU a model is evaluated in float32", flush=True)
+    with _default_dtype(dtype), device:
         backend = backend_class(config)(config, _UNPARTITIONED, spec, mesh, device)
     backend.model.requires_grad_(False).eval()
     names = {param: name for name, param in canonical_parameters(backend.model, backend.layers)}
