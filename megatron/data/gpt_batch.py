@@ -36,9 +36,12 @@ class GPTBatch(NamedTuple):
     """Labels to score, in place of those of labels_BS, at the last K of positions_BP; int64."""
 
     @classmethod
-    def scoring(cls, texts: Sequence[ScoredText], length: int) -> GPTBatch:
+    def scoring(
+        cls, texts: Sequence[ScoredText], length: int, longest: int | None = None
+    ) -> GPTBatch:
         """Texts in which the tokens of the continuations are to be scored, padded on the right,
-        where no other token sees it."""
+        where no other token sees it. Padding after the ``longest`` positions of a model has the
+        last of them."""
         rows = [np.concatenate((text.context, text.continuation)) for text in texts]
         tokens_BS = padded([row[:-1] for row in rows], length)
         labels_BS = padded([row[1:] for row in rows], length)
@@ -56,10 +59,18 @@ class GPTBatch(NamedTuple):
             torch.from_numpy,
             (tokens_BS, labels_BS, loss_mask_BS, positions_BP.copy(), choices_BK),
         )
-        if not chosen:
-            everywhere = most == length
-            return cls(tokens, labels, loss_mask, None, None, None if everywhere else positions)
-        return cls(tokens, labels, loss_mask, None, None, positions, choices)
+        position_ids_BS = None
+        if longest is not None and longest < length:
+            position_ids_BS = torch.arange(length).clamp(max=longest - 1).repeat(len(rows), 1)
+        return cls(
+            tokens,
+            labels,
+            loss_mask,
+            position_ids_BS,
+            document_ids_BS=None,
+            positions_BP=None if most == length and not chosen else positions,
+            choices_BK=choices if chosen else None,
+        )
 
     def to(self, device: torch.device | str, non_blocking: bool = False) -> GPTBatch:
         return GPTBatch._make(

@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
-import torch
 
 from megatron.config import ModelConfig, ParallelConfig, RunConfig
 from megatron.config.kinds import DOCUMENTS
@@ -158,19 +157,11 @@ class GPT(Family):
         texts: Sequence[ScoredText],
         pad_to: int | None = None,
     ) -> GPTBatch:
-        needed, longest = (
-            int(self.scored_lengths(config, texts).max()),
-            config.model.positions.longest,
-        )
+        longest = config.model.positions.longest
+        needed = int(self.scored_lengths(config, texts).max())
         parallel = config.parallel
         slices = parallel.tensor_model_parallel_size if parallel.sequence_parallel else 1
-        length = fitted(pad_to, needed, longest, slices)
-        batch = GPTBatch.scoring(texts, length)
-        if longest is None or length <= longest:
-            return batch
-        # Padding behind the last position has that position.
-        positions_S = torch.arange(length).clamp(max=longest - 1)
-        return batch._replace(position_ids_BS=positions_S.repeat(len(texts), 1))
+        return GPTBatch.scoring(texts, fitted(pad_to, needed, longest, slices), longest)
 
     def data(self, config: RunConfig, tokenizer: Tokenizer) -> GPTData:
         return GPTData(config, tokenizer)
