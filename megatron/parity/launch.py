@@ -126,15 +126,32 @@ def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Wo
     context = mp.get_context("spawn")
     pipe, far_end = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(far_end, log, function, args), daemon=True)
-    # On Ctrl-C the parent ends its processes: they inherit the blocked signal, so that it does not
-    # interrupt an interpreter that is still starting. The parent gets it once it is unblocked.
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
+    with interrupts_held():
         process.start()
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     far_end.close()
     return _Worker(rank, process, pipe, log)
+
+
+@contextlib.contextmanager
+def interrupts_held() -> Iterator[None]:
+    """Holds Ctrl-C back until the end of the block. Processes started in it inherit the blocked
+    signal, so that it does not interrupt an interpreter that is still starting; this process, which
+    ends them, is not interrupted before they have all that they are started with."""
+    in_main = threading.current_thread() is threading.main_thread()
+    held: list[int] = []
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    # Another thread may receive it, and Python's handler runs in the main thread all the same.
+    handler = (
+        signal.signal(signal.SIGINT, lambda number, _: held.append(number)) if in_main else None
+    )
+    try:
+        yield
+    finally:
+        if in_main:
+            signal.signal(signal.SIGINT, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        if held:
+            signal.raise_signal(signal.SIGINT)
 
 
 @contextlib.contextmanager

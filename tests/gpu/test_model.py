@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron.config import OptimizerConfig
 from megatron.config.engine import FastPathsConfig
+from megatron.data.loader import mapped
 from megatron.engine.compilation import compile_blocks
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.optimizer import build_optimizer
@@ -49,7 +50,7 @@ def micro_batch(number: int, documents: bool) -> dict:
 
 
 def moved(batch: dict, device: torch.device) -> dict:
-    targets = Targets(*(x.to(device) for x in batch["targets"]))
+    targets = mapped(batch["targets"], Tensor, lambda x: x.to(device))
     return {name: x.to(device) for name, x in batch.items() if name != "targets"} | {
         "targets": targets
     }

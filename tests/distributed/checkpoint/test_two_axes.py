@@ -16,6 +16,7 @@ from megatron.config import CheckpointConfig, OptimizerConfig
 from megatron.engine.loading import load_checkpoint
 from megatron.engine.saving import CheckpointWriter
 from megatron.engine.state import owned_slices
+from megatron.engine.train_engine import TrainEngine
 from megatron.engine.update.async_step import AsyncOptimizerStep
 from megatron.engine.update.gradient_norm import average_gradients, gradient_norm
 from megatron.engine.update.optimizer import build_optimizer
@@ -57,10 +58,12 @@ def engine_of(sizes: dict[str, int], save: str) -> Any:
         checkpoint=CheckpointConfig(save=save),
     )
     built = build_optimizer(names, optimizer)
-    return SimpleNamespace(
+    engine = object.__new__(TrainEngine)
+    vars(engine).update(
         stage=0, mesh=mesh, names=names, optimizer=built, config=config, device=CPU, data_rank=0,
-        optimizer_wrapper=built, stored_states=None, float8=NO_FLOAT8,
+        engine=SimpleNamespace(optimizer=built), stored_states=None, float8=NO_FLOAT8,
     )  # fmt: skip
+    return engine
 
 
 def state(engine: Any) -> dict[tuple[str, str], np.ndarray]:

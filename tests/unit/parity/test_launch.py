@@ -2,11 +2,12 @@
 
 import os
 import signal
+import threading
 import time
 
 import pytest
 
-from megatron.parity.launch import RankError, Ranks, environment
+from megatron.parity.launch import RankError, Ranks, environment, interrupts_held
 
 JOBS = """
 import os, signal, sys, time
@@ -89,6 +90,17 @@ def test_leaving_ends_all(jobs):
         time.sleep(0.2)
         assert os.kill(processes[1], 0) is None
     assert all(map(ended, processes))
+
+
+def test_a_process_is_started_whole_before_ctrl_c_ends_it():
+    """Another thread may receive the signal."""
+    threading.Thread(target=time.sleep, args=(0.3,)).start()
+    done = False
+    with pytest.raises(KeyboardInterrupt), interrupts_held():
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.1)
+        done = True
+    assert done
 
 
 def test_environment_is_restored(monkeypatch):
