@@ -78,7 +78,7 @@ NAMES = {"gpt": list(LAYOUTS), "bert": SEVEN, "t5": [*SEVEN, SPLIT]}
 LAYOUTS[SPLIT] = 4, f"{LAYOUTS['pp4-zero1'][1]} --pipeline-model-parallel-split-rank 1"
 SAMPLE = {
     ("bert", "tp2-sp-pp2-zero1", "dp2-zero3"),
-    ("t5", SPLIT, "tp4-sp-zero1"),
+    ("t5", "pp2-interleaved-zero1", "dp1-zero0"),
 }
 """Of the other families than GPT."""
 TITLES = {

@@ -57,7 +57,8 @@ def metrics_of(found) -> dict[str, float]:
     return values["metrics"]
 
 
-@pytest.mark.parametrize("name", ["v1.json", pytest.param("v2.json", marks=pytest.mark.proof)])
+@pytest.mark.proof
+@pytest.mark.parametrize("name", ["v1.json", "v2.json"])
 def test_a_small_file_is_learnt(pool, files, tmp_path, name):
     """In two epochs of 20 times the file: fewer evaluations and checkpoints than in 40 epochs."""
     said, again = tmp_path / "predictions.json", ["--train-data", *20 * [str(files / name)]]
