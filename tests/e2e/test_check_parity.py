@@ -112,6 +112,7 @@ def verdict(result, layout: str) -> str:
     return found[1]
 
 
+@pytest.mark.proof
 def test_equal_layouts(tmp_path):
     """Model of Llama's shape with fewer key-value heads than ranks, dropout, and a JSON file."""
     out = tmp_path / "out.json"

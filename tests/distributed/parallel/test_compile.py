@@ -4,7 +4,6 @@ import pytest
 import torch
 from configs import model_config
 from pool import tensor_group
-from samples import sampled
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -53,7 +52,8 @@ def job(sequence: bool) -> tuple[float, int]:
     return worst, counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.parametrize("sequence", sampled([False, True], bool), ids=["whole", "sequence"])
+@pytest.mark.proof
+@pytest.mark.parametrize("sequence", [False, True], ids=["whole", "sequence"])
 def test_two_ranks_against_eager_blocks(pool, sequence):
     """Collectives break the graph of a block, which alone would be one."""
     for worst, graphs in pool.run(2, job, sequence, timeout=600.0):

@@ -26,7 +26,7 @@ MODELS = {
         "--qk-layernorm --sliding-window 5 --window-attn-skip-freq 2 --attn-logit-softcapping 5"
     ).split(),
 }
-SAMPLE = ["tp2-sp-zero2-gpt2"]
+SAMPLE = ["dp2-zero1-gpt2"]
 """What the normal run has. Every layout is in the normal run of test_gradients.py, and pipelines
 train in that of test_families.py."""
 DROPOUT = {
