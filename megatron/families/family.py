@@ -80,7 +80,7 @@ class Family(ABC):
         """A prompt with one of its answers, of at most ``--seq-length`` tokens: what does not fit
         of the prompt is left out. Raises ValueError if the tokenizer lacks a token for it, or an
         answer is too long."""
-        raise NotImplementedError
+        raise self._scores_no_text()
 
     def scored_lengths(
         self, config: RunConfig, texts: Sequence[ScoredText]
@@ -88,10 +88,7 @@ class Family(ABC):
         """Tokens that the model reads of each text, [n], or of encoder and decoder, [n, 2]. Raises
         ConfigError if models of this family do not predict text; ValueError if a text is longer
         than the model's positions."""
-        raise ConfigError(
-            f"a model of the family {self.name} predicts no text from what is before it, so that "
-            "it cannot score text"
-        )
+        raise self._scores_no_text()
 
     def scored_batch(
         self,
@@ -103,8 +100,13 @@ class Family(ABC):
         """A micro batch whose targets are the tokens of the texts' continuations, padded to lengths
         as :meth:`scored_lengths` gives, by default those of the longest. Raises what that
         raises."""
-        self.scored_lengths(config, texts)
-        raise AssertionError(f"the family {self.name} has lengths of scored texts and no batches")
+        raise self._scores_no_text()
+
+    def _scores_no_text(self) -> ConfigError:
+        return ConfigError(
+            f"a model of the family {self.name} predicts no text from what is before it, so that "
+            "it cannot score text"
+        )
 
     def block_lengths(self, model: ModelConfig) -> tuple[BlockLengths, ...]:
         """The sequences of each repeated block, in the order of the layer list. Those of the last

@@ -21,7 +21,6 @@ from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
 from megatron.parallel.mesh import Mesh
-from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.fine_tuning.best_epoch import EpochRecords
 from megatron.tasks.fine_tuning.evaluation import (
@@ -34,7 +33,7 @@ from megatron.tasks.fine_tuning.evaluation import (
 from megatron.tasks.fine_tuning.metrics import overall_line
 from megatron.tasks.fine_tuning.order import ShuffledEpochs
 from megatron.tasks.fine_tuning.task import FineTuning, TaskRun, TrainingSamples
-from megatron.tasks.paths import check_inputs, check_output
+from megatron.tasks.inputs import check_inputs, check_output, wanted_checkpoints
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.settings import evaluation_settings
 from megatron.training.plan import Epochs, TrainingPlan

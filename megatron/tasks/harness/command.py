@@ -19,9 +19,9 @@ from megatron.engine.environment import distributed, return_freed_memory, traini
 from megatron.engine.evaluator import build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import spec_of
-from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
 from megatron.tasks.harness.config import HarnessConfig
+from megatron.tasks.inputs import wanted_checkpoints
 from megatron.tasks.report import EvaluatedModel, versions
 from megatron.tasks.settings import evaluation_settings, task_settings
 from megatron.training.launch import start_processes

@@ -18,9 +18,8 @@ from megatron.engine.environment import distributed, training_device
 from megatron.engine.evaluator import Evaluator, build_evaluator
 from megatron.engine.loading import load_checkpoint
 from megatron.families import family_of, spec_of
-from megatron.tasks.checkpoints import wanted_checkpoints
 from megatron.tasks.config import TaskConfig
-from megatron.tasks.paths import check_inputs, check_output
+from megatron.tasks.inputs import check_inputs, check_output, wanted_checkpoints
 from megatron.tasks.registry import TaskCommand
 from megatron.tasks.report import EvaluatedModel, ModelResults, finish
 from megatron.tasks.settings import evaluation_settings

@@ -11,9 +11,9 @@ from matplotlib.axes import Axes
 
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import CheckpointConfig
-from megatron.tasks import checkpoints
-from megatron.tasks.checkpoints import checkpoints_in, wanted_checkpoints
+from megatron.tasks import inputs
 from megatron.tasks.fine_tuning.run import _finish
+from megatron.tasks.inputs import checkpoints_in, wanted_checkpoints
 from megatron.tasks.report import EvaluatedModel, ModelResults, TaskResult, bits_per_byte, finish
 
 MODEL = EvaluatedModel.of(run_config(), Path("runs/global_step20"), 20)
@@ -103,7 +103,7 @@ def test_a_fine_tuning_draws_beside_its_checkpoints_alone(save, tmp_path, monkey
 
 def test_all_checkpoints_of_a_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(
-        checkpoints, "locate_checkpoint", lambda path: None if "7" in path.name else path
+        inputs, "locate_checkpoint", lambda path: None if "7" in path.name else path
     )
     for name in (
         "global_step10",
