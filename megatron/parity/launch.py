@@ -15,6 +15,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -126,6 +127,8 @@ def _start(rank: int, log: Path, function: Callable[..., Any], args: Any) -> _Wo
     context = mp.get_context("spawn")
     pipe, far_end = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(far_end, log, function, args), daemon=True)
+    # Python starts its tracker with the first process, and unblocks Ctrl-C when it has.
+    resource_tracker.ensure_running()
     with interrupts_held():
         process.start()
     far_end.close()

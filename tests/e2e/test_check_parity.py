@@ -204,6 +204,14 @@ def gone(process: int) -> bool:
     return False
 
 
+def deaf_to_interrupts(process: int) -> bool:
+    """Whether a process blocks or ignores Ctrl-C, which a terminal sends to all."""
+    status = Path(f"/proc/{process}/status").read_text()
+    masks = dict(line.split(":\t") for line in status.splitlines())
+    held = int(masks["SigBlk"], 16) | int(masks["SigIgn"], 16)
+    return bool(held >> (signal.SIGINT - 1) & 1)
+
+
 SIGNALS = [signal.SIGINT, *(pytest.param(s, marks=pytest.mark.proof) for s in ("TERM", "KILL"))]
 
 
@@ -229,6 +237,7 @@ def test_no_process_is_left_behind(tmp_path, number):
     time.sleep(2)  # on a busy machine they are still starting, on an idle one at work
     started = children(process.pid)
     assert process.poll() is None and len(started) >= 3
+    assert all(map(deaf_to_interrupts, started))
     if number == signal.SIGINT:  # as a terminal does
         os.killpg(process.pid, number)
     else:
