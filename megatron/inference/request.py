@@ -6,9 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-Finish = Literal["stop", "length", "cancelled"]
-"""Why a text ended: at a stop token or text (or all its beams did), at its longest length, or
-because nobody waits for it."""
+Finish = Literal["stop", "length", "cancelled", "failed"]
+"""Why a text ended: at a stop token or text (or all its beams did), at its longest length, because
+nobody waits for it, or by an error of its own."""
 
 
 @dataclass(frozen=True)
@@ -131,6 +131,7 @@ class Update:
         prompt_scores: once, before or with the first new token, where they are wanted.
         finish: None while more is to come.
         beams: with ``finish``, of a beam search, the best first; its tokens come all at once.
+        error: with ``finish`` "failed".
     """
 
     number: int
@@ -139,6 +140,7 @@ class Update:
     prompt_scores: tuple[TokenScore, ...] = ()
     finish: Finish | None = None
     beams: tuple[BeamResult, ...] = ()
+    error: Exception | None = None
 
 
 @dataclass(frozen=True)
