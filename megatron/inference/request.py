@@ -132,6 +132,7 @@ class Update:
         finish: None while more is to come.
         beams: with ``finish``, of a beam search, the best first; its tokens come all at once.
         error: with ``finish`` "failed".
+        cached: with the first one: tokens of the prompt that were found computed.
     """
 
     number: int
@@ -141,6 +142,7 @@ class Update:
     finish: Finish | None = None
     beams: tuple[BeamResult, ...] = ()
     error: Exception | None = None
+    cached: int = 0
 
 
 @dataclass(frozen=True)
@@ -152,3 +154,4 @@ class Completion:
     scores: tuple[TokenScore, ...] = ()
     prompt_scores: tuple[TokenScore, ...] = ()
     beams: tuple[BeamResult, ...] = ()
+    cached: int = 0
