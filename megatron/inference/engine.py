@@ -2,65 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import time
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, islice
 
+from megatron.inference.beam_job import BeamJob
+from megatron.inference.check import check_request, check_room
+from megatron.inference.engine_stats import EngineStats, EngineSums
+from megatron.inference.job import Job
+from megatron.inference.pages import PagePool
 from megatron.inference.request import Completion, GenerationRequest, Update
-from megatron.inference.step import Runner
+from megatron.inference.schedule import EngineLimits, PlannedPart, Scheduler
+from megatron.inference.step import Runner, StepResult
+from megatron.inference.text_job import TextJob, append_tokens
 from megatron.tokenizer import Tokenizer
 
 
 class QueueFull(RuntimeError):
     """As many requests wait as may; a later attempt may succeed."""
-
-
-@dataclass(frozen=True)
-class EngineLimits:
-    """How much is done at once.
-
-    Attributes:
-        running: sequences; each beam is one.
-        step_tokens: of one pass through the model: those that were generated, and as many of
-            prompts as remain.
-        waiting: requests that are not running yet; one more is refused.
-    """
-
-    running: int = 64
-    step_tokens: int = 512
-    waiting: int = 1024
-
-
-@dataclass(frozen=True)
-class EngineStats:
-    """Numbers of an engine: what is so now, and sums since it was made.
-
-    Attributes:
-        running: requests.
-        waiting: requests.
-        pages_used: by running requests.
-        pages_cached: that no running request uses, of prompts that may come again.
-        pages_free: the others.
-        prompt_tokens: of the requests that were started.
-        prefix_hit_tokens: those of them that were found computed.
-        new_tokens: that were generated.
-        finished: requests that ended, cancelled and failed ones too.
-        failed: requests that ended by an error of their own.
-        steps: passes through the model.
-        step_seconds: how long they took, with the choice of tokens.
-    """
-
-    running: int
-    waiting: int
-    pages_used: int
-    pages_cached: int
-    pages_free: int
-    prompt_tokens: int
-    prefix_hit_tokens: int
-    new_tokens: int
-    finished: int
-    failed: int
-    steps: int
-    step_seconds: float
 
 
 class GenerationEngine:
@@ -73,36 +33,155 @@ class GenerationEngine:
     ) -> None:
         self.runner, self.tokenizer = runner, tokenizer
         self.limits = limits or EngineLimits()
+        self._pool = PagePool(runner.pages)
+        self._schedule = Scheduler(self.limits, self._pool, runner.start_token is not None)
+        self._ended: list[Update] = []
+        self._sums = EngineSums()
+        self._next_number = 0
 
-    def check(self, request: GenerationRequest) -> None:
-        """Raises ValueError if a request can never run: its prompt is empty, has an unknown token
-        or, with the new tokens, needs more positions or pages than there are. Thread-safe."""
-        raise NotImplementedError
+    def job(self, request: GenerationRequest) -> Job:
+        """A request as it can be put in the queue, for a thread that may take its time: a
+        constraint takes a while to prepare. Raises ValueError if it can never run: its prompt is
+        empty, has an unknown token or, with the new tokens, needs more positions or pages than
+        there are."""
+        check_request(request, self.runner)
+        kind = TextJob if request.beams is None else BeamJob
+        job = kind(request, self.runner, self.tokenizer)
+        check_room(request, job.rows, job.pages_needed, self.runner, self.limits)
+        return job
 
-    def submit(self, request: GenerationRequest) -> int:
+    def submit(self, request: GenerationRequest | Job) -> int:
         """Puts a request in the queue; returns the number that its updates have. Raises ValueError
         if it can never run, QueueFull if too many wait."""
-        raise NotImplementedError
+        if self.full:
+            raise QueueFull(f"{self.limits.waiting:,} requests wait already; try again later")
+        job = request if isinstance(request, Job) else self.job(request)
+        job.number = self._next_number
+        self._next_number += 1
+        self._schedule.waiting.append(job)
+        return job.number
+
+    @property
+    def full(self) -> bool:
+        """Whether as many requests wait as may."""
+        return len(self._schedule.waiting) >= self.limits.waiting
 
     def cancel(self, number: int) -> None:
         """Ends a request, if it has not ended; the next step says so."""
-        raise NotImplementedError
+        job = self._schedule.find(number)
+        if job is not None:
+            update = Update(number, finish="cancelled")
+            self._end(job, update)
+            self._ended.append(update)
 
     @property
     def busy(self) -> bool:
         """Whether a step has anything to do."""
-        raise NotImplementedError
+        return bool(self._ended or self._schedule.waiting or self._schedule.running)
 
     def step(self) -> list[Update]:
-        """Gives every running request its next token, or computes more of its prompt."""
-        raise NotImplementedError
+        """Gives every running text its next token, and computes more of prompts, in one pass
+        through the model. An error of the runner leaves its memory unknown: no step may follow."""
+        started = time.perf_counter()
+        updates, self._ended = self._ended, []
+        for job in self._schedule.admit():
+            self._sums.prompt_tokens += len(job.request.prompt)
+        step, planned = self._schedule.plan()
+        if planned:
+            for job, update in self._results(planned, self.runner.run(step)):
+                self._sums.new_tokens += len(update.tokens)
+                if update.finish is not None:
+                    self._end(job, update)
+                updates.append(update)
+            self._sums.steps += 1
+            self._sums.step_seconds += time.perf_counter() - started
+        return updates
 
-    def complete(self, requests: Sequence[GenerationRequest]) -> list[Completion]:
-        """What each request gets, in their order. Any number may be given. Raises ValueError if one
-        can never run, or what made one fail."""
-        raise NotImplementedError
+    def completions(self, requests: Iterable[GenerationRequest]) -> Iterator[Completion]:
+        """What each request gets, in their order, as soon as it is there; requests are taken from
+        the iterable as there is room. Raises ValueError if one can never run, or what makes one
+        fail."""
+        assert not self.busy
+        coming, found = iter(requests), dict[int, list[Update]]()
+        try:
+            while True:
+                room = self.limits.waiting - len(self._schedule.waiting)
+                for request in islice(coming, room):
+                    found[self.submit(request)] = []
+                if not found:
+                    return
+                for update in self.step():
+                    found[update.number].append(update)
+                while (number := next(iter(found), None)) is not None and _complete(found[number]):
+                    yield completion_of(found.pop(number))
+        finally:
+            for number in found:
+                self.cancel(number)
+            self._ended = []
+
+    def complete(self, requests: Iterable[GenerationRequest]) -> list[Completion]:
+        """`completions`, all at once."""
+        return list(self.completions(requests))
 
     @property
     def stats(self) -> EngineStats:
         """Numbers for those who watch."""
-        raise NotImplementedError
+        return EngineStats(
+            running=len(self._schedule.running),
+            waiting=len(self._schedule.waiting),
+            pages=self._pool.pages,
+            pages_used=self._pool.used,
+            pages_cached=self._pool.cached,
+            pages_free=self._pool.available - self._pool.cached,
+            **vars(self._sums),
+        )
+
+    def _results(
+        self, planned: Sequence[PlannedPart], result: StepResult
+    ) -> Iterator[tuple[Job, Update]]:
+        rows: dict[Job, list[int]] = {}
+        row, scores = 0, iter(result.scores)
+        for job, part in planned:
+            if not part.decoding:
+                job.has_read(part, next(scores) if part.targets else None, self._pool)
+                if not (part.logits or job.reading):
+                    yield job, job.update(finish="length")
+            if part.logits:
+                rows.setdefault(job, []).append(row)
+                row += 1
+        texts = [job for job in rows if isinstance(job, TextJob)]
+        chosen = result.logits_RV
+        if len(texts) < len(rows):
+            chosen = chosen[[row for job in texts for row in rows[job]]]
+        yield from zip(texts, append_tokens(texts, chosen), strict=True)
+        for job in rows:
+            if isinstance(job, BeamJob):
+                update = job.take(result.logits_RV[rows[job]])
+                if update is not None:
+                    yield job, update
+
+    def _end(self, job: Job, update: Update) -> None:
+        self._schedule.end(job)
+        self._sums.prefix_hit_tokens += job.cached
+        self._sums.finished += 1
+        self._sums.failed += update.finish == "failed"
+
+
+def _complete(updates: Sequence[Update]) -> bool:
+    return bool(updates) and updates[-1].finish is not None
+
+
+def completion_of(updates: Sequence[Update]) -> Completion:
+    """All updates of a request together. Raises what made it fail."""
+    last = updates[-1]
+    assert last.finish is not None
+    if last.error is not None:
+        raise last.error
+    return Completion(
+        tuple(chain.from_iterable(update.tokens for update in updates)),
+        last.finish,
+        tuple(chain.from_iterable(update.scores for update in updates)),
+        tuple(chain.from_iterable(update.prompt_scores for update in updates)),
+        last.beams,
+        sum(update.cached for update in updates),
+    )
