@@ -11,11 +11,12 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ConfigError, Setting, Settings
-from megatron.inference.engine import EngineLimits, GenerationEngine
+from megatron.inference.engine import GenerationEngine
 from megatron.inference.generation.config import GenerateConfig, unused_flags
 from megatron.inference.generation.prompts import prompts_of
 from megatron.inference.generation.text_generator import TextGenerator
-from megatron.inference.runner import opened_runner
+from megatron.inference.opening import opened_runner
+from megatron.inference.schedule import EngineLimits
 from megatron.training.launch import start_processes
 from megatron.training.run import RunToolParser
 from megatron.util.files import replacing, sync
@@ -34,9 +35,8 @@ def run_generation(description: str | None, argv: Sequence[str] | None = None) -
     processes = start_processes(settings, argv)
     for line in unused_flags(options) if is_main_process() else ():
         say(line)
-    with opened_runner(_of_run(options, settings), processes) as opened:
-        if not is_main_process():
-            opened.runner.follow()
+    with opened_runner(_of_run(options, settings), processes, options) as opened:
+        if opened is None:  # the others compute what the main rank asks for
             return
         limits = EngineLimits(running=options.micro_batch_size)
         engine = GenerationEngine(opened.runner, opened.tokenizer, limits)

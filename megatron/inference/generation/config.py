@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 
 from megatron.config import ConfigError
 from megatron.config.flags import POSITIVE, Bounds, flag_of, option
+from megatron.inference.memory import CacheConfig
 from megatron.inference.request import Sampling
 
 _TEMPERATURE = Bounds(
@@ -17,7 +18,7 @@ _MIN_P = Bounds(lambda value: 0 <= value <= 1, "must be in [0, 1]; 0 draws among
 
 
 @dataclass(frozen=True)
-class GenerateConfig:
+class GenerateConfig(CacheConfig):
     """Generation: checkpoint, prompts and sampling."""
 
     load: str | None = option(None)
