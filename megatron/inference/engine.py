@@ -94,6 +94,7 @@ class GenerationEngine:
         if planned:
             for job, update in self._results(planned, self.runner.run(step)):
                 self._sums.new_tokens += len(update.tokens)
+                self._sums.prefix_hit_tokens += update.cached
                 if update.finish is not None:
                     self._end(job, update)
                 updates.append(update)
@@ -160,7 +161,6 @@ class GenerationEngine:
 
     def _end(self, job: Job, update: Update) -> None:
         self._schedule.end(job)
-        self._sums.prefix_hit_tokens += job.cached
         self._sums.finished += 1
         self._sums.failed += update.finish == "failed"
 
