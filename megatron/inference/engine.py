@@ -57,7 +57,7 @@ class GenerationEngine:
     def submit(self, request: GenerationRequest | Job) -> int:
         """Puts a request in the queue; returns the number that its updates have. Raises ValueError
         if it can never run, QueueFull if too many wait."""
-        if self.waiting >= self.limits.waiting:
+        if self.room <= 0:
             raise QueueFull(self.limits)
         job = request if isinstance(request, Job) else self.job(request)
         job.number = self._next_number
@@ -66,9 +66,9 @@ class GenerationEngine:
         return job.number
 
     @property
-    def waiting(self) -> int:
-        """Requests that do not run yet."""
-        return len(self._schedule.waiting)
+    def room(self) -> int:
+        """How many more requests may come: what can run at the next step does not wait."""
+        return self.limits.running + self.limits.waiting - self._schedule.rows
 
     def cancel(self, number: int) -> None:
         """Ends a request, if it has not ended; the next step says so."""
@@ -110,8 +110,7 @@ class GenerationEngine:
         coming, found = iter(requests), dict[int, list[Update]]()
         try:
             while True:
-                room = self.limits.waiting - self.waiting
-                for request in islice(coming, room):
+                for request in islice(coming, self.room):
                     found[self.submit(request)] = []
                 if not found:
                     return
@@ -133,7 +132,7 @@ class GenerationEngine:
         """Numbers for those who watch."""
         return EngineStats(
             running=len(self._schedule.running),
-            waiting=self.waiting,
+            waiting=len(self._schedule.waiting),
             pages=self._pool.pages,
             pages_used=self._pool.used,
             pages_cached=self._pool.cached,

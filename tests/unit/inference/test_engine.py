@@ -302,7 +302,7 @@ def test_stop_token_is_part_of_the_text():
         (request([3] * 20, 12), "20 tokens and 12 new ones need 8 pages of 4 .* memory for 7"),
         (
             request([3], sampling=Sampling(bias={61: 1.0})),
-            "the bias has token id 61, outside the model's vocabulary of 61",
+            "the bias has token id 61, outside",
         ),
     ],
 )
@@ -315,11 +315,14 @@ def test_what_can_never_run(asked, message):
 
 def test_full_queue():
     engine = engine_of(limits=EngineLimits(1, 9, 2))
-    engine.submit(request([1]))
-    engine.submit(request([1]))
-    with pytest.raises(QueueFull, match="2 requests wait already"):
+    for _ in range(3):  # one will run
         engine.submit(request([1]))
-    engine.step()
+    for _ in range(2):
+        with pytest.raises(QueueFull, match="2 requests wait already"):
+            engine.submit(request([1]))
+        engine.step()
+    while engine.stats.finished == 0:
+        engine.step()
     engine.submit(request([1]))
     with pytest.raises(ValueError, match="step_tokens 64 must be more than running 64"):
         EngineLimits(64, 64)
