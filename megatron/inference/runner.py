@@ -1,8 +1,8 @@
 """A model over the ranks of a layout that computes the steps of generation, with paged keys and
 values.
 
-Every rank makes a :class:`PagedRunner`; the main one gets the steps (`run`), the others
-:meth:`PagedRunner.follow` it until it closes. Results do not depend on what else is in a step where
+Every rank makes a :class:`PagedRunner`; the first one of a replica of the model gets the steps
+(`run`), its others :meth:`PagedRunner.follow` it until it closes, after which it may run again. Results do not depend on what else is in a step where
 rows of a GEMM do not (see :mod:`megatron.inference.paged_attention`).
 
 Shapes: T tokens of all parts, R rows whose logits are wanted, H hidden, V vocabulary, P one rank's
@@ -28,6 +28,7 @@ from megatron.inference.step import Part, Step, StepResult, TargetScores
 from megatron.inference.target_scores import score_rows, whole_logits
 from megatron.model.attention import Attention
 from megatron.model.layer_list import LayerState
+from megatron.parallel.mesh import MODEL, Mesh, memberships
 
 PAGE_SIZE = 64
 FEWEST_ROWS = 4
@@ -64,10 +65,8 @@ class PagedRunner:
         shape = page_shape(stages, model, page_size)
         self.memory = PageMemory(layers, shape, pages, self._device)
         self._encoded: dict[int, EncodedPrompt] = {}
-        self._steps = None
-        if self._mesh.world.size > 1:
-            # Of its own, on CPUs: whoever follows may wait for days.
-            self._steps = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self._steps = _steps_group(self._mesh)
+        self._main = self._mesh.model.ranks[0]
 
     def run(self, step: Step) -> StepResult:
         """See `Runner.run`."""
@@ -80,7 +79,7 @@ class PagedRunner:
         """Computes this rank's part of all steps until the main rank closes."""
         while True:
             box: list[Step | None] = [None]
-            dist.broadcast_object_list(box, 0, group=self._steps)
+            dist.broadcast_object_list(box, self._main, group=self._steps)
             if box[0] is None:
                 return
             self._computed(box[0])
@@ -91,7 +90,7 @@ class PagedRunner:
 
     def _announce(self, step: Step | None) -> None:
         if self._steps is not None:
-            dist.broadcast_object_list([step], 0, group=self._steps)
+            dist.broadcast_object_list([step], self._main, group=self._steps)
 
     @torch.inference_mode()
     def _computed(self, step: Step) -> StepResult | None:
@@ -141,7 +140,7 @@ class PagedRunner:
             found.append(self._logits(state, rows))
             found += self._scores(state, scored)
         found = self._to_main(found, len(rows), scored)
-        if self._mesh.world.rank:
+        if self._mesh.model.rank:
             return None
         logits_RV, *numbers = (each.cpu() for each in found)
         of_parts = iter(numbers)
@@ -183,12 +182,12 @@ class PagedRunner:
         self, found: list[Tensor], rows: int, scored: Sequence[tuple[Part, int]]
     ) -> list[Tensor]:
         """The results on the main rank, wherever the last stage is."""
-        source, world = self._stages.last_rank, self._mesh.world
-        if self._mesh.tensor.rank or source == 0 or world.rank not in (0, source):
+        source, main, rank = self._stages.last_rank, self._main, self._mesh.world.rank
+        if self._mesh.tensor.rank or source == main or rank not in (main, source):
             return found
-        if world.rank == source:
+        if rank == source:
             for each in found:
-                dist.send(each.cpu(), 0, group=self._steps)
+                dist.send(each.cpu(), main, group=self._steps)
             return found
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((rows, self.vocab_size), torch.float32)
@@ -201,6 +200,15 @@ class PagedRunner:
         for each in found:
             dist.recv(each, source, group=self._steps)
         return found
+
+
+def _steps_group(mesh: Mesh) -> dist.ProcessGroup | None:
+    """The ranks of this replica of the model, on CPUs, where whoever follows may wait for days."""
+    own = None
+    for ranks in memberships(mesh.sizes, MODEL) if mesh.model.size > 1 else ():
+        group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
+        own = group if mesh.world.rank in ranks else own
+    return own
 
 
 def cached_layers(stages: Stages) -> list[int]:
