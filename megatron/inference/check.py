@@ -30,7 +30,9 @@ def check_request(request: GenerationRequest, runner: Runner) -> None:
         _check_beams(request, request.beams.width)
 
 
-def check_room(request: GenerationRequest, rows: int, pages: int, runner: Runner, limits: EngineLimits) -> None:
+def check_room(
+    request: GenerationRequest, rows: int, pages: int, runner: Runner, limits: EngineLimits
+) -> None:
     """Raises ValueError if a request needs more texts at once, or more pages, than there are."""
     if rows > limits.running:
         raise ValueError(

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain, islice
+
+from torch import Tensor
 
 from megatron.inference.beam_job import BeamJob
 from megatron.inference.check import check_request, check_room
@@ -15,12 +16,15 @@ from megatron.inference.pages import PagePool
 from megatron.inference.request import Completion, GenerationRequest, Update
 from megatron.inference.schedule import EngineLimits, PlannedPart, Scheduler
 from megatron.inference.step import Runner, StepResult
-from megatron.inference.text_job import TextJob, append_tokens
+from megatron.inference.text_job import TextJob
 from megatron.tokenizer import Tokenizer
 
 
 class QueueFull(RuntimeError):
     """As many requests wait as may; a later attempt may succeed."""
+
+    def __init__(self, limits: EngineLimits) -> None:
+        super().__init__(f"{limits.waiting:,} requests wait already; try again later")
 
 
 class GenerationEngine:
@@ -53,8 +57,8 @@ class GenerationEngine:
     def submit(self, request: GenerationRequest | Job) -> int:
         """Puts a request in the queue; returns the number that its updates have. Raises ValueError
         if it can never run, QueueFull if too many wait."""
-        if self.full:
-            raise QueueFull(f"{self.limits.waiting:,} requests wait already; try again later")
+        if self.waiting >= self.limits.waiting:
+            raise QueueFull(self.limits)
         job = request if isinstance(request, Job) else self.job(request)
         job.number = self._next_number
         self._next_number += 1
@@ -62,9 +66,9 @@ class GenerationEngine:
         return job.number
 
     @property
-    def full(self) -> bool:
-        """Whether as many requests wait as may."""
-        return len(self._schedule.waiting) >= self.limits.waiting
+    def waiting(self) -> int:
+        """Requests that do not run yet."""
+        return len(self._schedule.waiting)
 
     def cancel(self, number: int) -> None:
         """Ends a request, if it has not ended; the next step says so."""
@@ -105,7 +109,7 @@ class GenerationEngine:
         coming, found = iter(requests), dict[int, list[Update]]()
         try:
             while True:
-                room = self.limits.waiting - len(self._schedule.waiting)
+                room = self.limits.waiting - self.waiting
                 for request in islice(coming, room):
                     found[self.submit(request)] = []
                 if not found:
@@ -128,7 +132,7 @@ class GenerationEngine:
         """Numbers for those who watch."""
         return EngineStats(
             running=len(self._schedule.running),
-            waiting=len(self._schedule.waiting),
+            waiting=self.waiting,
             pages=self._pool.pages,
             pages_used=self._pool.used,
             pages_cached=self._pool.cached,
@@ -149,22 +153,23 @@ class GenerationEngine:
             if part.logits:
                 rows.setdefault(job, []).append(row)
                 row += 1
-        texts = [job for job in rows if isinstance(job, TextJob)]
-        chosen = result.logits_RV
-        if len(texts) < len(rows):
-            chosen = chosen[[row for job in texts for row in rows[job]]]
-        yield from zip(texts, append_tokens(texts, chosen), strict=True)
-        for job in rows:
-            if isinstance(job, BeamJob):
-                update = job.take(result.logits_RV[rows[job]])
-                if update is not None:
-                    yield job, update
+        for job, places in rows.items():
+            update = _taken(job, result.logits_RV[places])
+            if update is not None:
+                yield job, update
 
     def _end(self, job: Job, update: Update) -> None:
         self._schedule.end(job)
         self._sums.prefix_hit_tokens += job.cached
         self._sums.finished += 1
         self._sums.failed += update.finish == "failed"
+
+
+def _taken(job: Job, logits_RV: Tensor) -> Update | None:
+    try:
+        return job.take(logits_RV)
+    except Exception as error:  # of a sampler or a constraint: it concerns this request alone
+        return job.update(finish="failed", error=error)
 
 
 def _complete(updates: Sequence[Update]) -> bool:

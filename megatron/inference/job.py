@@ -6,9 +6,10 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
+from torch import Tensor
+
 from megatron.inference.pages import PagePool, prefix_digests
 from megatron.inference.request import GenerationRequest, TokenScore, Update
-from megatron.inference.scores import scores_of_targets
 from megatron.inference.step import Part, Runner, TargetScores
 
 
@@ -16,6 +17,7 @@ class Job(ABC):
     """A request, the pages it uses, and how much of its prompt is computed.
 
     Attributes:
+        number: that the engine gave it.
         prompt: what the decoder begins with.
         rows: parts of a step that its new tokens take.
         encoded: of a model with an encoder, the number of the encoded prompt.
@@ -24,8 +26,9 @@ class Job(ABC):
 
     rows = 1
 
-    def __init__(self, number: int, request: GenerationRequest, runner: Runner) -> None:
-        self.number, self.request = number, request
+    def __init__(self, request: GenerationRequest, runner: Runner) -> None:
+        self.request = request
+        self.number = -1
         self.page_size = runner.page_size
         start = runner.start_token
         self.prompt = request.prompt if start is None else (start,)
@@ -120,6 +123,11 @@ class Job(ABC):
         """Pages that are copied before these parts."""
         return ()
 
+    @abstractmethod
+    def take(self, logits_RV: Tensor) -> Update | None:
+        """Goes on with the logits after the prompt, or after each of its parts: what is new, if
+        anything is. Raises whatever makes the request fail."""
+
     def update(self, **fields: Any) -> Update:
         """Something new, and what is known of the prompt the first time."""
         if self._told:
@@ -128,3 +136,17 @@ class Job(ABC):
         return Update(
             self.number, prompt_scores=tuple(self._prompt_scores), cached=self.cached, **fields
         )
+
+
+def scores_of_targets(targets: Sequence[int], scores: TargetScores) -> list[TokenScore]:
+    """Those that a model computed of the targets of a part."""
+    return [
+        TokenScore(token, logprob, tuple(zip(top, top_logprobs, strict=True)))
+        for token, logprob, top, top_logprobs in zip(
+            targets,
+            scores.logprobs.tolist(),
+            scores.top_tokens.tolist(),
+            scores.top_logprobs.tolist(),
+            strict=True,
+        )
+    ]

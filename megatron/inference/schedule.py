@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from megatron.inference.job import Job
 from megatron.inference.pages import PagePool
@@ -39,8 +40,7 @@ class EngineLimits:
             )
 
 
-@dataclass(frozen=True)
-class PlannedPart:
+class PlannedPart(NamedTuple):
     """A part of a step and whose it is."""
 
     job: Job
