@@ -19,7 +19,7 @@ from megatron.inference.server.service import (
     Service,
     seed_of,
 )
-from megatron.inference.server.texts import token_texts
+from megatron.inference.text_stream import token_texts
 
 MAX_PROMPTS = 128
 _FLAGS = ("stop_on_double_eol", "stop_on_eol", "prevent_newline_after_colon")

@@ -201,7 +201,7 @@ async def _chat_prompt(service: Service, model: ServedModel, fields: Fields) -> 
         raise fields.fault("messages", "must be a list of messages, not empty")
     plain = [_message(message, index) for index, message in enumerate(messages)]
     try:
-        return tuple(model.chat.tokens(plain))
+        return tuple(model.chat.tokens(model.tokenizer, plain))
     except ValueError as error:
         raise fields.fault("messages", f"cannot be made a prompt: {error}") from None
 

@@ -214,6 +214,9 @@ class Service:
                     raise self._error(found) from None
                 if found is None:
                     running -= 1
+                elif found[1].finish == "cancelled":
+                    text = "the server has ended before this text did"
+                    raise RequestError(text, 503, code="stopped", retry_after=5)
                 else:
                     record.new_tokens += len(found[1].tokens)
                     yield found
