@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron.inference.request import GenerationRequest
 from megatron.inference.schedule import EngineLimits
 from megatron.inference.step import Runner
@@ -13,12 +15,8 @@ def check_request(request: GenerationRequest, runner: Runner) -> None:
     prompt, new = request.prompt, request.stopping.max_new_tokens
     if not prompt:
         raise ValueError("the prompt is empty; start from the end-of-document token instead")
-    if min(prompt) < 0 or max(prompt) >= runner.vocab_size:
-        foreign = next(token for token in prompt if not 0 <= token < runner.vocab_size)
-        raise ValueError(
-            f"the prompt has token id {foreign}, outside the model's vocabulary of "
-            f"{runner.vocab_size:,}"
-        )
+    _check_tokens("the prompt", prompt, runner.vocab_size)
+    _check_tokens("the bias", request.sampling.bias, runner.vocab_size)
     if new < 0:
         raise ValueError(f"{new} new tokens: must be at least 0, which scores the prompt only")
     for name in ("logprobs", "prompt_logprobs"):
@@ -43,6 +41,14 @@ def check_room(
             f"a prompt of {len(request.prompt):,} tokens and {request.stopping.max_new_tokens:,} "
             f"new ones need {pages:,} pages of {runner.page_size} positions; there is memory for "
             f"{runner.pages:,}"
+        )
+
+
+def _check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        foreign = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"{where} has token id {foreign}, outside the model's vocabulary of {vocab_size:,}"
         )
 
 

@@ -34,6 +34,7 @@ class Job(ABC):
         self.prompt = request.prompt if start is None else (start,)
         self.encoded: int | None = None
         self.cached = 0
+        self._digests: list[bytes] | None = None
         self._computed = 0
         self._pages: list[int] = []
         self._prompt_scores: list[TokenScore] = []
@@ -52,8 +53,9 @@ class Job(ABC):
     def admit(self, pool: PagePool) -> bool:
         """Takes all the pages that the job can ever need, those of a known prompt shared; False if
         they are not available yet."""
-        digests = prefix_digests(self.prompt, self.page_size)
-        shared: list[int] = []
+        if self._digests is None:
+            self._digests = prefix_digests(self.prompt, self.page_size)
+        digests, shared = self._digests, list[int]()
         if self.request.prompt_logprobs is None:
             # The last token is computed in any case: the logits after it are wanted.
             shared = pool.find(digests[: (len(self.prompt) - 1) // self.page_size])
