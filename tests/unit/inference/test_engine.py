@@ -221,6 +221,22 @@ def test_prompt_that_is_known_whole_computes_its_last_page():
     assert first.tokens == second.tokens
 
 
+def test_pages_to_share_do_not_make_room():
+    """A known prompt does not run on pages that only its own start would free."""
+    crowd = Crowd(engine_of(pages=8))
+    crowd.submit(request([1, 2, 3, 4, 5, 6, 7, 8, 9], 1))
+    crowd.finish()
+    crowd.submit(request([9], 20))
+    crowd.step()
+    # Three pages are left, two of them with what this one shares; it needs two others.
+    known = crowd.submit(request([1, 2, 3, 4, 5, 6, 7, 8, 9], 8))
+    crowd.step()
+    assert crowd.engine.stats.waiting == 1
+    crowd.finish()
+    assert crowd.got[known][0].cached == 8
+    crowd.check()
+
+
 def test_what_was_generated_is_not_shared():
     """Only prompts are: results of single tokens may be rounded in another way."""
     engine = engine_of()
