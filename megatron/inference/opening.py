@@ -38,7 +38,7 @@ def opened_runner(
     """The checkpoint of ``--load`` in the layout of the flags, until the block ends: on the main
     rank. The others get None, and compute what the main rank asks for before they get it, until its
     block ends. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
-    settings = _for_generation(settings)
+    settings = for_generation(settings)
     with opened_checkpoint(settings, processes, "generation") as found:
         mesh, tokenizer = found.engine.mesh, found.run.tokenizer
         if mesh.data.size > 1:
@@ -75,8 +75,8 @@ def runner_of(engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> 
     return PagedRunner(stages, config.model, generation, pages)
 
 
-def _for_generation(settings: Settings) -> Settings:
-    """Without what only trains: activations are not split along the sequence, and blocks whose
+def for_generation(settings: Settings) -> Settings:
+    """Settings without what only trains: activations are not split along the sequence, and blocks whose
     steps have many shapes are not compiled."""
     own = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
     return {name: value for name, value in settings.items() if name not in own} | own

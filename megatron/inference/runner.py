@@ -196,7 +196,7 @@ class PagedRunner:
             return found
         if own == source:
             for each in found:
-                dist.send(each.cpu(), main, group=self._steps)
+                dist.send(each.cpu().contiguous(), main, group=self._steps)
             return found
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((rows, self.vocab_size), torch.float32)
