@@ -154,18 +154,19 @@ class GenerationEngine:
     def _results(
         self, planned: Sequence[PlannedPart], result: StepResult
     ) -> Iterator[tuple[Job, Update]]:
-        rows: dict[Job, list[int]] = {}
-        row, scores = 0, iter(result.scores)
+        rows: dict[Job, int] = {}
+        scores = iter(result.scores)
         for job, part in planned:
             if not part.decoding:
                 job.has_read(part, next(scores) if part.targets else None, self._pool)
                 if not (part.logits or job.reading):
                     yield job, job.update(finish="length")
             if part.logits:
-                rows.setdefault(job, []).append(row)
-                row += 1
-        for job, places in rows.items():
-            update = _taken(job, result.logits_RV[places])
+                rows[job] = rows.get(job, 0) + 1
+        # The parts of a job follow each other.
+        of_jobs = result.logits_RV.split(list(rows.values())) if rows else ()
+        for job, logits_RV in zip(rows, of_jobs, strict=True):
+            update = _taken(job, logits_RV)
             if update is not None:
                 yield job, update
 

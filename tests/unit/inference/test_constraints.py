@@ -99,7 +99,8 @@ def test_any_object(compilers):
     allowed = compiler.compile(Constraint("json_schema", "{}"), []).allowed()
     assert [i for i in np.flatnonzero(allowed)] == [ord("{")]
     found = [
-        constrained(tokenizer, compiler, Constraint("json_schema", "{}"), seed) for seed in range(8)
+        constrained(tokenizer, compiler, Constraint("json_schema", "{}"), seed)
+        for seed in range(8)
     ]
     finished = [json.loads(text) for text, end in found if end]
     assert finished and all(isinstance(value, dict) for value in finished)
