@@ -12,13 +12,11 @@ from megatron.inference.step import Runner
 def check_request(request: GenerationRequest, runner: Runner) -> None:
     """Raises ValueError if a model can never do what is asked: an empty prompt, a token that it
     does not have, more positions than it has, or what does not go together."""
-    prompt, new = request.prompt, request.stopping.max_new_tokens
+    prompt = request.prompt
     if not prompt:
         raise ValueError("the prompt is empty; start from the end-of-document token instead")
     _check_tokens("the prompt", prompt, runner.vocab_size)
     _check_tokens("the bias", request.sampling.bias, runner.vocab_size)
-    if new < 0:
-        raise ValueError(f"{new} new tokens: must be at least 0, which scores the prompt only")
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(request, name)
         if count is not None and not 0 <= count <= runner.vocab_size:

@@ -19,6 +19,7 @@ class Job(ABC):
     Attributes:
         number: that the engine gave it.
         prompt: what the decoder begins with.
+        text_before: what the new text continues.
         rows: parts of a step that its new tokens take.
         encoded: of a model with an encoder, the number of the encoded prompt.
         cached: tokens of the prompt that were found computed.
@@ -32,6 +33,7 @@ class Job(ABC):
         self.page_size = runner.page_size
         start = runner.start_token
         self.prompt = request.prompt if start is None else (start,)
+        self.text_before = request.prompt if start is None else ()
         self.encoded: int | None = None
         self.cached = 0
         self._digests: list[bytes] | None = None

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from megatron.config import ConfigError, RunConfig, Setting, Settings
+from megatron.config import ConfigError, Setting, Settings
 from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.inference.memory import CacheConfig
@@ -16,7 +16,6 @@ from megatron.inference.stages import Stages
 from megatron.tokenizer import Tokenizer
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.run import Run
-from megatron.util.processes import is_main_process
 
 _OWN = Setting(False, "this program")
 
@@ -41,8 +40,7 @@ def opened_runner(
     block ends. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
     settings = for_generation(settings)
     with opened_checkpoint(settings, processes, "generation") as found:
-        config, mesh, tokenizer = found.run.config, found.engine.mesh, found.run.tokenizer
-        _check_family(config, str(found.folder))
+        mesh, tokenizer = found.engine.mesh, found.run.tokenizer
         if mesh.data.size > 1:
             raise ConfigError(
                 f"{mesh.world.size} processes for a model over {mesh.model.size}: generation has "
@@ -50,7 +48,7 @@ def opened_runner(
                 " x --pipeline-model-parallel-size, and another server for each replica"
             )
         runner = runner_of(found.engine, tokenizer, cache)
-        if not is_main_process():
+        if not runner.main:
             runner.follow()
             yield None
             return
@@ -60,26 +58,21 @@ def opened_runner(
             runner.close()
 
 
-def runner_of(
-    engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig = CacheConfig()
-) -> PagedRunner:
-    """Generates with a loaded model, whose weights it shares; every rank must call it. Raises
-    ConfigError if models of its family do not generate, or there is no memory for pages."""
-    config = engine.config
-    _check_family(config, "the checkpoint")
-    generation = family_of(config.model.family).generation(config, tokenizer)
-    stages = Stages.of(engine)
-    shape = page_shape(stages, config.model)
-    pages = cache.pages(shape, generation.max_positions, engine.device, engine.mesh.world)
-    return PagedRunner(stages, config.model, generation, pages)
-
-
-def _check_family(config: RunConfig, folder: str) -> None:
+def runner_of(engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> PagedRunner:
+    """The runner of an engine's model, a rank's part of it; all ranks must call it. Each
+    data-parallel replica has a main rank of its own. Raises ConfigError if models of its family do
+    not generate, or there is too little memory for keys and values."""
+    config, mesh = engine.config, engine.mesh
     family = family_of(config.model.family)
     if not family.generates:
         raise ConfigError(
-            f"{folder} has a model of the family {family.name!r}, which does not generate text"
+            f"a model of the family {family.name} does not generate text, token by token: --load "
+            "one of another family"
         )
+    stages, generation = Stages.of(engine), family.generation(config, tokenizer)
+    shape = page_shape(stages, config.model)
+    pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
+    return PagedRunner(stages, config.model, generation, pages)
 
 
 def for_generation(settings: Settings) -> Settings:

@@ -1,8 +1,8 @@
 """A model over the ranks of a layout that computes the steps of generation, with paged keys and
 values.
 
-Every rank makes a :class:`PagedRunner`; the first one of a replica of the model gets the steps
-(`run`), its others :meth:`PagedRunner.follow` it until it closes, after which it may run again. Results do not depend on what else is in a step where
+Every rank makes a :class:`PagedRunner`; the main one gets the steps (`run`), the others
+:meth:`PagedRunner.follow` it until it closes. Results do not depend on what else is in a step where
 rows of a GEMM do not (see :mod:`megatron.inference.paged_attention`).
 
 Shapes: T tokens of all parts, R rows whose logits are wanted, H hidden, V vocabulary, P one rank's
@@ -44,6 +44,9 @@ class PagedRunner:
         stages: the layers, in evaluation mode.
         pages: how many there are.
         page_size: positions of a page.
+
+    Attributes:
+        main: whether this rank gets the steps of its replica of the model.
     """
 
     def __init__(
@@ -60,13 +63,18 @@ class PagedRunner:
         self.pages, self.page_size = pages, page_size
         self.max_positions = generation.max_positions
         self.max_prompt, self.start_token = generation.max_prompt, generation.start_token
+        scaling = model.positions.rope_scaling
+        self.long_after = None
+        if scaling.rope_type == "longrope":
+            self.long_after = scaling.original_max_position_embeddings
         self._mesh, self._device = stages.mesh, stages.device
         layers = cached_layers(stages)
         shape = page_shape(stages, model, page_size)
         self.memory = PageMemory(layers, shape, pages, self._device)
         self._encoded: dict[int, EncodedPrompt] = {}
-        self._steps = _steps_group(self._mesh)
-        self._main = self._mesh.model.ranks[0]
+        self._group = self._mesh.model
+        self.main = self._group.rank == 0
+        self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
 
     def run(self, step: Step) -> StepResult:
         """See `Runner.run`."""
@@ -79,7 +87,7 @@ class PagedRunner:
         """Computes this rank's part of all steps until the main rank closes."""
         while True:
             box: list[Step | None] = [None]
-            dist.broadcast_object_list(box, self._main, group=self._steps)
+            dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
             if box[0] is None:
                 return
             self._computed(box[0])
@@ -90,7 +98,7 @@ class PagedRunner:
 
     def _announce(self, step: Step | None) -> None:
         if self._steps is not None:
-            dist.broadcast_object_list([step], self._main, group=self._steps)
+            dist.broadcast_object_list([step], self._group.ranks[0], group=self._steps)
 
     @torch.inference_mode()
     def _computed(self, step: Step) -> StepResult | None:
@@ -140,7 +148,7 @@ class PagedRunner:
             found.append(self._logits(state, rows))
             found += self._scores(state, scored)
         found = self._to_main(found, len(rows), scored)
-        if self._mesh.model.rank:
+        if not self.main:
             return None
         logits_RV, *numbers = (each.cpu() for each in found)
         of_parts = iter(numbers)
@@ -182,12 +190,13 @@ class PagedRunner:
         self, found: list[Tensor], rows: int, scored: Sequence[tuple[Part, int]]
     ) -> list[Tensor]:
         """The results on the main rank, wherever the last stage is."""
-        source, main, rank = self._stages.last_rank, self._main, self._mesh.world.rank
-        if self._mesh.tensor.rank or source == main or rank not in (main, source):
+        source, main = self._stages.last_rank, self._group.ranks[0]
+        own = self._mesh.world.rank
+        if self._mesh.tensor.rank or source == main or own not in (main, source):
             return found
-        if rank == source:
+        if own == source:
             for each in found:
-                dist.send(each.cpu(), main, group=self._steps)
+                dist.send(each.cpu().contiguous(), main, group=self._steps)
             return found
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((rows, self.vocab_size), torch.float32)
@@ -202,13 +211,13 @@ class PagedRunner:
         return found
 
 
-def _steps_group(mesh: Mesh) -> dist.ProcessGroup | None:
-    """The ranks of this replica of the model, on CPUs, where whoever follows may wait for days."""
-    own = None
-    for ranks in memberships(mesh.sizes, MODEL) if mesh.model.size > 1 else ():
-        group = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
-        own = group if mesh.world.rank in ranks else own
-    return own
+def _patient_group(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of this replica of the model, on CPUs: whoever follows may wait for days."""
+    for ranks in memberships(mesh.sizes, MODEL):
+        handle = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
+        if mesh.world.rank in ranks:
+            found = handle
+    return found
 
 
 def cached_layers(stages: Stages) -> list[int]:

@@ -43,7 +43,7 @@ metric_list: [{metric: word_perplexity}, {metric: bits_per_byte}]
     "written": """output_type: generate_until
 doc_to_text: "{{context}}"
 doc_to_target: "{{target}}"
-generation_kwargs: {until: [".", "the"], max_gen_toks: 12}
+generation_kwargs: {until: ["you", "ar", " i"], max_gen_toks: 16}
 metric_list: [{metric: exact_match}]
 """,
 }  # fmt: skip

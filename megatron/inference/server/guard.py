@@ -6,7 +6,6 @@ import hmac
 import time
 import traceback
 from collections.abc import Collection
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -16,6 +15,7 @@ import orjson
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import ClientGone
 from megatron.inference.server.metrics import Metrics
+from megatron.inference.server.record import Record, current_record
 
 ENDPOINTS = frozenset(
     f"{prefix}/{name}"
@@ -32,17 +32,6 @@ _SECURITY = (
     (b"x-frame-options", b"DENY"),
 )
 _LOCAL_NAMES = frozenset({"localhost", "127.0.0.1", "::1"})
-
-
-@dataclass
-class Record:
-    """Tokens of the request that is being answered."""
-
-    prompt_tokens: int = 0
-    new_tokens: int = 0
-
-
-current_record: ContextVar[Record | None] = ContextVar("record", default=None)
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ from megatron.inference.server.exchange import JSON, read_object, while_connecte
 from megatron.inference.server.openai_requests import Asked, chat_asked, completion_asked
 from megatron.inference.server.service import Answer, Service
 from megatron.inference.server.texts import ChoiceText, Piece, PlacedToken, token_name
+from megatron.inference.text_stream import bytes_of_token, token_texts
 from megatron.tokenizer import Tokenizer
 
 Json = dict[str, Any]
@@ -98,7 +99,7 @@ class _Chat:
         return {"content": content, "refusal": None}
 
     def _one(self, token: int, logprob: float) -> Json:
-        found = self._tokenizer.token_bytes[token]
+        found = bytes_of_token(self._tokenizer, token)
         name = found.decode("utf-8", "replace")
         return {"token": name, "logprob": logprob, "bytes": list(found)}
 
@@ -133,7 +134,10 @@ class _Exchange:
     def _text(self, index: int) -> ChoiceText:
         shown = self.asked.shown[index // self.asked.choices] if self.asked.echo else ""
         stops = self.asked.template.stopping.texts
-        return ChoiceText(self._tokenizer, stops, self.asked.hidden, len(shown))
+        # Of an encoder the prompt is no part of the text.
+        encoded = self.service.model().has_encoder
+        prompt = () if encoded else self.asked.prompts[index // self.asked.choices]
+        return ChoiceText(self._tokenizer, prompt, stops, self.asked.hidden, len(shown))
 
     def _usage(self, new: int, cached: int) -> Json:
         prompt = sum(map(len, self.asked.prompts))
@@ -170,9 +174,10 @@ class _Exchange:
         if not shown:
             return ()  # the token that stands for an empty prompt
         found, place = [], 0
-        for token, score in zip(prompt, (None, *scores), strict=True):
-            found.append(PlacedToken(token, min(place, len(shown)), score))
-            place += len(self._tokenizer.token_bytes[token].decode("utf-8", "ignore"))
+        texts = token_texts(self._tokenizer, prompt)
+        for token, score, text in zip(prompt, (None, *scores), texts, strict=True):
+            found.append(PlacedToken(token, place, score))
+            place += len(text)
         return tuple(found)
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -198,9 +203,7 @@ class _Exchange:
                 yield _event(self._envelope(self.form.part, []) | usage)
         yield b"data: [DONE]\n\n"
 
-    def _chunks(
-        self, index: int, update: Update, text: ChoiceText, begun: set[int]
-    ) -> list[Json]:
+    def _chunks(self, index: int, update: Update, text: ChoiceText, begun: set[int]) -> list[Json]:
         chunks = []
         if index not in begun:
             begun.add(index)

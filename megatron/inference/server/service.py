@@ -3,45 +3,30 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from collections.abc import AsyncIterator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
-from megatron.inference.chat import ChatTemplate
-from megatron.inference.engine import EngineStats, QueueFull
+from megatron.inference.engine import QueueFull
+from megatron.inference.engine_stats import EngineStats
 from megatron.inference.engine_thread import EngineStopped, EngineThread
 from megatron.inference.request import BeamResult, Finish, GenerationRequest, TokenScore, Update
 from megatron.inference.server.errors import RequestError
+from megatron.inference.server.limits import RequestDefaults, ServiceLimits
 from megatron.inference.server.metrics import Metrics
+from megatron.inference.server.record import current_record
+from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
+if TYPE_CHECKING:
+    from megatron.inference.chat import ChatTemplate
+
 State = Literal["loading", "ok", "draining", "failed"]
-T = TypeVar("T")
 _SHORT = 4096
 """Characters that are split into tokens in less than a millisecond or two."""
-
-
-@dataclass(frozen=True)
-class ServiceLimits:
-    """What a single client may ask for; fields as the flags of a server."""
-
-    tokens: int = 12000
-    request_seconds: float = 600.0
-    request_bytes: int = 4 * 2**20
-    read_seconds: float = 30.0
-
-
-@dataclass(frozen=True)
-class RequestDefaults:
-    """What requests get that do not say how to sample; as in Megatron's API 0 is for all tokens."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -198,16 +183,11 @@ class Service:
                 queue.put_nowait(error)
 
         self.active += 1
+        record = current_record.get()
+        record.prompt_tokens += sum(len(request.prompt) for request in requests)
         seconds = self.limits.request_seconds
         timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, TimeoutError())
-        try:
-            for request in requests:
-                thread.engine.check(request)
-            tasks = [asyncio.create_task(follow(*item)) for item in enumerate(requests)]
-        except ValueError as error:
-            timer.cancel()
-            self.active -= 1
-            raise RequestError(str(error)) from None
+        tasks = [asyncio.create_task(follow(*item)) for item in enumerate(requests)]
         try:
             running = len(tasks)
             while running:
@@ -216,7 +196,11 @@ class Service:
                     raise self._error(found) from None
                 if found is None:
                     running -= 1
+                elif found[1].finish == "cancelled":
+                    text = "the server has ended before this text did"
+                    raise RequestError(text, 503, code="stopped", retry_after=5)
                 else:
+                    record.new_tokens += len(found[1].tokens)
                     yield found
         finally:
             timer.cancel()
@@ -230,7 +214,9 @@ class Service:
             case TimeoutError():
                 seconds = f"{self.limits.request_seconds:g}"
                 return RequestError(
-                    f"not finished within {seconds} seconds (--request-timeout)", 504, code="timeout"
+                    f"not finished within {seconds} seconds (--request-timeout)",
+                    504,
+                    code="timeout",
                 )
             case QueueFull():
                 return RequestError(
@@ -267,7 +253,4 @@ class _Clock:
 def seed_of(seed: int | None, index: int) -> int | None:
     """The seed of one of several texts that a client wants of one seed: the first one's is this
     seed, so that it is the text that the client would get alone."""
-    if seed is None or index == 0:
-        return seed
-    digest = hashlib.sha256(f"{seed} {index}".encode()).digest()
-    return int.from_bytes(digest[:8], "big") >> 1
+    return seed if seed is None or index == 0 else derive_seed(seed, "text", index)

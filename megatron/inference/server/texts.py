@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-import codecs
-import itertools
+import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import Protocol
 
 from megatron.inference.request import Finish, TokenScore
+from megatron.inference.stopping import TextBeforeStop
+from megatron.inference.text_stream import TextStream, bytes_of_token
 from megatron.tokenizer import Tokenizer
 
 
@@ -44,15 +46,10 @@ class Piece:
     finish: Finish | None
 
 
-def token_texts(tokenizer: Tokenizer, tokens: Sequence[int]) -> list[str]:
-    """The text of each token alone; what is not a character is U+FFFD."""
-    return [tokenizer.token_bytes[token].decode("utf-8", "replace") for token in tokens]
-
-
 def token_name(tokenizer: Tokenizer, token: int) -> str:
     """The text of a token; of a part of a character its bytes, as OpenAI writes them, so that two
     tokens have two names."""
-    found = tokenizer.token_bytes[token]
+    found = bytes_of_token(tokenizer, token)
     try:
         return found.decode()
     except UnicodeDecodeError:
@@ -61,50 +58,48 @@ def token_name(tokenizer: Tokenizer, token: int) -> str:
 
 class ChoiceText:
     """The text of new tokens as it becomes certain: characters once they have all their bytes, what
-    may be the beginning of a text that ends it (``stops``) once it is not. Neither that text nor a
-    token that ends it (``ends``) is part of it."""
+    may be the beginning of a stop text once it is not. Neither that text nor a token that ends it
+    (``ends``) is part of it."""
 
     def __init__(
-        self, tokenizer: Tokenizer, stops: Sequence[str], ends: frozenset[int], offset: int = 0
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stops: Sequence[str],
+        ends: frozenset[int],
+        offset: int = 0,
     ) -> None:
         """``offset``: where the text begins, for the places of its tokens."""
-        self._bytes, self._stops, self._ends = tokenizer.token_bytes, stops, ends
-        self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
-        self._text, self._sent, self._offset = "", 0, offset
-        self._longest = max(map(len, stops), default=0)
+        self._stream, self._before = TextStream(tokenizer, prompt), TextBeforeStop(stops)
+        self._ends = ends
+        # Where the next token begins, and the text that the client has ends.
+        self._next = self._sent = offset
         self._tokens: deque[PlacedToken] = deque()
-        self._ended = False
 
     def add(self, gain: Gain) -> Piece:
         """What has become certain with new tokens."""
-        if self._ended:
-            return Piece("", (), gain.finish)
-        for token, score in itertools.zip_longest(gain.tokens, gain.scores):
+        text = ""
+        for token, score in zip_longest(gain.tokens, gain.scores):
+            if self._before.stopped:
+                break
             if token not in self._ends:
-                self._tokens.append(PlacedToken(token, self._offset + len(self._text), score))
-                self._text += self._decoder.decode(self._bytes[token])
-        if gain.finish is not None:
-            self._text += self._decoder.decode(b"", final=True)
-        end = self._certain(gain.finish is not None)
-        text, self._sent = self._text[self._sent : end], end
-        placed = []
-        complete = gain.finish is not None and not self._ended
-        while self._tokens and (complete or self._tokens[0].offset < self._offset + end):
-            placed.append(self._tokens.popleft())
-        return Piece(text, tuple(placed), gain.finish)
+                self._tokens.append(PlacedToken(token, self._next, score))
+                text += self._passed(self._stream.add(token))
+        if gain.finish is not None and not self._before.stopped:
+            text += self._passed(self._stream.close())
+            if not self._before.stopped:
+                text += self._before.close()
+                return Piece(text, self._placed(math.inf), gain.finish)
+        self._sent += len(text)
+        return Piece(text, self._placed(self._sent), gain.finish)
 
-    def _certain(self, finished: bool) -> int:
-        """How many characters are certain."""
-        if not self._stops:
-            return len(self._text)
-        first = max(0, self._sent - self._longest + 1)
-        found = [at for stop in self._stops if (at := self._text.find(stop, first)) >= 0]
-        if found:
-            self._ended = True
-            return max(min(found), self._sent)
-        if finished:
-            return len(self._text)
-        for start in range(max(self._sent, len(self._text) - self._longest + 1), len(self._text)):
-            if any(stop.startswith(self._text[start:]) for stop in self._stops):
-                return start
-        return len(self._text)
+    def _passed(self, text: str) -> str:
+        self._next += len(text)
+        return self._before.add(text)
+
+    def _placed(self, end: float) -> tuple[PlacedToken, ...]:
+        """The tokens that begin before a character, and were not given yet."""
+        found = []
+        while self._tokens and self._tokens[0].offset < end:
+            found.append(self._tokens.popleft())
+        return tuple(found)

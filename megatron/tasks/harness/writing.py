@@ -41,7 +41,7 @@ class TextWriter:
         replicas, replica = self.mesh.data.size, self.mesh.data.rank
         numbers = range(replica, len(requests), replicas)
         found: Share = None
-        if self.mesh.model.rank == 0:
+        if self.runner.main:
             try:
                 found = self._written(requests, numbers, on_completion)
             except ValueError as error:

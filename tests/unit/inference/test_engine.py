@@ -5,12 +5,14 @@ import random
 from collections import defaultdict
 
 import pytest
+import torch
 from fake_runner import FakeRunner, NaiveRunner
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from megatron.inference.beams import BeamSearch
 from megatron.inference.engine import GenerationEngine, QueueFull
-from megatron.inference.request import GenerationRequest, Sampling, Stopping
+from megatron.inference.request import Beams, Constraint, GenerationRequest, Sampling, Stopping
 from megatron.inference.schedule import EngineLimits
 from megatron.tokenizer.null import NullTokenizer
 
@@ -33,7 +35,7 @@ def request(prompt, new=4, stops=(), sampling=GREEDY, **fields):
 
 def alone(asked, runner=None):
     """What a request gets from an engine that does nothing else, whole prompts at once."""
-    return engine_of(runner, EngineLimits(1, 100, 1)).complete([asked])[0]
+    return engine_of(runner, EngineLimits(4, 100, 1)).complete([asked])[0]
 
 
 def without_cached(completion):
@@ -44,13 +46,15 @@ def random_request(draw):
     """``draw`` is a random.Random. Prompts have the same starts and short alphabets."""
     prompt = [draw.randrange(2) for _ in range(draw.randrange(1, 15))]
     common = [1, 0, 1, 1, 0, 0, 1, 0, 1][: draw.randrange(10)]
+    beams = Beams(draw.randrange(1, 4)) if draw.random() < 0.2 else None
     return request(
         common + prompt,
-        draw.randrange(0, 8),
+        draw.randrange(0 if beams is None else 1, 8),
         stops=(draw.randrange(VOCAB),) * draw.randrange(2),
         sampling=GREEDY if draw.random() < 0.5 else Sampling(seed=draw.randrange(3)),
         logprobs=draw.choice([None, 0, 3]),
         prompt_logprobs=draw.choice([None, None, None, 0, 2]),
+        beams=beams,
     )
 
 
@@ -139,7 +143,7 @@ def test_nothing_depends_on_others(naive, seed):
     """Of a model, to the last bit: tokens and log-probabilities do not depend on when a request
     comes, what else runs, whose pages it uses, or how its prompt is cut."""
     draw = random.Random(seed)
-    crowd = Crowd(engine_of(naive, EngineLimits(draw.choice([2, 4, 8]), draw.choice([9, 20]))))
+    crowd = Crowd(engine_of(naive, EngineLimits(draw.choice([3, 4, 8]), draw.choice([9, 20]))))
     for _ in range(12):
         asked = random_request(draw)
         crowd.submit(dataclasses.replace(asked, prompt=asked.prompt[:16]))
@@ -151,7 +155,7 @@ def test_nothing_depends_on_others(naive, seed):
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.randoms(use_true_random=False), st.integers(12, 40))
+@given(st.randoms(use_true_random=False), st.integers(16, 40))
 def test_no_page_leaks(draw, pages):
     """Requests come, run, end and are cancelled in any order."""
     crowd = Crowd(engine_of(pages=pages))
@@ -295,7 +299,6 @@ def test_stop_token_is_part_of_the_text():
         (request([]), "the prompt is empty"),
         (request([3, 61]), "token id 61, outside the model's vocabulary of 61"),
         (request([3, -1]), "token id -1"),
-        (request([3], -1), "-1 new tokens"),
         (request([3] * 30, 3), "a prompt of 30 tokens and 3 new ones .* 32 positions"),
         (request([3], 2, logprobs=62), "logprobs 62 must be from 0 to 61"),
         (request([3], 2, prompt_logprobs=-1), "prompt_logprobs -1 must"),
@@ -380,3 +383,85 @@ def test_encoder_and_decoder():
     ]:
         with pytest.raises(ValueError, match=message):
             engine.submit(bad)
+
+
+def test_stop_text():
+    tokens = alone(request([3, 1], 8)).tokens
+    stopping = Stopping(8, texts=(f" {tokens[3]} ", f" {tokens[4]}"))
+    found = alone(dataclasses.replace(request([3, 1]), stopping=stopping))
+    # The space behind a number comes with the next one.
+    assert (found.tokens, found.finish) == (tokens[:5], "stop")
+
+
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 8])
+@pytest.mark.parametrize("seed", range(2))
+def test_beams_without_a_cache(naive, length, seed):
+    """Beams whose pages are shared and copied have the logits of whole sequences."""
+    draw = random.Random(100 * length + seed)
+    prompt = [draw.randrange(VOCAB) for _ in range(length)]
+    stops = [draw.randrange(VOCAB) for _ in range(2)]
+    width, new = draw.choice([2, 3, 5]), draw.randrange(1, 10)
+    asked = request(prompt, new, stops, beams=Beams(width, draw.choice([0.5, 1.0])), logprobs=1)
+    engine = engine_of(naive, EngineLimits(8, 12, 8))
+    others = [dataclasses.replace(random_request(draw), prompt=(1, 0, 1, 1, 0)) for _ in range(3)]
+    found = engine.complete([others[0], asked, *others[1:], asked])
+    assert engine.stats.pages_used == 0
+    expected = searched(naive, asked)
+    for completion in (found[1], found[4]):
+        assert completion.beams == expected
+        assert completion.tokens == expected[0].tokens
+        assert completion.scores == expected[0].scores
+    for other, completion in zip(others, [found[0], *found[2:4]], strict=True):
+        assert without_cached(completion) == alone(other, naive)
+
+
+def searched(runner, asked):
+    """The results of a beam search over whole sequences."""
+    search = BeamSearch(asked.beams, asked.stopping, logprobs=asked.logprobs)
+    texts = [asked.prompt]
+    while not search.done:
+        logits_WV = torch.stack([runner.logits_after(text, None) for text in texts])
+        texts = [(*texts[row], token) for row, token in search.step(logits_WV)]
+    return search.results()
+
+
+def test_beams_take_no_more_pages_than_are_needed():
+    """The most that they can need is enough, also where every page is."""
+    for new in range(1, 12):
+        asked = request([1, 2, 3, 4, 5], new, beams=Beams(3))
+        pages = 1 + 3 * (-(-(5 + new - 1) // 4) - 1)
+        runner = FakeRunner(VOCAB, reach=None, page_size=4, pages=pages)
+        assert engine_of(runner).complete([asked])[0].beams == searched(runner, asked)
+        with pytest.raises(ValueError, match=f"need {pages} pages .* memory for {pages - 1}"):
+            engine_of(pages=pages - 1).submit(asked)
+
+
+def test_beams_of_a_decoder_with_an_encoder():
+    runner = FakeRunner(VOCAB, page_size=4, max_positions=12, max_prompt=40, start_token=3)
+    (found,) = engine_of(runner).complete([request([5] * 30, 6, beams=Beams(3))])
+    assert len(found.beams) == 3 and found.tokens == found.beams[0].tokens
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"beams": Beams(5)}, "5 beams are more than the 4 texts that may run at once"),
+        ({"beams": Beams(2), "stopping": Stopping(0)}, "at least one new token"),
+        ({"beams": Beams(2), "constraint": Constraint("regex", "a")}, "cannot be constrained"),
+    ],
+)
+def test_beams_that_can_never_run(changes, message):
+    with pytest.raises(ValueError, match=message):
+        engine_of().submit(dataclasses.replace(request([3]), **changes))
+
+
+def test_beam_search_that_is_cancelled():
+    crowd = Crowd(engine_of())
+    number = crowd.submit(request([1, 2, 3], 12, beams=Beams(3)))
+    other = crowd.submit(request([4], 12))
+    for _ in range(5):
+        crowd.step()
+    crowd.engine.cancel(number)
+    crowd.finish()
+    assert crowd.finish_of(number) == "cancelled" and crowd.engine.stats.pages_used == 0
+    assert tuple(crowd.tokens(other)) == alone(request([4], 12)).tokens
