@@ -22,6 +22,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.families import Generation
 from megatron.inference.page_memory import PageMemory, PageShape
+from megatron.inference.packed_weights import FEWEST_ROWS, pack_weights, packed_products
 from megatron.inference.paged_attention import EncodedPrompt, PagedCache
 from megatron.inference.stages import Stages
 from megatron.inference.step import Part, Step, StepResult, TargetScores
@@ -31,8 +32,6 @@ from megatron.model.layer_list import LayerState
 from megatron.parallel.mesh import MODEL, Mesh, memberships
 
 PAGE_SIZE = 64
-FEWEST_ROWS = 4
-"""A GEMM of fewer rows may round differently."""
 CHUNK_BYTES = 64 * 2**20
 """Of float32 logits of targets at a time."""
 
@@ -68,6 +67,7 @@ class PagedRunner:
         if scaling.rope_type == "longrope":
             self.long_after = scaling.original_max_position_embeddings
         self._mesh, self._device = stages.mesh, stages.device
+        pack_weights(stages.module.parameters())
         layers = cached_layers(stages)
         shape = page_shape(stages, model, page_size)
         self.memory = PageMemory(layers, shape, pages, self._device)
@@ -101,6 +101,7 @@ class PagedRunner:
             dist.broadcast_object_list([step], self._group.ranks[0], group=self._steps)
 
     @torch.inference_mode()
+    @packed_products()
     def _computed(self, step: Step) -> StepResult | None:
         """The result on the main rank."""
         self.memory.copy(step.copies)

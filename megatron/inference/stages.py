@@ -27,11 +27,13 @@ class Stages:
         bounds: index of the first layer of each stage, and the number of layers.
         owners: rank in the pipeline of each stage.
         own: this process's stages by number.
+        module: has their parameters.
     """
 
     bounds: Sequence[int]
     owners: Sequence[int]
     own: Mapping[int, LayerSequence]
+    module: nn.Module
     mesh: Mesh
     hidden: int
     dtype: torch.dtype
@@ -46,14 +48,15 @@ class Stages:
             return cls.alone(model, hidden, mesh)
         assert isinstance(model, StageModule)
         owners = [model.stage_owner(first) for first in model.parts[:-1]]
-        return cls(model.parts, owners, model.sequences, mesh, hidden, weight.dtype, engine.device)
+        own, device = model.sequences, engine.device
+        return cls(model.parts, owners, own, model, mesh, hidden, weight.dtype, device)
 
     @classmethod
     def alone(cls, model: LayerStack, hidden: int, mesh: Mesh | None = None) -> Stages:
         """Those of a pipeline of one rank."""
         weight = next(model.parameters())
         bounds, own = (0, len(model.layers)), {0: model.sequence}
-        return cls(bounds, (0,), own, mesh or Mesh(), hidden, weight.dtype, weight.device)
+        return cls(bounds, (0,), own, model, mesh or Mesh(), hidden, weight.dtype, weight.device)
 
     @property
     def layers(self) -> int:
