@@ -10,6 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from generating.load import Request
 from megatron.config import Settings
 from megatron.inference.engine import GenerationEngine
 from megatron.inference.memory import CacheConfig
@@ -18,8 +20,6 @@ from megatron.inference.request import GenerationRequest, Sampling, Stopping
 from megatron.inference.schedule import EngineLimits
 from megatron.training.launch import start_processes
 from megatron.training.run import RunToolParser
-
-from generating.load import Request
 
 GREEDY = Sampling(greedy=True)
 

@@ -43,9 +43,7 @@ class Vllm:
                     temperature=0.0, max_tokens=request.new_tokens, ignore_eos=True,
                     detokenize=False,
                 )  # fmt: skip
-                self.engine.add_request(
-                    str(place), {"prompt_token_ids": request.prompt}, params
-                )
+                self.engine.add_request(str(place), {"prompt_token_ids": request.prompt}, params)
                 running += 1
             for output in self.engine.step():
                 place = int(output.request_id.split("-")[0])

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.families import Generation
-from megatron.inference.page_memory import PageMemory, PageShape
 from megatron.inference.packed_weights import FEWEST_ROWS, pack_weights, packed_products
+from megatron.inference.page_memory import PageMemory, PageShape
 from megatron.inference.paged_attention import EncodedPrompt, PagedCache
 from megatron.inference.stages import Stages
 from megatron.inference.step import Part, Step, StepResult, TargetScores
