@@ -35,7 +35,9 @@ class Static:
             places = order[begin : begin + concurrency]
             longest = max(requests[place].new_tokens for place in places)
             prompts = [requests[place].prompt for place in places]
-            for place, tokens in zip(places, self._batch(prompts, longest, places, first), strict=True):
+            for place, tokens in zip(
+                places, self._batch(prompts, longest, places, first), strict=True
+            ):
                 found[place] = tokens[: requests[place].new_tokens]
         return found
 

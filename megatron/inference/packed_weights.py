@@ -43,14 +43,14 @@ class PackedWeight(nn.Parameter):
             return func(*args, **(kwargs or {}))
 
 
-def pack_weights(parameters: Iterable[nn.Parameter]) -> None:
-    """Makes :class:`PackedWeight` of the float32 matrices on a CPU among parameters. Those that are
+def pack_weights(weights: Iterable[Tensor]) -> None:
+    """Makes :class:`PackedWeight` of the float32 parameters on a CPU among matrices. Those that are
     multiplied by take their memory once more."""
     if not torch.backends.mkldnn.is_available():
         return
-    for param in parameters:
-        if param.dim() == 2 and param.device.type == "cpu" and param.dtype == torch.float32:
-            param.__class__ = PackedWeight
+    for weight in weights:
+        if weight.dim() == 2 and weight.device.type == "cpu" and weight.dtype == torch.float32:
+            weight.__class__ = PackedWeight
 
 
 @contextmanager

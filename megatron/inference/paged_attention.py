@@ -24,11 +24,15 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.inference.page_memory import PageMemory
 from megatron.inference.step import Part
 from megatron.model.attention_masks import AttentionScoring, slopes_on
+
+_VECTORS = 64
+"""Columns that kernels of sums take at a time."""
 
 EncodedPrompts = Mapping[int, "EncodedPrompt"]
 
@@ -213,9 +217,12 @@ class PagedCache:
         hidden_UP = distances_UP < 0
         if window is not None:
             hidden_UP |= distances_UP >= window
+        # A sum over rows adds up every fourth one first, in columns behind the last block of a
+        # vector instruction: with a multiple of 4, missing pages do not change the order.
+        order_C = np.arange(-(-max(counts) // 4) * 4)
+        missing_BC = order_C >= np.array(counts)[:, None]
         begins_B1 = (np.cumsum(counts) - counts)[:, None]
-        missing_BC = np.arange(max(counts)) >= np.array(counts)[:, None]
-        places_BC = begins_B1 + np.where(missing_BC, 0, np.arange(max(counts)))
+        places_BC = begins_B1 + np.where(missing_BC, 0, order_C)
         return _Reading(
             _runs(pages_U),
             self._on_device(pages_U),
@@ -265,9 +272,17 @@ def _read(
     # Over the pages of a sequence: missing ones have no weight.
     largest_BCKG1 = _taken(largest_UKG1, reading) + reading.missing_BC[..., None, None, None]
     shares_BCKG1 = (largest_BCKG1 - largest_BCKG1.amax(1, keepdim=True)).exp_()
-    total_BKG1 = (_taken(totals_UKG1, reading) * shares_BCKG1).sum(1)
-    y_BKGD = _taken(y_UKGD, reading).mul_(shares_BCKG1).sum(1)
-    return (y_BKGD / total_BKG1).to(q_BKGD.dtype)
+    both_UKGE = torch.cat([y_UKGD.to(totals_UKG1.dtype), totals_UKG1], -1)
+    sums_BKGE = _sum_of_pages(_taken(both_UKGE, reading).mul_(shares_BCKG1))
+    return (sums_BKGE[..., :-1] / sums_BKGE[..., -1:]).to(q_BKGD.dtype)
+
+
+def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
+    """The sum over C, whose order depends neither on B nor on pages that are zero at the end: other
+    code adds columns that do not fill vectors."""
+    columns = x_BCKGE[0, 0].numel()
+    whole = F.pad(x_BCKGE.flatten(2), (0, -columns % _VECTORS)).sum(1)
+    return whole[:, :columns].unflatten(1, x_BCKGE.shape[2:])
 
 
 def _taken(x_U: Tensor, reading: _Reading) -> Tensor:
