@@ -21,7 +21,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.families import Generation
 from megatron.inference.outputs import Head, Numbers, Wanted
-from megatron.inference.packed_weights import PackedWeights
+from megatron.inference.packed_weights import PackedWeights, is_packed
 from megatron.inference.page_memory import PageMemory, PageShape
 from megatron.inference.paged_attention import EncodedPrompt, PagedCache
 from megatron.inference.row_rule import RowRule
@@ -72,7 +72,7 @@ class PagedRunner:
         self._group = self._mesh.model
         self.main = self._group.rank == 0
         self._packed = PackedWeights(stages.weights)
-        self._rows = RowRule.of(stages.weights, self._packed)
+        self._rows = RowRule.of(stages.weights, is_packed)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
         self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
 
