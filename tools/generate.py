@@ -29,7 +29,7 @@ from megatron.inference.generate import (
     generate,
 )
 from megatron.inference.load import load_model, load_tokenizer
-from megatron.inference.sampling import Sampling
+from megatron.inference.request import Sampling
 from megatron.model.layer_list import LayerStack
 from megatron.tokenizer import Tokenizer
 

@@ -7,16 +7,17 @@ heads, D head width.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from megatron.config import ModelConfig
-from megatron.inference.sampling import Sampling
+from megatron.inference.request import Sampling
+from megatron.inference.sampling import TokenSampler, choose_tokens
 from megatron.model.layer_list import LayerStack, LayerState
-from megatron.parallel.random import generator
+from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
 OnToken = Callable[[int, int], None]
@@ -55,8 +56,11 @@ def generate(
         _check(config, prompt, number, max_new_tokens)
     found: dict[int, Continuation] = {}
     for rows in batches_of_equal_length(prompts, batch_size):
-        generators = [generator(sampling.seed, f"row {row}") for row in rows]
-        choose = partial(sampling.choose, generators=generators)
+        samplers = [
+            TokenSampler(replace(sampling, seed=derive_seed(sampling.seed, row)), prompts[row])
+            for row in rows
+        ]
+        choose = partial(choose_tokens, samplers)
 
         def report(place: int, token: int, rows: list[int] = rows) -> None:
             if on_token is not None:
@@ -115,7 +119,7 @@ def _continue(
     for _ in range(max_new_tokens):
         logits_BV = _next_logits(model, fed, cache)
         # The columns after the vocabulary are padding of the token embedding.
-        chosen = choose(logits_BV[:, : config.vocabulary.size])
+        chosen = choose(logits_BV[:, : config.vocabulary.size].float().cpu())
         for row, token in enumerate(chosen):
             ended[row] |= token == eod
             if not ended[row]:
