@@ -20,7 +20,7 @@ from fake_runner import RememberingRunner  # noqa: E402
 
 _CONTEXT = 3
 """Tokens that the next one is counted after, at most."""
-_TRUST = 0.9
+_TRUST = 0.75
 """Share of the probability that the longest known context has; the rest is the shorter one's."""
 
 

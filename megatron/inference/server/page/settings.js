@@ -12,7 +12,7 @@ const FIELDS = [
   { name: "probabilities", label: "Show token probabilities", kind: "switch", value: false, sent: false },
   { name: "alternatives", label: "Alternatives", kind: "number", min: 0, max: 20, step: 1, value: 5,
     sent: false, probabilities: true },
-  { name: "echo", label: "Probabilities of the prompt too", kind: "switch", value: false, sent: false,
+  { name: "echo", label: "For the prompt too", kind: "switch", value: false, sent: false,
     only: "completion", probabilities: true },
   { name: "system", label: "System message", kind: "lines", value: "", sent: false, only: "chat" },
   { name: "max_tokens", label: "Max tokens", kind: "number", min: 0, step: 1, value: 256 },
