@@ -24,12 +24,11 @@ from megatron.config.flags import option
 from megatron.inference.generate import (
     Continuation,
     OnToken,
-    TextStream,
-    continuation_text,
     generate,
 )
 from megatron.inference.load import load_model, load_tokenizer
 from megatron.inference.request import Sampling
+from megatron.inference.text_stream import TextStream, continuation_text
 from megatron.model.layer_list import LayerStack
 from megatron.tokenizer import Tokenizer
 
@@ -213,11 +212,12 @@ def show(program: Program, texts: Sequence[str]) -> None:
             print(f"{record['prompt']}{record['text']}\n{'-' * 8}")
         return
     prompt = program.encode(texts[0])
-    stream = TextStream(program.tokenizer, prompt, lambda piece: print(piece, end="", flush=True))
+    stream = TextStream(program.tokenizer, prompt)
     print(texts[0], end="", flush=True)
-    program.continuations([prompt], on_token=lambda _, token: stream.add(token))
-    stream.close()
-    print()
+    program.continuations(
+        [prompt], on_token=lambda _, token: print(stream.add(token), end="", flush=True)
+    )
+    print(stream.close())
 
 
 def write(program: Program, texts: Sequence[str], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Continues token sequences, and writes the continuations as text.
+"""Continues token sequences.
 
 Shapes: B rows of equal length, S new positions, T all positions, V vocabulary, K key and value
 heads, D head width.
@@ -18,7 +18,6 @@ from megatron.inference.request import Sampling
 from megatron.inference.sampling import TokenSampler, choose_tokens
 from megatron.model.layer_list import LayerStack, LayerState
 from megatron.parallel.random import derive_seed
-from megatron.tokenizer import Tokenizer
 
 OnToken = Callable[[int, int], None]
 """Called with the index of a prompt and each of its new tokens."""
@@ -187,35 +186,3 @@ def _grown(held: Tensor, used: int, needed: int) -> Tensor:
     grown = _memory(held, max(needed, 2 * held.shape[2]))
     grown[:, :, :used] = held[:, :, :used]
     return grown
-
-
-def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence[int]) -> str:
-    """Text of the new tokens after the prompt; decoded alone they would lose the space that some
-    tokenizers omit at the start of a text."""
-    return tokenizer.detokenize([*prompt, *new])[len(tokenizer.detokenize(prompt)) :]
-
-
-class TextStream:
-    """Writes text after ``prompt`` as its tokens arrive; a character is written once it has all its
-    bytes."""
-
-    def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], write: Callable[[str], None]
-    ) -> None:
-        self.tokenizer, self.prompt, self.write = tokenizer, prompt, write
-        self.tokens: list[int] = []
-        self.written = 0
-
-    def add(self, token: int) -> None:
-        self.tokens.append(token)
-        text = continuation_text(self.tokenizer, self.prompt, self.tokens)
-        self._write(text.rstrip("\N{REPLACEMENT CHARACTER}"))
-
-    def close(self) -> None:
-        """Writes the rest: bytes that are not a character."""
-        self._write(continuation_text(self.tokenizer, self.prompt, self.tokens))
-
-    def _write(self, text: str) -> None:
-        if len(text) > self.written:
-            self.write(text[self.written :])
-            self.written = len(text)

@@ -94,7 +94,8 @@ class Sampling:
 
 @dataclass(frozen=True)
 class Stopping:
-    """When a text ends; what ends it is part of its tokens.
+    """When a text ends; what ends it is part of its tokens. Raises ValueError for a value that is
+    out of range.
 
     Attributes:
         max_new_tokens: 0 to score the prompt only.
@@ -105,6 +106,11 @@ class Stopping:
     max_new_tokens: int
     tokens: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        _require(self.max_new_tokens >= 0, self, "max_new_tokens", "0 or more")
+        if "" in self.texts:
+            raise ValueError("a stop text is empty; it must have a character at least")
 
 
 @dataclass(frozen=True)
