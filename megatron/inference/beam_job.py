@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
+from megatron.inference.beams import BeamSearch
 from megatron.inference.job import Job
 from megatron.inference.request import GenerationRequest, Update
 from megatron.inference.step import Part, Runner
@@ -13,12 +14,15 @@ from megatron.tokenizer import Tokenizer
 
 
 class BeamJob(Job):
-    """A request for the best texts. Its beams together have one part each in every step."""
+    """A request for the best texts. Each of its beams has a part in every step."""
 
     def __init__(self, request: GenerationRequest, runner: Runner, tokenizer: Tokenizer) -> None:
         super().__init__(request, runner)
         assert request.beams is not None
         self.rows = request.beams.width
+        self._search = BeamSearch(
+            request.beams, request.stopping, tokenizer, self.text_before, request.logprobs
+        )
         self._tables: PageTables | None = None
         self._copies: list[tuple[int, int]] = []
         self._last: list[int] = []
@@ -42,7 +46,23 @@ class BeamJob(Job):
         return copies
 
     def take(self, logits_RV: Tensor) -> Update | None:
-        raise NotImplementedError
+        going = self._search.step(logits_RV)
+        if not self._search.done:
+            self._last = [token for _, token in going]
+            self._fork([row for row, _ in going])
+            return None
+        beams = self._search.results()
+        stopped = all(self._stopped(beam.tokens) for beam in beams)
+        return self.update(
+            tokens=beams[0].tokens,
+            scores=beams[0].scores,
+            finish="stop" if stopped else "length",
+            beams=beams,
+        )
+
+    def _stopped(self, tokens: Sequence[int]) -> bool:
+        stopping = self.request.stopping
+        return len(tokens) < stopping.max_new_tokens or tokens[-1] in stopping.tokens
 
     def _fork(self, parents: Sequence[int]) -> None:
         if self._tables is None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from megatron.inference.request import GenerationRequest
 from megatron.inference.schedule import EngineLimits
 from megatron.inference.step import Runner
@@ -10,17 +12,11 @@ from megatron.inference.step import Runner
 def check_request(request: GenerationRequest, runner: Runner) -> None:
     """Raises ValueError if a model can never do what is asked: an empty prompt, a token that it
     does not have, more positions than it has, or what does not go together."""
-    prompt, new = request.prompt, request.stopping.max_new_tokens
+    prompt = request.prompt
     if not prompt:
         raise ValueError("the prompt is empty; start from the end-of-document token instead")
-    if min(prompt) < 0 or max(prompt) >= runner.vocab_size:
-        foreign = next(token for token in prompt if not 0 <= token < runner.vocab_size)
-        raise ValueError(
-            f"the prompt has token id {foreign}, outside the model's vocabulary of "
-            f"{runner.vocab_size:,}"
-        )
-    if new < 0:
-        raise ValueError(f"{new} new tokens: must be at least 0, which scores the prompt only")
+    _check_tokens("the prompt", prompt, runner.vocab_size)
+    _check_tokens("the bias", request.sampling.bias, runner.vocab_size)
     for name in ("logprobs", "prompt_logprobs"):
         count = getattr(request, name)
         if count is not None and not 0 <= count <= runner.vocab_size:
@@ -43,6 +39,14 @@ def check_room(
             f"a prompt of {len(request.prompt):,} tokens and {request.stopping.max_new_tokens:,} "
             f"new ones need {pages:,} pages of {runner.page_size} positions; there is memory for "
             f"{runner.pages:,}"
+        )
+
+
+def _check_tokens(where: str, tokens: Collection[int], vocab_size: int) -> None:
+    if tokens and (min(tokens) < 0 or max(tokens) >= vocab_size):
+        foreign = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise ValueError(
+            f"{where} has token id {foreign}, outside the model's vocabulary of {vocab_size:,}"
         )
 
 

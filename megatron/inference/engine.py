@@ -57,7 +57,7 @@ class GenerationEngine:
     def submit(self, request: GenerationRequest | Job) -> int:
         """Puts a request in the queue; returns the number that its updates have. Raises ValueError
         if it can never run, QueueFull if too many wait."""
-        if self.waiting >= self.limits.waiting:
+        if self.room <= 0:
             raise QueueFull(self.limits)
         job = request if isinstance(request, Job) else self.job(request)
         job.number = self._next_number
@@ -66,9 +66,9 @@ class GenerationEngine:
         return job.number
 
     @property
-    def waiting(self) -> int:
-        """Requests that do not run yet."""
-        return len(self._schedule.waiting)
+    def room(self) -> int:
+        """How many more requests may come: what can run at the next step does not wait."""
+        return self.limits.running + self.limits.waiting - self._schedule.rows
 
     def cancel(self, number: int) -> None:
         """Ends a request, if it has not ended; the next step says so."""
@@ -94,6 +94,7 @@ class GenerationEngine:
         if planned:
             for job, update in self._results(planned, self.runner.run(step)):
                 self._sums.new_tokens += len(update.tokens)
+                self._sums.prefix_hit_tokens += update.cached
                 if update.finish is not None:
                     self._end(job, update)
                 updates.append(update)
@@ -109,8 +110,7 @@ class GenerationEngine:
         coming, found = iter(requests), dict[int, list[Update]]()
         try:
             while True:
-                room = self.limits.waiting - self.waiting
-                for request in islice(coming, room):
+                for request in islice(coming, self.room):
                     found[self.submit(request)] = []
                 if not found:
                     return
@@ -132,7 +132,7 @@ class GenerationEngine:
         """Numbers for those who watch."""
         return EngineStats(
             running=len(self._schedule.running),
-            waiting=self.waiting,
+            waiting=len(self._schedule.waiting),
             pages=self._pool.pages,
             pages_used=self._pool.used,
             pages_cached=self._pool.cached,
@@ -160,7 +160,6 @@ class GenerationEngine:
 
     def _end(self, job: Job, update: Update) -> None:
         self._schedule.end(job)
-        self._sums.prefix_hit_tokens += job.cached
         self._sums.finished += 1
         self._sums.failed += update.finish == "failed"
 

@@ -89,7 +89,7 @@ class EngineThread:
     def _enter(self, stream: _Stream) -> None:
         with self._changed:
             self._raise_if_stopped()
-            if len(self._came) + self.engine.waiting >= self.engine.limits.waiting:
+            if len(self._came) >= self.engine.room:
                 raise QueueFull(self.engine.limits)
             self._came.append(stream)
             self._changed.notify()

@@ -19,6 +19,7 @@ class Job(ABC):
     Attributes:
         number: that the engine gave it.
         prompt: what the decoder begins with.
+        text_before: what the new text continues.
         rows: parts of a step that its new tokens take.
         encoded: of a model with an encoder, the number of the encoded prompt.
         cached: tokens of the prompt that were found computed.
@@ -32,8 +33,10 @@ class Job(ABC):
         self.page_size = runner.page_size
         start = runner.start_token
         self.prompt = request.prompt if start is None else (start,)
+        self.text_before = request.prompt if start is None else ()
         self.encoded: int | None = None
         self.cached = 0
+        self._digests: list[bytes] | None = None
         self._computed = 0
         self._pages: list[int] = []
         self._prompt_scores: list[TokenScore] = []
@@ -52,8 +55,9 @@ class Job(ABC):
     def admit(self, pool: PagePool) -> bool:
         """Takes all the pages that the job can ever need, those of a known prompt shared; False if
         they are not available yet."""
-        digests = prefix_digests(self.prompt, self.page_size)
-        shared: list[int] = []
+        if self._digests is None:
+            self._digests = prefix_digests(self.prompt, self.page_size)
+        digests, shared = self._digests, list[int]()
         if self.request.prompt_logprobs is None:
             # The last token is computed in any case: the logits after it are wanted.
             shared = pool.find(digests[: (len(self.prompt) - 1) // self.page_size])

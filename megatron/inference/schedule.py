@@ -20,7 +20,7 @@ class EngineLimits:
         running: texts; each beam is one.
         step_tokens: of one pass through the model: those that were generated, and as many of
             prompts as there is room for. An encoder's prompt is one piece, which may be longer.
-        waiting: requests that do not run yet; one more is refused.
+        waiting: requests, besides what runs; one more is refused.
 
     Raises ValueError if prompts would have no room in a step.
     """
@@ -85,6 +85,11 @@ class Scheduler:
         job.release(self.pool)
         if self._prompts is not None:
             self._prompts.release(job)
+
+    @property
+    def rows(self) -> int:
+        """Texts that run, and requests that wait."""
+        return self._rows + len(self.waiting)
 
     def find(self, number: int) -> Job | None:
         """A request that has not ended."""

@@ -5,9 +5,10 @@ from __future__ import annotations
 from torch import Tensor
 
 from megatron.inference.job import Job
-from megatron.inference.request import Finish, GenerationRequest, Update
+from megatron.inference.request import GenerationRequest, Update
 from megatron.inference.sampling import TokenSampler, token_score
 from megatron.inference.step import Part, Runner
+from megatron.inference.stopping import StopWatch
 from megatron.tokenizer import Tokenizer
 
 
@@ -17,6 +18,7 @@ class TextJob(Job):
     def __init__(self, request: GenerationRequest, runner: Runner, tokenizer: Tokenizer) -> None:
         super().__init__(request, runner)
         self._sampler = TokenSampler(request.sampling, self.prompt, tokenizer)
+        self._watch = StopWatch(request.stopping, tokenizer, self.text_before)
         self._new = 0
         self._last = -1
         self._table: tuple[int, ...] = ()
@@ -33,10 +35,4 @@ class TextJob(Job):
         token = self._last = self._sampler.choose(logits_V)
         self._new += 1
         scores = () if top is None else (token_score(logits_V, token, top),)
-        return self.update(tokens=(token,), scores=scores, finish=self._finish(token))
-
-    def _finish(self, token: int) -> Finish | None:
-        stopping = self.request.stopping
-        if token in stopping.tokens:
-            return "stop"
-        return "length" if self._new == stopping.max_new_tokens else None
+        return self.update(tokens=(token,), scores=scores, finish=self._watch.add(token))

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import os
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Sequence
+import traceback
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +18,7 @@ from megatron.config import ConfigError, Settings
 from megatron.inference.chat import ChatTemplate
 from megatron.inference.engine import GenerationEngine
 from megatron.inference.engine_thread import EngineThread
-from megatron.inference.runner import opened_runner
+from megatron.inference.opening import opened_runner
 from megatron.inference.schedule import EngineLimits
 from megatron.inference.server.config import ServerConfig
 from megatron.training.launch import start_processes
@@ -25,17 +27,12 @@ from megatron.util.processes import is_main_process
 from megatron.util.progress import say
 
 if TYPE_CHECKING:
+    from megatron.inference.server.listening import HTTPThread
     from megatron.inference.server.service import Service
 
 EXTRA = "serve"
 _PACKAGES = ("fastapi", "uvicorn", "prometheus_client", "llguidance")
-_CHANGES_NOTHING = {
-    "out_seq_length": "requests say how many tokens they want",
-    "inference_batch_times_seqlen_threshold": (
-        "it says from which size a batch is cut for a pipeline, and here batches are made anew for "
-        "every step"
-    ),
-}
+_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 _TWICE_SECONDS = 1.0
 """Ctrl-C reaches a process from its terminal and again from its launcher; what comes later than
 this is another one."""
@@ -52,13 +49,13 @@ def run_server(description: str | None, argv: Sequence[str] | None = None) -> No
     if "load" not in settings:
         raise ConfigError("--load is missing: the checkpoint to serve")
     processes = start_processes(settings, argv)
-    stop = StopSignals()
     if is_main_process():
-        _serve(config, settings, processes, stop)
-    else:
-        with opened_runner(settings, processes) as opened:
-            stop.ignored = True
-            opened.runner.follow()
+        _serve(config, settings, processes)
+        return
+    for number in _SIGNALS:  # which launchers send to all; the main process decides
+        signal.signal(number, signal.SIG_IGN)
+    with opened_runner(settings, processes, config):
+        pass
 
 
 def _require_packages() -> None:
@@ -71,20 +68,100 @@ def _require_packages() -> None:
 
 
 class StopSignals:
-    """SIGTERM and Ctrl-C: the first asks this process to end, a second one ends it."""
+    """SIGTERM and Ctrl-C: the first asks this process to end, a second one ends it; one that comes
+    before there is anything to end well does so at once."""
 
     def __init__(self) -> None:
         self.event = threading.Event()
-        self.ignored = False
+        self.serving = False
         self._first = 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
+        for number in _SIGNALS:
             signal.signal(number, self._received)
 
     def _received(self, number: int, frame: Any) -> None:
         now = time.monotonic()
-        if self.ignored or (self.event.is_set() and now - self._first < _TWICE_SECONDS):
-            return
-        if self.event.is_set():
+        if self.serving and not self.event.is_set():
+            self._first = now
+            self.event.set()
+        elif not self.serving or now - self._first > _TWICE_SECONDS:
             os._exit(128 + number)
-        self._first = now
-        self.event.set()
+
+
+def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
+    from megatron.inference.server.app import build_app
+    from megatron.inference.server.guard import Access
+    from megatron.inference.server.limits import RequestDefaults
+    from megatron.inference.server.listening import ConnectionLimits, HTTPThread, listening_socket
+    from megatron.inference.server.service import ServedModel, Service
+
+    template = config.template
+    for note in config.notes:
+        say(note)
+    listening = listening_socket(config.host, config.port)
+    service = Service(
+        config.served_model_name or Path(settings["load"].value).resolve().name,
+        config.limits,
+        RequestDefaults(config.temperature, config.top_k, config.top_p),
+        _log,
+        config.log_prompts,
+    )
+    access = Access(config.key, config.host, config.allow_origin)
+    http = HTTPThread(
+        build_app(service, access),
+        listening,
+        ConnectionLimits(config.max_connections, config.read_timeout, config.write_timeout),
+    )
+    stop = StopSignals()
+    http.start()
+    with opened_runner(settings, processes, config) as opened:
+        assert opened is not None
+        limits = EngineLimits(
+            config.max_batch_size, config.max_num_batched_tokens, config.max_waiting
+        )
+        thread = EngineThread(GenerationEngine(opened.runner, opened.tokenizer, limits))
+        chat = ChatTemplate.of(opened.tokenizer) if template is None else ChatTemplate(template)
+        thread.start()
+        service.open(ServedModel(thread, opened.tokenizer, chat))
+        stop.serving = True
+        host, port, *_ = listening.getsockname()
+        shown = f"[{host}]" if ":" in host else host
+        _log(f"{service.name} is served at http://{shown}:{port}")
+        while not stop.event.wait(_LOOK_SECONDS):
+            _check(service, thread, http)
+        _drain(service, thread, http, config.drain_seconds)
+
+
+def _drain(service: Service, thread: EngineThread, http: HTTPThread, seconds: float) -> None:
+    """Lets running requests end, and refuses others."""
+    service.drain()
+    _log(f"ending: {service.active} requests have {seconds:g} s; a second signal ends it now")
+    ended = http.submit(lambda: thread.drain(seconds)).result()
+    if thread.failed is not None:
+        _check(service, thread, http)
+    end = time.monotonic() + _TELLING_SECONDS
+    while service.active and time.monotonic() < end:
+        time.sleep(_LOOK_SECONDS / 10)
+    http.close()
+    _log("all requests have ended" if ended else "the requests that remained were cancelled")
+
+
+def _check(service: Service, thread: EngineThread, http: HTTPThread) -> None:
+    """Ends the process, without waiting for other ranks, if it can answer nothing more."""
+    if thread.failed is None and http.alive:
+        return
+    failed = thread.failed
+    reason = "the HTTP server has ended" if failed is None else f"{type(failed).__name__}: {failed}"
+    service.fail(reason)
+    if failed is not None:
+        traceback.print_exception(failed)
+    time.sleep(_TELLING_SECONDS)
+    print(f"error: generation has failed, and the server ends: {reason}", file=sys.stderr)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def _log(line: str) -> None:
+    # Nobody may read it any more; requests are answered all the same.
+    with contextlib.suppress(OSError, ValueError):
+        print(f"{time.strftime('%H:%M:%S')} {line}", flush=True)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ipaddress
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from megatron.config import ConfigError
-from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, Bounds, option
+from megatron.config.flags import NOT_NEGATIVE, POSITIVE, SHARE, Bounds, flag_of, option
+from megatron.inference.memory import CacheConfig
+from megatron.inference.server.limits import ServiceLimits
 
 KEY_VARIABLE = "MEGATRON_API_KEY"
 _PORT = Bounds(lambda value: 0 <= value < 65536, "must be in [0, 65535]")
@@ -17,7 +19,7 @@ _TOP_K = Bounds(lambda value: 0 <= value <= 1000, "must be in [0, 1000]")
 
 
 @dataclass(frozen=True)
-class ServerConfig:
+class ServerConfig(CacheConfig):
     """Server: where it listens, who may use it, how much it does at once."""
 
     host: str = option("127.0.0.1")
@@ -43,13 +45,11 @@ class ServerConfig:
     top_p: float = option(0.0, flag="--top_p", aliases=("--top-p",), bounds=SHARE)
     """For requests that give neither top_k nor top_p: draw among the fewest tokens whose
     probabilities sum to at least this; 0 for all."""
-    out_seq_length: int = option(
-        1024, bounds=POSITIVE, note="every request says how many tokens it wants"
-    )
-    inference_batch_times_seqlen_threshold: int = option(
-        512,
-        note="it says from which size a batch is split for a pipeline, and batches are made anew "
-        "for every token here",
+    out_seq_length: int | None = option(None, note="every request says how many tokens it wants")
+    inference_batch_times_seqlen_threshold: int | None = option(
+        None,
+        note="it says from which size a batch is cut for a pipeline, and every step makes a batch "
+        "of its own here",
     )
     max_tokens_to_oom: int = option(12000, bounds=POSITIVE)
     """The most tokens of a request: its number of texts times the longest prompt with its new
@@ -95,6 +95,28 @@ class ServerConfig:
             )
 
     @property
+    def limits(self) -> ServiceLimits:
+        """What a single client may ask for."""
+        return ServiceLimits(
+            self.max_tokens_to_oom, self.request_timeout, self.max_request_bytes, self.read_timeout
+        )
+
+    @property
+    def template(self) -> str | None:
+        """The chat template of --chat-template. Raises ConfigError if it cannot be read."""
+        path = self.chat_template
+        return None if path is None else _text(path, f"--chat-template {path}")
+
+    @property
+    def notes(self) -> list[str]:
+        """Of the flags that were given and change nothing, why."""
+        return [
+            f"{flag_of(field)} {value} changes nothing: {field.metadata['note']}"
+            for field in fields(self)
+            if field.metadata.get("note") and (value := getattr(self, field.name)) is not None
+        ]
+
+    @property
     def key(self) -> str | None:
         """What clients must send; None for nothing."""
         if self.api_key_file is None:
@@ -102,12 +124,7 @@ class ServerConfig:
             key = self.api_key if self.api_key is not None else os.environ.get(KEY_VARIABLE)
         else:
             flag = f"--api-key-file {self.api_key_file}"
-            try:
-                key = next(iter(Path(self.api_key_file).read_text("utf-8").splitlines()), "")
-            except OSError as error:
-                raise ConfigError(f"{flag} cannot be read: {error.strerror}") from None
-            except UnicodeDecodeError:
-                raise ConfigError(f"{flag} is not a text file") from None
+            key = next(iter(_text(self.api_key_file, flag).splitlines()), "")
         if key is not None and not (key.strip() and key.isascii() and key.isprintable()):
             raise ConfigError(f"{flag}: the key must be printable ASCII and not empty")
         return key
@@ -121,3 +138,12 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def _text(path: str, flag: str) -> str:
+    try:
+        return Path(path).read_text("utf-8")
+    except OSError as error:
+        raise ConfigError(f"{flag} cannot be read: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise ConfigError(f"{flag} is not a text file") from None

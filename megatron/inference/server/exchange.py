@@ -11,7 +11,7 @@ import orjson
 from fastapi import Request, Response
 
 from megatron.inference.server.errors import RequestError
-from megatron.inference.server.service import ServiceLimits
+from megatron.inference.server.limits import ServiceLimits
 
 T = TypeVar("T")
 _DEPTH = 64

@@ -12,13 +12,8 @@ from megatron.inference.request import Beams, GenerationRequest, Sampling, Stopp
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import JSON, read_object, while_connected
 from megatron.inference.server.fields import Fields, is_integer, is_number
-from megatron.inference.server.service import (
-    Answer,
-    RequestDefaults,
-    ServedModel,
-    Service,
-    seed_of,
-)
+from megatron.inference.server.limits import RequestDefaults
+from megatron.inference.server.service import Answer, ServedModel, Service, seed_of
 from megatron.inference.text_stream import token_texts
 
 MAX_PROMPTS = 128
@@ -114,9 +109,7 @@ def _how_to_sample(body: Mapping[str, Any], defaults: RequestDefaults) -> dict[s
     fields = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     if "top_p_decay" in body:
         fields["top_p_decay"] = decay = body["top_p_decay"]
-        _require(
-            is_number(decay), "top_p_decay must be a positive float less than or equal to 1.0"
-        )
+        _require(is_number(decay), "top_p_decay must be a positive float less than or equal to 1.0")
         _require(top_p > 0, "top_p_decay cannot be set without top_p")
         _require(0 <= decay <= 1, "top_p_decay must be less than or equal to 1.0")
     if "top_p_bound" in body:
@@ -216,8 +209,7 @@ async def _answer(service: Service, asked: MegatronRequest) -> dict[str, Any]:
     if asked.beam_width is not None:
         return _beam_answer(prompts[0], answers[0], asked, model)
     found = [
-        _text(prompt, answer.tokens, model)
-        for prompt, answer in zip(prompts, answers, strict=True)
+        _text(prompt, answer.tokens, model) for prompt, answer in zip(prompts, answers, strict=True)
     ]
     logprobs = [[score.logprob for score in a.prompt_scores + a.scores] for a in answers]
     return {
@@ -238,8 +230,7 @@ def _beam_answer(
     }
     if asked.logprobs:
         named["logprobs"] = [
-            [score.logprob for score in answer.prompt_scores + beam.scores]
-            for beam in answer.beams
+            [score.logprob for score in answer.prompt_scores + beam.scores] for beam in answer.beams
         ]
     return named
 

@@ -203,9 +203,7 @@ class _Exchange:
                 yield _event(self._envelope(self.form.part, []) | usage)
         yield b"data: [DONE]\n\n"
 
-    def _chunks(
-        self, index: int, update: Update, text: ChoiceText, begun: set[int]
-    ) -> list[Json]:
+    def _chunks(self, index: int, update: Update, text: ChoiceText, begun: set[int]) -> list[Json]:
         chunks = []
         if index not in begun:
             begun.add(index)

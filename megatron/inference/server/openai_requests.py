@@ -10,7 +10,8 @@ from typing import Any
 from megatron.inference.request import Constraint, GenerationRequest, Sampling, Stopping
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.fields import Fields, is_integer, is_number
-from megatron.inference.server.service import RequestDefaults, ServedModel, Service, seed_of
+from megatron.inference.server.limits import RequestDefaults
+from megatron.inference.server.service import ServedModel, Service, seed_of
 
 MAX_CHOICES = 128
 _MAX_STOPS = 16
@@ -170,7 +171,9 @@ async def _prompts(
     if not isinstance(given, list) or not given:
         raise fields.fault("prompt", what)
     if len(given) > MAX_CHOICES:
-        raise fields.fault("prompt", f"has {len(given)} prompts; at most {MAX_CHOICES} are possible")
+        raise fields.fault(
+            "prompt", f"has {len(given)} prompts; at most {MAX_CHOICES} are possible"
+        )
     prompts, shown = [], []
     for one in given:
         if isinstance(one, str):
@@ -245,7 +248,9 @@ def _choices(fields: Fields, prompts: int) -> int:
     n = fields.integer("n", 1, MAX_CHOICES) or 1
     best = fields.integer("best_of", 1)
     if best not in (None, n):
-        raise fields.fault("best_of", f"is not supported; use n, or beam_width of PUT /api, not {best}")
+        raise fields.fault(
+            "best_of", f"is not supported; use n, or beam_width of PUT /api, not {best}"
+        )
     if n * prompts > MAX_CHOICES:
         what = f"times the number of prompts is {n * prompts}; at most {MAX_CHOICES} are possible"
         raise fields.fault("n", what)
@@ -320,7 +325,9 @@ def _constraint(fields: Fields) -> Constraint | None:
     """What the text must match: of OpenAI's field, vLLM's, or its older ones."""
     found = {
         "response_format": _response_format(fields),
-        "structured_outputs": _structured(fields.object("structured_outputs"), "structured_outputs."),
+        "structured_outputs": _structured(
+            fields.object("structured_outputs"), "structured_outputs."
+        ),
         "guided_json": _schema(fields, "guided_json"),
         "guided_regex": _source(fields, "guided_regex", "regex"),
         "guided_grammar": _source(fields, "guided_grammar", "grammar"),

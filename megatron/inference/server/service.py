@@ -15,6 +15,7 @@ from megatron.inference.engine_stats import EngineStats
 from megatron.inference.engine_thread import EngineStopped, EngineThread
 from megatron.inference.request import BeamResult, Finish, GenerationRequest, TokenScore, Update
 from megatron.inference.server.errors import RequestError
+from megatron.inference.server.limits import RequestDefaults, ServiceLimits
 from megatron.inference.server.metrics import Metrics
 from megatron.inference.server.record import current_record
 from megatron.parallel.random import derive_seed
@@ -26,25 +27,6 @@ if TYPE_CHECKING:
 State = Literal["loading", "ok", "draining", "failed"]
 _SHORT = 4096
 """Characters that are split into tokens in less than a millisecond or two."""
-
-
-@dataclass(frozen=True)
-class ServiceLimits:
-    """What a single client may ask for; fields as the flags of a server."""
-
-    tokens: int = 12000
-    request_seconds: float = 600.0
-    request_bytes: int = 4 * 2**20
-    read_seconds: float = 30.0
-
-
-@dataclass(frozen=True)
-class RequestDefaults:
-    """What requests get that do not say how to sample; as in Megatron's API 0 is for all tokens."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -232,7 +214,9 @@ class Service:
             case TimeoutError():
                 seconds = f"{self.limits.request_seconds:g}"
                 return RequestError(
-                    f"not finished within {seconds} seconds (--request-timeout)", 504, code="timeout"
+                    f"not finished within {seconds} seconds (--request-timeout)",
+                    504,
+                    code="timeout",
                 )
             case QueueFull():
                 return RequestError(

@@ -14,13 +14,9 @@ from megatron.inference.engine_thread import EngineThread
 from megatron.inference.schedule import EngineLimits
 from megatron.inference.server.app import build_app
 from megatron.inference.server.guard import Access
+from megatron.inference.server.limits import RequestDefaults, ServiceLimits
 from megatron.inference.server.listening import ConnectionLimits, HTTPThread, listening_socket
-from megatron.inference.server.service import (
-    RequestDefaults,
-    ServedModel,
-    Service,
-    ServiceLimits,
-)
+from megatron.inference.server.service import ServedModel, Service
 from megatron.tokenizer import build_tokenizer
 
 NAME = "fake"
@@ -37,7 +33,7 @@ class TextRunner(FakeRunner):
     def logits_after(self, sequence_L, encoded):
         logits_V = super().logits_after(sequence_L, encoded).clone()
         logits_V[:32], logits_V[127:258] = -50.0, -50.0
-        logits_V[10] += 48.0  # a line's end, sometimes
+        logits_V[10] += 52.0  # ends of lines, too
         return logits_V
 
 
