@@ -16,6 +16,8 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.inference.request import Sampling
 from megatron.inference.sampling import TokenSampler, choose_tokens
+from megatron.model.attention_backends import sdpa
+from megatron.model.attention_masks import AttentionMasks, AttentionScoring
 from megatron.model.layer_list import LayerStack, LayerState
 from megatron.parallel.random import derive_seed
 
@@ -136,6 +138,7 @@ def _next_logits(model: LayerStack, fed: Sequence[Sequence[int]], cache: KeyValu
     start = cache.length
     positions_S = torch.arange(start, start + tokens_BS.shape[1], device=device)
     positions_BS = positions_S.expand_as(tokens_BS)
+    cache.lengths_BS = torch.full_like(tokens_BS, start + tokens_BS.shape[1])
     return model(LayerState(tokens_BS, position_ids=positions_BS, cache=cache)).hidden[:, -1]
 
 
@@ -150,6 +153,25 @@ class KeyValueCache:
     def length(self) -> int:
         """Positions of the first layer, and so the position of the next token."""
         return self._layers[0].length if self._layers else 0
+
+    lengths_BS: Tensor
+    positions = 0
+
+    def attend(
+        self,
+        layer: int,
+        q_BSND: Tensor,
+        k_BSKD: Tensor,
+        v_BSKD: Tensor,
+        scores: AttentionScoring,
+        bias_NT: Tensor | None,
+    ) -> Tensor:
+        q, k, v = (x.transpose(1, 2) for x in (q_BSND, k_BSKD, v_BSKD))
+        keys, values = self.extend(layer, k, v)
+        return sdpa(q, keys, values, scores, AttentionMasks(), 0.0, bias_NT).transpose(1, 2)
+
+    def attend_encoded(self, layer: int, q_BSND: Tensor, *_: object) -> Tensor:
+        raise AssertionError("no encoder")
 
     def extend(self, layer: int, k_BKSD: Tensor, v_BKSD: Tensor) -> tuple[Tensor, Tensor]:
         """Appends keys and values of S new positions of a block; returns those of all T positions

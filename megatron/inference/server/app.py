@@ -40,14 +40,14 @@ def build_app(service: Service, access: Access | None = None) -> FastAPI:
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
-    if access.origins:
+    app.add_middleware(Guard, access=access, metrics=service.metrics, log=service.log)
+    if access.origins:  # around the guard, whose refusals such a page may read
         app.add_middleware(
             CORSMiddleware,
             allow_origins=list(access.origins),
             allow_methods=["GET", "POST", "PUT"],
             allow_headers=["Authorization", "Content-Type"],
         )
-    app.add_middleware(Guard, access=access, metrics=service.metrics, log=service.log)
     return app
 
 

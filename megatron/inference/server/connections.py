@@ -19,8 +19,8 @@ def bounded_connection(read_seconds: float, write_seconds: float) -> type[H11Pro
 
 
 class BoundedConnection(H11Protocol):
-    """Closes itself when a request does not begin or its head does not end within ``read_seconds``,
-    and when nothing of an answer is read for ``write_seconds``. What uvicorn calls closing waits
+    """Closes itself when no request comes, or its head does not end, within ``read_seconds``, and
+    when nothing of an answer is read for ``write_seconds``. What uvicorn calls closing waits
     for the other side to read."""
 
     read_seconds = 30.0
@@ -40,16 +40,22 @@ class BoundedConnection(H11Protocol):
             self._timer.cancel()
         super().connection_lost(exc)
 
+    @property
+    def _idle(self) -> bool:
+        """Whether no answer is owed: a request has not begun, or its body goes on after it."""
+        return self.conn.their_state is h11.IDLE or (
+            self.cycle is not None and self.cycle.response_complete
+        )
+
     def _look(self) -> None:
         now = self.loop.time()
-        if self.conn.their_state is not h11.IDLE:
+        if not self._idle:
             self._idle_since = now
         unread = self.transport.get_write_buffer_size()
         if unread == 0 or unread < self._unread:
             self._read_since = now
         self._unread = unread
-        waits = self.conn.their_state is h11.IDLE and now - self._idle_since >= self.read_seconds
-        if waits or now - self._read_since >= self.write_seconds:
+        if now - self._idle_since >= self.read_seconds or now - self._read_since >= self.write_seconds:
             self.transport.abort()
             return
         pause = min(self.read_seconds, self.write_seconds) / _LOOKS

@@ -8,24 +8,18 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.config import ConfigError, Settings
-from megatron.engine.environment import distributed, return_freed_memory, training_device
-from megatron.engine.evaluator import build_evaluator
-from megatron.engine.loading import load_checkpoint
-from megatron.families import spec_of
-from megatron.tasks.config import TaskConfig
 from megatron.tasks.harness.config import HarnessConfig
-from megatron.tasks.inputs import wanted_checkpoints
 from megatron.tasks.report import EvaluatedModel, versions
-from megatron.tasks.settings import evaluation_settings, task_settings
+from megatron.training.evaluation import opened_checkpoint
 from megatron.training.launch import start_processes
-from megatron.training.run import Run, RunToolParser, run_of, show_configuration
+from megatron.training.run import Run, RunToolParser
 from megatron.util.files import write_whole
 from megatron.util.processes import is_main_process
 from megatron.util.progress import say
@@ -76,28 +70,10 @@ def parsed(
 def opened_model(config: HarnessConfig, settings: Settings, processes: int) -> Iterator[Opened]:
     """The checkpoint of ``--load`` in the layout of the flags, until the block ends. Raises
     ConfigError, CheckpointError or OSError if it cannot be used."""
-    used, unused = evaluation_settings(TaskConfig(), task_settings(settings))
-    run = run_of(used, processes)
-    show_configuration(run)
-    tell: Callable[[str], None] = say if is_main_process() else lambda line: None
-    notes = list(run.resolved.notes)
-    if unused:
-        notes.append(f"an evaluation does not use {', '.join(unused)}")
-    (found,) = wanted_checkpoints(run.config.checkpoint, all_iterations=False)
-    assert found is not None
-    with distributed(run.config.parallel) as mesh:
-        for note in notes:
-            tell(note)
-        spec = spec_of(run.config.model, run.config.parallel)
-        engine = build_evaluator(run.config, spec, mesh, training_device())
-        source = load_checkpoint(engine, found, weights_only=True)
-        for note in source.notes:
-            tell(note)
-        folder, iteration = source.folder, source.state.get("iteration")
-        del source  # and with it the mapped files
-        return_freed_memory()
-        model = _model(engine, run, config, folder)
-        yield Opened(model, run, EvaluatedModel.of(run.config, folder, iteration))
+    with opened_checkpoint(settings, processes, "an evaluation") as found:
+        model = _model(found.engine, found.run, config, found.folder)
+        checkpoint = EvaluatedModel.of(found.run.config, found.folder, found.iteration)
+        yield Opened(model, found.run, checkpoint)
         if model.answer_cache is not None:
             model.answer_cache.close()
 
