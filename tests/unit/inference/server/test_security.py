@@ -159,6 +159,10 @@ def test_no_request_reaches_files_or_machines(server, watch):
     watch.on = True
     found, refused = {}, {}
     try:
+        assert [get(server, path)[0] for path in ("/", "/page/page.js", "/page/icon.svg")] == [
+            200
+        ] * 3
+        assert post(server, "/v1/completions", json.dumps(COMPLETION).encode())[0] == 200
         for path in PATHS:
             found[path] = get(server, path)
         for field in FIELDS:
