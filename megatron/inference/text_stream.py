@@ -22,14 +22,16 @@ class TextStream:
     def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int] = ()) -> None:
         joined = tokenizer.joins_bytes
         self._decoder: _Bytes | _Windows = (_Bytes if joined else _Windows)(tokenizer, prompt)
+        self._begun = False
 
     def add(self, token: int) -> str:
         """The text that is certain with this token and was not before."""
+        self._begun = True
         return self._decoder.add(token)
 
     def close(self) -> str:
         """The rest: bytes that are not a character become U+FFFD."""
-        return self._decoder.close()
+        return self._decoder.close() if self._begun else ""
 
     @property
     def held(self) -> str:
@@ -42,6 +44,8 @@ def continuation_text(tokenizer: Tokenizer, prompt: Sequence[int], new: Sequence
     """Text of the new tokens after the prompt; decoded alone they would lose the space that some
     tokenizers omit at the start of a text. It begins with the character that they complete, if the
     prompt ends inside of one."""
+    if not new:
+        return ""
     start = len(_decided(tokenizer, prompt))
     return tokenizer.detokenize(_known(tokenizer, [*prompt, *new]))[start:]
 

@@ -131,6 +131,7 @@ function complete(prompt) {
 /** Asks for an answer, which grows in a turn of its own. */
 async function generate(turn, asked) {
   if (running) return;
+  card.hide();
   let request;
   try {
     request = streamed(body(asked));
