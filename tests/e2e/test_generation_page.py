@@ -92,6 +92,10 @@ class Visit:
             else:
                 control.fill(str(value))
 
+    def click(self, button: str) -> None:
+        """The first button with this name."""
+        self.page.get_by_role("button", name=button, exact=True).first.click()
+
     def send(self, text: str) -> None:
         self.page.fill("#draft", text)
         self.page.press("#draft", "Enter")
@@ -210,7 +214,7 @@ def test_chat_stops_and_is_kept(visit, slow):
 
     page.reload()
     assert one.shown() == text and page.input_value("#max_tokens") == "400"
-    page.click("text=Edit")
+    one.click("Edit")
     assert page.input_value("#draft") == "Say\nsomething" and not page.locator(".turn").count()
     page.click("#forget")
     page.reload()
@@ -231,7 +235,7 @@ def test_errors_in_place(visit, server):
     assert page.locator("#max_tokens[aria-invalid=true]").count() == 1
     one.set(max_tokens=4, seed=1)
     assert page.locator("#max_tokens[aria-invalid=true]").count() == 0
-    page.click("text=Again")
+    one.click("Again")
     one.ended()
     assert one.answer()
 
@@ -311,7 +315,7 @@ def test_key(visit):
         one = visit(locked.url).ready()
         page = one.page
         page.fill("#key", "wrong")
-        page.click("text=Use it")
+        one.click("Use it")
         page.wait_for_selector("#key-dialog", state="hidden")
         one.set(max_tokens=4, seed=1)
         one.send(PROMPT)
@@ -563,7 +567,7 @@ def test_pictures(visit, server):
     take(light, "probabilities")
     light.page.mouse.move(5, 5)
     light.set(max_tokens=5000)
-    light.page.click("#turns >> text=Again")
+    light.click("Again")
     light.page.wait_for_selector(".error:visible")
     take(light, "error")
     dark = visit(server.url, "chat", viewport=small, color_scheme="dark").ready()
