@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from megatron.config import ConfigError, Setting, Settings
+from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.inference.memory import CacheConfig
 from megatron.inference.runner import PagedRunner, page_shape
@@ -15,7 +16,6 @@ from megatron.inference.stages import Stages
 from megatron.tokenizer import Tokenizer
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.run import Run
-from megatron.util.processes import is_main_process
 
 _OWN = Setting(False, "this program")
 
@@ -38,26 +38,17 @@ def opened_runner(
     """The checkpoint of ``--load`` in the layout of the flags, until the block ends: on the main
     rank. The others get None, and compute what the main rank asks for before they get it, until its
     block ends. Raises ConfigError, CheckpointError or OSError if it cannot be used."""
-    settings = _for_generation(settings)
+    settings = for_generation(settings)
     with opened_checkpoint(settings, processes, "generation") as found:
-        config, mesh, tokenizer = found.run.config, found.engine.mesh, found.run.tokenizer
-        family = family_of(config.model.family)
-        if not family.generates:
-            raise ConfigError(
-                f"{found.folder} has a model of the family {family.name!r}, which does not "
-                "generate text"
-            )
+        mesh, tokenizer = found.engine.mesh, found.run.tokenizer
         if mesh.data.size > 1:
             raise ConfigError(
                 f"{mesh.world.size} processes for a model over {mesh.model.size}: generation has "
                 "no data-parallel replicas; start as many processes as --tensor-model-parallel-size"
                 " x --pipeline-model-parallel-size, and another server for each replica"
             )
-        stages, generation = Stages.of(found.engine), family.generation(config, tokenizer)
-        shape = page_shape(stages, config.model)
-        pages = cache.pages(shape, generation.max_positions, found.engine.device, mesh.world)
-        runner = PagedRunner(stages, config.model, generation, pages)
-        if not is_main_process():
+        runner = runner_of(found.engine, tokenizer, cache)
+        if not runner.main:
             runner.follow()
             yield None
             return
@@ -67,8 +58,25 @@ def opened_runner(
             runner.close()
 
 
-def _for_generation(settings: Settings) -> Settings:
-    """Without what only trains: activations are not split along the sequence, and blocks whose
+def runner_of(engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> PagedRunner:
+    """The runner of an engine's model, a rank's part of it; all ranks must call it. Each
+    data-parallel replica has a main rank of its own. Raises ConfigError if models of its family do
+    not generate, or there is too little memory for keys and values."""
+    config, mesh = engine.config, engine.mesh
+    family = family_of(config.model.family)
+    if not family.generates:
+        raise ConfigError(
+            f"a model of the family {family.name} does not generate text, token by token: --load "
+            "one of another family"
+        )
+    stages, generation = Stages.of(engine), family.generation(config, tokenizer)
+    shape = page_shape(stages, config.model)
+    pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
+    return PagedRunner(stages, config.model, generation, pages)
+
+
+def for_generation(settings: Settings) -> Settings:
+    """Settings without what only trains: activations are not split along the sequence, and blocks whose
     steps have many shapes are not compiled."""
     own = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
     return {name: value for name, value in settings.items() if name not in own} | own

@@ -116,7 +116,7 @@ class PagedCache:
             pages = np.array(part.pages)
             pages_T.append(pages[positions_S // P])
             end = row + len(part.tokens)
-            lengths[row:end] = part.start + len(part.tokens)
+            lengths[row:end] = positions if part.long else part.start + len(part.tokens)
             if part.decoding:
                 self._decoding.append((row, part))
             else:
@@ -264,7 +264,7 @@ def _read(
         )
     scores_UKGP = _scaled(scores_UKGP, q_BKGD, scores)
     if bias_NT is not None:
-        biases_NUP = bias_NT[:, reading.distances_UP].float()
+        biases_NUP = bias_NT[:, reading.distances_UP]
         scores_UKGP = scores_UKGP + biases_NUP.transpose(0, 1).unflatten(1, (K, -1))
     scores_UKGP = scores_UKGP + reading.mask_UP[:, None, None]
     largest_UKG1 = scores_UKGP.amax(-1, keepdim=True)
@@ -288,9 +288,9 @@ def _products(left: Tensor, right: Tensor) -> Tensor:
 
 
 def _scaled(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:
-    """Scores in float32, before what is added to them."""
+    """Scores in float32 or better, before what is added to them."""
     scale = 1 / math.sqrt(q.shape[-1]) if scores.scale is None else scores.scale
-    found = products.float().mul_(scale)
+    found = products.to(torch.promote_types(products.dtype, torch.float32)) * scale
     return found if scores.softcap is None else scores.softcap * torch.tanh(found / scores.softcap)
 
 
@@ -327,7 +327,7 @@ def _prompt(
         scores_KGPL = scores_KQL.unflatten(1, (group, P))
         mask_PL, distances_PL = _tile(tile - start, P, window, keys.device)
         if bias_NT is not None:
-            scores_KGPL += bias_NT[:, distances_PL].float().unflatten(0, (heads, group))
+            scores_KGPL += bias_NT[:, distances_PL].unflatten(0, (heads, group))
         scores_KGPL += mask_PL
         weights_KQL = scores_KQL.softmax(-1).to(values.dtype)
         torch.bmm(weights_KQL, values_KLD[:, seen], out=y_XKQD[number])

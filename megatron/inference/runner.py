@@ -28,6 +28,7 @@ from megatron.inference.step import Part, Step, StepResult, TargetScores
 from megatron.inference.target_scores import score_rows, whole_logits
 from megatron.model.attention import Attention
 from megatron.model.layer_list import LayerState
+from megatron.parallel.mesh import MODEL, Mesh, memberships
 
 PAGE_SIZE = 64
 FEWEST_ROWS = 4
@@ -43,6 +44,9 @@ class PagedRunner:
         stages: the layers, in evaluation mode.
         pages: how many there are.
         page_size: positions of a page.
+
+    Attributes:
+        main: whether this rank gets the steps of its replica of the model.
     """
 
     def __init__(
@@ -59,15 +63,18 @@ class PagedRunner:
         self.pages, self.page_size = pages, page_size
         self.max_positions = generation.max_positions
         self.max_prompt, self.start_token = generation.max_prompt, generation.start_token
+        scaling = model.positions.rope_scaling
+        self.long_after = None
+        if scaling.rope_type == "longrope":
+            self.long_after = scaling.original_max_position_embeddings
         self._mesh, self._device = stages.mesh, stages.device
         layers = cached_layers(stages)
         shape = page_shape(stages, model, page_size)
         self.memory = PageMemory(layers, shape, pages, self._device)
         self._encoded: dict[int, EncodedPrompt] = {}
-        self._steps = None
-        if self._mesh.world.size > 1:
-            # Of its own, on CPUs: whoever follows may wait for days.
-            self._steps = dist.new_group(backend="gloo", timeout=timedelta(days=365))
+        self._group = self._mesh.model
+        self.main = self._group.rank == 0
+        self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
 
     def run(self, step: Step) -> StepResult:
         """See `Runner.run`."""
@@ -80,7 +87,7 @@ class PagedRunner:
         """Computes this rank's part of all steps until the main rank closes."""
         while True:
             box: list[Step | None] = [None]
-            dist.broadcast_object_list(box, 0, group=self._steps)
+            dist.broadcast_object_list(box, self._group.ranks[0], group=self._steps)
             if box[0] is None:
                 return
             self._computed(box[0])
@@ -91,7 +98,7 @@ class PagedRunner:
 
     def _announce(self, step: Step | None) -> None:
         if self._steps is not None:
-            dist.broadcast_object_list([step], 0, group=self._steps)
+            dist.broadcast_object_list([step], self._group.ranks[0], group=self._steps)
 
     @torch.inference_mode()
     def _computed(self, step: Step) -> StepResult | None:
@@ -141,7 +148,7 @@ class PagedRunner:
             found.append(self._logits(state, rows))
             found += self._scores(state, scored)
         found = self._to_main(found, len(rows), scored)
-        if self._mesh.world.rank:
+        if not self.main:
             return None
         logits_RV, *numbers = (each.cpu() for each in found)
         of_parts = iter(numbers)
@@ -183,12 +190,13 @@ class PagedRunner:
         self, found: list[Tensor], rows: int, scored: Sequence[tuple[Part, int]]
     ) -> list[Tensor]:
         """The results on the main rank, wherever the last stage is."""
-        source, world = self._stages.last_rank, self._mesh.world
-        if self._mesh.tensor.rank or source == 0 or world.rank not in (0, source):
+        source, main = self._stages.last_rank, self._group.ranks[0]
+        own = self._mesh.world.rank
+        if self._mesh.tensor.rank or source == main or own not in (main, source):
             return found
-        if world.rank == source:
+        if own == source:
             for each in found:
-                dist.send(each.cpu(), 0, group=self._steps)
+                dist.send(each.cpu().contiguous(), main, group=self._steps)
             return found
         shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
             ((rows, self.vocab_size), torch.float32)
@@ -201,6 +209,15 @@ class PagedRunner:
         for each in found:
             dist.recv(each, source, group=self._steps)
         return found
+
+
+def _patient_group(mesh: Mesh) -> dist.ProcessGroup:
+    """The ranks of this replica of the model, on CPUs: whoever follows may wait for days."""
+    for ranks in memberships(mesh.sizes, MODEL):
+        handle = dist.new_group(ranks, backend="gloo", timeout=timedelta(days=365))
+        if mesh.world.rank in ranks:
+            found = handle
+    return found
 
 
 def cached_layers(stages: Stages) -> list[int]:

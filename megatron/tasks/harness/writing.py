@@ -16,6 +16,8 @@ from megatron.util.progress import progress_bar
 
 OnCompletion = Callable[[int, Completion], object]
 """Called on the main rank with the number of a request and what it got, as it comes."""
+Share = dict[int, Completion] | ValueError | None
+"""What a rank has found, by number of the request; all but one of a replica find nothing."""
 
 
 class TextWriter:
@@ -27,7 +29,7 @@ class TextWriter:
     """
 
     def __init__(
-        self, engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig = CacheConfig()
+        self, engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig
     ) -> None:
         self.mesh, self.tokenizer = engine.mesh, tokenizer
         self.runner = runner_of(engine, tokenizer, cache)
@@ -38,8 +40,8 @@ class TextWriter:
         """What each request gets, on every rank. Raises ValueError if one can never run."""
         replicas, replica = self.mesh.data.size, self.mesh.data.rank
         numbers = range(replica, len(requests), replicas)
-        found: dict[int, Completion] | ValueError | None = None
-        if self.mesh.model.rank == 0:
+        found: Share = None
+        if self.runner.main:
             try:
                 found = self._written(requests, numbers, on_completion)
             except ValueError as error:
@@ -52,7 +54,7 @@ class TextWriter:
         for share in self._all(found):
             if isinstance(share, ValueError):
                 raise share
-            together |= share or {}
+            together.update(share or {})
         return [together[number] for number in range(len(requests))]
 
     def _written(
@@ -61,7 +63,8 @@ class TextWriter:
         numbers: Sequence[int],
         on_completion: OnCompletion,
     ) -> dict[int, Completion]:
-        engine, found = GenerationEngine(self.runner, self.tokenizer), {}
+        engine = GenerationEngine(self.runner, self.tokenizer)
+        found: dict[int, Completion] = {}
         mine = engine.completions(requests[number] for number in numbers)
         for number, completion in zip(
             numbers, progress_bar("generating", mine, len(numbers), " requests"), strict=True
@@ -70,10 +73,10 @@ class TextWriter:
             on_completion(number, completion)
         return found
 
-    def _all(self, found: dict[int, Completion] | ValueError | None) -> list[object]:
+    def _all(self, found: Share) -> list[Share]:
         """What every rank has found, on every rank."""
         if self.mesh.world.size == 1:
             return [found]
-        shares: list[object] = [None] * self.mesh.world.size
+        shares: list[Share] = [None] * self.mesh.world.size
         dist.all_gather_object(shares, found, group=self.mesh.world.handle)
         return shares
