@@ -20,7 +20,7 @@ from fake_runner import RememberingRunner  # noqa: E402
 
 _CONTEXT = 3
 """Tokens that the next one is counted after, at most."""
-_TRUST = 0.75
+_TRUST = 0.85
 """Share of the probability that the longest known context has; the rest is the shorter one's."""
 
 
@@ -34,7 +34,7 @@ def documents() -> tuple[str, ...]:
 
 @cache
 def counted_tokenizer() -> Tokenizer:
-    return train_byte_level_bpe(documents(), 1200, 2)
+    return train_byte_level_bpe(documents(), 4000, 2)
 
 
 class CountedRunner(RememberingRunner):

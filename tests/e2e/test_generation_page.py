@@ -92,6 +92,10 @@ class Visit:
             else:
                 control.fill(str(value))
 
+    def click(self, button: str) -> None:
+        """The first button with this name."""
+        self.page.get_by_role("button", name=button, exact=True).first.click()
+
     def send(self, text: str) -> None:
         self.page.fill("#draft", text)
         self.page.press("#draft", "Enter")
@@ -210,7 +214,7 @@ def test_chat_stops_and_is_kept(visit, slow):
 
     page.reload()
     assert one.shown() == text and page.input_value("#max_tokens") == "400"
-    page.click("text=Edit")
+    one.click("Edit")
     assert page.input_value("#draft") == "Say\nsomething" and not page.locator(".turn").count()
     page.click("#forget")
     page.reload()
@@ -231,7 +235,7 @@ def test_errors_in_place(visit, server):
     assert page.locator("#max_tokens[aria-invalid=true]").count() == 1
     one.set(max_tokens=4, seed=1)
     assert page.locator("#max_tokens[aria-invalid=true]").count() == 0
-    page.click("text=Again")
+    one.click("Again")
     one.ended()
     assert one.answer()
 
@@ -250,7 +254,7 @@ def test_on_a_phone(scheme, visit, server):
         return page.evaluate("document.documentElement.scrollWidth")
 
     page.click("#open-settings")
-    one.set(probabilities=True, max_tokens=30, seed=1, format="schema")
+    one.set(probabilities=True, max_tokens=20, temperature=0, format="schema")
     assert wide() <= 360
     assert page.locator("main").evaluate("main => main.inert")
     page.keyboard.press("Escape")
@@ -258,7 +262,7 @@ def test_on_a_phone(scheme, visit, server):
     page.click("#open-settings")
     one.set(format="text")
     page.click("#close-settings")
-    one.send("long" * 200 + "\n" + "| a | b " * 40)
+    one.send("long" * 200 + "\n" + "| a | b " * 40 + PROMPT)
     one.ended()
     page.locator(".turn .token").nth(4).tap()
     page.locator("#card").wait_for()
@@ -311,7 +315,7 @@ def test_key(visit):
         one = visit(locked.url).ready()
         page = one.page
         page.fill("#key", "wrong")
-        page.click("text=Use it")
+        one.click("Use it")
         page.wait_for_selector("#key-dialog", state="hidden")
         one.set(max_tokens=4, seed=1)
         one.send(PROMPT)
@@ -344,6 +348,34 @@ def test_copied_as_curl(visit, server):
     one.send(text)
     one.ended()
     assert one.answer() == answer
+
+
+@pytest.mark.proof
+def test_copied_without_a_clipboard(visit, server):
+    """A page that came from another machine over plain HTTP has none."""
+    one = visit(server.url).ready()
+    one.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    one.page.fill("#draft", "some words")
+    one.page.click("#curl")
+    one.page.wait_for_selector("text=Copied")
+    one.page.fill("#draft", "")
+    one.page.press("#draft", "Control+v")
+    assert '"prompt": "some words"' in one.page.input_value("#draft")
+    assert one.page.locator("textarea.unseen").count() == 0
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "status, state, words",
+    [("loading", "waiting", "Loading the model"), ("failed", "down", "failed")],
+)
+def test_a_server_that_is_not_ready(status, state, words, visit, server):
+    one = visit(server.url)
+    body = json.dumps({"status": status})
+    one.page.route("**/health", lambda route: route.fulfill(status=503, body=body))
+    one.page.reload()
+    one.page.wait_for_selector(f"#health[data-state={state}]")
+    assert one.page.inner_text("#health") == words
 
 
 @pytest.mark.proof
@@ -535,7 +567,7 @@ def test_pictures(visit, server):
     take(light, "probabilities")
     light.page.mouse.move(5, 5)
     light.set(max_tokens=5000)
-    light.page.click("#turns >> text=Again")
+    light.click("Again")
     light.page.wait_for_selector(".error:visible")
     take(light, "error")
     dark = visit(server.url, "chat", viewport=small, color_scheme="dark").ready()
