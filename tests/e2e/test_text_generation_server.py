@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -173,9 +173,11 @@ def test_a_second_signal_ends_it_now(model, tmp_path):
     with (
         started("one", model, tmp_path / "log") as program,
         program.client() as client,
-        client.stream("POST", "/v1/completions", json={**STREAM, "n": 100}) as stream,
+        ExitStack() as streams,
     ):
-        next(stream.iter_lines())
+        for _ in range(12):
+            asked = client.stream("POST", "/v1/completions", json={**STREAM, "n": 128})
+            streams.enter_context(asked)
         program.main.send_signal(signal.SIGTERM)
         time.sleep(1.2)
         program.main.send_signal(signal.SIGTERM)
