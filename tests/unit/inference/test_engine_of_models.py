@@ -74,7 +74,7 @@ def test_nothing_depends_on_others(runner):
 
 def test_greedy_against_transformers(runner, shape):
     theirs, draw = their_model(shape), random.Random(5)
-    prompts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (1, 2, 9, 20, 4)]
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(n)] for n in (1, 2, 9, 20, 4)]
     asked = [GenerationRequest((*each,), Stopping(12), GREEDY, logprobs=0) for each in prompts]
     found = engine_of(runner, 3, 8, 9).complete(asked)
     for prompt, completion in zip(prompts, found, strict=True):
@@ -87,7 +87,7 @@ def test_greedy_against_transformers(runner, shape):
 
 def test_beams_against_transformers(runner, shape):
     theirs, draw = their_model(shape), random.Random(6)
-    prompts = [[draw.randrange(VOCAB) for _ in range(n)] for n in (3, 12)]
+    prompts = [[draw.randrange(1, VOCAB) for _ in range(n)] for n in (3, 12)]
     asked = [
         GenerationRequest((*each,), Stopping(9, frozenset([7])), beams=Beams(4, 0.7))
         for each in prompts
