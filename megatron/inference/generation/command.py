@@ -13,7 +13,7 @@ from typing import Any
 from megatron.config import ConfigError, Setting, Settings
 from megatron.inference.engine import GenerationEngine
 from megatron.inference.generation.config import GenerateConfig, unused_flags
-from megatron.inference.generation.prompts import prompts_of
+from megatron.inference.generation.prompt_files import prompts_of
 from megatron.inference.generation.text_generator import TextGenerator
 from megatron.inference.opening import opened_runner
 from megatron.inference.schedule import EngineLimits
