@@ -66,7 +66,7 @@ def opened_checkpoint(settings: Settings, processes: int, what: str) -> Iterator
     ends; ``what`` does not use flags about training ("an evaluation"). Raises ConfigError,
     CheckpointError or OSError if it cannot be used."""
     used, unused = evaluation_settings(checkpoint_settings(settings))
-    run = run_of(used, processes)
+    run = _run_of(used, processes)
     show_configuration(run)
     notes = list(run.resolved.notes)
     if unused:
@@ -86,6 +86,22 @@ def opened_checkpoint(settings: Settings, processes: int, what: str) -> Iterator
         del source  # and with it the mapped files
         return_freed_memory()
         yield Opened(run, engine, folder, iteration)
+
+
+def _run_of(settings: Settings, processes: int) -> Run:
+    """With the tokenizer that is beside the checkpoint, where the files of the run's own have gone
+    and no flag names others."""
+    try:
+        return run_of(settings, processes)
+    except FileNotFoundError:
+        origin = find_origin(build(CheckpointConfig, settings))
+        named = {field.name for field in dataclasses.fields(TokenizerConfig)} & settings.keys()
+        if origin is None or named or not (origin.found.folder / "tokenizer").is_dir():
+            raise
+        folder = str(origin.found.folder / "tokenizer")
+        values = {"tokenizer_type": "HFTokenizer", "tokenizer_model": folder}
+        own = {name: Setting(value, origin.flag) for name, value in values.items()}
+        return run_of(settings | own, processes)
 
 
 def checkpoint_settings(settings: Settings) -> Settings:
