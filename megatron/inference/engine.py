@@ -91,6 +91,7 @@ class GenerationEngine:
         for job in self._schedule.admit():
             self._sums.prompt_tokens += len(job.request.prompt)
         step, planned = self._schedule.plan()
+        assert planned or not (self._schedule.running or self._schedule.waiting)
         if planned:
             for job, update in self._results(planned, self.runner.run(step)):
                 self._sums.new_tokens += len(update.tokens)

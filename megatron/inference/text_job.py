@@ -19,20 +19,22 @@ class TextJob(Job):
         super().__init__(request, runner)
         self._sampler = TokenSampler(request.sampling, self.prompt, tokenizer)
         self._watch = StopWatch(request.stopping, tokenizer, self.text_before)
-        self._new = 0
-        self._last = -1
+        self._new: list[int] = []
         self._table: tuple[int, ...] = ()
 
     def parts(self) -> list[Part]:
-        position = len(self.prompt) + self._new - 1
+        position = len(self.prompt) + len(self._new) - 1
         count = position // self.page_size + 1
         if len(self._table) != count:
             self._table = tuple(self._pages[:count])
-        return [Part((self._last,), position, self._table, True, True, encoded=self.encoded)]
+        return [self.decoded(self._new[-1], position, self._table)]
 
     def take(self, logits_RV: Tensor) -> Update:
         logits_V, top = logits_RV[0], self.request.logprobs
-        token = self._last = self._sampler.choose(logits_V)
-        self._new += 1
+        token = self._sampler.choose(logits_V)
+        self._new.append(token)
+        if not self.long and self.is_long(len(self.prompt) + len(self._new)):
+            self.read_again((*self.prompt, *self._new))
+            self._table = ()
         scores = () if top is None else (token_score(logits_V, token, top),)
         return self.update(tokens=(token,), scores=scores, finish=self._watch.add(token))
