@@ -75,18 +75,20 @@ def served(
     port=0,
     opened=True,
     lines=None,
+    tokenizer=None,
+    name=NAME,
 ):
     """A server on a free port."""
     runner = runner or TextRunner(259)
     lines = [] if lines is None else lines
     service = Service(
-        NAME,
+        name,
         limits or ServiceLimits(request_seconds=20),
         defaults or RequestDefaults(),
         lines.append,
         log_prompts,
     )
-    tokenizer = byte_tokenizer()
+    tokenizer = tokenizer or byte_tokenizer()
     engine = EngineThread(GenerationEngine(runner, tokenizer, engine_limits or EngineLimits()))
     engine.start()
     if opened:
