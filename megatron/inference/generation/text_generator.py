@@ -121,4 +121,3 @@ class TextGenerator:
     def _before(self, prompt: Tokens) -> Tokens:
         """The tokens that stand before the new ones; what an encoder reads does not."""
         return prompt if self.engine.runner.max_prompt is None else ()
-

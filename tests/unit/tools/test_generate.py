@@ -182,9 +182,7 @@ def words(tmp_path_factory, gpt_config, random_gpt, write_checkpoint) -> list[st
     folder = tmp_path_factory.mktemp("words")
     tokenizer = train_byte_level_bpe(["one two three. four"] * 9, vocab_size=260, min_frequency=2)
     tokenizer.save_pretrained(folder / "tokenizer")
-    files = TokenizerConfig(
-        tokenizer_type="HFTokenizer", tokenizer_model=str(folder / "tokenizer")
-    )
+    files = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(folder / "tokenizer"))
     config = dataclasses.replace(gpt_config(tokenizer.vocab_size), tokenizer=files)
     write_checkpoint(folder, config, random_gpt(config), tokenizer)
     return ["--load", str(folder), "--out-seq-length", "9"]
@@ -205,8 +203,17 @@ def test_unconditional_samples_as_megatron_writes_them(main, words, capsys, tmp_
     assert all(row["text"].startswith("<|endoftext|>") for row in rows)
     assert len({row["text"] for row in rows}) == 5
     assert "out.jsonl: 5 texts" in capsys.readouterr().out
-    main([*words, *flags, "--micro-batch-size", "1", "--genfile", str(tmp_path / "alone.jsonl")])
-    assert rows_of(tmp_path / "alone.jsonl") == rows
+    main(
+        [
+            *words,
+            *flags,
+            "--micro-batch-size",
+            "1",
+            "--genfile",
+            str(tmp_path / "new" / "alone.jsonl"),
+        ]
+    )
+    assert rows_of(tmp_path / "new" / "alone.jsonl") == rows
 
 
 def test_samples_of_prompts_as_megatron_writes_them(main, words, capsys, tmp_path):
@@ -257,14 +264,16 @@ def test_plain_lines_are_prompts_too(main, words, tmp_path):
         ("--prompt a --iteration 3 --load-tag iter_3", "--iteration 3 and --load-tag iter_3"),
         ("--sample-input-file absent", "absent does not exist"),
         ("--prompt a --top_p 1.5", "--top-p 1.5 .* must be in"),
-        ("--genfile absent/out.jsonl", "absent/out.jsonl"),
+        ("--genfile in/out.jsonl", "--genfile in/out.jsonl: cannot write to in"),
+        ("--prompt a --output .", r"--output \. is a folder; name a file"),
     ],
 )
 def test_more_bad_command_lines(main, words, flags, message, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "in").write_text("a")
     with pytest.raises((ValueError, OSError), match=message):
         main([*words, *flags.split()])
-    assert not list(tmp_path.iterdir())
+    assert list(tmp_path.iterdir()) == [tmp_path / "in"]
 
 
 def test_rows_of_another_kind(main, words, tmp_path):
