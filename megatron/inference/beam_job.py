@@ -37,7 +37,15 @@ class BeamJob(Job):
     def parts(self) -> list[Part]:
         assert self._tables is not None
         return [
-            Part((token,), self._length - 1, tuple(table), True, True, encoded=self.encoded)
+            Part(
+                (token,),
+                self._length - 1,
+                tuple(table),
+                True,
+                True,
+                encoded=self.encoded,
+                long=self.long,
+            )
             for token, table in zip(self._last, self._tables.tables, strict=True)
         ]
 

@@ -23,7 +23,7 @@ def check_request(request: GenerationRequest, runner: Runner) -> None:
             raise ValueError(f"{name} {count} must be from 0 to {runner.vocab_size:,}")
     _check_positions(request, runner)
     if request.beams is not None:
-        _check_beams(request, request.beams.width)
+        _check_beams(request, runner)
 
 
 def check_room(
@@ -75,10 +75,13 @@ def _check_positions(request: GenerationRequest, runner: Runner) -> None:
         )
 
 
-def _check_beams(request: GenerationRequest, width: int) -> None:
-    if width < 1:
-        raise ValueError(f"{width} beams: must be at least 1")
-    if request.stopping.max_new_tokens < 1:
-        raise ValueError("a beam search needs at least one new token")
+def _check_beams(request: GenerationRequest, runner: Runner) -> None:
+    prompt, new, long = len(request.prompt), request.stopping.max_new_tokens, runner.long_after
     if request.constraint is not None:
         raise ValueError("a beam search cannot be constrained")
+    if long is not None and prompt <= long < prompt + new - 1:
+        raise ValueError(
+            f"a prompt of {prompt:,} tokens and {new:,} new ones pass the {long:,} positions after "
+            "which this model computes otherwise, which a beam search cannot; ask for at most "
+            f"{long - prompt + 1:,} new ones"
+        )

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from megatron.inference.beam_job import BeamJob
 from megatron.inference.check import check_request, check_room
+from megatron.inference.constraints import ConstraintCompiler, TokenConstraint
 from megatron.inference.engine_stats import EngineStats, EngineSums
 from megatron.inference.job import Job
 from megatron.inference.pages import PagePool
@@ -39,6 +40,7 @@ class GenerationEngine:
         self.limits = limits or EngineLimits()
         self._pool = PagePool(runner.pages)
         self._schedule = Scheduler(self.limits, self._pool, runner.start_token is not None)
+        self._constraints = ConstraintCompiler(tokenizer, runner.vocab_size)
         self._ended: list[Update] = []
         self._sums = EngineSums()
         self._next_number = 0
@@ -49,10 +51,18 @@ class GenerationEngine:
         empty, has an unknown token or, with the new tokens, needs more positions or pages than
         there are."""
         check_request(request, self.runner)
-        kind = TextJob if request.beams is None else BeamJob
-        job = kind(request, self.runner, self.tokenizer)
+        job: Job
+        if request.beams is not None:
+            job = BeamJob(request, self.runner, self.tokenizer)
+        else:
+            job = TextJob(request, self.runner, self.tokenizer, self._constraint(request))
         check_room(request, job.rows, job.pages_needed, self.runner, self.limits)
         return job
+
+    def _constraint(self, request: GenerationRequest) -> TokenConstraint | None:
+        if request.constraint is None:
+            return None
+        return self._constraints.compile(request.constraint, request.stopping.tokens)
 
     def submit(self, request: GenerationRequest | Job) -> int:
         """Puts a request in the queue; returns the number that its updates have. Raises ValueError
@@ -91,6 +101,7 @@ class GenerationEngine:
         for job in self._schedule.admit():
             self._sums.prompt_tokens += len(job.request.prompt)
         step, planned = self._schedule.plan()
+        assert planned or not (self._schedule.running or self._schedule.waiting)
         if planned:
             for job, update in self._results(planned, self.runner.run(step)):
                 self._sums.new_tokens += len(update.tokens)
@@ -143,18 +154,19 @@ class GenerationEngine:
     def _results(
         self, planned: Sequence[PlannedPart], result: StepResult
     ) -> Iterator[tuple[Job, Update]]:
-        rows: dict[Job, list[int]] = {}
-        row, scores = 0, iter(result.scores)
+        rows: dict[Job, int] = {}
+        scores = iter(result.scores)
         for job, part in planned:
             if not part.decoding:
                 job.has_read(part, next(scores) if part.targets else None, self._pool)
                 if not (part.logits or job.reading):
                     yield job, job.update(finish="length")
             if part.logits:
-                rows.setdefault(job, []).append(row)
-                row += 1
-        for job, places in rows.items():
-            update = _taken(job, result.logits_RV[places])
+                rows[job] = rows.get(job, 0) + 1
+        # The parts of a job follow each other.
+        of_jobs = result.logits_RV.split(list(rows.values())) if rows else ()
+        for job, logits_RV in zip(rows, of_jobs, strict=True):
+            update = _taken(job, logits_RV)
             if update is not None:
                 yield job, update
 

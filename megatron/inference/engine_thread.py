@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncIterator, Iterable, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
 import torch
 
@@ -47,7 +47,7 @@ class EngineThread:
         """Starts the thread."""
         self._thread.start()
 
-    async def stream(self, request: GenerationRequest) -> AsyncIterator[Update]:
+    async def stream(self, request: GenerationRequest) -> AsyncGenerator[Update, None]:
         """What a request gets, as it comes; the last update has ``finish``. Whoever stops
         iterating cancels it. The first ``anext`` raises ValueError if the request can never run,
         QueueFull if too many wait, EngineStopped; any may raise what made it fail."""

@@ -21,6 +21,7 @@ class Job(ABC):
         prompt: what the decoder begins with.
         text_before: what the new text continues.
         rows: parts of a step that its new tokens take.
+        long: see `Part.long`.
         encoded: of a model with an encoder, the number of the encoded prompt.
         cached: tokens of the prompt that were found computed.
     """
@@ -36,6 +37,9 @@ class Job(ABC):
         self.text_before = request.prompt if start is None else ()
         self.encoded: int | None = None
         self.cached = 0
+        self._long_after = runner.long_after
+        self.long = self.is_long(len(self.prompt))
+        self._read_tokens = self.prompt
         self._digests: list[bytes] | None = None
         self._computed = 0
         self._pages: list[int] = []
@@ -50,13 +54,23 @@ class Job(ABC):
     @property
     def pages_needed(self) -> int:
         """At most, of the decoder."""
-        return -(-self.positions // self.page_size)
+        return -(-self.positions // self.page_size) + self.pages_again
+
+    @property
+    def pages_again(self) -> int:
+        """Pages in place of those of the prompt that others may read, if all is computed again."""
+        again = self.is_long(self.positions) and not self.long
+        return len(self.prompt) // self.page_size if again else 0
+
+    def is_long(self, length: int) -> bool:
+        """Whether a sequence of this length is computed as a long one."""
+        return self._long_after is not None and length > self._long_after
 
     def admit(self, pool: PagePool) -> bool:
         """Takes all the pages that the job can ever need, those of a known prompt shared; False if
         they are not available yet."""
         if self._digests is None:
-            self._digests = prefix_digests(self.prompt, self.page_size)
+            self._digests = prefix_digests(self.prompt, self.page_size, self.long)
         digests, shared = self._digests, list[int]()
         if self.request.prompt_logprobs is None:
             # The last token is computed in any case: the logits after it are wanted.
@@ -78,11 +92,19 @@ class Job(ABC):
     @property
     def reading(self) -> bool:
         """Whether some of the prompt is not computed yet."""
-        return self._computed < len(self.prompt)
+        return self._computed < len(self._read_tokens)
+
+    def read_again(self, tokens: tuple[int, ...]) -> None:
+        """Computes a sequence that has become a long one from its first token."""
+        # Others may read the pages of the prompt: those that are left for this take their places.
+        pages, count = self._pages, self.pages_again
+        if count:
+            self._pages = pages[-count:] + pages[count:-count] + pages[:count]
+        self.long, self._computed, self._read_tokens = True, 0, tokens
 
     def read(self, pool: PagePool, budget: int) -> Part | None:
         """Up to ``budget`` further tokens of the prompt; None while another job computes them."""
-        size, end = self.page_size, len(self.prompt)
+        tokens, size, end = self._read_tokens, self.page_size, len(self._read_tokens)
         while self._skips(pool):
             self._computed += size
             self.cached += size
@@ -97,13 +119,14 @@ class Job(ABC):
             return None
         wanted = self.request.prompt_logprobs
         return Part(
-            self.prompt[first:last],
+            tokens[first:last],
             first,
             tuple(self._pages[: -(-last // size)]),
             logits=last == end and self.request.stopping.max_new_tokens > 0,
-            targets=() if wanted is None else self.prompt[first + 1 : last + 1],
+            targets=() if wanted is None or self._told else tokens[first + 1 : last + 1],
             top=wanted or 0,
             encoded=self.encoded,
+            long=self.long,
         )
 
     def _skips(self, pool: PagePool) -> bool:
@@ -118,6 +141,10 @@ class Job(ABC):
             pool.fill(self._pages[place])
         if scores is not None:
             self._prompt_scores += scores_of_targets(part.targets, scores)
+
+    def decoded(self, token: int, position: int, pages: tuple[int, ...]) -> Part:
+        """The part of a new token."""
+        return Part((token,), position, pages, True, True, encoded=self.encoded, long=self.long)
 
     @abstractmethod
     def parts(self) -> list[Part]:

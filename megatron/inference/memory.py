@@ -39,7 +39,9 @@ class CacheConfig:
         the model's longest sequence."""
         room = self._bytes(device)
         needed = -(-max_positions // shape.positions)
-        pages = torch.tensor(min(int(room // shape.bytes), MOST_SEQUENCES * needed))
+        pages = torch.tensor(MOST_SEQUENCES * needed)
+        if shape.blocks:  # a rank of a pipeline may have an encoder's only
+            pages = pages.clamp(max=int(room // shape.bytes))
         if world.size > 1:
             pages = pages.to(device)
             dist.all_reduce(pages, op=dist.ReduceOp.MIN, group=world.handle)

@@ -80,6 +80,8 @@ class Tokenizer(ABC):
     eos = SpecialId("end of text")
     eod = SpecialId("end of document")
 
+    writes_text = True
+    """Whether its texts are texts, and not a notation for numbers."""
     joins_bytes = False
     """Whether the text of ids is their `token_bytes`, joined, with U+FFFD for what is not UTF-8."""
 
@@ -116,6 +118,11 @@ class Tokenizer(ABC):
         a character that several tokens make, the bytes of each. Special tokens have their names, if
         `detokenize` writes these; ids that are not used have nothing."""
         return self._find_token_bytes()
+
+    @functools.cached_property
+    def special_tokens(self) -> frozenset[int]:
+        """Tokens that stand for no text of their own."""
+        return self._find_special_tokens()
 
     @functools.cached_property
     def byte_pieces(self) -> frozenset[int]:
@@ -170,9 +177,16 @@ class Tokenizer(ABC):
 
     def _find_token_bytes(self) -> list[bytes]:
         """For tokenizers none of whose tokens is a part of a character: what a token adds to
-        itself."""
-        ids = range(self._vocab_size)
-        return [self.detokenize([i, i])[len(self.detokenize([i])) :].encode() for i in ids]
+        another."""
+        ordinary = (i for i in range(self._vocab_size) if i not in self.special_tokens)
+        before = next((i for i in ordinary if self.detokenize([i]).strip()), 0)
+        start = len(self.detokenize([before]))
+        texts = (self.detokenize([before, i])[start:] for i in range(self._vocab_size))
+        return [text.encode() for text in texts]
+
+    def _find_special_tokens(self) -> frozenset[int]:
+        ids = vars(self.special_ids).values()
+        return frozenset(i for i in ids if isinstance(i, int)).union(self.special_ids.sentinels)
 
     def _find_byte_pieces(self) -> frozenset[int]:
         return frozenset()

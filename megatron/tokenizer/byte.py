@@ -83,6 +83,9 @@ class ByteLevelTokenizer(Tokenizer):
         marks[[self._first_byte + byte for byte in b" \t\n\r\f\v"]] = True
         return marks
 
+    def _find_special_tokens(self) -> frozenset[int]:
+        return frozenset(self._text_of_special)
+
     def _find_token_bytes(self) -> list[bytes]:
         tokens = {self._first_byte + byte: bytes([byte]) for byte in range(_BYTES)}
         tokens |= {i: name.encode() for i, name in self._text_of_special.items()}

@@ -116,6 +116,11 @@ class HFTokenizer(Tokenizer):
             marks[i] |= added.special and (pieces or i not in unknown)
         return marks
 
+    def _find_special_tokens(self) -> frozenset[int]:
+        added = self._tokenizer.added_tokens_decoder.items()
+        own = (i for i, token in added if token.special)
+        return super()._find_special_tokens().union(own, self._tokenizer.all_special_ids)
+
     def _find_token_bytes(self) -> list[bytes]:
         if not self.joins_bytes:
             tokens = super()._find_token_bytes()

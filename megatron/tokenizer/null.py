@@ -23,6 +23,8 @@ _EOD_TEXT = "<eod>"
 class _Integers(Tokenizer):
     """Text is integers between white space, from 0 to N-1."""
 
+    writes_text = False
+
     def __init__(self, source: str, size: int, ids: SpecialIds, hint: str = "") -> None:
         """`size` is N."""
         super().__init__(source, size if ids.eod is None else size + 1, ids, hint)

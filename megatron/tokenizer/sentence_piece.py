@@ -167,6 +167,11 @@ class SentencePieceTokenizer(Tokenizer):
             tokens[i] = byte_of_piece(self._processor.id_to_piece(i))
         return tokens
 
+    def _find_special_tokens(self) -> frozenset[int]:
+        model = self._processor
+        own = (i for i in range(len(model)) if model.is_control(i) or model.is_unknown(i))
+        return super()._find_special_tokens().union(own, self._specials.values())
+
     def _find_byte_pieces(self) -> frozenset[int]:
         return frozenset(filter(self._processor.is_byte, range(len(self._processor))))
 

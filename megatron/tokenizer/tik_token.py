@@ -166,6 +166,9 @@ class TikTokenizer(Tokenizer):
             marks[i] = starts_with_space(token)
         return marks
 
+    def _find_special_tokens(self) -> frozenset[int]:
+        return frozenset(self._specials.values())
+
     def _find_token_bytes(self) -> list[bytes]:
         tokens = {i: token for token, i in self._ranks.items()}
         tokens |= {i: name.encode() for name, i in self._specials.items()}

@@ -129,6 +129,9 @@ class WordPieceTokenizer(Tokenizer):
             **({"additional_special_tokens": sentinels} if sentinels else {}),
         )
 
+    def _find_special_tokens(self) -> frozenset[int]:
+        return super()._find_special_tokens() | {self._vocab[UNKNOWN]}
+
     def _find_word_starts(self) -> WordStarts:
         return np.array([not token.startswith("##") for token in self._token_of_id])
 

@@ -18,6 +18,7 @@ from megatron.model.layer_list import LayerStack
 NOTHING = -1
 """In memory: no token was ever here."""
 _ROWS = 4093
+_LONG = 2**32
 
 
 class RememberingRunner(ABC):
@@ -37,12 +38,13 @@ class RememberingRunner(ABC):
         max_positions: int = 1024,
         max_prompt: int | None = None,
         start_token: int | None = None,
+        long_after: int | None = None,
         fail_at: int | None = None,
         delay: float = 0.0,
     ) -> None:
         self.vocab_size, self.pages, self.page_size = vocab_size, pages, page_size
         self.max_positions, self.max_prompt = max_positions, max_prompt
-        self.start_token = start_token
+        self.start_token, self.long_after = start_token, long_after
         self.fail_at, self.delay = fail_at, delay
         self.steps: list[Step] = []
         self.closed = False
@@ -92,7 +94,8 @@ class RememberingRunner(ABC):
             assert len(part.pages) == -(-end // self.page_size), "a page too many or too few"
             assert len(set(part.pages)) == len(part.pages)
             for place, token in zip(range(first, end), part.tokens, strict=True):
-                self._memory[part.pages[place // self.page_size], place % self.page_size] = token
+                where = part.pages[place // self.page_size], place % self.page_size
+                self._memory[where] = token + (_LONG if part.long else 0)
             own = set(part.pages[first // self.page_size :])
             assert not own & written, "two parts write a page"
             written |= own
@@ -102,7 +105,10 @@ class RememberingRunner(ABC):
 
     def _sequence(self, part: Part) -> tuple[int, ...]:
         end = part.start + len(part.tokens)
-        sequence_L = tuple(self._memory[list(part.pages)].reshape(-1)[:end].tolist())
+        assert part.long or self.long_after is None or end <= self.long_after
+        stored_L = self._memory[list(part.pages)].reshape(-1)[:end]
+        assert ((stored_L >= _LONG) == part.long).all(), "long and short ones are mixed"
+        sequence_L = tuple((stored_L % _LONG if part.long else stored_L).tolist())
         assert NOTHING not in sequence_L, "a position is read that was never written"
         return sequence_L
 

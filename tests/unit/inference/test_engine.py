@@ -221,6 +221,22 @@ def test_prompt_that_is_known_whole_computes_its_last_page():
     assert first.tokens == second.tokens
 
 
+def test_pages_to_share_do_not_make_room():
+    """A known prompt does not run on pages that only its own start would free."""
+    crowd = Crowd(engine_of(pages=8))
+    crowd.submit(request([1, 2, 3, 4, 5, 6, 7, 8, 9], 1))
+    crowd.finish()
+    crowd.submit(request([9], 20))
+    crowd.step()
+    # Three pages are left, two of them with what this one shares; it needs two others.
+    known = crowd.submit(request([1, 2, 3, 4, 5, 6, 7, 8, 9], 8))
+    crowd.step()
+    assert crowd.engine.stats.waiting == 1
+    crowd.finish()
+    assert crowd.got[known][0].cached == 8
+    crowd.check()
+
+
 def test_what_was_generated_is_not_shared():
     """Only prompts are: results of single tokens may be rounded in another way."""
     engine = engine_of()
@@ -446,7 +462,7 @@ def test_beams_of_a_decoder_with_an_encoder():
     ("changes", "message"),
     [
         ({"beams": Beams(5)}, "5 beams are more than the 4 texts that may run at once"),
-        ({"beams": Beams(2), "stopping": Stopping(0)}, "at least one new token"),
+        ({"beams": Beams(2), "stopping": Stopping(0)}, "max_new_tokens of 1 or more"),
         ({"beams": Beams(2), "constraint": Constraint("regex", "a")}, "cannot be constrained"),
     ],
 )
@@ -465,3 +481,26 @@ def test_beam_search_that_is_cancelled():
     crowd.finish()
     assert crowd.finish_of(number) == "cancelled" and crowd.engine.stats.pages_used == 0
     assert tuple(crowd.tokens(other)) == alone(request([4], 12)).tokens
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_texts_that_become_long(seed):
+    """Keys and values of a sequence that grows beyond a length are computed again; prompts of
+    short and of long ones are not shared."""
+    draw = random.Random(seed)
+    short, settings = FakeRunner(VOCAB, reach=None), {"max_positions": 60, "long_after": 14}
+    crowd = Crowd(engine_of(pages=40, **settings))
+    for _ in range(12):
+        prompt = [1, 0, 1, 1, 0, 0, 1, 0, 1, 1, 1, 0, 1, 1, 0, 1, 1][: draw.randrange(1, 18)]
+        crowd.submit(request(prompt, draw.randrange(1, 25), prompt_logprobs=draw.choice([None, 1])))
+        crowd.step()
+        if draw.random() < 0.3:
+            crowd.engine.cancel(draw.choice(list(crowd.asked)))
+    crowd.finish()
+    crowd.check(short)
+    assert crowd.engine.stats.prefix_hit_tokens > 0 and crowd.engine.stats.pages_used == 0
+    with pytest.raises(ValueError, match="pass the 14 positions .* at most 6 new ones"):
+        crowd.engine.submit(request([1] * 9, 7, beams=Beams(2)))
+    engine = engine_of(**settings)
+    for asked in (request([1] * 9, 6, beams=Beams(2)), request([1] * 15, 6, beams=Beams(2))):
+        assert engine.complete([asked])[0].beams == searched(short, asked)

@@ -39,7 +39,7 @@ def thread_of(limits=None, **settings):
 async def tokens(thread, asked, at_most=None):
     """Those of a stream, which is left early after some."""
     found = []
-    async with contextlib.aclosing(thread.stream(asked)) as updates:
+    async with asyncio.timeout(30), contextlib.aclosing(thread.stream(asked)) as updates:
         async for update in updates:
             found += update.tokens
             if at_most is not None and len(found) >= at_most:
@@ -48,6 +48,7 @@ async def tokens(thread, asked, at_most=None):
 
 
 async def until(condition):
+    """Waits for something that takes a step or two; the longest texts here take twice as long."""
     for _ in range(500):
         if condition():
             return
@@ -69,19 +70,19 @@ def test_streams():
 
 def test_who_leaves_cancels():
     async def main(thread):
-        assert len(await tokens(thread, request(1, 500), at_most=3)) == 3
-        task = asyncio.create_task(tokens(thread, request(2, 500)))
+        assert len(await tokens(thread, request(1, 900), at_most=3)) == 3
+        task = asyncio.create_task(tokens(thread, request(2, 900)))
         await until(lambda: thread.stats.running == 1)
         task.cancel()
         await until(lambda: thread.stats.running == 0)
-        waiting = thread.stream(request(3, 500))
+        waiting = thread.stream(request(3, 900))
         await anext(waiting)
         await waiting.aclose()
         await until(lambda: thread.stats.running == 0)
         assert thread.stats.pages_used == 0
         assert await tokens(thread, request(4)) == await tokens(thread, request(4))
 
-    with thread_of(delay=0.002) as thread:
+    with thread_of(delay=0.01) as thread:
         asyncio.run(main(thread))
 
 
@@ -155,7 +156,7 @@ def test_event_loop_that_goes_away():
         await anext(updates)
         return updates  # so that it is not closed with the loop
 
-    with thread_of(delay=0.002) as thread:
+    with thread_of(delay=0.01) as thread:
         loop = asyncio.new_event_loop()
         updates = loop.run_until_complete(leave(thread))
         loop.close()

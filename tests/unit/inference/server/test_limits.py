@@ -269,5 +269,3 @@ def test_an_error_of_our_own_is_answered(monkeypatch):
         assert any("TypeError" in line for line in server.lines)
         monkeypatch.undo()
         still_answers(server)
-
-

@@ -171,9 +171,7 @@ def test_scoring(client):
 
 
 def test_bos_is_the_end_of_a_document_and_shows(client):
-    answer = put(
-        client, prompts=["", "ab"], add_BOS=True, tokens_to_generate=0, logprobs=True
-    )
+    answer = put(client, prompts=["", "ab"], add_BOS=True, tokens_to_generate=0, logprobs=True)
     assert answer["segments"] == [["<eos>"], ["<eos>", "a", "b"]]
     assert [len(row) for row in answer["logprobs"]] == [0, 2]
 

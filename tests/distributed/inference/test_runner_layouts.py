@@ -1,0 +1,95 @@
+"""Generation in every layout, from a folder of Hugging Face to tokens, against transformers."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from generating import (
+    PROMPTS,
+    SHAPES,
+    Played,
+    play,
+    same,
+    save_theirs,
+    their_greedy,
+    their_model,
+)
+
+from megatron.inference.memory import CacheConfig
+from megatron.inference.opening import opened_runner
+from megatron.training.run import RunToolParser
+
+COUNT = 10
+LAYOUTS = {
+    "tp1": (1, []),
+    "tp2": (2, ["--tensor-model-parallel-size", "2"]),
+    "tp2-sp": (2, ["--tensor-model-parallel-size", "2", "--sequence-parallel"]),
+    "pp2": (2, ["--pipeline-model-parallel-size", "2"]),
+    "pp2-virtual": (
+        2,
+        ["--pipeline-model-parallel-size", "2", "--num-layers-per-virtual-pipeline-stage", "1"],
+    ),
+    "tp2-pp2": (
+        4,
+        ["--tensor-model-parallel-size", "2", "--pipeline-model-parallel-size", "2"],
+    ),
+}
+SAMPLE = [("gpt2", "tp2"), ("gemma2", "tp2-pp2"), ("t5", "pp2")]
+WORDS = "[PAD] [UNK] [CLS] [SEP] [MASK] the cat".split()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """Saves a shape, once."""
+    saved = {}
+
+    def save(shape: str) -> Path:
+        if shape not in saved:
+            saved[shape] = save_theirs(tmp_path_factory.mktemp("theirs") / shape, shape)
+            (saved[shape] / "vocab.txt").write_text("\n".join(WORDS))
+        return saved[shape]
+
+    return save
+
+
+def generated(
+    load: Path, layout: list[str], processes: int, alone: bool = False
+) -> list[Played] | None:
+    """For the pool: what the main rank got, with prompts in pieces beside others' decoding, or each
+    alone."""
+    argv = ["--load", str(load), "--kv-cache-gib", "0.001", *layout]
+    argv += ["--tokenizer-type", "BertWordPieceLowerCase", "--vocab-file", str(load / "vocab.txt")]
+    config, settings = RunToolParser(CacheConfig, None).parse(argv)
+    with opened_runner(settings, processes, config) as opened:
+        if opened is None:
+            return None
+        if alone:
+            return [play(opened.runner, [prompt], COUNT)[0] for prompt in PROMPTS]
+        return play(opened.runner, PROMPTS, COUNT, chunk=5, together=4)
+
+
+def check(pool, folder, shape: str, layout: str) -> list[Played]:
+    processes, flags = LAYOUTS[layout]
+    texts, *others = pool.run(processes, generated, folder(shape), flags, processes)
+    assert others == [None] * (processes - 1)
+    theirs = their_model(shape)
+    for text, prompt in zip(texts, PROMPTS, strict=True):
+        tokens, log_probs = their_greedy(theirs, prompt, COUNT)
+        assert text.tokens == tokens
+        torch.testing.assert_close(text.log_probs, log_probs, rtol=0, atol=5e-6)
+    return texts
+
+
+@pytest.mark.parametrize(("shape", "layout"), SAMPLE)
+def test_a_sample_of_layouts(shape, layout, pool, folder):
+    check(pool, folder, shape, layout)
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_layout(shape, layout, pool, folder):
+    texts = check(pool, folder, shape, layout)
+    processes, flags = LAYOUTS[layout]
+    alone, *_ = pool.run(processes, generated, folder(shape), flags, processes, True)
+    assert same(texts, alone)
