@@ -1,15 +1,5 @@
-"""Loading a checkpoint on one process, and generating text with it."""
+"""Generation: from a checkpoint in any layout to text that is asked for.
 
-from megatron.inference.generate import Continuation, KeyValueCache, generate
-from megatron.inference.load import load_model, load_tokenizer, model_of
-from megatron.inference.request import Sampling
-
-__all__ = [
-    "Continuation",
-    "KeyValueCache",
-    "Sampling",
-    "generate",
-    "load_model",
-    "load_tokenizer",
-    "model_of",
-]
+:mod:`opening` makes a :mod:`runner` of a checkpoint, which computes steps (:mod:`step`); the
+:mod:`engine` makes steps of requests (:mod:`request`).
+"""

@@ -76,7 +76,7 @@ def runner_of(engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig) -> 
 
 
 def for_generation(settings: Settings) -> Settings:
-    """Settings without what only trains: activations are not split along the sequence, and blocks whose
-    steps have many shapes are not compiled."""
+    """Settings without what only trains: activations are not split along the sequence, and blocks,
+    whose steps have many shapes, are not compiled."""
     own = {"sequence_parallel": _OWN, "torch_compile": Setting("off", _OWN.origin)}
     return {name: value for name, value in settings.items() if name not in own} | own

@@ -7,7 +7,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
@@ -16,7 +16,7 @@ import pytest
 for name in ("fastapi", "uvicorn", "prometheus_client", "llguidance", "httpx"):
     pytest.importorskip(name, reason=f"{name} is not installed (the extra serve)")
 
-import httpx
+import httpx  # noqa: E402
 
 ROOT = Path(__file__).parents[2]
 BIN = Path(sys.executable).parent
@@ -170,13 +170,18 @@ def test_ctrl_c_reaches_all_processes(model, tmp_path):
 
 
 def test_a_second_signal_ends_it_now(model, tmp_path):
-    with started("one", model, tmp_path / "log") as program, program.client() as client:
-        with client.stream("POST", "/v1/completions", json={**STREAM, "n": 100}) as stream:
-            next(stream.iter_lines())
-            program.main.send_signal(signal.SIGTERM)
-            time.sleep(1.2)
-            program.main.send_signal(signal.SIGTERM)
-            assert program.ended() == 128 + signal.SIGTERM
+    with (
+        started("one", model, tmp_path / "log") as program,
+        program.client() as client,
+        ExitStack() as streams,
+    ):
+        for _ in range(12):
+            asked = client.stream("POST", "/v1/completions", json={**STREAM, "n": 128})
+            streams.enter_context(asked)
+        program.main.send_signal(signal.SIGTERM)
+        time.sleep(1.2)
+        program.main.send_signal(signal.SIGTERM)
+        assert program.ended() == 128 + signal.SIGTERM
 
 
 def test_a_rank_that_dies(model, tmp_path):

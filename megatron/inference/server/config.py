@@ -81,6 +81,11 @@ class ServerConfig(CacheConfig):
         """Raises ConfigError if values contradict each other, or a file cannot be read."""
         if self.top_k and self.top_p:
             raise ConfigError(f"--top_k {self.top_k} and --top_p {self.top_p}: give one of them")
+        if self.max_num_batched_tokens <= self.max_batch_size:
+            raise ConfigError(
+                f"--max-num-batched-tokens {self.max_num_batched_tokens} must be more than "
+                f"--max-batch-size {self.max_batch_size}: each text takes one, prompts the rest"
+            )
         if self.api_key is not None and self.api_key_file is not None:
             raise ConfigError("--api-key and --api-key-file: give one of them")
         if self.key is None and not is_loopback(self.host):

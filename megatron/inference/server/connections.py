@@ -55,7 +55,10 @@ class BoundedConnection(H11Protocol):
         if unread == 0 or unread < self._unread:
             self._read_since = now
         self._unread = unread
-        if now - self._idle_since >= self.read_seconds or now - self._read_since >= self.write_seconds:
+        if (
+            now - self._idle_since >= self.read_seconds
+            or now - self._read_since >= self.write_seconds
+        ):
             self.transport.abort()
             return
         pause = min(self.read_seconds, self.write_seconds) / _LOOKS

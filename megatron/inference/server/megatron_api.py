@@ -48,7 +48,7 @@ def parsed(body: Mapping[str, Any], defaults: RequestDefaults) -> MegatronReques
     for old, new in (("max_len", "tokens_to_generate"), ("sentences", "prompts")):
         _require(old not in body, f"{old} is no longer used.  Replace with {new}")
     _require("prompts" in body, "prompts argument required")
-    fields = {"prompts": _prompts(body["prompts"])}
+    fields: dict[str, Any] = {"prompts": _prompts(body["prompts"])}
     fields |= _how_much(body) | _how_to_sample(body, defaults)
     fields["add_BOS"] = _flag(body, "add_BOS")
     _require(all(fields["prompts"]) or fields["add_BOS"], "Empty prompts require add_BOS=true")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncGenerator, Callable, Coroutine
 from contextlib import aclosing
 from typing import Any
 
@@ -180,7 +180,7 @@ class _Exchange:
             place += len(text)
         return tuple(found)
 
-    async def stream(self) -> AsyncIterator[bytes]:
+    async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises RequestError before the first one only."""
         new, cached = 0, 0
         texts = [self._text(i) for i in range(len(self.asked.prompts) * self.asked.choices)]
@@ -223,26 +223,26 @@ def _event(content: Json) -> bytes:
     return b"data: " + orjson.dumps(content) + b"\n\n"
 
 
-async def _streamed(request: Request, events: AsyncIterator[bytes]) -> Response:
+async def _streamed(request: Request, events: AsyncGenerator[bytes, None]) -> Response:
     """Begins with the first event, so that errors before it have their status."""
     try:
         first = await while_connected(request, _next(events))
     except BaseException:
-        await events.aclose()  # type: ignore[attr-defined]
+        await events.aclose()
         raise
 
-    async def all_events() -> AsyncIterator[bytes]:
+    async def all_events() -> AsyncGenerator[bytes, None]:
         try:
             yield first
             async for event in events:
                 yield event
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
+            await events.aclose()
 
     return StreamingResponse(all_events(), headers=_HEADERS, media_type="text/event-stream")
 
 
-async def _next(events: AsyncIterator[bytes]) -> bytes:
+async def _next(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 

@@ -61,7 +61,7 @@ class Asked:
 
     def requests(self) -> list[GenerationRequest]:
         """All texts of the first prompt, then those of the second, and so on."""
-        template, found = self.template, []
+        template, found = self.template, list[GenerationRequest]()
         for prompt in self.prompts:
             for _ in range(self.choices):
                 seed = seed_of(template.sampling.seed, len(found))
@@ -204,7 +204,8 @@ async def _chat_prompt(service: Service, model: ServedModel, fields: Fields) -> 
         raise fields.fault("messages", "must be a list of messages, not empty")
     plain = [_message(message, index) for index, message in enumerate(messages)]
     try:
-        return tuple(model.chat.tokens(model.tokenizer, plain))
+        characters = sum(len(message["content"]) for message in plain)
+        return tuple(await service.apart(characters, model.chat.tokens, model.tokenizer, plain))
     except ValueError as error:
         raise fields.fault("messages", f"cannot be made a prompt: {error}") from None
 
@@ -237,11 +238,11 @@ def _part(part: Any, where: str) -> str:
         raise RequestError(text, param=f"{where}type")
     fields = Fields(part, where)
     fields.take("type")
-    text = fields.text("text")
+    content = fields.text("text")
     fields.end()
-    if text is None:
+    if content is None:
         raise fields.fault("text", "is missing")
-    return text
+    return content
 
 
 def _choices(fields: Fields, prompts: int) -> int:

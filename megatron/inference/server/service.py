@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from megatron.inference.engine import QueueFull
 from megatron.inference.engine_stats import EngineStats
@@ -24,6 +24,7 @@ from megatron.tokenizer import Tokenizer
 if TYPE_CHECKING:
     from megatron.inference.chat import ChatTemplate
 
+T = TypeVar("T")
 State = Literal["loading", "ok", "draining", "failed"]
 _SHORT = 4096
 """Characters that are split into tokens in less than a millisecond or two."""
@@ -145,14 +146,17 @@ class Service:
 
     async def tokenized(self, text: str) -> tuple[int, ...]:
         """Ids of a text. Raises RequestError if the tokenizer cannot split it."""
-        tokenize = self.model().tokenizer.tokenize
         try:
-            if len(text) <= _SHORT:
-                return tuple(tokenize(text))
-            loop = asyncio.get_running_loop()
-            return tuple(await loop.run_in_executor(self._tokenizing, tokenize, text))
+            return tuple(await self.apart(len(text), self.model().tokenizer.tokenize, text))
         except ValueError as error:
             raise RequestError(str(error)) from None
+
+    async def apart(self, characters: int, work: Callable[..., T], *arguments: Any) -> T:
+        """The result of work on texts, in another thread if they are long."""
+        if characters <= _SHORT:
+            return work(*arguments)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._tokenizing, work, *arguments)
 
     async def complete(self, requests: Sequence[GenerationRequest]) -> list[Answer]:
         """What each request gets, in their order. Raises RequestError."""
@@ -164,7 +168,7 @@ class Service:
 
     async def updates(
         self, requests: Sequence[GenerationRequest]
-    ) -> AsyncIterator[tuple[int, Update]]:
+    ) -> AsyncGenerator[tuple[int, Update], None]:
         """What the requests get, as it comes, with their indices; whoever stops iterating cancels
         them. Raises RequestError, which ends all of them; if they cannot run at all, before the
         first update."""

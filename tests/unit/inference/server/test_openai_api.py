@@ -92,8 +92,7 @@ def test_logprobs_with_echo(server, client):
     scores = [score.logprob for score in one.prompt_scores + one.scores]
     assert found["token_logprobs"] == [None, *scores]
     assert found["top_logprobs"][0] is None
-    for token, value, top in zip(found["tokens"], scores, found["top_logprobs"][1:], strict=False):
-        assert len(top) in (2, 3)
+    assert all(len(top) in (2, 3) for top in found["top_logprobs"][1:])
     assert found["top_logprobs"][-1][found["tokens"][-1]] == scores[-1]
 
 
