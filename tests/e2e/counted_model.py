@@ -1,5 +1,5 @@
 """A language model for the tests of the server: how often which token followed which in this
-project's own documentation. Its texts read like text, and it needs no training."""
+project's documentation. Its texts read almost like text, and it needs no training."""
 
 import re
 import sys
@@ -18,18 +18,20 @@ sys.path.insert(0, str(ROOT / "tests" / "unit" / "inference"))
 
 from fake_runner import RememberingRunner  # noqa: E402
 
-_CONTEXT = 3
+_CONTEXT = 2
 """Tokens that the next one is counted after, at most."""
-_TRUST = 0.85
+_TRUST = 0.9
 """Share of the probability that the longest known context has; the rest is the shorter one's."""
 
 
 @cache
 def documents() -> tuple[str, ...]:
-    """Paragraphs of prose of the guides."""
-    pages = [path.read_text("utf-8") for path in sorted((ROOT / "docs" / "guides").glob("*.md"))]
-    paragraphs = [p.replace("\n", " ") for page in pages for p in page.split("\n\n")]
-    return tuple(p for p in paragraphs if re.match(r"[A-Z][a-z]", p) and len(p) > 80)
+    """Sentences without code of this project's pages, five at a time."""
+    pages = [path.read_text("utf-8") for path in sorted((ROOT / "docs").glob("*/*.md"))]
+    paragraphs = [" ".join(p.split()) for page in pages for p in page.split("\n\n")]
+    sentences = [s for p in paragraphs for s in re.split(r"(?<=[.]) ", p)]
+    plain = [s for s in sentences if re.fullmatch(r"[A-Z][a-z][\w ,;:'-]{40,}[.]", s)]
+    return tuple(" ".join(plain[i : i + 5]) for i in range(0, len(plain), 5))
 
 
 @cache
@@ -44,19 +46,20 @@ class CountedRunner(RememberingRunner):
         tokenizer = counted_tokenizer()
         super().__init__(tokenizer.vocab_size, **settings)
         self._counts: dict[tuple[int, ...], Counter[int]] = defaultdict(Counter)
-        for text in documents():
-            tokens = (*tokenizer.tokenize("\n\n" + text), tokenizer.eod)
-            for place, token in enumerate(tokens):
-                for length in range(min(place, _CONTEXT) + 1):
-                    self._counts[tokens[place - length : place]][token] += 1
+        # One text without an end, so that no answer ends before its longest length.
+        tokens = tokenizer.tokenize("\n\n".join(("", *documents())))
+        for place, token in enumerate(tokens):
+            for length in range(min(place, _CONTEXT) + 1):
+                self._counts[tuple(tokens[place - length : place])][token] += 1
 
     def logits_after(self, sequence_L: tuple[int, ...], encoded: tuple[int, ...] | None) -> Tensor:
-        probability_V = torch.full((self.vocab_size,), 1 / self.vocab_size)
+        probability_V = torch.full((self.vocab_size,), 1e-9)
         for length in range(_CONTEXT + 1):
             counts = self._counts.get(sequence_L[len(sequence_L) - length :])
             if counts is None or length > len(sequence_L):
                 break
-            share = _TRUST / counts.total()
-            probability_V *= 1 - _TRUST
-            probability_V[list(counts)] += share * torch.tensor(list(counts.values()))
+            trust = _TRUST if length else 1.0
+            counted = torch.tensor(list(counts.values())) / counts.total()
+            probability_V *= 1 - trust + 1e-9
+            probability_V[list(counts)] += trust * counted
         return probability_V.log()

@@ -38,11 +38,6 @@ class CountedServer:
     service: Service
     name: str = NAME
 
-    @property
-    def eod(self) -> int:
-        """The token that ends a text."""
-        return counted_tokenizer().eod
-
     def get(self, path: str) -> Any:
         return httpx.get(self.url + path, trust_env=False).json()
 

@@ -168,7 +168,7 @@ def test_completion_with_its_probabilities(visit, server):
     classes = tokens.evaluate_all("found => found.map(token => token.className)")
     assert [int(re.search(r"level-(\d)", name)[1]) for name in classes] == levels
     assert f"{percents[3]:.1f} %" in tokens.nth(3).get_attribute("aria-label")
-    assert re.search(r"4 \+ 24 tokens · .*tokens/s · first after", page.inner_text(".stats"))
+    assert re.search(r"\d+ \+ 24 tokens · .*tokens/s · first after", page.inner_text(".stats"))
 
     card = page.locator("#card")
     tokens.nth(3).hover()
@@ -554,7 +554,7 @@ def test_pictures(visit, server):
         one = visit(server.url, **context).ready()
         if context["viewport"]["width"] < 900:
             one.page.click("#open-settings")
-        one.set(probabilities=True, max_tokens=70, seed=11)
+        one.set(probabilities=True, max_tokens=60, seed=4)
         if context["viewport"]["width"] < 900:
             one.page.click("#close-settings")
         one.send(PROMPT)
