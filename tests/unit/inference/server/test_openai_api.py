@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from serving import NAME, byte_tokenizer, events
+from serving import NAME, PlainChat, byte_tokenizer, events, served
 from test_megatron_api import alone
 
 from megatron.inference.request import Sampling, Stopping
@@ -279,3 +279,15 @@ def test_errors_of_other_paths_and_methods(client):
     response = client.get("/api")
     assert (response.status_code, list(response.json())) == (405, ["message"])
     assert json.loads(client.get(COMPLETIONS).text)["error"]["message"]
+
+
+def test_what_begins_another_turn_ends_an_answer():
+    """Of a chat format whose turns have no special tokens."""
+
+    class Echoing(PlainChat):
+        stops = ("o",)
+
+    with served(chat=Echoing()) as server, server.client() as client:
+        body = {"messages": USER, "seed": 3, "max_tokens": 400, "ignore_eos": True}
+        (choice,) = post(client, CHAT, **body)["choices"]
+        assert choice["finish_reason"] == "stop" and "o" not in choice["message"]["content"]
