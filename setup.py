@@ -114,6 +114,7 @@ setup(
         "megatron.tools.openwebtext",
         *COMPAT,
     ],
+    package_data={"megatron.inference.server": ["page/*"]},
     package_dir={"megatron.tools": "tools", **{name: f"compat/{name}" for name in COMPAT}},
     py_modules=["pretrain_gpt", "pretrain_gpt2", "pretrain_bert", "pretrain_t5"],
     install_requires=REQUIRES,
