@@ -250,7 +250,7 @@ def test_on_a_phone(scheme, visit, server):
         return page.evaluate("document.documentElement.scrollWidth")
 
     page.click("#open-settings")
-    one.set(probabilities=True, max_tokens=30, seed=1, format="schema")
+    one.set(probabilities=True, max_tokens=20, temperature=0, format="schema")
     assert wide() <= 360
     assert page.locator("main").evaluate("main => main.inert")
     page.keyboard.press("Escape")
@@ -258,7 +258,7 @@ def test_on_a_phone(scheme, visit, server):
     page.click("#open-settings")
     one.set(format="text")
     page.click("#close-settings")
-    one.send("long" * 200 + "\n" + "| a | b " * 40)
+    one.send("long" * 200 + "\n" + "| a | b " * 40 + PROMPT)
     one.ended()
     page.locator(".turn .token").nth(4).tap()
     page.locator("#card").wait_for()
@@ -344,6 +344,34 @@ def test_copied_as_curl(visit, server):
     one.send(text)
     one.ended()
     assert one.answer() == answer
+
+
+@pytest.mark.proof
+def test_copied_without_a_clipboard(visit, server):
+    """A page that came from another machine over plain HTTP has none."""
+    one = visit(server.url).ready()
+    one.page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")
+    one.page.fill("#draft", "some words")
+    one.page.click("#curl")
+    one.page.wait_for_selector("text=Copied")
+    one.page.fill("#draft", "")
+    one.page.press("#draft", "Control+v")
+    assert '"prompt": "some words"' in one.page.input_value("#draft")
+    assert one.page.locator("textarea.unseen").count() == 0
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "status, state, words",
+    [("loading", "waiting", "Loading the model"), ("failed", "down", "failed")],
+)
+def test_a_server_that_is_not_ready(status, state, words, visit, server):
+    one = visit(server.url)
+    body = json.dumps({"status": status})
+    one.page.route("**/health", lambda route: route.fulfill(status=503, body=body))
+    one.page.reload()
+    one.page.wait_for_selector(f"#health[data-state={state}]")
+    assert one.page.inner_text("#health") == words
 
 
 @pytest.mark.proof

@@ -14,6 +14,7 @@ const WELCOME = {
 };
 const PLACEHOLDERS = { chat: "Write a message", completion: "Write the beginning of a text" };
 const HEALTH_SECONDS = 5;
+const STATES = { loading: "Loading the model", draining: "About to end" };
 
 const log = byId("log");
 const draft = byId("draft");
@@ -292,8 +293,8 @@ async function showHealth() {
   let words = "No answer";
   try {
     const { status, running: now, waiting, ok } = await health();
-    state = ok ? "up" : "down";
-    words = ok ? "Ready" : status;
+    words = ok ? "Ready" : (STATES[status] ?? status);
+    state = ok ? "up" : status in STATES ? "waiting" : "down";
     if (ok && now) words = waiting ? `${now} running, ${waiting} waiting` : `${now} running`;
     if (ok && model.disabled) await showModels();
     shown.removeAttribute("title");
