@@ -93,6 +93,13 @@ class ServerConfig(CacheConfig):
                 f"--host {self.host} lets other machines use the server, and there is no key: add "
                 f"--api-key, --api-key-file or {KEY_VARIABLE}, or leave --host out"
             )
+        for origin in self.allow_origin:
+            scheme, _, rest = origin.partition("://")
+            if origin != "*" and not (scheme in ("http", "https") and rest and "/" not in rest):
+                raise ConfigError(
+                    f"--allow-origin {origin} is not a site: give https://example.org, with its "
+                    "port if it has one, and nothing behind it"
+                )
         if self.key is None and "*" in self.allow_origin:
             raise ConfigError(
                 "--allow-origin * lets every page that a browser here shows use the server, and "

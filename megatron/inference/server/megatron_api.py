@@ -198,7 +198,8 @@ def _stopping(asked: MegatronRequest, model: ServedModel) -> Stopping:
 
 async def _answer(service: Service, asked: MegatronRequest) -> dict[str, Any]:
     model = service.model()
-    prompts = [await service.tokenized(text) for text in asked.prompts]
+    split = service.prompt if model.has_encoder else service.tokenized
+    prompts = [await split(text) for text in asked.prompts]
     if asked.add_BOS:
         if model.eod is None:
             raise RequestError("add_BOS: the tokenizer has no end-of-document token to begin with")
@@ -240,8 +241,8 @@ def _text(
 ) -> tuple[str, list[str]]:
     """A text with its prompt, which is not part of it where an encoder has read it, and the texts
     of its tokens."""
-    tokens = new if model.has_encoder else prompt + new
-    return model.tokenizer.detokenize(tokens), token_texts(model.tokenizer, tokens)
+    segments = token_texts(model.tokenizer, new if model.has_encoder else prompt + new)
+    return "".join(segments), segments
 
 
 def megatron_router(service: Service) -> APIRouter:

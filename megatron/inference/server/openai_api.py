@@ -40,12 +40,9 @@ class _Completions:
 
     chunk = choice
 
-    def first(self, index: int) -> Json | None:
-        """What a stream begins with."""
-        if not self._asked.echo:
-            return None
-        text = self._asked.shown[index // self._asked.choices]
-        return self.chunk(index, Piece(text, (), None))
+    def first(self, index: int, echo: Piece | None) -> Json | None:
+        """What a stream begins with; ``echo`` is the prompt, if it is part of the text."""
+        return None if echo is None else self.chunk(index, echo)
 
     def _logprobs(self, placed: tuple[PlacedToken, ...]) -> Json:
         names = [token_name(self._tokenizer, p.token) for p in placed]
@@ -82,7 +79,7 @@ class _Chat:
         delta = {"content": piece.text} if piece.text or not piece.finish else {}
         return _choice(index, {"delta": delta}, self._logprobs(piece), piece)
 
-    def first(self, index: int) -> Json | None:
+    def first(self, index: int, echo: Piece | None) -> Json | None:
         """What a stream begins with."""
         delta = {"role": "assistant", "content": ""}
         return _choice(index, {"delta": delta}, None, Piece("", (), None))
@@ -158,27 +155,25 @@ class _Exchange:
 
     def _whole_choice(self, index: int, answer: Answer) -> Json:
         piece = self._text(index).add(answer)
-        if self.asked.echo:
-            prompt = index // self.asked.choices
-            shown = self.asked.shown[prompt]
-            before = self._placed(self.asked.prompts[prompt], answer.prompt_scores, shown)
-            piece = Piece(shown + piece.text, before + piece.tokens, piece.finish)
+        echo = self._echo(index, answer.prompt_scores)
+        if echo is not None:
+            piece = Piece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish)
         return self.form.choice(index, piece)
 
-    def _placed(
-        self, prompt: tuple[int, ...], scores: tuple[TokenScore, ...], shown: str
-    ) -> tuple[PlacedToken, ...]:
-        """The tokens of a prompt, which is part of the text."""
-        if self.asked.top is None:
-            return ()
-        if not shown:
-            return ()  # the token that stands for an empty prompt
+    def _echo(self, index: int, scores: tuple[TokenScore, ...]) -> Piece | None:
+        """The prompt with the scores of its tokens, if it is part of the text."""
+        if not self.asked.echo:
+            return None
+        number = index // self.asked.choices
+        prompt, shown = self.asked.prompts[number], self.asked.shown[number]
+        if self.asked.top is None or not shown:  # an empty prompt has a token that is not shown
+            return Piece(shown, (), None)
         found, place = [], 0
         texts = token_texts(self._tokenizer, prompt)
         for token, score, text in zip(prompt, (None, *scores), texts, strict=True):
             found.append(PlacedToken(token, place, score))
             place += len(text)
-        return tuple(found)
+        return Piece(shown, tuple(found), None)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises RequestError before the first one only."""
@@ -207,7 +202,7 @@ class _Exchange:
         chunks = []
         if index not in begun:
             begun.add(index)
-            first = self.form.first(index)
+            first = self.form.first(index, self._echo(index, update.prompt_scores))
             chunks += [] if first is None else [first]
         piece = text.add(update)
         if piece.text or piece.tokens or piece.finish is not None:

@@ -14,6 +14,7 @@ from megatron.inference.server.limits import RequestDefaults
 from megatron.inference.server.service import ServedModel, Service, seed_of
 
 MAX_CHOICES = 128
+_PROMPT = "must be a string, a list of strings, a list of token ids, or a list of such lists"
 _MAX_STOPS = 16
 _MAX_TOP = 20
 _MAX_BIAS = 1024
@@ -82,12 +83,8 @@ async def completion_asked(service: Service, body: Mapping[str, Any]) -> Asked:
         raise fields.fault("echo", "is not supported: an encoder reads the prompt")
     top = fields.integer("logprobs", 0, _MAX_TOP)
     new = fields.integer("max_tokens", 0)
-    asked = _asked(
-        service, model, fields, prompts, shown, choices, 16 if new is None else new, top, echo
-    )
-    if echo and asked.stream and asked.top is not None:
-        raise fields.fault("echo", "with logprobs cannot be streamed; leave stream out")
-    return asked
+    new = 16 if new is None else new
+    return _asked(service, model, fields, prompts, shown, choices, new, top, echo)
 
 
 async def chat_asked(service: Service, body: Mapping[str, Any]) -> Asked:
@@ -162,40 +159,35 @@ async def _prompts(
     service: Service, model: ServedModel, fields: Fields
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
     """Of a text, a list of texts, ids, or a list of lists of ids."""
-    what = "must be a string, a list of strings, a list of token ids, or a list of such lists"
     given = fields.take("prompt")
     if given is None:
-        raise fields.fault("prompt", f"is missing: it {what}")
+        raise fields.fault("prompt", f"is missing: it {_PROMPT}")
     if isinstance(given, str) or (isinstance(given, list) and given and is_integer(given[0])):
         given = [given]
     if not isinstance(given, list) or not given:
-        raise fields.fault("prompt", what)
+        raise fields.fault("prompt", _PROMPT)
     if len(given) > MAX_CHOICES:
         raise fields.fault(
             "prompt", f"has {len(given)} prompts; at most {MAX_CHOICES} are possible"
         )
-    prompts, shown = [], []
-    for one in given:
-        if isinstance(one, str):
-            ids = await service.tokenized(one)
-            text = one
-        elif isinstance(one, list) and all(map(is_integer, one)):
-            unknown = [token for token in one if not 0 <= token < model.tokenizer.vocab_size]
-            if unknown:
-                size = model.tokenizer.vocab_size
-                raise fields.fault("prompt", f"has token {unknown[0]}; there are {size}, from 0")
-            ids = tuple(one)
-            text = model.tokenizer.detokenize(ids)
-        else:
-            raise fields.fault("prompt", what)
-        if not ids:
-            # As OpenAI: an empty prompt is the beginning of a document.
-            if model.eod is None:
-                raise fields.fault("prompt", "is empty, and there is no token to begin a text with")
-            ids = (model.eod,)
-        prompts.append(ids)
-        shown.append(text)
-    return tuple(prompts), tuple(shown)
+    found = [await _prompt(service, model, fields, one) for one in given]
+    return tuple(ids for ids, _ in found), tuple(shown for _, shown in found)
+
+
+async def _prompt(
+    service: Service, model: ServedModel, fields: Fields, given: Any
+) -> tuple[tuple[int, ...], str]:
+    """Ids of a text or of ids, and the text."""
+    if isinstance(given, str):
+        return await service.prompt(given), given
+    if not isinstance(given, list):
+        raise fields.fault("prompt", _PROMPT)
+    _check_size(service, model, [given], 1, 0)  # before each of them is looked at
+    size = model.tokenizer.vocab_size
+    if not all(is_integer(token) and 0 <= token < size for token in given):
+        raise fields.fault("prompt", f"must have token ids from 0 to {size - 1}")
+    ids = tuple(given)
+    return ids or await service.prompt(""), model.tokenizer.detokenize(ids)
 
 
 async def _chat_prompt(service: Service, model: ServedModel, fields: Fields) -> tuple[int, ...]:
@@ -271,6 +263,9 @@ def _check_size(
                 f"This model's maximum context length is {model.positions} tokens, and "
                 f"{len(prompt) + new} are asked for: {len(prompt)} in the prompt and {new} new ones"
             )
+            if model.has_encoder:
+                longest = f"This model's longest answer has {model.room(prompt)} tokens"
+                text = f"{longest}, and {new} are asked for"
             code = "context_length_exceeded"
             raise RequestError(text, param="max_tokens", code=code)
     total = len(prompts) * choices * (max(map(len, prompts)) + new)

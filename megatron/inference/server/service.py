@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING, Any, Literal, TypeVar
 from megatron.inference.engine import QueueFull
 from megatron.inference.engine_stats import EngineStats
 from megatron.inference.engine_thread import EngineStopped, EngineThread
+from megatron.inference.prompts import end_tokens, prompt_tokens
 from megatron.inference.request import BeamResult, Finish, GenerationRequest, TokenScore, Update
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.limits import RequestDefaults, ServiceLimits
 from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.record import current_record
+from megatron.inference.server.record import Record, current_record
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from megatron.inference.chat import ChatTemplate
 
 T = TypeVar("T")
+Tokens = tuple[int, ...]
 State = Literal["loading", "ok", "draining", "failed"]
 _SHORT = 4096
 """Characters that are split into tokens in less than a millisecond or two."""
@@ -63,8 +65,7 @@ class ServedModel:
     @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a text."""
-        ids = self.tokenizer.special_ids
-        return frozenset(token for token in (ids.eod, ids.eos) if token is not None)
+        return end_tokens(self.tokenizer)
 
 
 @dataclass
@@ -144,10 +145,21 @@ class Service:
         }.get(self.state, "the model has failed; the server is about to end")
         raise RequestError(reason, 503, code=self.state, retry_after=5)
 
-    async def tokenized(self, text: str) -> tuple[int, ...]:
+    async def tokenized(self, text: str) -> Tokens:
         """Ids of a text. Raises RequestError if the tokenizer cannot split it."""
+        model = self.model()
+        return await self._split(len(text), lambda: tuple(model.tokenizer.tokenize(text)))
+
+    async def prompt(self, text: str) -> Tokens:
+        """Ids of a prompt, of which there is at least one; see :func:`prompt_tokens`. Raises
+        RequestError if the tokenizer cannot make one."""
+        model = self.model()
+        runner = model.thread.engine.runner
+        return await self._split(len(text), lambda: prompt_tokens(model.tokenizer, text, runner))
+
+    async def _split(self, characters: int, split: Callable[[], Tokens]) -> Tokens:
         try:
-            return tuple(await self.apart(len(text), self.model().tokenizer.tokenize, text))
+            return await self.apart(characters, split)
         except ValueError as error:
             raise RequestError(str(error)) from None
 
@@ -187,7 +199,7 @@ class Service:
                 queue.put_nowait(error)
 
         self.active += 1
-        record = current_record.get()
+        record = current_record.get(None) or Record()
         record.prompt_tokens += sum(len(request.prompt) for request in requests)
         seconds = self.limits.request_seconds
         timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, TimeoutError())

@@ -51,6 +51,8 @@ def test_the_documented_flags(tmp_path):
         ("--host ::", "--host :: .* --api-key"),
         ("--host 0.0.0.0 --allow-origin *", "--api-key"),
         ("--allow-origin *", "--allow-origin .* --api-key"),
+        ("--allow-origin https://a.example/", "--allow-origin https://a.example/ is not a site"),
+        ("--allow-origin a.example", "--allow-origin a.example is not a site"),
         ("--api-key a --api-key-file b", "give one of them"),
         ("--api-key-file /nowhere/key", "--api-key-file /nowhere/key cannot be read: No such file"),
         ("--api-key é", "printable ASCII"),

@@ -120,6 +120,11 @@ def test_a_stream_is_the_answer_in_pieces(client):
 def test_a_stream_echoes_the_prompt_first(client):
     chunks = streamed(client, COMPLETIONS, prompt="Hello", echo=True, max_tokens=2)
     assert chunks[0]["choices"][0]["text"] == "Hello" and "usage" not in chunks[0]
+    body = {"prompt": "Hello", "echo": True, "logprobs": 1, "max_tokens": 2, "temperature": 0}
+    whole = post(client, COMPLETIONS, **body)["choices"][0]["logprobs"]
+    for name in ("tokens", "token_logprobs", "text_offset"):
+        got = [c["choices"][0]["logprobs"][name] for c in streamed(client, COMPLETIONS, **body)]
+        assert sum(got, []) == whole[name]
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -184,6 +189,7 @@ REFUSED = [
     ({"prompt": []}, "prompt"),
     ({"prompt": [[1], "a", 2]}, "prompt"),
     ({"prompt": [259]}, "prompt"),
+    ({"prompt": [1] * 20000}, "max_tokens"),
     ({"prompt": ["a"] * 129}, "prompt"),
     ({"max_tokens": -1}, "max_tokens"),
     ({"max_tokens": 1024}, "max_tokens"),
@@ -216,7 +222,6 @@ REFUSED = [
     ({"stream": 1}, "stream"),
     ({"stream_options": {"include_usage": True}}, "stream_options"),
     ({"stream": True, "stream_options": {"a": 1}}, "stream_options.a"),
-    ({"echo": True, "logprobs": 1, "stream": True}, "echo"),
     ({"response_format": {"type": "xml"}}, "response_format.type"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema.schema"),
     ({"guided_json": "{"}, "guided_json"),
