@@ -181,6 +181,30 @@ def test_no_request_reaches_files_or_machines(server, watch):
     assert all(json.loads(body)["error"]["message"] for _, _, body in refused.values())
 
 
+def _schema(schema: dict) -> dict:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+@pytest.mark.proof
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"response_format": _schema({"$ref": "file:///etc/passwd"})},
+        {"response_format": _schema({"$ref": "http://127.0.0.1:9/schema.json"})},
+        {"response_format": _schema({"$schema": "http://127.0.0.1:9/s", "$ref": "other.json"})},
+        {"structured_outputs": {"grammar": '%import "/etc/passwd"\nstart: "x"'}},
+        {"structured_outputs": {"grammar": '%include /etc/passwd\nstart: "x"'}},
+        {"structured_outputs": {"regex": "(a*)*" * 300 + "{1000}{1000}{1000}"}},
+    ],
+)
+def test_constraints_refer_to_nothing(field, server):
+    """Neither to files nor to addresses; and none takes the server with it."""
+    pytest.importorskip("llguidance", reason="pip install megatron-deepspeed[serve]")
+    status, _, body = post(server, "/v1/completions", json.dumps(COMPLETION | field).encode())
+    assert status == 400 and b"root:" not in body
+    assert get(server, "/health")[0] == 200
+
+
 def test_the_watch_sees_what_it_forbids(watch):
     """Otherwise the test above shows nothing."""
 
