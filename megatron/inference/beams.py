@@ -56,10 +56,10 @@ class BeamSearch:
 
     A step looks at the 2 x width best continuations of all beams ((1 + stops) x width with several
     stop tokens). Of those that end, the ones ranked among the first ``width`` become results, the
-    others are skipped; the best ``width`` of the rest are continued. Results are ranked by their sum of
-    log-probabilities / length ^ ``length_penalty``, what ended them included. The search is over
-    once there are ``width`` results and the best beam, at its present length, would not be a better
-    one. (Megatron compares the best continuation, even if it has just ended, and so may take
+    others are skipped; the best ``width`` of the rest are continued. Results are ranked by their
+    sum of log-probabilities / length ^ ``length_penalty``, what ended them included. The search is
+    over once there are ``width`` results and the best beam, at its present length, would not be a
+    better one. (Megatron compares the best continuation, even if it has just ended, and so may take
     more steps; results can differ only by what it finds there.)
 
     Attributes:

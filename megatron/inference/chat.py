@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -180,10 +181,8 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     if process.stdin is not None:
-        try:
+        with contextlib.suppress(OSError):  # what was not written
             process.stdin.close()
-        except OSError:  # what was not written
-            pass
 
 
 def _by_name(template: object) -> dict[str, str]:
