@@ -255,7 +255,7 @@ def _choices(fields: Fields, prompts: int) -> int:
 def _check_size(
     service: Service,
     model: ServedModel,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Sequence[int]],
     choices: int,
     new: int,
 ) -> None:
