@@ -26,7 +26,7 @@ from megatron.tokenizer import Tokenizer
 
 _NAMES = {"regex": "regular expression", "json_schema": "JSON schema", "grammar": "grammar"}
 _MOST_CHARACTERS = {"regex": 1 << 13, "json_schema": 1 << 16, "grammar": 1 << 16}
-_LIMITS = {
+_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
     "step_lexer_fuel": 50_000,
     "step_max_items": 20_000,

@@ -23,11 +23,15 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from megatron.inference.page_memory import PageMemory
 from megatron.inference.step import Part
 from megatron.model.attention_masks import AttentionScoring, slopes_on
+
+_VECTORS = 64
+"""Columns that kernels of sums take at a time."""
 
 EncodedPrompts = Mapping[int, "EncodedPrompt"]
 
@@ -218,7 +222,9 @@ class PagedCache:
         hidden_UP = distances_UP < 0
         if window is not None:
             hidden_UP |= distances_UP >= window
-        most = max(counts)
+        # A sum over rows adds up every fourth one first, in columns behind the last block of a
+        # vector instruction: with a multiple of 4, missing pages do not change the order.
+        most = -(-max(counts) // 4) * 4
         places_BC, missing_BC = np.zeros((2, len(queries), most), np.int64)
         begin = 0
         for row, count in enumerate(counts):
@@ -277,9 +283,17 @@ def _read(
     # Over the pages of a sequence: missing ones have no weight.
     largest_BCKG1 = largest_UKG1[reading.places_BC] + reading.missing_BC[..., None, None, None]
     shares_BCKG1 = (largest_BCKG1 - largest_BCKG1.amax(1, keepdim=True)).exp_()
-    total_BKG1 = (totals_UKG1[reading.places_BC] * shares_BCKG1).sum(1)
-    y_BKGD = (y_UKGD[reading.places_BC] * shares_BCKG1).sum(1)
-    return (y_BKGD / total_BKG1).to(q_BKGD.dtype)
+    both_UKGE = torch.cat([y_UKGD.to(totals_UKG1.dtype), totals_UKG1], -1)
+    sums_BKGE = _sum_of_pages(both_UKGE[reading.places_BC] * shares_BCKG1)
+    return (sums_BKGE[..., :-1] / sums_BKGE[..., -1:]).to(q_BKGD.dtype)
+
+
+def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
+    """The sum over C, whose order depends neither on B nor on pages that are zero at the end: other
+    code adds columns that do not fill vectors."""
+    columns = x_BCKGE[0, 0].numel()
+    whole = F.pad(x_BCKGE.flatten(2), (0, -columns % _VECTORS)).sum(1)
+    return whole[:, :columns].unflatten(1, x_BCKGE.shape[2:])
 
 
 def _products(left: Tensor, right: Tensor) -> Tensor:

@@ -5,15 +5,14 @@ Every rank makes a :class:`PagedRunner`; the main one gets the steps (`run`), th
 :meth:`PagedRunner.follow` it until it closes. Results do not depend on what else is in a step where
 rows of a GEMM do not (see :mod:`megatron.inference.paged_attention`).
 
-Shapes: T tokens of all parts, R rows whose logits are wanted, H hidden, V vocabulary, P one rank's
-columns of it.
+Shapes: S tokens of an encoded prompt, T tokens of a pass, H hidden.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from datetime import timedelta
-from itertools import islice
 
 import torch
 import torch.distributed as dist
@@ -21,20 +20,17 @@ from torch import Tensor
 
 from megatron.config import ModelConfig
 from megatron.families import Generation
+from megatron.inference.outputs import Head, Numbers, Wanted
 from megatron.inference.page_memory import PageMemory, PageShape
 from megatron.inference.paged_attention import EncodedPrompt, PagedCache
+from megatron.inference.row_rule import RowRule
 from megatron.inference.stages import Stages
-from megatron.inference.step import Part, Step, StepResult, TargetScores
-from megatron.inference.target_scores import score_rows, whole_logits
+from megatron.inference.step import Part, Step, StepResult
 from megatron.model.attention import Attention
 from megatron.model.layer_list import LayerState
 from megatron.parallel.mesh import MODEL, Mesh, memberships
 
 PAGE_SIZE = 64
-FEWEST_ROWS = 4
-"""A GEMM of fewer rows may round differently."""
-CHUNK_BYTES = 64 * 2**20
-"""Of float32 logits of targets at a time."""
 
 
 class PagedRunner:
@@ -74,6 +70,8 @@ class PagedRunner:
         self._encoded: dict[int, EncodedPrompt] = {}
         self._group = self._mesh.model
         self.main = self._group.rank == 0
+        self._rows = RowRule.of(stages.weights)
+        self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
         self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
 
     def run(self, step: Step) -> StepResult:
@@ -114,15 +112,26 @@ class PagedRunner:
         self.memory.clear(
             [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
         )
-        tokens_T = [token for part in step.parts for token in part.tokens]
-        tokens_T += [0] * (FEWEST_ROWS - len(tokens_T))
-        rows = len(tokens_T)
-        cache = PagedCache(self.memory, step.parts, rows, self.max_positions, self._encoded)
-        tokens_1T = torch.tensor([tokens_T], device=self._device)
+        passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most)]
+        wanted = Wanted.of(step.parts)
+        numbers = None
+        if self._head is not None:
+            hidden = torch.cat([each for each in passes if each is not None], dim=1)
+            numbers = self._head.numbers(LayerState(hidden), wanted)
+        numbers = self._to_main(numbers, wanted)
+        return None if numbers is None else wanted.result(numbers)
+
+    def _hidden(self, parts: Sequence[Part]) -> Tensor | None:
+        """What the head reads, [1, T, H], on the last stage."""
+        tokens = [token for part in parts for token in part.tokens]
+        rows = self._rows.padded(len(tokens))
+        cache = PagedCache(self.memory, parts, rows, self.max_positions, self._encoded)
+        padded = tokens + [0] * (rows - len(tokens))
+        tokens_1T = torch.tensor([padded], device=self._device)
         begin = self._generation.begin(tokens_1T, cache.position_ids_BS, cache)
         first, head = self._generation.encoder_layers, self._stages.layers - 1
         state = self._stages.run(begin, rows, first, head)
-        return self._answered(state, step.parts)
+        return None if state is None else state.total[:, : len(tokens)]
 
     def _encode(self, tokens: Sequence[int]) -> Tensor:
         """[1, S, H] on every rank."""
@@ -132,83 +141,39 @@ class PagedRunner:
         hidden = None if state is None else state.hidden
         return self._stages.broadcast(hidden, len(tokens), layers - 1)
 
-    def _answered(self, state: LayerState | None, parts: Sequence[Part]) -> StepResult | None:
-        """What the parts want, from the rank with the head to the main one."""
-        rows, begin = [], 0
-        scored: list[tuple[Part, int]] = []
-        for part in parts:
-            if part.logits:
-                rows.append(begin + len(part.tokens) - 1)
-            if part.targets:
-                scored.append((part, begin))
-            begin += len(part.tokens)
-        found: list[Tensor] = []
-        if self._stages.last:
-            assert state is not None
-            found.append(self._logits(state, rows))
-            found += self._scores(state, scored)
-        found = self._to_main(found, len(rows), scored)
-        if not self.main:
-            return None
-        logits_RV, *numbers = (each.cpu() for each in found)
-        of_parts = iter(numbers)
-        scores = (TargetScores(*islice(of_parts, 3)) for _ in scored)
-        return StepResult(logits_RV, tuple(scores))
-
-    def _logits(self, state: LayerState, rows: Sequence[int]) -> Tensor:
-        if not rows:
-            return torch.empty(0, self.vocab_size, device=self._device)
-        logits_RP = self._head(state, rows)
-        return whole_logits(logits_RP, self.vocab_size, self._mesh.tensor)[: len(rows)]
-
-    def _head(self, state: LayerState, rows: Sequence[int]) -> Tensor:
-        """This rank's logits [R or more, P] of some rows."""
-        wanted = list(rows) + [rows[0]] * (FEWEST_ROWS - len(rows))
-        hidden = state.total.index_select(1, torch.tensor(wanted, device=self._device))
-        layers = self._stages.layers
-        head = self._stages.own[max(self._stages.own)].part(layers - 1, layers)
-        return head(state.with_hidden(hidden)).hidden[0]
-
-    def _scores(self, state: LayerState, scored: Sequence[tuple[Part, int]]) -> list[Tensor]:
-        found: list[Tensor] = []
-        group, most = self._mesh.tensor, max(FEWEST_ROWS, CHUNK_BYTES // (4 * self.vocab_size))
-        for part, begin in scored:
-            pieces = []
-            for first in range(0, len(part.targets), most):
-                targets = part.targets[first : first + most]
-                rows = range(begin + first, begin + first + len(targets))
-                logits_RP = self._head(state, rows)
-                targets_R = torch.zeros(len(logits_RP), dtype=torch.int64)
-                targets_R[: len(targets)] = torch.tensor(targets)
-                targets_R = targets_R.to(self._device)
-                scores = score_rows(logits_RP, targets_R, part.top, self.vocab_size, group)
-                pieces.append([each[: len(targets)] for each in scores])
-            found += [torch.cat(each) for each in zip(*pieces, strict=True)]
-        return found
-
-    def _to_main(
-        self, found: list[Tensor], rows: int, scored: Sequence[tuple[Part, int]]
-    ) -> list[Tensor]:
-        """The results on the main rank, wherever the last stage is."""
+    def _to_main(self, numbers: Numbers | None, wanted: Wanted) -> Numbers | None:
+        """The numbers on the main rank, wherever the last stage is; None on the others."""
         source, main = self._stages.last_rank, self._group.ranks[0]
         own = self._mesh.world.rank
-        if self._mesh.tensor.rank or source == main or own not in (main, source):
-            return found
-        if own == source:
-            for each in found:
-                dist.send(each.cpu().contiguous(), main, group=self._steps)
-            return found
-        shapes: list[tuple[tuple[int, ...], torch.dtype]] = [
-            ((rows, self.vocab_size), torch.float32)
-        ]
-        for part, _ in scored:
-            count = len(part.targets)
-            shapes += [((count,), torch.float32)]
-            shapes += [((count, part.top), kind) for kind in (torch.int64, torch.float32)]
-        found = [torch.empty(shape, dtype=kind) for shape, kind in shapes]
-        for each in found:
-            dist.recv(each, source, group=self._steps)
-        return found
+        if own == main and source != main:
+            numbers = wanted.empty(self.vocab_size)
+            for each in numbers:
+                dist.recv(each, source, group=self._steps)
+        elif own == source != main and not self._mesh.tensor.rank:
+            assert numbers is not None
+            for each in numbers:
+                dist.send(each, main, group=self._steps)
+        return numbers if self.main else None
+
+
+def cut(parts: Sequence[Part], most: int | None) -> list[list[Part]]:
+    """Parts in passes of at most so many tokens, in order; a prompt may be in several."""
+    if most is None:
+        return [list(parts)]
+    passes: list[list[Part]] = [[]]
+    room = most
+    for part in parts:
+        first, count = 0, len(part.tokens)
+        while first < count:
+            if not room:
+                passes.append([])
+                room = most
+            end = min(count, first + room)
+            tokens, start = part.tokens[first:end], part.start + first
+            passes[-1].append(replace(part, tokens=tokens, start=start))
+            room -= end - first
+            first = end
+    return passes
 
 
 def _patient_group(mesh: Mesh) -> dist.ProcessGroup:

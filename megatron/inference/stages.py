@@ -27,11 +27,13 @@ class Stages:
         bounds: index of the first layer of each stage, and the number of layers.
         owners: rank in the pipeline of each stage.
         own: this process's stages by number.
+        weights: the matrices of their layers.
     """
 
     bounds: Sequence[int]
     owners: Sequence[int]
     own: Mapping[int, LayerSequence]
+    weights: Sequence[Tensor]
     mesh: Mesh
     hidden: int
     dtype: torch.dtype
@@ -39,21 +41,22 @@ class Stages:
 
     @classmethod
     def of(cls, engine: ModelEngine) -> Stages:
-        model, mesh = engine.model, engine.mesh
-        weight = next(iter(engine.names))
-        hidden = engine.config.model.hidden_size
+        model, mesh, hidden = engine.model, engine.mesh, engine.config.model.hidden_size
         if isinstance(model, LayerStack):
             return cls.alone(model, hidden, mesh)
         assert isinstance(model, StageModule)
         owners = [model.stage_owner(first) for first in model.parts[:-1]]
-        return cls(model.parts, owners, model.sequences, mesh, hidden, weight.dtype, engine.device)
+        weights = _matrices(model)
+        dtype, device = weights[0].dtype, engine.device
+        return cls(model.parts, owners, model.sequences, weights, mesh, hidden, dtype, device)
 
     @classmethod
     def alone(cls, model: LayerStack, hidden: int, mesh: Mesh | None = None) -> Stages:
         """Those of a pipeline of one rank."""
-        weight = next(model.parameters())
+        weights = _matrices(model)
         bounds, own = (0, len(model.layers)), {0: model.sequence}
-        return cls(bounds, (0,), own, mesh or Mesh(), hidden, weight.dtype, weight.device)
+        dtype, device = weights[0].dtype, weights[0].device
+        return cls(bounds, (0,), own, weights, mesh or Mesh(), hidden, dtype, device)
 
     @property
     def layers(self) -> int:
@@ -118,3 +121,7 @@ class Stages:
         pipeline, hidden = self._pipeline, self._empty(tokens)
         dist.recv(hidden, pipeline.ranks[holder], group=pipeline.handle)
         return hidden
+
+
+def _matrices(model: nn.Module) -> list[Tensor]:
+    return [param for param in model.parameters() if param.ndim == 2]

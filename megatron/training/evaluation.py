@@ -66,7 +66,7 @@ def opened_checkpoint(settings: Settings, processes: int, what: str) -> Iterator
     ends; ``what`` does not use flags about training ("an evaluation"). Raises ConfigError,
     CheckpointError or OSError if it cannot be used."""
     used, unused = evaluation_settings(checkpoint_settings(settings))
-    run = _run_of(used, processes)
+    run = evaluated_run(used, processes)
     show_configuration(run)
     notes = list(run.resolved.notes)
     if unused:
@@ -88,9 +88,9 @@ def opened_checkpoint(settings: Settings, processes: int, what: str) -> Iterator
         yield Opened(run, engine, folder, iteration)
 
 
-def _run_of(settings: Settings, processes: int) -> Run:
-    """With the tokenizer that is beside the checkpoint, where the files of the run's own have gone
-    and no flag names others."""
+def evaluated_run(settings: Settings, processes: int) -> Run:
+    """:func:`run_of` with the tokenizer that is beside the checkpoint, where the files of the run's
+    own have gone and no flag names others."""
     try:
         return run_of(settings, processes)
     except FileNotFoundError:

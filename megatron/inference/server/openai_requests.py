@@ -95,7 +95,7 @@ async def chat_asked(service: Service, body: Mapping[str, Any]) -> Asked:
     fields.ignore("parallel_tool_calls")
     if fields.take("modalities") not in (None, ["text"]):
         raise fields.fault("modalities", 'can only be ["text"]: the model writes text only')
-    prompt = await _chat_prompt(service, model, fields)
+    prompt = await _chat_prompt(service, fields)
     choices = _choices(fields, 1)
     top = fields.integer("top_logprobs", 0, _MAX_TOP)
     if not fields.flag("logprobs"):
@@ -108,7 +108,10 @@ async def chat_asked(service: Service, body: Mapping[str, Any]) -> Asked:
     new = older if new is None else new
     if new is None:
         new = max(1, min(model.room(prompt), service.limits.tokens // choices - len(prompt)))
-    return _asked(service, model, fields, (prompt,), ("",), choices, new, top, False)
+    asked = _asked(service, model, fields, (prompt,), ("",), choices, new, top, False)
+    stopping = asked.template.stopping
+    stopping = replace(stopping, texts=(*stopping.texts, *model.chat.stops))
+    return replace(asked, template=replace(asked.template, stopping=stopping))
 
 
 def _asked(
@@ -190,15 +193,14 @@ async def _prompt(
     return ids or await service.prompt(""), model.tokenizer.detokenize(ids)
 
 
-async def _chat_prompt(service: Service, model: ServedModel, fields: Fields) -> tuple[int, ...]:
+async def _chat_prompt(service: Service, fields: Fields) -> tuple[int, ...]:
     messages = fields.take("messages")
     if not isinstance(messages, list) or not messages:
         raise fields.fault("messages", "must be a list of messages, not empty")
     plain = [_message(message, index) for index, message in enumerate(messages)]
     try:
-        characters = sum(len(message["content"]) for message in plain)
-        return tuple(await service.apart(characters, model.chat.tokens, model.tokenizer, plain))
-    except ValueError as error:
+        return await service.chat_prompt(plain)
+    except RequestError as error:
         raise fields.fault("messages", f"cannot be made a prompt: {error}") from None
 
 
@@ -253,7 +255,7 @@ def _choices(fields: Fields, prompts: int) -> int:
 def _check_size(
     service: Service,
     model: ServedModel,
-    prompts: Sequence[tuple[int, ...]],
+    prompts: Sequence[Sequence[int]],
     choices: int,
     new: int,
 ) -> None:

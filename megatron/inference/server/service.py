@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
+from collections.abc import AsyncGenerator, Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing
 from dataclasses import dataclass
@@ -23,7 +23,7 @@ from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
-    from megatron.inference.chat import ChatTemplate
+    from megatron.inference.chat import ChatFormat
 
 T = TypeVar("T")
 Tokens = tuple[int, ...]
@@ -38,7 +38,7 @@ class ServedModel:
 
     thread: EngineThread
     tokenizer: Tokenizer
-    chat: ChatTemplate
+    chat: ChatFormat
 
     @property
     def positions(self) -> int:
@@ -147,23 +147,31 @@ class Service:
 
     async def tokenized(self, text: str) -> Tokens:
         """Ids of a text. Raises RequestError if the tokenizer cannot split it."""
-        model = self.model()
-        return await self._split(len(text), lambda: tuple(model.tokenizer.tokenize(text)))
+        return await self._split(len(text), self.model().tokenizer.tokenize, text)
 
     async def prompt(self, text: str) -> Tokens:
         """Ids of a prompt, of which there is at least one; see :func:`prompt_tokens`. Raises
         RequestError if the tokenizer cannot make one."""
         model = self.model()
         runner = model.thread.engine.runner
-        return await self._split(len(text), lambda: prompt_tokens(model.tokenizer, text, runner))
+        return await self._split(len(text), prompt_tokens, model.tokenizer, text, runner)
 
-    async def _split(self, characters: int, split: Callable[[], Tokens]) -> Tokens:
+    async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
+        """Ids of a conversation that the model goes on with. Raises RequestError if the chat
+        template refuses it."""
+        model = self.model()
+        # A template is rendered in another process, which this thread must not wait for.
+        return await self._split(_SHORT + 1, model.chat.tokens, model.tokenizer, messages)
+
+    async def _split(
+        self, characters: int, split: Callable[..., Iterable[int]], *arguments: Any
+    ) -> Tokens:
         try:
-            return await self.apart(characters, split)
+            return tuple(await self._apart(characters, split, *arguments))
         except ValueError as error:
             raise RequestError(str(error)) from None
 
-    async def apart(self, characters: int, work: Callable[..., T], *arguments: Any) -> T:
+    async def _apart(self, characters: int, work: Callable[..., T], *arguments: Any) -> T:
         """The result of work on texts, in another thread if they are long."""
         if characters <= _SHORT:
             return work(*arguments)

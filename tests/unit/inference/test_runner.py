@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from configs import run_config
 from generating import PROMPTS, SHAPES, play, same, save_theirs, their_greedy
 from generating import their_model as make_theirs
@@ -60,7 +61,7 @@ def test_greedy_against_transformers(shape, made):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_alone_in_a_crowd_and_in_pieces(shape, made):
-    runner = made(shape)
+    runner = made(shape, pages=120, page_size=4)
     crowd = play(runner, PROMPTS, COUNT)
     alone = [play(runner, [prompt], COUNT, shuffled=False)[0] for prompt in PROMPTS]
     assert same(crowd, alone)
@@ -83,7 +84,7 @@ KINDS = {
 GPT_PROMPTS = [prompt for prompt in PROMPTS if len(prompt) < 20]
 
 
-def runner_of(config, model, page_size=4, pages=60):
+def runner_of(config, model, page_size=4, pages=90):
     generation = family_of("gpt").generation(config, None)
     return PagedRunner(
         Stages.alone(model, config.model.hidden_size), config.model, generation, pages, page_size
@@ -165,6 +166,34 @@ def test_what_was_in_a_page_before_does_not_matter(gpt_config, random_gpt):
     assert all(torch.isfinite(text.log_probs).all() for text in first)
     runner.memory.pool.fill_(3e38)
     assert same(play(runner, GPT_PROMPTS, 5), first)
+
+
+def test_where_rows_depend_on_their_number(gpt_config, random_gpt, monkeypatch):
+    """Then all passes have one number of rows, and results depend on nothing else either."""
+    config = gpt_config(llama=True)
+    model = random_gpt(config)
+    expected = play(runner_of(config, model), GPT_PROMPTS, 8)
+    linear = F.linear
+
+    def unsteady(x, weight, bias=None):
+        return linear(x, weight, bias) * (1 + 1e-7 * x.shape[:-1].numel())
+
+    monkeypatch.setattr(F, "linear", unsteady)
+    runner = runner_of(config, model)
+    found = play(runner, GPT_PROMPTS * 3, 8, chunk=7)
+    assert same(found[:5], [play(runner, [prompt], 8)[0] for prompt in GPT_PROMPTS])
+    assert not same(found[:5], expected)
+    for ours, other in zip(found, expected, strict=False):
+        assert ours.tokens == other.tokens
+        torch.testing.assert_close(ours.log_probs, other.log_probs, rtol=0, atol=1e-3)
+
+
+def test_widths_that_are_no_multiple_of_a_vector(gpt_config, random_gpt):
+    """Elementwise kernels compute the end of a tensor by other code."""
+    config = gpt_config(llama=True, ffn_hidden_size=45)
+    runner = runner_of(config, random_gpt(config))
+    crowd = play(runner, GPT_PROMPTS, 8, chunk=3)
+    assert same(crowd, [play(runner, [prompt], 8)[0] for prompt in GPT_PROMPTS])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -40,6 +40,8 @@ class TextRunner(FakeRunner):
 class PlainChat:
     """Stands for a chat template."""
 
+    stops = ("\nuser:",)
+
     def tokens(self, tokenizer, messages):
         if messages[0]["role"] == "assistant":
             raise ValueError("the first message is not the user's")

@@ -16,7 +16,7 @@ def test_megatrons_answer(client):
     answer = client.put("/api", json=body).json()
     for text, segments, logprobs in zip(*answer.values(), strict=True):
         assert text == "".join(segments) and not text.startswith(("Hello", "one"))
-        assert len(segments) == len(logprobs) == 5
+        assert len(segments) == len(logprobs) > 0
 
 
 def test_openais_answer(client):

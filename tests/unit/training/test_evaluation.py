@@ -1,0 +1,28 @@
+"""Runs that only evaluate."""
+
+import dataclasses
+import shutil
+
+import pytest
+
+from megatron.config import Setting, TokenizerConfig
+from megatron.tokenizer.null import NullTokenizer
+from megatron.training.evaluation import checkpoint_settings, evaluated_run, evaluation_settings
+
+
+def test_tokenizer_beside_the_checkpoint(tmp_path, gpt_config, random_gpt, write_checkpoint):
+    """Where the files that a run had have gone; a flag that names others is not overruled."""
+    original = tmp_path / "original"
+    NullTokenizer(60).save_pretrained(original)
+    named = TokenizerConfig(tokenizer_type="HFTokenizer", tokenizer_model=str(original))
+    config = dataclasses.replace(gpt_config(), tokenizer=named)
+    write_checkpoint(tmp_path / "ours", config, random_gpt(config), NullTokenizer(60))
+    given = {"load": Setting(str(tmp_path / "ours"), "flag --load")}
+    used, _ = evaluation_settings(checkpoint_settings(given))
+    assert evaluated_run(used, 1).config.tokenizer.tokenizer_model == str(original)
+    shutil.rmtree(original)
+    run = evaluated_run(used, 1)
+    assert run.tokenizer.tokenize("7 8") == [7, 8]
+    others = {"tokenizer_model": Setting(str(original), "flag --tokenizer-model")}
+    with pytest.raises(FileNotFoundError, match="original"):
+        evaluated_run(used | others, 1)
