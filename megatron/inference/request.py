@@ -101,11 +101,13 @@ class Stopping:
         max_new_tokens: 0 to score the prompt only.
         tokens: each of these ends it.
         texts: it ends as soon as one of these is in the new text.
+        before: text of the prompt's end with which one of ``texts`` may begin.
     """
 
     max_new_tokens: int
     tokens: frozenset[int] = frozenset()
     texts: tuple[str, ...] = ()
+    before: str = ""
 
     def __post_init__(self) -> None:
         _require(self.max_new_tokens >= 0, self, "max_new_tokens", "0 or more")

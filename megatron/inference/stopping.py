@@ -29,7 +29,7 @@ class StopWatch:
             if tokenizer is None:
                 raise ValueError("stop texts need a tokenizer")
             self._stream = TextStream(tokenizer, prompt)
-        self._tail = ""
+        self._tail = self._texts.undecided(stopping.before)
 
     def add(self, token: int) -> Finish | None:
         """Why the sequence ends with this token; None if it continues."""

@@ -309,6 +309,7 @@ def test_output_is_text(visit, server):
     )
 
 
+@pytest.mark.proof
 def test_key(visit):
     """Asked for where the server wants one, kept for the tab only, sent with each request."""
     with counted_server(key="correct horse") as locked:
@@ -332,6 +333,7 @@ def test_key(visit):
         assert "correct horse" in page.evaluate(kept.replace("local", "session"))
 
 
+@pytest.mark.proof
 def test_copied_as_curl(visit, server):
     """The command, run by a shell, gets the page's answer."""
     if shutil.which("curl") is None:

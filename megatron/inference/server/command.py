@@ -119,7 +119,9 @@ def _serve(config: ServerConfig, settings: Settings, processes: int) -> None:
             config.max_batch_size, config.max_num_batched_tokens, config.max_waiting
         )
         thread = EngineThread(GenerationEngine(opened.runner, opened.tokenizer, limits))
-        chat = ChatFormat.of(opened.tokenizer, opened.folder, template)
+        own = opened.folder / "tokenizer"  # of a checkpoint of this project
+        files = own if own.is_dir() else opened.folder
+        chat = ChatFormat.of(opened.tokenizer, files, template)
         thread.start()
         service.open(ServedModel(thread, opened.tokenizer, chat))
         stop.serving = True

@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from serving import NAME, PlainChat, byte_tokenizer, events, served
+from serving import NAME, PlainChat, TextRunner, byte_tokenizer, events, served
 from test_megatron_api import alone
 
 from megatron.inference.request import Sampling, Stopping
@@ -162,9 +162,27 @@ def test_chat(client):
     assert chunks[0]["object"] == "chat.completion.chunk"
 
 
-def test_chat_goes_on_as_long_as_there_is_room(client):
-    answer = post(client, CHAT, messages=USER, seed=1, ignore_eos=True)
-    assert answer["usage"]["total_tokens"] == 1024
+def test_chat_continues_as_long_as_there_is_room():
+    with served(TextRunner(259, max_positions=100)) as server, server.client() as client:
+        answer = post(client, CHAT, messages=USER, seed=1, ignore_eos=True)
+        assert answer["usage"]["total_tokens"] == 100
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_end_of_a_document_ends_a_text_and_is_no_part_of_it(client, stream):
+    body = {"prompt": "ab", "seed": 2, "max_tokens": 400, "logprobs": 0}
+    longer = post(client, COMPLETIONS, **body, ignore_eos=True)["choices"][0]["text"]
+    assert "<eos>" in longer
+    if stream:
+        chunks = [c["choices"][0] for c in streamed(client, COMPLETIONS, **body)]
+        text, finish = "".join(c["text"] for c in chunks), chunks[-1]["finish_reason"]
+        tokens = [token for c in chunks for token in c["logprobs"]["tokens"]]
+    else:
+        (choice,) = post(client, COMPLETIONS, **body)["choices"]
+        text, finish = choice["text"], choice["finish_reason"]
+        tokens = choice["logprobs"]["tokens"]
+    assert (text, finish) == (longer[: longer.index("<eos>")], "stop")
+    assert "".join(tokens) == text
 
 
 def test_parts_of_a_message(client):
@@ -182,6 +200,9 @@ def test_a_prefix_that_was_computed_is_counted(client):
     for cached in (0, 48):
         usage = post(client, COMPLETIONS, prompt=prompt, max_tokens=1)["usage"]
         assert usage["prompt_tokens_details"]["cached_tokens"] == cached
+    options = {"include_usage": True}
+    chunks = streamed(client, COMPLETIONS, prompt=prompt, max_tokens=1, stream_options=options)
+    assert chunks[-1]["usage"] == usage
 
 
 REFUSED = [
