@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -45,7 +46,7 @@ class ChatFormat:
         cls, tokenizer: Tokenizer, folder: Path | None = None, template: str | None = None
     ) -> ChatFormat:
         """``template``, or that of the tokenizer, or of its files in ``folder``
-        (chat_template.jinja, tokenizer_config.json); the plain format if there is none."""
+        (chat_template.jinja, tokenizer_config.json); the plain format without any."""
         own = getattr(tokenizer, "transformers_tokenizer", None)
         found: object = None
         if own is not None:
@@ -180,10 +181,8 @@ def _kill(process: subprocess.Popen[str]) -> None:
     process.kill()
     process.wait()
     if process.stdin is not None:
-        try:
+        with contextlib.suppress(OSError):  # what was not written
             process.stdin.close()
-        except OSError:  # what was not written
-            pass
 
 
 def _by_name(template: object) -> dict[str, str]:

@@ -63,18 +63,18 @@ def make_environment() -> Any:
             body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
             return jinja2.nodes.Scope(body).set_lineno(line)
 
-    class Namespace(jinja2.utils.Namespace):
+    class SafeNamespace(jinja2.utils.Namespace):
         """Without names that begin with an underscore, which could lead out of the sandbox."""
 
         def __init__(*args: Any, **kwargs: Any) -> None:
             self, *given = args
             values = dict(*given, **kwargs)
             for name in values:
-                Namespace.check(name)
+                SafeNamespace.check(name)
             jinja2.utils.Namespace.__init__(self, values)
 
         def __setitem__(self, name: str, value: Any) -> None:
-            Namespace.check(name)
+            SafeNamespace.check(name)
             super().__setitem__(name, value)
 
         @staticmethod
@@ -82,7 +82,7 @@ def make_environment() -> Any:
             if isinstance(name, str) and name.startswith("_"):
                 raise jinja2.exceptions.SecurityError(f"namespace has no attribute {name!r}")
 
-    class Dict:
+    class SafeDict:
         """`dict` without its attributes."""
 
         def __call__(self, *args: Any, **kwargs: Any) -> dict[Any, Any]:
@@ -113,8 +113,8 @@ def make_environment() -> Any:
     environment.globals.update(
         raise_exception=raise_exception,
         strftime_now=lambda form: datetime.now().strftime(form),
-        dict=Dict(),
-        namespace=Namespace,
+        dict=SafeDict(),
+        namespace=SafeNamespace,
     )
     return environment
 

@@ -1,6 +1,6 @@
 """How many rows go through a model together, so that a row's results do not depend on the others.
 
-On CPUs with MKL a row of a GEMM has the same bits in every product of four or more rows. Whether it
+On CPUs a row of a GEMM has the same bits in every product of four or more rows. Whether it
 has here is tried with the model's own shapes; where it has not, all products have one number of
 rows. On other devices nothing is promised.
 
@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.inference.packed_weights import PackedWeights, packed, packed_linear
 
 _FEWEST = 4
 _TILE = 32
@@ -45,26 +47,32 @@ class RowRule:
         return max(self.fewest, rows) + self.spare
 
     @classmethod
-    def of(cls, weights: Iterable[Tensor]) -> RowRule:
+    def of(cls, weights: Iterable[Tensor], packed_weights: PackedWeights) -> RowRule:
         """For a model with these weights [O, I]."""
-        shapes = {(tuple(weight.shape), weight.dtype, weight.device.type) for weight in weights}
-        spare = int(any(outputs % _VECTOR for (outputs, _), _, _ in shapes))
+        shapes = {
+            (tuple(weight.shape), weight.dtype, weight.device.type, weight in packed_weights)
+            for weight in weights
+        }
+        spare = int(any(outputs % _VECTOR for (outputs, _), *_ in shapes))
         if all(independent(*each) for each in shapes):
             return cls(spare=spare)
         return cls(_TILE, _TILE, spare)
 
 
 @torch.inference_mode()
-def independent(shape: tuple[int, int], dtype: torch.dtype, device: str) -> bool:
+def independent(
+    shape: tuple[int, int], dtype: torch.dtype, device: str, is_packed: bool = False
+) -> bool:
     """Whether rows of products with a weight of this shape do not depend on their number."""
     if device != "cpu":
         return True
     random = torch.Generator().manual_seed(1)
     x_MI = torch.randn(max(_TRIED) + 1, shape[1], generator=random).to(dtype)
     weight_OI = torch.randn(min(shape[0], _OUTPUTS), shape[1], generator=random).to(dtype)
-    whole_MO = F.linear(x_MI, weight_OI)
+    product, weight = (packed_linear, packed(weight_OI)) if is_packed else (F.linear, weight_OI)
+    whole_MO = product(x_MI, weight)
     return all(
-        torch.equal(F.linear(x_MI[first : first + rows], weight_OI), whole_MO[first : first + rows])
+        torch.equal(product(x_MI[first : first + rows], weight), whole_MO[first : first + rows])
         for rows in _TRIED
         for first in (0, 1)
     )

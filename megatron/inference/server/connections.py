@@ -42,7 +42,7 @@ class BoundedConnection(H11Protocol):
 
     @property
     def _idle(self) -> bool:
-        """Whether no answer is owed: a request has not begun, or its body goes on after it."""
+        """Whether no answer is owed: no request has begun, or it was answered before its end."""
         return self.conn.their_state is h11.IDLE or (
             self.cycle is not None and self.cycle.response_complete
         )

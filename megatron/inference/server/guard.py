@@ -15,7 +15,7 @@ import orjson
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import ClientGone
 from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.record import Record, current_record
+from megatron.inference.server.record import RequestRecord, current_record
 
 ENDPOINTS = frozenset(
     f"{prefix}/{name}"
@@ -111,7 +111,7 @@ class _Call:
 
     async def run(self, app: Any, receive: Any, access: Access, metrics: Metrics) -> None:
         path = self._scope["path"]
-        record = Record()
+        record = RequestRecord()
         token = current_record.set(record)
         try:
             access.check(path, dict(self._scope["headers"]))
@@ -147,7 +147,7 @@ class _Call:
         await self.send(start)
         await self.send({"type": "http.response.body", "body": body})
 
-    def _note(self, path: str, record: Record, metrics: Metrics) -> None:
+    def _note(self, path: str, record: RequestRecord, metrics: Metrics) -> None:
         took = time.perf_counter() - self._begun
         status = str(self._status or _GONE)
         endpoint = path if path in ENDPOINTS else "other"

@@ -154,12 +154,11 @@ def generation_requests(
     total = longest * max(len(prompts), asked.beam_width or 1)
     if total > limit:
         raise RequestError(f"Too many tokens.  {total} is greater than {limit}")
-    stopping = _stopping(asked, model)
     wanted = 0 if asked.logprobs else None
     return [
         GenerationRequest(
             prompt,
-            stopping,
+            _stopping(asked, index, model),
             _sampling(asked, index),
             beams,
             logprobs=wanted,
@@ -182,13 +181,13 @@ def _sampling(asked: MegatronRequest, index: int) -> Sampling:
     )
 
 
-def _stopping(asked: MegatronRequest, model: ServedModel) -> Stopping:
+def _stopping(asked: MegatronRequest, index: int, model: ServedModel) -> Stopping:
     """As Megatron's: text ends it, or else tokens do. In a beam search ``stop_token`` alone."""
     if asked.beam_width is None and (asked.stop_on_eol or asked.stop_on_double_eol):
-        # Megatron asks for the double one first.
-        return Stopping(
-            asked.tokens_to_generate, texts=("\n\n",) if asked.stop_on_double_eol else ("\n",)
-        )
+        if asked.stop_on_double_eol:  # which Megatron asks for first
+            before = asked.prompts[index][-1:]
+            return Stopping(asked.tokens_to_generate, texts=("\n\n",), before=before)
+        return Stopping(asked.tokens_to_generate, texts=("\n",))
     tokens = set() if model.eod is None else {model.eod}
     if asked.stop_token is not None:
         tokens = {asked.stop_token} | (tokens if asked.beam_width is None else set())

@@ -15,9 +15,9 @@ from fastapi.responses import StreamingResponse
 from megatron.inference.request import TokenScore, Update
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.exchange import JSON, read_object, while_connected
-from megatron.inference.server.openai_requests import Asked, chat_asked, completion_asked
+from megatron.inference.server.openai_requests import TextsAsked, chat_asked, completion_asked
 from megatron.inference.server.service import Answer, Service
-from megatron.inference.server.texts import ChoiceText, Piece, PlacedToken, token_name
+from megatron.inference.server.texts import ChoiceText, PlacedToken, TextPiece, token_name
 from megatron.inference.text_stream import bytes_of_token, token_texts
 from megatron.tokenizer import Tokenizer
 
@@ -31,16 +31,16 @@ class _Completions:
     whole = part = "text_completion"
     prefix = "cmpl"
 
-    def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
+    def __init__(self, tokenizer: Tokenizer, asked: TextsAsked) -> None:
         self._tokenizer, self._asked = tokenizer, asked
 
-    def choice(self, index: int, piece: Piece) -> Json:
+    def choice(self, index: int, piece: TextPiece) -> Json:
         logprobs = None if self._asked.top is None else self._logprobs(piece.tokens)
         return _choice(index, {"text": piece.text}, logprobs, piece)
 
     chunk = choice
 
-    def first(self, index: int, echo: Piece | None) -> Json | None:
+    def first(self, index: int, echo: TextPiece | None) -> Json | None:
         """What a stream begins with; ``echo`` is the prompt, if it is part of the text."""
         return None if echo is None else self.chunk(index, echo)
 
@@ -68,23 +68,23 @@ class _Chat:
     whole, part = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def __init__(self, tokenizer: Tokenizer, asked: Asked) -> None:
+    def __init__(self, tokenizer: Tokenizer, asked: TextsAsked) -> None:
         self._tokenizer, self._asked = tokenizer, asked
 
-    def choice(self, index: int, piece: Piece) -> Json:
+    def choice(self, index: int, piece: TextPiece) -> Json:
         message = {"role": "assistant", "content": piece.text, "refusal": None}
         return _choice(index, {"message": message}, self._logprobs(piece), piece)
 
-    def chunk(self, index: int, piece: Piece) -> Json:
+    def chunk(self, index: int, piece: TextPiece) -> Json:
         delta = {"content": piece.text} if piece.text or not piece.finish else {}
         return _choice(index, {"delta": delta}, self._logprobs(piece), piece)
 
-    def first(self, index: int, echo: Piece | None) -> Json | None:
+    def first(self, index: int, echo: TextPiece | None) -> Json | None:
         """What a stream begins with."""
         delta = {"role": "assistant", "content": ""}
-        return _choice(index, {"delta": delta}, None, Piece("", (), None))
+        return _choice(index, {"delta": delta}, None, TextPiece("", (), None))
 
-    def _logprobs(self, piece: Piece) -> Json | None:
+    def _logprobs(self, piece: TextPiece) -> Json | None:
         if self._asked.top is None:
             return None
         content = []
@@ -104,14 +104,14 @@ class _Chat:
 _Form = _Completions | _Chat
 
 
-def _choice(index: int, content: Json, logprobs: Json | None, piece: Piece) -> Json:
+def _choice(index: int, content: Json, logprobs: Json | None, piece: TextPiece) -> Json:
     return {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.finish}
 
 
 class _Exchange:
     """One request for texts, and its answer in either form."""
 
-    def __init__(self, service: Service, asked: Asked, form: type[_Form]) -> None:
+    def __init__(self, service: Service, asked: TextsAsked, form: type[_Form]) -> None:
         self.service, self.asked = service, asked
         tokenizer = service.model().tokenizer
         self.form, self._tokenizer = form(tokenizer, asked), tokenizer
@@ -157,23 +157,23 @@ class _Exchange:
         piece = self._text(index).add(answer)
         echo = self._echo(index, answer.prompt_scores)
         if echo is not None:
-            piece = Piece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish)
+            piece = TextPiece(echo.text + piece.text, echo.tokens + piece.tokens, piece.finish)
         return self.form.choice(index, piece)
 
-    def _echo(self, index: int, scores: tuple[TokenScore, ...]) -> Piece | None:
+    def _echo(self, index: int, scores: tuple[TokenScore, ...]) -> TextPiece | None:
         """The prompt with the scores of its tokens, if it is part of the text."""
         if not self.asked.echo:
             return None
         number = index // self.asked.choices
         prompt, shown = self.asked.prompts[number], self.asked.shown[number]
         if self.asked.top is None or not shown:  # an empty prompt has a token that is not shown
-            return Piece(shown, (), None)
+            return TextPiece(shown, (), None)
         found, place = [], 0
         texts = token_texts(self._tokenizer, prompt)
         for token, score, text in zip(prompt, (None, *scores), texts, strict=True):
             found.append(PlacedToken(token, place, score))
             place += len(text)
-        return Piece(shown, tuple(found), None)
+        return TextPiece(shown, tuple(found), None)
 
     async def stream(self) -> AsyncGenerator[bytes, None]:
         """The answer as server-sent events. Raises RequestError before the first one only."""
@@ -247,7 +247,7 @@ def openai_router(service: Service) -> APIRouter:
 
     async def answer(
         request: Request,
-        read: Callable[[Service, Json], Coroutine[Any, Any, Asked]],
+        read: Callable[[Service, Json], Coroutine[Any, Any, TextsAsked]],
         form: type[_Form],
     ) -> Response:
         service.model()

@@ -39,7 +39,7 @@ _REFUSED_BY_COMPLETIONS = {
 
 
 @dataclass(frozen=True)
-class Asked:
+class TextsAsked:
     """A request for texts.
 
     Attributes:
@@ -71,7 +71,7 @@ class Asked:
         return found
 
 
-async def completion_asked(service: Service, body: Mapping[str, Any]) -> Asked:
+async def completion_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
     """What a body of ``/v1/completions`` asks for. Raises RequestError."""
     model, fields = service.model(), Fields(body)
     _check_model(service, fields)
@@ -87,7 +87,7 @@ async def completion_asked(service: Service, body: Mapping[str, Any]) -> Asked:
     return _asked(service, model, fields, prompts, shown, choices, new, top, echo)
 
 
-async def chat_asked(service: Service, body: Mapping[str, Any]) -> Asked:
+async def chat_asked(service: Service, body: Mapping[str, Any]) -> TextsAsked:
     """What a body of ``/v1/chat/completions`` asks for. Raises RequestError."""
     model, fields = service.model(), Fields(body)
     _check_model(service, fields)
@@ -124,7 +124,7 @@ def _asked(
     new: int,
     top: int | None,
     echo: bool,
-) -> Asked:
+) -> TextsAsked:
     _check_size(service, model, prompts, choices, new)
     hidden = frozenset[int]() if fields.flag("ignore_eos") else model.ends
     stops = fields.texts("stop", _MAX_STOPS)
@@ -148,7 +148,7 @@ def _asked(
     inner.end()
     fields.ignore(*_SAYS_NOTHING)
     fields.end()
-    return Asked(prompts, shown, choices, template, ends, top, echo, stream, include_usage)
+    return TextsAsked(prompts, shown, choices, template, ends, top, echo, stream, include_usage)
 
 
 def _check_model(service: Service, fields: Fields) -> None:

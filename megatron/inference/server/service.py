@@ -18,7 +18,7 @@ from megatron.inference.request import BeamResult, Finish, GenerationRequest, To
 from megatron.inference.server.errors import RequestError
 from megatron.inference.server.limits import RequestDefaults, ServiceLimits
 from megatron.inference.server.metrics import Metrics
-from megatron.inference.server.record import Record, current_record
+from megatron.inference.server.record import RequestRecord, current_record
 from megatron.parallel.random import derive_seed
 from megatron.tokenizer import Tokenizer
 
@@ -132,7 +132,7 @@ class Service:
         return "loading" if self._model is None else "ok"
 
     def stats(self) -> EngineStats | None:
-        """The engine's; None while there is none."""
+        """The engine's; None before the model is loaded."""
         return None if self._model is None else self._model.thread.stats
 
     def model(self) -> ServedModel:
@@ -150,14 +150,14 @@ class Service:
         return await self._split(len(text), self.model().tokenizer.tokenize, text)
 
     async def prompt(self, text: str) -> Tokens:
-        """Ids of a prompt, of which there is at least one; see :func:`prompt_tokens`. Raises
+        """Ids of a prompt, at least one; see :func:`prompt_tokens`. Raises
         RequestError if the tokenizer cannot make one."""
         model = self.model()
         runner = model.thread.engine.runner
         return await self._split(len(text), prompt_tokens, model.tokenizer, text, runner)
 
     async def chat_prompt(self, messages: Sequence[Mapping[str, str]]) -> Tokens:
-        """Ids of a conversation that the model goes on with. Raises RequestError if the chat
+        """Ids of a conversation, up to the model's next message. Raises RequestError if the chat
         template refuses it."""
         model = self.model()
         # A template is rendered in another process, which this thread must not wait for.
@@ -207,7 +207,7 @@ class Service:
                 queue.put_nowait(error)
 
         self.active += 1
-        record = current_record.get(None) or Record()
+        record = current_record.get(None) or RequestRecord()
         record.prompt_tokens += sum(len(request.prompt) for request in requests)
         seconds = self.limits.request_seconds
         timer = asyncio.get_running_loop().call_later(seconds, queue.put_nowait, TimeoutError())

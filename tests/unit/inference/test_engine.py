@@ -154,7 +154,7 @@ def test_nothing_depends_on_others(naive, seed):
     crowd.check(naive)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.randoms(use_true_random=False), st.integers(16, 40))
 def test_no_page_leaks(draw, pages):
     """Requests come, run, end and are cancelled in any order."""

@@ -151,7 +151,7 @@ def test_longer_than_the_model_leaves_nothing(main, load, tmp_path):
             "--greedy does not sample; remove it or --top-k",
         ),
         (["--load", "x", "--greedy", "--num-samples", "3"], "3 --greedy: all would be equal"),
-        (["--load", "x", "--temperature", "0"], "--temperature 0.0 must be positive"),
+        (["--load", "x", "--temperature", "0"], "temperature 0.0 must be positive"),
     ],
 )
 def test_bad_command_lines(main, flags, message):

@@ -71,7 +71,7 @@ def test_refused(argv, words):
         parse("--load", "x", *argv.split())
 
 
-def test_a_value_that_is_no_number(capsys):
+def test_a_value_that_is_not_a_number(capsys):
     with pytest.raises(SystemExit):
         parse("--load", "x", "--port", "http")
     assert "--port" in capsys.readouterr().err

@@ -115,7 +115,7 @@ def test_a_request_that_does_not_begin(slow, sent):
         assert 0.3 < time.monotonic() - begun < 5
 
 
-def test_a_body_that_goes_on_after_the_answer(slow):
+def test_a_body_that_continues_after_the_answer(slow):
     with connection(slow) as client:
         client.sendall(head("/nothing", 10**9))
         assert client.recv(100).startswith(b"HTTP/1.1 404")

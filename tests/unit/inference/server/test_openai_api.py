@@ -162,7 +162,7 @@ def test_chat(client):
     assert chunks[0]["object"] == "chat.completion.chunk"
 
 
-def test_chat_goes_on_as_long_as_there_is_room():
+def test_chat_continues_as_long_as_there_is_room():
     with served(TextRunner(259, max_positions=100)) as server, server.client() as client:
         answer = post(client, CHAT, messages=USER, seed=1, ignore_eos=True)
         assert answer["usage"]["total_tokens"] == 100
