@@ -72,7 +72,7 @@ class PagedRunner:
         self._group = self._mesh.model
         self.main = self._group.rank == 0
         self._packed = PackedWeights(stages.weights)
-        self._rows = RowRule.of(stages.weights, self._packed)
+        self._rows = RowRule.of(stages.weights, self._packed).agreed(self._group)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
         self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
 
