@@ -14,8 +14,11 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.parallel.mesh import Group
 
 _FEWEST = 4
 _TILE = 32
@@ -44,6 +47,19 @@ class RowRule:
     def padded(self, rows: int) -> int:
         """The rows of a pass of which so many count."""
         return max(self.fewest, rows) + self.spare
+
+    def agreed(self, group: Group) -> RowRule:
+        """The strictest rule of the ranks of a replica, whose stages have other weights: all of
+        them must have the same rows."""
+        rules: list[RowRule] = [self] * group.size
+        if group.size > 1:
+            dist.all_gather_object(rules, self, group=group.handle)
+        most = [rule.most for rule in rules if rule.most is not None]
+        return RowRule(
+            max(rule.fewest for rule in rules),
+            min(most, default=None),
+            max(rule.spare for rule in rules),
+        )
 
     @classmethod
     def of(cls, weights: Iterable[Tensor], known: Callable[[Tensor], bool]) -> RowRule:

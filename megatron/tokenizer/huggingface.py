@@ -50,7 +50,10 @@ class HFTokenizer(Tokenizer):
         from transformers import AutoTokenizer  # seconds: only for whoever needs it
 
         try:
-            self._tokenizer: Any = AutoTokenizer.from_pretrained(directory, local_files_only=True)
+            # Code in the folder is never run, nor is anybody asked whether it may.
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(
+                directory, local_files_only=True, trust_remote_code=False
+            )
         except Exception as error:  # transformers raises many kinds, some of them bare Exception
             names = ", ".join(sorted(path.name for path in directory.iterdir())[:8]) or "nothing"
             raise ValueError(
