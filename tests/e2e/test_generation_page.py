@@ -445,6 +445,21 @@ def test_what_breaks_is_said(visit):
 
 
 @pytest.mark.proof
+def test_a_short_model(visit, server):
+    """Half of its positions are left to the prompt, unless somebody has chosen otherwise."""
+    one = visit(server.url)
+    body = json.dumps({"data": [{"id": "short", "max_model_len": 64}]})
+    one.page.route("**/v1/models", lambda route: route.fulfill(body=body))
+    one.page.reload()
+    one.ready()
+    playwright.expect(one.page.locator("#max_tokens")).to_have_value("32")
+    one.set(max_tokens=50)
+    one.page.reload()
+    one.ready()
+    assert one.page.input_value("#max_tokens") == "50"
+
+
+@pytest.mark.proof
 @pytest.mark.parametrize("kind", ["json", "schema", "regex"])
 def test_constraints(kind, visit, server):
     one = visit(server.url).ready()

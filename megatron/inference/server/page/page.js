@@ -322,6 +322,7 @@ async function showModels() {
     model.classList.toggle("single", found.length === 1);
     document.title = `${model.value} · Megatron`;
     const longest = found[0]?.max_model_len;
+    if (longest) settings.fit(longest);
     model.title = longest ? `${model.value}: up to ${longest} tokens, prompt and text together` : model.value;
   } catch (error) {
     model.replaceChildren(element("option", { value: "" }, error.status === 401 ? "Locked" : "No model"));

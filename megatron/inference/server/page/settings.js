@@ -73,6 +73,14 @@ export class Settings {
     this.#show();
   }
 
+  /** Leaves half of a model's `positions` to the prompt, unless somebody has chosen otherwise. */
+  fit(positions) {
+    const most = Math.floor(positions / 2);
+    if (this.#values.max_tokens !== defaults().max_tokens || this.#values.max_tokens <= most) return;
+    this.#values.max_tokens = most;
+    this.#write(FIELDS.find((field) => field.name === "max_tokens"));
+  }
+
   reset() {
     this.#values = defaults();
     for (const field of FIELDS) this.#write(field);
