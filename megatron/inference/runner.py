@@ -21,6 +21,7 @@ from torch import Tensor
 from megatron.config import ModelConfig
 from megatron.families import Generation
 from megatron.inference.outputs import Head, Numbers, Wanted
+from megatron.inference.packed_weights import PackedWeights, is_packed
 from megatron.inference.page_memory import PageMemory, PageShape
 from megatron.inference.paged_attention import EncodedPrompt, PagedCache
 from megatron.inference.row_rule import RowRule
@@ -70,7 +71,8 @@ class PagedRunner:
         self._encoded: dict[int, EncodedPrompt] = {}
         self._group = self._mesh.model
         self.main = self._group.rank == 0
-        self._rows = RowRule.of(stages.weights)
+        self._packed = PackedWeights(stages.weights)
+        self._rows = RowRule.of(stages.weights, is_packed)
         self._head = Head(stages, self.vocab_size, self._rows) if stages.last else None
         self._steps = _patient_group(self._mesh) if self._mesh.world.size > 1 else None
 
@@ -112,12 +114,12 @@ class PagedRunner:
         self.memory.clear(
             [page for part in step.parts for page in part.pages[-(-part.start // P) :]]
         )
-        passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most)]
-        wanted = Wanted.of(step.parts)
-        numbers = None
-        if self._head is not None:
-            hidden = torch.cat([each for each in passes if each is not None], dim=1)
-            numbers = self._head.numbers(LayerState(hidden), wanted)
+        wanted, numbers = Wanted.of(step.parts), None
+        with self._packed:
+            passes = [self._hidden(parts) for parts in cut(step.parts, self._rows.most)]
+            if self._head is not None:
+                hidden = torch.cat([each for each in passes if each is not None], dim=1)
+                numbers = self._head.numbers(LayerState(hidden), wanted)
         numbers = self._to_main(numbers, wanted)
         return None if numbers is None else wanted.result(numbers)
 

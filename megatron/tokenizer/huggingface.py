@@ -142,7 +142,7 @@ class HFTokenizer(Tokenizer):
     def _decoders(self) -> set[str]:
         """Names of the steps by which `tokenizers` makes a text of tokens."""
         decoder = json.loads(self._tokenizer.backend_tokenizer.to_str())["decoder"] or {}
-        return {step["type"] for step in decoder.get("decoders", [decoder])}
+        return {step["type"] for step in decoder.get("decoders", [decoder]) if "type" in step}
 
     def _is_wordpiece(self, vocab: dict[str, int]) -> bool:
         if self._tokenizer.is_fast:
