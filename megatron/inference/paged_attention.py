@@ -6,8 +6,8 @@ the same whatever else is computed:
 - Queries of a prompt go in tiles of a page's positions, aligned with the pages and filled up with
   zeros, to all keys up to the end of the tile: the same GEMMs however a prompt is cut into parts.
 - A generated token is one query, with a GEMM of its own for each page of keys, a softmax for each
-  page, and the pages added up in the order of the sequence. One batched GEMM reads the pages of all
-  sequences where they are, without a copy.
+  page, and the pages added up in the order of the sequence. On a CPU a batched GEMM for each run
+  of consecutive pages reads them where they are: a copy would take longer than the products.
 
 Shapes: T tokens, S tokens of a part, B generated tokens, C pages of the longest of their sequences,
 U pages that are read, N query heads, K key and value heads, G = N / K query heads that share one, P
@@ -20,6 +20,7 @@ import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -63,23 +64,31 @@ class _Prompt:
     pages: Tensor
 
 
+class _Run(NamedTuple):
+    """Consecutive pages ``first`` to ``end`` - 1 that are read at ``begin`` of U."""
+
+    begin: int
+    first: int
+    end: int
+
+
 @dataclass(frozen=True)
 class _Reading:
-    """Which pages the generated tokens of a step read, within a window.
+    """Which pages the generated tokens of a step read, within a window: those of the first token in
+    order, then those of the next.
 
     Attributes:
-        pages: the first to the last page that are read where they are, or the numbers of pages to
-            copy.
-        copied: further pages, of several sequences, to copy; None for none.
+        runs: the pages as runs, which a CPU reads where they are.
+        pages_U: their numbers, of which an accelerator, where many calls cost more, makes a copy.
         owners_U: which of the B tokens reads each.
-        mask_UP: addend of scores; None where every token sees all keys.
+        mask_UP: addend of scores.
         distances_UP: from the token back to each key.
         places_BC: where in U the pages of each token are, in order; any for missing ones.
         missing_BC: -infinity for missing pages, else 0.
     """
 
-    pages: slice | Tensor
-    copied: Tensor | None
+    runs: Sequence[_Run]
+    pages_U: Tensor
     owners_U: Tensor
     mask_UP: Tensor
     distances_UP: Tensor
@@ -195,58 +204,47 @@ class PagedCache:
         queries = [part.start for _, part in self._decoding]
         firsts = [0 if window is None else max(0, q - window + 1) // P for q in queries]
         counts = [q // P + 1 - first for q, first in zip(queries, firsts, strict=True)]
-        wanted = np.concatenate(
+        pages_U = np.concatenate(
             [
                 part.pages[f : f + c]
                 for (_, part), f, c in zip(self._decoding, firsts, counts, strict=True)
             ]
         ).astype(np.int64)
-        owners = np.repeat(np.arange(len(queries)), counts)
-        order = np.concatenate([np.arange(f, f + c) for f, c in zip(firsts, counts, strict=True)])
-        distances = np.array(queries)[owners][:, None] - (order[:, None] * P + np.arange(P))
-        unique, first_seen = np.unique(wanted, return_index=True)
-        low, high = int(unique[0]), int(unique[-1]) + 1
-        pages: slice | Tensor = slice(low, high)
-        if high - low <= 2 * len(unique):
-            main = unique - low
-            span = high - low
-        else:
-            pages, main, span = self._on_device(unique), np.arange(len(unique)), len(unique)
-        again = np.setdiff1d(np.arange(len(wanted)), first_seen)
-        places = np.empty(len(wanted), np.int64)
-        places[first_seen] = main
-        places[again] = span + np.arange(len(again))
-        total = span + len(again)
-        owners_U, distances_UP = np.zeros(total, np.int64), np.zeros((total, P), np.int64)
-        owners_U[places], distances_UP[places] = owners, distances
+        owners_U = np.repeat(np.arange(len(queries)), counts)
+        order_U = np.concatenate([np.arange(f, f + c) for f, c in zip(firsts, counts, strict=True)])
+        keys_UP = order_U[:, None] * P + np.arange(P)
+        distances_UP = np.array(queries)[owners_U][:, None] - keys_UP
         hidden_UP = distances_UP < 0
         if window is not None:
             hidden_UP |= distances_UP >= window
         # A sum over rows adds up every fourth one first, in columns behind the last block of a
         # vector instruction: with a multiple of 4, missing pages do not change the order.
-        most = -(-max(counts) // 4) * 4
-        places_BC, missing_BC = np.zeros((2, len(queries), most), np.int64)
-        begin = 0
-        for row, count in enumerate(counts):
-            places_BC[row, :count] = places[begin : begin + count]
-            places_BC[row, count:] = places[begin]
-            missing_BC[row, count:] = 1
-            begin += count
-        minus = self._on_device(missing_BC).float()
+        order_C = np.arange(-(-max(counts) // 4) * 4)
+        missing_BC = order_C >= np.array(counts)[:, None]
+        begins_B1 = (np.cumsum(counts) - counts)[:, None]
+        places_BC = begins_B1 + np.where(missing_BC, 0, order_C)
         return _Reading(
-            pages,
-            self._on_device(wanted[again]) if len(again) else None,
+            _runs(pages_U),
+            self._on_device(pages_U),
             self._on_device(owners_U),
-            torch.zeros(total, P, device=self._device).masked_fill_(
-                self._on_device(hidden_UP), -torch.inf
-            ),
+            self._minus_infinity(hidden_UP),
             self._on_device(distances_UP.clip(min=0)),
             self._on_device(places_BC),
-            minus.masked_fill_(minus > 0, -torch.inf),
+            self._minus_infinity(missing_BC),
         )
+
+    def _minus_infinity(self, where: np.ndarray) -> Tensor:
+        return self._on_device(np.where(where, np.float32(-np.inf), np.float32(0)))
 
     def _on_device(self, array: np.ndarray) -> Tensor:
         return torch.from_numpy(array).to(self._device, non_blocking=True)
+
+
+def _runs(pages_U: np.ndarray) -> list[_Run]:
+    breaks = np.flatnonzero(np.diff(pages_U) != 1) + 1
+    begins, ends = [0, *breaks.tolist()], [*breaks.tolist(), len(pages_U)]
+    firsts = pages_U[begins].tolist()
+    return [_Run(b, f, f + e - b) for b, f, e in zip(begins, firsts, ends, strict=True)]
 
 
 def _read(
@@ -258,16 +256,9 @@ def _read(
     reading: _Reading,
 ) -> Tensor:
     """[B, K, G, D], float32 sums of what each page gives."""
-    K, P = keys.shape[1:3]
+    K = keys.shape[1]
     q_UKGD = q_BKGD.index_select(0, reading.owners_U)
-    here = keys[reading.pages], values[reading.pages]
-    split = len(here[0])
-    scores_UKGP = _products(q_UKGD[:split], here[0].transpose(2, 3))
-    if reading.copied is not None:
-        further = keys[reading.copied], values[reading.copied]
-        scores_UKGP = torch.cat(
-            [scores_UKGP, _products(q_UKGD[split:], further[0].transpose(2, 3))]
-        )
+    scores_UKGP = _products(q_UKGD, keys.transpose(2, 3), reading)
     scores_UKGP = _scaled(scores_UKGP, q_BKGD, scores)
     if bias_NT is not None:
         biases_NUP = bias_NT[:, reading.distances_UP]
@@ -277,14 +268,12 @@ def _read(
     weights_UKGP = (scores_UKGP - largest_UKG1).exp_()
     totals_UKG1 = weights_UKGP.sum(-1, keepdim=True)
     weights_UKGP = weights_UKGP.to(values.dtype)
-    y_UKGD = _products(weights_UKGP[:split], here[1])
-    if reading.copied is not None:
-        y_UKGD = torch.cat([y_UKGD, _products(weights_UKGP[split:], further[1])])
+    y_UKGD = _products(weights_UKGP, values, reading)
     # Over the pages of a sequence: missing ones have no weight.
-    largest_BCKG1 = largest_UKG1[reading.places_BC] + reading.missing_BC[..., None, None, None]
+    largest_BCKG1 = _taken(largest_UKG1, reading) + reading.missing_BC[..., None, None, None]
     shares_BCKG1 = (largest_BCKG1 - largest_BCKG1.amax(1, keepdim=True)).exp_()
     both_UKGE = torch.cat([y_UKGD.to(totals_UKG1.dtype), totals_UKG1], -1)
-    sums_BKGE = _sum_of_pages(both_UKGE[reading.places_BC] * shares_BCKG1)
+    sums_BKGE = _sum_of_pages(_taken(both_UKGE, reading).mul_(shares_BCKG1))
     return (sums_BKGE[..., :-1] / sums_BKGE[..., -1:]).to(q_BKGD.dtype)
 
 
@@ -296,9 +285,25 @@ def _sum_of_pages(x_BCKGE: Tensor) -> Tensor:
     return whole[:, :columns].unflatten(1, x_BCKGE.shape[2:])
 
 
-def _products(left: Tensor, right: Tensor) -> Tensor:
-    """[U, K, A, B] x [U, K, B, C]: a GEMM for each page and head."""
-    return torch.bmm(left.flatten(0, 1), right.flatten(0, 1)).unflatten(0, left.shape[:2])
+def _taken(x_U: Tensor, reading: _Reading) -> Tensor:
+    """[U, ...] to the pages of each sequence, [B, C, ...]; index_select takes a third of the time
+    of indexing."""
+    places_BC = reading.places_BC
+    return x_U.index_select(0, places_BC.flatten()).unflatten(0, places_BC.shape)
+
+
+def _products(left_UKGA: Tensor, right_XKAB: Tensor, reading: _Reading) -> Tensor:
+    """[U, K, G, B]: a GEMM for each page that is read and head."""
+    pages, K, G = left_UKGA.shape[:3]
+    left, right = left_UKGA.flatten(0, 1), right_XKAB.flatten(0, 1)
+    found = left.new_empty(pages * K, G, right.shape[-1])
+    if left.device.type == "cpu":
+        for begin, first, end in reading.runs:
+            at = slice(begin * K, (begin + end - first) * K)
+            torch.bmm(left[at], right[first * K : end * K], out=found[at])
+    else:
+        torch.bmm(left, right_XKAB[reading.pages_U].flatten(0, 1), out=found)
+    return found.unflatten(0, (pages, K))
 
 
 def _scaled(products: Tensor, q: Tensor, scores: AttentionScoring) -> Tensor:

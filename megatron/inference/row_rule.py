@@ -1,6 +1,6 @@
 """How many rows go through a model together, so that a row's results do not depend on the others.
 
-On CPUs a row of a GEMM has the same bits in every product of four or more rows. Whether it
+On CPUs a row of a GEMM usually has the same bits in every product of four or more rows. Whether it
 has here is tried with the model's own shapes; where it has not, all products have one number of
 rows. On other devices nothing is promised.
 
@@ -9,14 +9,13 @@ Shapes: M rows of a product, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Iterable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from megatron.inference.packed_weights import PackedWeights, packed, packed_linear
 
 _FEWEST = 4
 _TILE = 32
@@ -47,32 +46,33 @@ class RowRule:
         return max(self.fewest, rows) + self.spare
 
     @classmethod
-    def of(cls, weights: Iterable[Tensor], packed_weights: PackedWeights) -> RowRule:
-        """For a model with these weights [O, I]."""
-        shapes = {
-            (tuple(weight.shape), weight.dtype, weight.device.type, weight in packed_weights)
-            for weight in weights
-        }
-        spare = int(any(outputs % _VECTOR for (outputs, _), *_ in shapes))
-        if all(independent(*each) for each in shapes):
-            return cls(spare=spare)
-        return cls(_TILE, _TILE, spare)
+    def of(cls, weights: Iterable[Tensor], known: Container[Tensor] = ()) -> RowRule:
+        """For a model with these weights [O, I], of which some are known to give independent
+        rows."""
+        shapes = {(*weight.shape, weight.dtype, weight.device.type): weight for weight in weights}
+        spare = int(any(outputs % _VECTOR for outputs, *_ in shapes))
+        for (outputs, inputs, dtype, device), weight in shapes.items():
+            if device != "cpu" or weight in known:
+                continue
+            product = partial(F.linear, weight=some_weight(outputs, inputs, dtype))
+            if not independent(product, inputs, dtype):
+                return cls(_TILE, _TILE, spare)
+        return cls(spare=spare)
+
+
+def some_weight(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    """A weight to try products with, on the CPU."""
+    random = torch.Generator().manual_seed(1)
+    return torch.randn(min(outputs, _OUTPUTS), inputs, generator=random).to(dtype)
 
 
 @torch.inference_mode()
-def independent(
-    shape: tuple[int, int], dtype: torch.dtype, device: str, is_packed: bool = False
-) -> bool:
-    """Whether rows of products with a weight of this shape do not depend on their number."""
-    if device != "cpu":
-        return True
-    random = torch.Generator().manual_seed(1)
-    x_MI = torch.randn(max(_TRIED) + 1, shape[1], generator=random).to(dtype)
-    weight_OI = torch.randn(min(shape[0], _OUTPUTS), shape[1], generator=random).to(dtype)
-    product, weight = (packed_linear, packed(weight_OI)) if is_packed else (F.linear, weight_OI)
-    whole_MO = product(x_MI, weight)
+def independent(product: Callable[[Tensor], Tensor], inputs: int, dtype: torch.dtype) -> bool:
+    """Whether rows of a product do not depend on their number."""
+    x_MI = some_weight(max(_TRIED) + 1, inputs, dtype)
+    whole_MO = product(x_MI)
     return all(
-        torch.equal(product(x_MI[first : first + rows], weight), whole_MO[first : first + rows])
+        torch.equal(product(x_MI[first : first + rows]), whole_MO[first : first + rows])
         for rows in _TRIED
         for first in (0, 1)
     )

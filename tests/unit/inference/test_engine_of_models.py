@@ -59,7 +59,9 @@ def requests(draw, encodes):
         )
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(n, marks=pytest.mark.proof) for n in range(1, 5))])
+@pytest.mark.parametrize(
+    "seed", [0, *(pytest.param(n, marks=pytest.mark.proof) for n in range(1, 5))]
+)
 def test_nothing_depends_on_others(runner, seed):
     """To the last bit: alone, one after another and whole; or together, in pieces, prompts shared,
     in another order."""

@@ -1,0 +1,1 @@
+"""Programs that generate text, measured by benchmarks/generate.py."""
