@@ -15,7 +15,7 @@ from megatron.engine.train_engine import ModelEngine
 from megatron.families import family_of
 from megatron.inference.memory import CacheConfig
 from megatron.inference.runner import PagedRunner, page_shape
-from megatron.inference.stages import Stages
+from megatron.inference.stages import StagedLayers
 from megatron.tokenizer import Tokenizer
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.run import Run
@@ -81,18 +81,19 @@ def _naming_rights(load: str) -> Iterator[None]:
 def runner_of(
     engine: ModelEngine, tokenizer: Tokenizer, cache: CacheConfig, where: str = "--load"
 ) -> PagedRunner:
-    """The runner of an engine's model, a rank's part of it; all ranks must call it. Each
-    data-parallel replica has a main rank of its own. ``where`` names the checkpoint. Raises
-    ConfigError if models of its family do not generate, or there is too little memory for keys and
-    values."""
+    """The runner of an engine's model, whose settings were :func:`for_generation`; a rank's part of
+    it; all ranks must call it. Each data-parallel replica has a main rank of its own. ``where``
+    names the checkpoint. Raises ConfigError if models of its family do not generate, or there is
+    too little memory for keys and values."""
     config, mesh = engine.config, engine.mesh
+    assert not config.parallel.sequence_parallel, "see for_generation"
     family = family_of(config.model.family)
     if not family.generates:
         raise ConfigError(
             f"{where}: a model of the family {family.name} does not generate text token by token; "
             "name a checkpoint of another family"
         )
-    stages, generation = Stages.of(engine), family.generation(config, tokenizer)
+    stages, generation = StagedLayers.of(engine), family.generation(config, tokenizer)
     shape = page_shape(stages, config.model)
     pages = cache.pages(shape, generation.max_positions, engine.device, mesh.world)
     return PagedRunner(stages, config.model, generation, pages)

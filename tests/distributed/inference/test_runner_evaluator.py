@@ -10,7 +10,7 @@ from pool import RankError
 from megatron.checkpoint.files import CheckpointError
 from megatron.config import ConfigError
 from megatron.inference.memory import CacheConfig
-from megatron.inference.opening import opened_runner, runner_of
+from megatron.inference.opening import for_generation, opened_runner, runner_of
 from megatron.tasks.harness.scoring import TextScorer, TokenRequest
 from megatron.training.evaluation import opened_checkpoint
 from megatron.training.run import RunToolParser
@@ -40,7 +40,7 @@ def parsed(load: Path, *flags: str):
 def both(load: Path, flags: list[str], processes: int) -> tuple[list, list] | None:
     """For the pool: log-probabilities of the tokens by the runner, and by an evaluation."""
     cache, settings = parsed(load, *flags)
-    with opened_checkpoint(settings, processes, "a test") as found:
+    with opened_checkpoint(for_generation(settings), processes, "a test") as found:
         tokenizer = found.run.tokenizer
         scorer = TextScorer(found.engine, tokenizer, batch_size=4)
         requests = [
