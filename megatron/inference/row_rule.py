@@ -9,13 +9,16 @@ Shapes: M rows of a product, I inputs, O outputs.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from megatron.parallel.mesh import Group
 
 _FEWEST = 4
 _TILE = 32
@@ -45,14 +48,27 @@ class RowRule:
         """The rows of a pass of which so many count."""
         return max(self.fewest, rows) + self.spare
 
+    def agreed(self, group: Group) -> RowRule:
+        """The strictest rule of the ranks of a replica, whose stages have other weights: all of
+        them must have the same rows."""
+        rules: list[RowRule] = [self] * group.size
+        if group.size > 1:
+            dist.all_gather_object(rules, self, group=group.handle)
+        most = [rule.most for rule in rules if rule.most is not None]
+        return RowRule(
+            max(rule.fewest for rule in rules),
+            min(most, default=None),
+            max(rule.spare for rule in rules),
+        )
+
     @classmethod
-    def of(cls, weights: Iterable[Tensor], known: Container[Tensor] = ()) -> RowRule:
-        """For a model with these weights [O, I], of which some are known to give independent
+    def of(cls, weights: Iterable[Tensor], known: Callable[[Tensor], bool]) -> RowRule:
+        """For a model with these weights [O, I], of which some are ``known`` to give independent
         rows."""
         shapes = {(*weight.shape, weight.dtype, weight.device.type): weight for weight in weights}
         spare = int(any(outputs % _VECTOR for outputs, *_ in shapes))
         for (outputs, inputs, dtype, device), weight in shapes.items():
-            if device != "cpu" or weight in known:
+            if device != "cpu" or known(weight):
                 continue
             product = partial(F.linear, weight=some_weight(outputs, inputs, dtype))
             if not independent(product, inputs, dtype):
