@@ -13,7 +13,7 @@ from __future__ import annotations
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
 
@@ -81,8 +81,9 @@ class PagedRunner:
 
     def run(self, step: Step) -> StepResult:
         """See `Runner.run`."""
-        self._announce(step)
-        result = self._computed(step)
+        with _ranks_together() if self._steps is not None else nullcontext():
+            self._announce(step)
+            result = self._computed(step)
         assert result is not None
         return result
 
@@ -181,6 +182,23 @@ def cut(parts: Sequence[Part], most: int | None) -> list[list[Part]]:
             room -= end - first
             first = end
     return passes
+
+
+@contextmanager
+def _ranks_together() -> Iterator[None]:
+    """Holds Ctrl-C back until the end of the block: the other ranks would wait for one that leaves
+    in the middle."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if came:
+        signal.raise_signal(signal.SIGINT)
 
 
 @contextmanager
