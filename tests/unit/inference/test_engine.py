@@ -172,6 +172,8 @@ def test_no_page_leaks(draw, pages):
     assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
     assert stats.pages_cached + stats.pages_free == stats.pages == pages
     assert stats.finished == len(crowd.asked) and stats.failed == 0
+    pool = crowd.engine._pool
+    assert not pool._claims and set(pool._digests) == set(pool._idle) == pool._filled
     crowd.check()
 
 
